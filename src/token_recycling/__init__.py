@@ -1,0 +1,54 @@
+"""Token Recycling: lossless speculative decoding without training (arXiv 2408.08696).
+
+    from token_recycling import TokenRecycling
+
+    recycler = TokenRecycling.from_pretrained()
+    print(recycler.generate("Once upon a time").text)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+
+if TYPE_CHECKING:
+    from token_recycling.adjacency import AdjacencyMatrix
+    from token_recycling.api import Chunk, Generation, TokenRecycling
+    from token_recycling.drafters import Drafter
+    from token_recycling.metrics import Stats, Step
+    from token_recycling.tree import DraftTree, TreeTemplate
+
+__version__ = "0.1.0"
+
+# Imported when first used: PyTorch takes seconds that `import token_recycling` need not.
+_LAZY = {
+    "AdjacencyMatrix": "adjacency",
+    "Chunk": "api",
+    "DraftTree": "tree",
+    "Drafter": "drafters",
+    "Generation": "api",
+    "Stats": "metrics",
+    "Step": "metrics",
+    "TokenRecycling": "api",
+    "TreeTemplate": "tree",
+}
+
+__all__ = [
+    "AdjacencyMatrix",
+    "Chunk",
+    "DraftTree",
+    "Drafter",
+    "Generation",
+    "PlainDecodingWarning",
+    "Stats",
+    "Step",
+    "TokenRecycling",
+    "TokenRecyclingError",
+    "TreeTemplate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"token_recycling.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'token_recycling' has no attribute {name!r}")

@@ -1,0 +1,170 @@
+"""Lossless acceptance: the longest path of the draft that the target would have written itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from token_recycling.tree import DraftTree
+
+# (row, token) -> why the row ends with this token, or None. Called once per token, in order.
+Stop = Callable[[int, int], "str | None"]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a step emits.
+
+    Attributes:
+        path: int64 [B, p]; ``path[b, :len(tokens[b])]`` are the nodes whose answers were taken,
+            the root first.
+        tokens: per row the emitted tokens: the accepted nodes' and the bonus token; cut where
+            the row ends; empty for a row that had ended before.
+        reasons: per row why it ended in this step, or None.
+        drafted: per row the valid nodes below the root.
+    """
+
+    path: Tensor
+    tokens: list[list[int]]
+    reasons: list[str | None]
+    drafted: list[int]
+
+
+class Acceptor(Protocol):
+    """Chooses tokens from the target's logits along the draft."""
+
+    def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
+        """Walk ``draft`` by ``logits`` [B, n, V]; a row whose root is invalid emits nothing."""
+
+
+def bare_roots(tokens: Tensor) -> DraftTree:
+    """Return the draft of nothing but roots (int64 [B]): a plain decoding step."""
+    zeros = torch.zeros_like(tokens)[:, None]
+    one = torch.ones_like(zeros, dtype=torch.bool)
+    return DraftTree(tokens[:, None], zeros, zeros, one[:, :, None], one, 0)
+
+
+def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the deepest node whose whole path agrees with the target's choices.
+
+    Args:
+        draft: B trees of n nodes.
+        choices: int64 [B, n], the token that the target puts after each node.
+
+    Returns:
+        The path from the root, int64 [B, max_depth + 1], and its number of nodes, int64 [B]
+        (0 where the root is invalid). On equal depth the first node wins.
+    """
+    batch, n = draft.tokens.shape
+    right = draft.valid & (draft.tokens == choices.gather(1, draft.parents))
+    right[:, 0] = draft.valid[:, 0]
+    reached = ~(draft.ancestors & ~right[:, None, :]).any(dim=2)
+    depth = torch.where(reached, draft.depths, -1)
+    best = depth.argmax(dim=1, keepdim=True)
+    counts = depth.gather(1, best)[:, 0] + 1
+    on_path = draft.ancestors.gather(1, best[:, :, None].expand(batch, 1, n))[:, 0]
+    columns = torch.where(on_path, draft.depths, draft.max_depth + 1)
+    nodes = torch.arange(n, device=choices.device).expand(batch, n)
+    path = torch.zeros_like(choices[:, :1]).repeat(1, draft.max_depth + 2)
+    return path.scatter(1, columns, nodes)[:, :-1], counts
+
+
+class GreedyAcceptor:
+    """The target's choice is its argmax; whole trees at once, one read by the host."""
+
+    def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
+        """Accept the longest path of argmaxes."""
+        choices = logits.argmax(dim=-1)
+        path, counts = longest_paths(draft, choices)
+        drafted = draft.valid.sum(dim=1) - 1
+        columns = [counts[:, None], drafted[:, None], choices.gather(1, path)]
+        rows: list[list[int]] = torch.cat(columns, dim=1).tolist()
+        tokens: list[list[int]] = []
+        reasons: list[str | None] = []
+        for row, (count, _, *answers) in enumerate(rows):
+            kept: list[int] = []
+            reason = None
+            for token in answers[:count]:
+                kept.append(token)
+                if reason := stop(row, token):
+                    break
+            tokens.append(kept)
+            reasons.append(reason)
+        return Accepted(path, tokens, reasons, [max(row[1], 0) for row in rows])
+
+
+# (sequence int64 [1, t], logits float32 [1, V]) -> scores [1, V]
+Processors = Callable[[Tensor, Tensor], Tensor]
+
+
+class FollowAcceptor:
+    """Sample-and-follow: choose a token as plain decoding would, follow it while the draft has it.
+
+    The logits processors run along the walked path only, so their calls and the random numbers
+    drawn are those of plain decoding: the same seed gives the same text, whatever the draft.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        processors: Sequence[Processors],
+        generators: Sequence[torch.Generator | None] | None,
+        device: torch.device | str,
+    ) -> None:
+        """Follow one sequence per row.
+
+        Args:
+            prompts: per row the tokens so far; processors see them.
+            processors: per row.
+            generators: per row, to sample with (None: PyTorch's own); None: take the argmax.
+            device: of the logits.
+        """
+        self.processors, self.generators = processors, generators
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.sequences = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
+
+    def _choose(self, row: int, logits: Tensor) -> Tensor:
+        """Choose a token, int64 [], from ``logits`` [V] and append it to the row's sequence."""
+        length = self.lengths[row]
+        if length == self.sequences[row].shape[1]:  # room by doubling, not a copy per token
+            self.sequences[row] = self.sequences[row].repeat(1, 2)
+        sequence = self.sequences[row]
+        scores = self.processors[row](sequence[:, :length], logits[None].float().clone())
+        if self.generators is None:
+            token = scores.argmax(dim=-1)
+        else:
+            weights = scores.softmax(dim=-1)
+            token = torch.multinomial(weights, 1, generator=self.generators[row])[:, 0]
+        sequence[0, length] = token[0]
+        self.lengths[row] = length + 1
+        return token[0]
+
+    def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
+        """Walk every row's tree from its root."""
+        state: list[list[int]] = torch.stack(
+            [draft.valid[:, 0].long(), draft.valid.sum(dim=1) - 1], dim=1
+        ).tolist()
+        path = torch.zeros_like(draft.tokens[:, :1]).repeat(1, draft.max_depth + 1)
+        tokens: list[list[int]] = [[] for _ in state]
+        reasons: list[str | None] = [None] * len(state)
+        for row, (alive, _) in enumerate(state):
+            node, depth = 0, 0
+            while alive:
+                path[row, depth] = node
+                chosen = self._choose(row, logits[row, node])
+                below = draft.valid[row] & (draft.parents[row] == node)
+                child = below & (draft.tokens[row] == chosen)
+                child[0] = False
+                token, alive, node = torch.stack(
+                    [chosen, child.any().long(), child.long().argmax()]
+                ).tolist()
+                depth += 1
+                tokens[row].append(token)
+                if reason := stop(row, token):
+                    reasons[row] = reason
+                    break
+        return Accepted(path, tokens, reasons, [max(drafted, 0) for _, drafted in state])

@@ -1,0 +1,399 @@
+"""The front door: a model, its tokenizer and what was recycled so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from token_recycling import defaults
+from token_recycling.accept import Acceptor, FollowAcceptor, GreedyAcceptor
+from token_recycling.adjacency import AdjacencyMatrix, fingerprint
+from token_recycling.decode import decode
+from token_recycling.drafters import Drafter, NoDrafter, make_drafter
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.metrics import Stats, Step
+from token_recycling.plain_target import PlainTarget
+from token_recycling.probe import open_target
+from token_recycling.sampling import prepare
+from token_recycling.stop import StopRules
+from token_recycling.target import OnProgress, TreeTarget, check_prompts
+from token_recycling.text import Prompt, TextStream, encode, is_batch
+from token_recycling.tree import TreeTemplate
+
+BUNDLED_MODEL = Path(__file__).parent / "model"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: without special tokens, and without the stop string that ended it.
+        token_ids: all emitted tokens, an end-of-sequence token included.
+        finish_reason: "eos", "stop" (a stop string) or "length" (a limit).
+        stats: what it took.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One token of a streamed answer.
+
+    Attributes:
+        text: what the token adds; empty while a character or a stop string is incomplete.
+        token_id: the token.
+        from_draft: True when the token was drafted and accepted, False when the target wrote it.
+        finish_reason: set on the last chunk (see ``Generation``).
+        stats: set on the last chunk.
+    """
+
+    text: str
+    token_id: int
+    from_draft: bool
+    finish_reason: str | None = None
+    stats: Stats | None = None
+
+
+@dataclass
+class _Run:
+    """A batch on its way: what to iterate, and what has come so far."""
+
+    steps: Iterator[Step]
+    prompts: list[list[int]]
+    readers: list[TextStream] | None
+    tokens: list[list[int]] = field(init=False)
+    stats: list[Stats] = field(init=False)
+    reasons: list[str | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in self.prompts]
+        self.stats = [Stats() for _ in self.prompts]
+        self.reasons = [None] * len(self.prompts)
+
+    def take(self, step: Step) -> None:
+        """Record a step."""
+        for row, prompt in enumerate(self.prompts):
+            if self.tokens[row]:
+                self.stats[row].add(step, row)
+            else:
+                self.stats[row].add_prefill(len(prompt), step, row)
+            self.tokens[row] += step.tokens[row]
+            self.reasons[row] = self.reasons[row] or step.reasons[row]
+
+
+class TokenRecycling:
+    """A model that decodes several tokens per forward, without a change in any of them.
+
+    The adjacency matrix in ``matrix`` is kept from call to call (hot start); ``reset`` forgets
+    it. Not safe for use from several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        drafter: str | Drafter = defaults.DRAFTER,
+        tree: str | Path | TreeTemplate | None = None,
+        k: int | None = None,
+        matrix: AdjacencyMatrix | str | Path | None = None,
+        strict: bool = False,
+    ) -> None:
+        """Wrap a model that is already loaded.
+
+        Args:
+            model: a Transformers ``…ForCausalLM``. It is not changed.
+            tokenizer: its tokenizer; without one, prompts are token ids and answers have no text.
+            drafter: "paper", "prompt-lookup", "none", a registered name, or an object.
+            tree: a shipped tree, "chain-N", a JSON file or a template. None: by device.
+            k: candidates kept per token; None: 8, or those of ``matrix``.
+            matrix: to start from, or the file of one.
+            strict: raise, instead of warning and decoding plainly, when the model cannot be
+                verified by tree attention.
+
+        Raises:
+            TokenRecyclingError: tree, drafter, k or matrix do not fit.
+        """
+        self.model, self.tokenizer = model, tokenizer
+        if isinstance(matrix, str | Path):
+            matrix = AdjacencyMatrix.load(matrix)
+        if matrix is not None and k is not None and k != matrix.k:
+            raise TokenRecyclingError(f"the matrix keeps k={matrix.k} candidates, not {k}")
+        k = matrix.k if matrix else defaults.CANDIDATES if k is None else k
+        template = None if tree is None else _template(tree)
+        if template is not None:
+            template.check_k(k)
+
+        self.target = open_target(model, strict=strict)
+        name = fingerprint(tokenizer, self.target.vocab_size)
+        if matrix is None:
+            matrix = AdjacencyMatrix(self.target.vocab_size, k, fingerprint=name)
+        matrix.check(self.target.vocab_size, name, what="this model")
+        self.matrix = matrix.to(self.target.device)
+        if template is None:
+            template = _template(defaults.tree_for(self.target.device.type)).limited(k)
+        self.template = template
+        if isinstance(self.target, PlainTarget):
+            drafter = NoDrafter()
+        elif isinstance(drafter, str):
+            drafter = make_drafter(drafter, self.matrix, template)
+        self.drafter = drafter
+        self._context: list[int] = []  # the tokens that the target read last, for one row
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        drafter: str | Drafter = defaults.DRAFTER,
+        tree: str | Path | TreeTemplate | None = None,
+        k: int | None = None,
+        matrix: AdjacencyMatrix | str | Path | None = None,
+        strict: bool = False,
+        **model_options: Any,
+    ) -> TokenRecycling:
+        """Load a model and its tokenizer.
+
+        Args:
+            name_or_path: a checkpoint; None: the small model that comes with the package.
+            device: where to put it; None: an accelerator if there is one. Leave it out with
+                ``device_map``.
+            dtype: None: float32 on a CPU and for the bundled model, else the checkpoint's own.
+            drafter: see ``__init__``.
+            tree: see ``__init__``.
+            k: see ``__init__``.
+            matrix: see ``__init__``.
+            strict: see ``__init__``.
+            **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` as they are:
+                ``device_map``, ``quantization_config``, ``attn_implementation``, …
+
+        Raises:
+            TokenRecyclingError: the checkpoint cannot be loaded, or see ``__init__``.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        path = str(BUNDLED_MODEL if name_or_path is None else name_or_path)
+        if device is None and "device_map" not in model_options:
+            device = _best_device()
+        on_cpu = device is not None and torch.device(device).type == "cpu"
+        if dtype is None:
+            dtype = torch.float32 if on_cpu or name_or_path is None else "auto"
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_options)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            if device is not None:
+                model.to(device)
+        except (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError) as error:
+            line = " ".join(str(error).split())[:300]
+            raise TokenRecyclingError(f"cannot load the model {path}: {line}") from error
+        return cls(
+            model.eval(), tokenizer, drafter=drafter, tree=tree, k=k, matrix=matrix, strict=strict
+        )
+
+    def reset(self) -> None:
+        """Forget everything recycled (cold start), and the context."""
+        self.matrix.reset()
+        self.target.reset()
+        self._context = []
+
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], **options: Any
+    ) -> Generation | list[Generation]:
+        """Answer a prompt, or a list of prompts as one batch.
+
+        Args:
+            prompt: a text, a conversation (list of messages), token ids, or a list of these.
+            **options: those of ``stream``.
+
+        Returns:
+            A ``Generation``, or a list of them for a list of prompts.
+
+        Raises:
+            TokenRecyclingError: a prompt or an option cannot be used.
+        """
+        batch = is_batch(prompt)
+        prompts: Any = list(prompt) if batch else [prompt]
+        run = self._start(prompts, stream=False, **options)
+        for step in run.steps:
+            run.take(step)
+        answers = []
+        for row, tokens in enumerate(run.tokens):
+            if run.readers is not None:
+                run.readers[row].finish()
+                text = run.readers[row].text
+            elif self.tokenizer is None:
+                text = ""
+            else:
+                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            answers.append(Generation(text, tokens, run.reasons[row] or "", run.stats[row]))
+        return answers if batch else answers[0]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
+        """Answer a prompt token by token.
+
+        The caller may stop iterating at any time: matrix and context stay valid.
+
+        Args:
+            prompt: a text, a conversation (list of messages) or token ids.
+            **options: ``max_new_tokens`` (default 256); ``temperature`` (default 0: greedy),
+                ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and any other option of
+                ``generate`` that makes a logits processor, each with the meaning and the default
+                that it has there; ``seed`` (None: PyTorch's own random state); ``stop``, a list
+                of strings; ``keep_context``, to go on from the common beginning with the
+                previous call instead of reading the prompt anew; ``on_progress``, called with
+                (prompt tokens read, prompt tokens).
+
+        Yields:
+            One ``Chunk`` per token.
+
+        Raises:
+            TokenRecyclingError: the prompt or an option cannot be used.
+        """
+        run = self._start([prompt], stream=True, **options)
+        return self._chunks(run)
+
+    def _chunks(self, run: _Run) -> Iterator[Chunk]:
+        assert run.readers is not None
+        reader = run.readers[0]
+        for step in run.steps:
+            first = not run.tokens[0]
+            begin = len(run.tokens[0])
+            run.take(step)
+            reason = run.reasons[0]
+            if reason is not None:
+                reader.finish()
+            tokens = step.tokens[0]
+            for index, token in enumerate(tokens):
+                last = index == len(tokens) - 1
+                yield Chunk(
+                    reader.pieces[begin + index],
+                    token,
+                    from_draft=not first and not last,
+                    finish_reason=reason if last else None,
+                    stats=run.stats[0] if last and reason is not None else None,
+                )
+
+    def _start(
+        self,
+        prompts: list[Prompt],
+        *,
+        stream: bool,
+        max_new_tokens: int = defaults.MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        keep_context: bool = False,
+        on_progress: OnProgress | None = None,
+        **processors: Any,
+    ) -> _Run:
+        if not prompts:
+            raise TokenRecyclingError("there is no prompt")
+        if max_new_tokens < 1:
+            raise TokenRecyclingError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        if not temperature >= 0:
+            raise TokenRecyclingError(f"temperature is {temperature}; it must be 0 or more")
+        stop = [stop] if isinstance(stop, str) else list(stop or ())
+        if "" in stop:
+            raise TokenRecyclingError("a stop string is empty")
+        if stop and self.tokenizer is None:
+            raise TokenRecyclingError("stop strings need a tokenizer")
+        encoded = [encode(self.tokenizer, prompt) for prompt in prompts]
+        self._check_ids(encoded)
+        if temperature:
+            processors.update(do_sample=True, temperature=temperature)
+        else:
+            # What only sampling uses would make Transformers warn in a greedy run.
+            processors = {n: v for n, v in processors.items() if n not in SAMPLING_ONLY}
+            processors.update(do_sample=False)
+        processors["max_new_tokens"] = max_new_tokens
+        choices = [prepare(self.model, prompt, processors) for prompt in encoded]
+        accept: Acceptor
+        if all(choice.is_plain_greedy for choice in choices):
+            accept = GreedyAcceptor()
+        else:
+            accept = FollowAcceptor(
+                encoded,
+                [choice.processors for choice in choices],
+                self._generators(seed, len(encoded)) if temperature else None,
+                self.target.device,
+            )
+        room = self.target.max_context
+        limits = [
+            max_new_tokens if room is None else min(max_new_tokens, room - len(prompt))
+            for prompt in encoded
+        ]
+        readers = None
+        if stream or stop:
+            readers = [TextStream(self.tokenizer, stop) for _ in encoded]
+        steps = decode(
+            self.target,
+            self.drafter,
+            accept,
+            encoded,
+            StopRules(limits, choices[0].eos, readers),
+            keep=self._common_context(encoded) if keep_context else 0,
+            on_progress=on_progress,
+        )
+        run = _Run(self._remember(steps, encoded), encoded, readers)
+        return run
+
+    def _remember(self, steps: Iterator[Step], prompts: list[list[int]]) -> Iterator[Step]:
+        """Pass the steps on and note what the target has read."""
+        self._context = []
+        for step in steps:
+            if len(prompts) == 1:
+                self._context = self._context or list(prompts[0])
+                self._context += step.tokens[0]
+            yield step
+
+    def _common_context(self, prompts: list[list[int]]) -> int:
+        """Tokens at the beginning of a single prompt that the target has in its cache."""
+        if len(prompts) != 1 or not isinstance(self.target, TreeTarget):
+            return 0
+        same = 0
+        for a, b in zip(self._context, prompts[0][:-1]):
+            if a != b:
+                break
+            same += 1
+        return min(same, self.target.cache.end)
+
+    def _generators(self, seed: int | None, rows: int) -> list[torch.Generator | None]:
+        """Row b of a batch draws as a single prompt with seed + b does."""
+        if seed is None and rows == 1:
+            return [None]
+        if seed is None:
+            seed = int(torch.randint(2**62, ()))
+        device = self.target.device
+        return [torch.Generator(device).manual_seed(seed + row) for row in range(rows)]
+
+    def _check_ids(self, prompts: list[list[int]]) -> None:
+        check_prompts(prompts, self.target.max_context)
+        for prompt in prompts:
+            if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
+                raise TokenRecyclingError(
+                    f"token ids must lie between 0 and {self.target.vocab_size - 1}"
+                )
+
+
+SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+def _template(tree: str | Path | TreeTemplate) -> TreeTemplate:
+    return tree if isinstance(tree, TreeTemplate) else TreeTemplate.load(tree)
+
+
+def _best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"

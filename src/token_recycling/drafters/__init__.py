@@ -1,0 +1,47 @@
+"""Drafters by name: the built-in ones and those that other packages register.
+
+A package registers a drafter through the entry-point group ``token_recycling.drafters``; the
+entry point is a callable ``(matrix, template) -> Drafter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from token_recycling.adjacency import AdjacencyMatrix
+from token_recycling.drafters.base import Drafter
+from token_recycling.drafters.paper import PaperDrafter
+from token_recycling.drafters.plain import NoDrafter
+from token_recycling.drafters.prompt_lookup import PromptLookupDrafter
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.tree import TreeTemplate
+
+__all__ = ["Drafter", "NoDrafter", "PaperDrafter", "PromptLookupDrafter", "make_drafter", "names"]
+
+Factory = Callable[[AdjacencyMatrix, TreeTemplate], Drafter]
+GROUP = "token_recycling.drafters"
+BUILT_IN: dict[str, Factory] = {
+    PaperDrafter.name: PaperDrafter,
+    PromptLookupDrafter.name: lambda matrix, template: PromptLookupDrafter(device=matrix.device),
+    NoDrafter.name: lambda matrix, template: NoDrafter(),
+}
+
+
+def names() -> list[str]:
+    """Names of all drafters, the built-in ones first."""
+    return [*BUILT_IN, *(point.name for point in entry_points(group=GROUP))]
+
+
+def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> Drafter:
+    """Make the drafter called ``name``.
+
+    Raises:
+        TokenRecyclingError: there is none of that name.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name](matrix, template)
+    for point in entry_points(group=GROUP, name=name):
+        factory: Factory = point.load()
+        return factory(matrix, template)
+    raise TokenRecyclingError(f"no drafter {name!r}; there are {', '.join(names())}")

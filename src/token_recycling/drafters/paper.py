@@ -1,0 +1,66 @@
+"""Token Recycling as published (Luo et al., ACL 2025, arXiv 2408.08696)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from token_recycling.accept import Accepted
+from token_recycling.adjacency import AdjacencyMatrix
+from token_recycling.drafters.base import Drafter
+from token_recycling.tree import DraftTree, TreeShape, TreeTemplate
+
+
+class PaperDrafter(Drafter):
+    """A static tree filled from the adjacency matrix; ids only; the latest row wins.
+
+    The node with path ``(…, r)`` is the r-th candidate of its parent's token. After every
+    forward the top-k candidates of all nodes replace their tokens' rows.
+    """
+
+    name = "paper"
+
+    def __init__(
+        self, matrix: AdjacencyMatrix, template: TreeTemplate, *, prime_prompt: bool = True
+    ) -> None:
+        """Draft from ``matrix`` in the shape of ``template``.
+
+        Args:
+            matrix: shared by every row of a batch.
+            template: the tree's shape.
+            prime_prompt: recycle the logits of the prompt too. The paper leaves this open.
+
+        Raises:
+            TokenRecyclingError: the template uses more candidates than the matrix keeps.
+        """
+        template.check_k(matrix.k)
+        self.matrix, self.template = matrix, template
+        self.shape = TreeShape(template, matrix.device)
+        self.wants_prompt = prime_prompt
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the template."""
+        return self.shape.nodes
+
+    def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
+        """Recycle a chunk of the prompts."""
+        self._recycle(tokens, logits, valid)
+
+    def propose(self, roots: Tensor) -> DraftTree:
+        """Grow the tree level by level by look-ups in the matrix."""
+        shape, tokens = self.shape, roots[:, None].expand(-1, self.shape.nodes).clone()
+        for level in shape.levels:
+            candidates = self.matrix.lookup(tokens[:, shape.parents[level]])
+            ranks = shape.ranks[level].expand(len(roots), -1)
+            tokens[:, level] = candidates.gather(2, ranks[:, :, None])[:, :, 0]
+        valid = tokens >= 0  # below a row never seen there is nothing
+        return shape.draft(tokens.clamp(min=0), valid)
+
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        """Recycle the candidates of every node."""
+        self._recycle(draft.tokens, logits, draft.valid)
+
+    def _recycle(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
+        best = torch.topk(logits, self.matrix.k, dim=-1).indices
+        self.matrix.update(tokens.flatten(), best.flatten(0, 1), valid=valid.flatten())

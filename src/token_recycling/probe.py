@@ -1,0 +1,142 @@
+"""The self-probe: does this model compute a tree as it computes each of the tree's paths?
+
+Model code decides for itself what to do with a 4D mask, positions and a cache, and some of it
+is silently wrong. So a model is asked once, at load, and refused when it fails.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.masks import text_config
+from token_recycling.plain_target import PlainTarget
+from token_recycling.target import Target, TreeTarget
+from token_recycling.tree import DraftTree, TreeShape, TreeTemplate
+
+PREFIX = 20  # tokens before the probe's tree
+WINDOW = 9  # windows are this short while probing, so that the prefix is longer than any
+TEMPLATE = TreeTemplate.from_paths("probe", [[0], [1], [0, 0], [0, 1], [1, 0]])
+LEAVES = ((0, 1, 3), (0, 1, 4), (0, 2, 5))  # node indices of the root-to-leaf paths
+COMMITTED = (0, 1, 4)
+# Largest difference allowed, in standard deviations of the logits.
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+
+
+def open_target(model: Any, *, strict: bool = False) -> Target:
+    """Wrap ``model`` as a target, after the probe.
+
+    Returns:
+        A ``TreeTarget``, or a ``PlainTarget`` with one ``PlainDecodingWarning`` that says why.
+
+    Raises:
+        TokenRecyclingError: the probe fails and ``strict`` is set.
+    """
+    try:
+        target = TreeTarget(model)
+        reason = probe(target)
+    except TokenRecyclingError as error:
+        reason = str(error)
+    if reason is None:
+        return target
+    message = f"{type(model).__name__} cannot be verified by tree attention: {reason}"
+    if strict:
+        raise TokenRecyclingError(message)
+    warnings.warn(f"{message}; it is decoded plainly", PlainDecodingWarning, stacklevel=3)
+    return PlainTarget(model)
+
+
+@torch.inference_mode()
+def probe(target: TreeTarget) -> str | None:
+    """Return why ``target`` must not verify trees, or None when it computes them right.
+
+    A small tree below a prefix longer than every window is verified, and one path committed and
+    continued. The model's own forward over each whole path, without cache or mask of ours, says
+    what is right. The negative control, the same tree under a causal mask, must differ.
+    """
+    prefix_length = PREFIX
+    fixed_window = getattr(text_config(target.model.config), "window_size", None)
+    if isinstance(fixed_window, int):  # GPT-Neo: by key index, in a buffer
+        prefix_length = fixed_window + 1
+    rng = torch.Generator().manual_seed(0)
+    count = prefix_length + TEMPLATE.nodes + 1
+    ids = torch.randint(0, target.vocab_size, (count,), generator=rng).tolist()
+    prefix, nodes, after = ids[:prefix_length], ids[prefix_length:-1], ids[-1]
+    try:
+        with _short_windows(target):
+            worst, control, spread = _compare(target, prefix, nodes, after)
+    except Exception as error:
+        text = str(error).strip().split("\n")[0][:160]
+        return f"the probe failed with {type(error).__name__}: {text}"
+    finally:
+        target.reset()
+    tolerance = TOLERANCE.get(target.dtype, 0.3) * spread
+    if not worst <= tolerance:  # NaN fails too
+        return f"its logits in a tree differ by {worst:.2g} from those on the path alone"
+    if control <= 2 * worst:
+        return "the probe cannot tell: a wrong mask changes nothing"
+    return None
+
+
+def _compare(
+    target: TreeTarget, prefix: list[int], nodes: list[int], after: int
+) -> tuple[float, float, float]:
+    """Largest difference of the tree and of the control, and the logits' standard deviation."""
+    rows = [[*prefix, *(nodes[i] for i in leaf), after] for leaf in LEAVES]
+    ids = torch.tensor(rows, device=target.device)
+    right: Tensor = target.model(input_ids=ids, use_cache=False).logits.to(target.device).float()
+
+    shape = TreeShape(TEMPLATE, target.device)
+    tokens = torch.tensor([nodes], device=target.device)
+    draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    causal = torch.ones_like(draft.ancestors[0]).tril()[None]
+    target.prefill([prefix])
+
+    def difference(found: Tensor) -> float:
+        parts = [
+            (found[list(leaf)] - right[row, len(prefix) : -1]).abs().max()
+            for row, leaf in enumerate(LEAVES)
+        ]
+        return float(torch.stack(parts).max())
+
+    wrong = DraftTree(tokens, draft.parents, draft.depths, causal, draft.valid, draft.max_depth)
+    control = difference(target.verify(wrong)[0].float())
+    worst = difference(target.verify(draft)[0].float())
+
+    path = torch.tensor([COMMITTED], device=target.device)
+    target.commit(path, [len(COMMITTED)])
+    last = TreeShape(TreeTemplate.chain(1), target.device)
+    pair = torch.tensor([[after, after]], device=target.device)
+    found = target.verify(last.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0].float()
+    worst = max(worst, float((found - right[LEAVES.index(COMMITTED), -1]).abs().max()))
+    return worst, control, float(right.std())
+
+
+@contextmanager
+def _short_windows(target: TreeTarget) -> Iterator[None]:
+    """Shorten the windows of the model's configuration and of the target's masks alike.
+
+    Attention under sdpa and eager takes its window from the mask alone, so a short prefix then
+    reaches beyond it.
+    """
+    config, reaches = target.config, target.reaches
+    old = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    try:
+        for name, size in old.items():
+            if size:
+                setattr(config, name, min(WINDOW, size))
+        target.reaches = {
+            kind: reach._replace(size=min(WINDOW, reach.size)) for kind, reach in reaches.items()
+        }
+        yield
+    finally:
+        for name, size in old.items():
+            if size:
+                setattr(config, name, size)
+        target.reaches = reaches

@@ -1,0 +1,72 @@
+"""How a model's ``generate`` would choose tokens: its own processors and end-of-sequence ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from token_recycling.errors import TokenRecyclingError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What Transformers prepared for one prompt.
+
+    Attributes:
+        processors: its ``LogitsProcessorList``; empty for plain greedy decoding.
+        do_sample: sample, or take the argmax.
+        eos: the ids that end a sequence.
+    """
+
+    processors: Callable[[Tensor, Tensor], Tensor]
+    do_sample: bool
+    eos: tuple[int, ...]
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """True when a token is the argmax of the bare logits."""
+        return not self.do_sample and not self.processors
+
+
+def prepare(model: Any, prompt: list[int], options: dict[str, Any]) -> Choice:
+    """Let ``model.generate`` prepare itself for ``prompt`` and return what it prepared.
+
+    Options that are not given come from the model's ``generation_config``, as ever. The call
+    ends before anything is decoded: ``custom_generate`` gets the finished preparations.
+
+    Raises:
+        TokenRecyclingError: Transformers refuses an option.
+    """
+    prepared: list[Choice] = []
+
+    def take(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **others: Any,
+    ) -> Tensor:
+        eos = generation_config.eos_token_id
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if generation_config.num_beams != 1:
+            raise TokenRecyclingError("beam search is not supported; set num_beams=1")
+        prepared.append(Choice(logits_processor, bool(generation_config.do_sample), tuple(ids)))
+        return input_ids
+
+    ids = torch.tensor([prompt], device=model.get_input_embeddings().weight.device)
+    given = {name: value for name, value in options.items() if value is not None}
+    given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
+    given.update(attention_mask=torch.ones_like(ids), use_cache=False)
+    try:
+        model.generate(ids, custom_generate=take, **given)
+    except TokenRecyclingError:
+        raise
+    except (ValueError, TypeError) as error:
+        line = " ".join(str(error).split())
+        raise TokenRecyclingError(f"Transformers refuses these options: {line}") from error
+    return prepared[0]

@@ -1,0 +1,43 @@
+"""When a row ends: checked for every single token, in the middle of an accepted path too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+
+class TokenReader(Protocol):
+    """Reads a row's tokens one after another and knows when its text is to end."""
+
+    def feed(self, token: int) -> bool:
+        """Take one more token; True when the text ends with it."""
+
+
+class StopRules:
+    """The rules of a batch; call it with every emitted token, in order."""
+
+    def __init__(
+        self,
+        limits: Sequence[int],
+        eos: Collection[int] = (),
+        readers: Sequence[TokenReader] | None = None,
+    ) -> None:
+        """Set the rules.
+
+        Args:
+            limits: per row the tokens that it may emit, from ``max_new_tokens`` and the context.
+            eos: ids that end a row.
+            readers: per row what looks for stop strings.
+        """
+        self.limits, self.eos, self.readers = limits, frozenset(eos), readers
+        self.emitted = [0] * len(limits)
+
+    def __call__(self, row: int, token: int) -> str | None:
+        """Return "eos", "stop" or "length" when ``row`` ends with ``token``, else None."""
+        self.emitted[row] += 1
+        stopped = self.readers is not None and self.readers[row].feed(token)
+        if token in self.eos:
+            return "eos"
+        if stopped:
+            return "stop"
+        return "length" if self.emitted[row] >= self.limits[row] else None

@@ -1,0 +1,209 @@
+"""The target: a stock Transformers model that verifies draft trees."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from token_recycling import defaults
+from token_recycling.cache import RecyclingCache
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.masks import additive_masks, layer_reaches, text_config
+from token_recycling.tree import DraftTree
+
+# (tokens [B, c], logits [B, c, V], valid [B, c]) of a chunk of the prompts
+OnPrompt = Callable[[Tensor, Tensor, Tensor], None]
+# (prompt tokens done, prompt tokens in all)
+OnProgress = Callable[[int, int], None]
+
+
+class Target(Protocol):
+    """What the decoding loop asks of a model."""
+
+    device: torch.device
+    vocab_size: int
+    max_context: int | None
+
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        *,
+        on_prompt: OnPrompt | None = None,
+        on_progress: OnProgress | None = None,
+        keep: int = 0,
+    ) -> Tensor:
+        """Read the prompts and return the logits [B, V] after each.
+
+        Args:
+            prompts: B lists of tokens.
+            on_prompt: gets the logits of all prompt tokens, chunk by chunk; without it they are
+                not computed.
+            on_progress: called after every chunk.
+            keep: go on after the first ``keep`` tokens, which a single row read before.
+
+        Raises:
+            TokenRecyclingError: a prompt is empty, or leaves no room in the context.
+        """
+
+    def verify(self, draft: DraftTree) -> Tensor:
+        """Return the logits [B, n, V] of every node in one forward."""
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Keep the first ``counts[b]`` nodes of ``path[b]`` (int64 [B, p]) of the last draft."""
+
+    def reset(self) -> None:
+        """Forget the context and free its memory."""
+
+
+def context_limit(config: Any) -> int | None:
+    """Positions that the model knows, or None where its configuration does not say."""
+    limit = getattr(text_config(config), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def check_prompts(prompts: list[list[int]], limit: int | None) -> None:
+    """Refuse prompts that cannot be read.
+
+    Raises:
+        TokenRecyclingError: a prompt is empty, or leaves no room in the context.
+    """
+    for prompt in prompts:
+        if not prompt:
+            raise TokenRecyclingError("the prompt is empty")
+        if limit is not None and len(prompt) >= limit:
+            raise TokenRecyclingError(
+                f"the prompt has {len(prompt)} tokens and the model's context {limit}; shorten it"
+            )
+
+
+class TreeTarget:
+    """Any ``…ForCausalLM`` whose attention takes a 4D mask, as it comes.
+
+    Use ``probe.open_target`` to make one: it makes sure that the model computes trees right.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Wrap ``model``.
+
+        Raises:
+            TokenRecyclingError: its configuration names layers that cannot branch.
+        """
+        self.model = model
+        self.config = text_config(model.config)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size = int(self.config.vocab_size)
+        self.max_context = context_limit(model.config)
+        self.reaches = layer_reaches(model.config)
+        self._takes = inspect.signature(model.forward).parameters.keys()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the context and free its memory."""
+        self.cache = RecyclingCache(self.config.num_hidden_layers, 1)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        *,
+        on_prompt: OnPrompt | None = None,
+        on_progress: OnProgress | None = None,
+        keep: int = 0,
+    ) -> Tensor:
+        """Read the prompts (see ``Target.prefill``)."""
+        check_prompts(prompts, self.max_context)
+        batch, longest = len(prompts), max(map(len, prompts))
+        if keep:
+            self.cache.rewind([keep])
+        else:
+            self.cache = RecyclingCache(self.config.num_hidden_layers, batch)
+        ids = torch.zeros((batch, longest), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        ids = ids.to(self.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        ends: Tensor | None = None
+        chunk = max(1, defaults.PREFILL_CHUNK // batch)
+        for begin in range(self.cache.end, longest, chunk):
+            tokens = ids[:, begin : begin + chunk]
+            size = tokens.shape[1]
+            slots = torch.arange(begin + size, device=self.device)
+            positions = slots[begin:].expand(batch, size)
+            causal = slots <= slots[begin:, None]
+            last = lengths - 1 - begin  # where each row's prompt ends, counted from this chunk
+            ending = None if on_prompt else sorted({n for n in last.tolist() if 0 <= n < size})
+            logits = self._forward(
+                tokens, positions, causal.expand(batch, size, -1), slots.expand(batch, -1), ending
+            )
+            self.cache.lengths = [begin + size] * batch
+            if on_prompt is not None:
+                on_prompt(tokens, logits, positions < lengths[:, None])
+            if ends is None:
+                ends = logits.new_zeros(batch, logits.shape[-1])
+            for row, at in enumerate(last.tolist()):
+                if 0 <= at < size:
+                    ends[row] = logits[row, at if ending is None else ending.index(at)]
+            if on_progress is not None:
+                on_progress(min(begin + size, longest), longest)
+        self.cache.lengths = [len(prompt) for prompt in prompts]
+        assert ends is not None
+        return ends
+
+    @torch.inference_mode()
+    def verify(self, draft: DraftTree) -> Tensor:
+        """Return the logits [B, n, V] of every node in one forward."""
+        batch, n = draft.tokens.shape
+        lengths = torch.tensor(self.cache.lengths, device=self.device)[:, None]
+        slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)
+        committed = (slots < lengths)[:, None].expand(batch, n, -1)
+        positions = lengths + draft.depths
+        if self.max_context is not None:
+            # A node behind the last position can be drafted but never emitted: the length limit
+            # ends the row before. It must only not reach past a table of learned positions.
+            positions = positions.clamp(max=self.max_context - 1)
+        return self._forward(
+            draft.tokens,
+            positions,
+            torch.cat([committed, draft.ancestors], dim=2),
+            torch.cat([slots, positions], dim=1),
+        )
+
+    @torch.inference_mode()
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Keep the first ``counts[b]`` nodes of ``path[b]`` of the last draft."""
+        self.cache.commit(path, counts)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        key_positions: Tensor,
+        keep: list[int] | None = None,
+    ) -> Tensor:
+        """Run the model over ``tokens`` [B, q]; the logits of all, or of the indices in ``keep``.
+
+        ``visible`` is bool [B, q, s] and ``key_positions`` int64 [B, s] over all slots up to and
+        including the new ones.
+        """
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "attention_mask": additive_masks(
+                self.reaches, visible, positions, key_positions, self.dtype
+            ),
+            "position_ids": positions,
+        }
+        if "position_ids" not in self._takes:
+            del inputs["position_ids"]
+        sliced = keep is not None and "logits_to_keep" in self._takes
+        if sliced:  # a chunk in which no prompt ends needs one row of logits at most
+            inputs["logits_to_keep"] = torch.tensor(keep or [0], device=self.device)
+        output = self.model(**inputs, past_key_values=self.cache, use_cache=True)
+        logits: Tensor = output.logits.to(self.device)
+        return logits if keep is None or sliced else logits[:, keep or [0]]
+
