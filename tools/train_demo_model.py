@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 4096
@@ -195,6 +195,10 @@ def train_tokenizer(documents: Documents) -> PreTrainedTokenizerFast:
     )
     kinds = ("stories", "maths", "maths", "python")
     bpe.train_from_iterator((text for kind in kinds for text in documents.train[kind]), trainer)
+    begin = (BEGIN, bpe.token_to_id(BEGIN))
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[begin]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=BEGIN,
