@@ -60,17 +60,17 @@ def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
         (0 where the root is invalid). On equal depth the first node wins.
     """
     batch, n = draft.tokens.shape
-    right = draft.valid & (draft.tokens == choices.gather(1, draft.parents))
-    right[:, 0] = draft.valid[:, 0]
-    reached = ~(draft.ancestors & ~right[:, None, :]).any(dim=2)
-    depth = torch.where(reached, draft.depths, -1)
-    best = depth.argmax(dim=1, keepdim=True)
-    counts = depth.gather(1, best)[:, 0] + 1
+    wrong = (draft.tokens != choices.gather(1, draft.parents)) | ~draft.valid
+    wrong[:, 0] = ~draft.valid[:, 0]
+    cut = (draft.ancestors & wrong[:, None, :]).any(dim=2)
+    depth = draft.depths.masked_fill(cut, -1)
+    deepest, best = depth.max(dim=1, keepdim=True)
     on_path = draft.ancestors.gather(1, best[:, :, None].expand(batch, 1, n))[:, 0]
-    columns = torch.where(on_path, draft.depths, draft.max_depth + 1)
+    # Every node on the path goes to the column of its depth, all others to one beyond the last.
+    columns = draft.depths.masked_fill(~on_path, draft.max_depth + 1)
     nodes = torch.arange(n, device=choices.device).expand(batch, n)
-    path = torch.zeros_like(choices[:, :1]).repeat(1, draft.max_depth + 2)
-    return path.scatter(1, columns, nodes)[:, :-1], counts
+    path = choices.new_zeros(batch, draft.max_depth + 2).scatter_(1, columns, nodes)
+    return path[:, :-1], deepest[:, 0] + 1
 
 
 class GreedyAcceptor:

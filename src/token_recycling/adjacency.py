@@ -56,20 +56,21 @@ class AdjacencyMatrix:
         if not 1 <= k <= vocab_size:
             raise TokenRecyclingError(f"k is {k}; it must lie between 1 and {vocab_size}")
         self.vocab_size, self.k, self.fingerprint = vocab_size, k, fingerprint
-        # One row more than the vocabulary: entries that must not be written go there, so that an
-        # update has the same shapes whatever is valid.
-        self._candidates = torch.full((vocab_size + 1, k), EMPTY, dtype=torch.int32, device=device)
-        self._probabilities = torch.zeros((vocab_size + 1, k), dtype=torch.float16, device=device)
+        # Two rows more than the vocabulary keep shapes and indices free of special cases: token t
+        # has row t + 1; row 0 belongs to EMPTY and stays empty; the last row takes what must not
+        # be written.
+        self._candidates = torch.full((vocab_size + 2, k), EMPTY, dtype=torch.int32, device=device)
+        self._probabilities = torch.zeros((vocab_size + 2, k), dtype=torch.float16, device=device)
 
     @property
     def candidates(self) -> Tensor:
         """int32 [V, k], best first; ``EMPTY`` where nothing was seen."""
-        return self._candidates[: self.vocab_size]
+        return self._candidates[1:-1]
 
     @property
     def probabilities(self) -> Tensor:
         """float16 [V, k] within 0..1; 0 where not recorded."""
-        return self._probabilities[: self.vocab_size]
+        return self._probabilities[1:-1]
 
     @property
     def device(self) -> torch.device:
@@ -110,10 +111,22 @@ class AdjacencyMatrix:
         )
         return twin.copy_(self)
 
-    def lookup(self, tokens: Tensor) -> Tensor:
-        """Candidates of ``tokens`` (int64, any shape, ``EMPTY`` allowed): int64 [*shape, k]."""
-        rows = self._candidates[tokens.clamp(min=0)].long()
-        return torch.where(tokens.unsqueeze(-1) < 0, EMPTY, rows)
+    def offsets(self, ranks: Tensor) -> Tensor:
+        """Prepare candidate ranks (any shape, each below k) for ``lookup``: int32."""
+        return (ranks + self.k).to(torch.int32)
+
+    def lookup(self, tokens: Tensor, offsets: Tensor) -> Tensor:
+        """Return one candidate for each token.
+
+        Args:
+            tokens: int32 [B, m], ``EMPTY`` allowed.
+            offsets: int32 [m], from ``offsets``: which candidate.
+
+        Returns:
+            int32 [B, m], ``EMPTY`` where there is none.
+        """
+        flat = torch.add(offsets, tokens, alpha=self.k)  # (token + 1) · k + rank
+        return self._candidates.view(-1).index_select(0, flat.view(-1)).view(flat.shape)
 
     def update(
         self,
@@ -130,17 +143,18 @@ class AdjacencyMatrix:
             probabilities: [n, k], or None when they are not recorded.
             valid: bool [n]; entries that are False write nothing. None: all are valid.
         """
+        rows = tokens + 1
         if valid is not None:
-            tokens = torch.where(valid, tokens, self.vocab_size)
+            rows = rows.masked_fill(~valid, self.vocab_size + 1)
         # Writing repeated indices has no defined winner on CUDA. Here every repetition writes the
         # row of the last one, so that the order of the writes does not matter.
-        same = tokens[:, None] == tokens[None, :]
-        last = (same * torch.arange(len(tokens), device=tokens.device)).amax(dim=1)
-        self._candidates[tokens] = candidates[last].to(torch.int32)
+        same = rows[:, None] == rows
+        last = (same * torch.arange(len(rows), device=rows.device)).amax(dim=1)
+        self._candidates[rows] = candidates[last].to(torch.int32)
         if probabilities is None:
-            self._probabilities[tokens] = 0.0
+            self._probabilities.index_fill_(0, rows, 0.0)
         else:
-            self._probabilities[tokens] = probabilities[last].to(torch.float16)
+            self._probabilities[rows] = probabilities[last].to(torch.float16)
 
     def _scores(self) -> Tensor:
         """float32 [V, k] to merge by: probabilities, or 2^-(rank+1) where none is recorded."""

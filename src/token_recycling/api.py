@@ -18,7 +18,7 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.metrics import Stats, Step
 from token_recycling.plain_target import PlainTarget
 from token_recycling.probe import open_target
-from token_recycling.sampling import prepare
+from token_recycling.sampling import generate_options, prepare
 from token_recycling.stop import StopRules
 from token_recycling.target import OnProgress, TreeTarget, check_prompts
 from token_recycling.text import Prompt, TextStream, encode, is_batch
@@ -186,6 +186,12 @@ class TokenRecycling:
         path = str(BUNDLED_MODEL if name_or_path is None else name_or_path)
         if device is None and "device_map" not in model_options:
             device = _best_device()
+        if device is not None:
+            try:
+                torch.empty(0, device=device)
+            except (RuntimeError, AssertionError) as error:
+                line = str(error).strip().split("\n")[0]
+                raise TokenRecyclingError(f"device {device} cannot be used: {line}") from error
         on_cpu = device is not None and torch.device(device).type == "cpu"
         if dtype is None:
             dtype = torch.float32 if on_cpu or name_or_path is None else "auto"
@@ -310,14 +316,10 @@ class TokenRecycling:
             raise TokenRecyclingError("stop strings need a tokenizer")
         encoded = [encode(self.tokenizer, prompt) for prompt in prompts]
         self._check_ids(encoded)
-        if temperature:
-            processors.update(do_sample=True, temperature=temperature)
-        else:
-            # What only sampling uses would make Transformers warn in a greedy run.
-            processors = {n: v for n, v in processors.items() if n not in SAMPLING_ONLY}
-            processors.update(do_sample=False)
-        processors["max_new_tokens"] = max_new_tokens
-        choices = [prepare(self.model, prompt, processors) for prompt in encoded]
+        given = generate_options(
+            max_new_tokens=max_new_tokens, temperature=temperature, **processors
+        )
+        choices = [prepare(self.model, prompt, given) for prompt in encoded]
         accept: Acceptor
         if all(choice.is_plain_greedy for choice in choices):
             accept = GreedyAcceptor()
@@ -384,9 +386,6 @@ class TokenRecycling:
                 raise TokenRecyclingError(
                     f"token ids must lie between 0 and {self.target.vocab_size - 1}"
                 )
-
-
-SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def _template(tree: str | Path | TreeTemplate) -> TreeTemplate:

@@ -27,22 +27,12 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take shapes, dtype and device from the first states seen."""
         self.device, self.dtype = key_states.device, key_states.dtype
-        self.keys = key_states.new_zeros(*key_states.shape[:2], 0, key_states.shape[-1])
-        self.values = value_states.new_zeros(*value_states.shape[:2], 0, value_states.shape[-1])
+        # Zeros, not garbage: a masked entry still meets a zero weight, and 0 · NaN is NaN.
+        self.keys, self.values = (
+            states.new_zeros(*states.shape[:2], self.cache.capacity, states.shape[-1])
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
-
-    def _reserve(self, slots: int) -> None:
-        """Make room for ``slots`` entries; growth by a quarter keeps the copying linear."""
-        capacity = self.keys.shape[2]
-        if slots <= capacity:
-            return
-        grown = max(slots, capacity + max(defaults.CACHE_CHUNK, capacity // 4))
-        for name in ("keys", "values"):
-            old: Tensor = getattr(self, name)
-            # Zeros, not garbage: a masked entry still meets a zero weight, and 0 · NaN is NaN.
-            new = old.new_zeros(*old.shape[:2], grown, old.shape[-1])
-            new[:, :, :capacity] = old
-            setattr(self, name, new)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -52,7 +42,6 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         begin = self.cache.end
         end = begin + key_states.shape[2]
-        self._reserve(end)
         self.keys[:, :, begin:end] = key_states
         self.values[:, :, begin:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -77,17 +66,59 @@ class RecyclingCache(Cache):  # type: ignore[misc]
     """The KV cache of B rows.
 
     Row b's committed entries are slots 0 … ``lengths[b]``-1, so a committed entry's slot is its
-    position. A forward writes its entries of every row from slot ``end`` on.
+    position. A forward writes its entries of every row from slot ``end`` on, after ``reserve``.
+    Keys and values of all layers of one shape lie in one tensor, so that a commit is two
+    operations whatever the number of layers.
     """
 
     def __init__(self, layers: int, batch: int) -> None:
         super().__init__(layers=[PreallocatedLayer(self) for _ in range(layers)])
         self.lengths = [0] * batch
+        self.capacity = 0
+        # Each [g, B, heads, capacity, size], with the layers' attributes that view it.
+        self._packs: list[tuple[Tensor, list[tuple[PreallocatedLayer, str]]]] = []
 
     @property
     def end(self) -> int:
         """First slot behind every row's committed entries."""
         return max(self.lengths)
+
+    def reserve(self, queries: int) -> None:
+        """Make room for a forward of ``queries`` tokens.
+
+        Growth by a quarter, and by no less than a chunk, keeps all copying linear in the length.
+        """
+        if self.end + queries <= self.capacity:
+            return
+        step = max(defaults.CACHE_CHUNK, self.capacity // 4)
+        old, self.capacity = self.capacity, max(self.end + queries, self.capacity + step)
+        self._pack()
+        for index, (pack, views) in enumerate(self._packs):
+            grown = pack.new_zeros(*pack.shape[:3], self.capacity, pack.shape[4])
+            grown[:, :, :, :old] = pack
+            self._bind(index, grown, views)
+
+    def _pack(self) -> None:
+        """Once the first forward has shown the shapes, put equal ones into one tensor."""
+        if self._packs:
+            return
+        alike: dict[Any, list[tuple[PreallocatedLayer, str]]] = {}
+        for layer in self.layers:
+            for name in ("keys", "values") if layer.is_initialized else ():
+                entries = getattr(layer, name)
+                key = (entries.shape, entries.dtype, entries.device)
+                alike.setdefault(key, []).append((layer, name))
+        for index, views in enumerate(alike.values()):
+            stacked = torch.stack([getattr(layer, name) for layer, name in views])
+            self._packs.append((stacked, views))
+            self._bind(index, stacked, views)
+
+    def _bind(
+        self, index: int, pack: Tensor, views: list[tuple[PreallocatedLayer, str]]
+    ) -> None:
+        self._packs[index] = (pack, views)
+        for (layer, name), entries in zip(views, pack.unbind(0)):
+            setattr(layer, name, entries)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Keep the entries of the last forward that lie on the accepted paths.
@@ -97,11 +128,10 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             counts: nodes to keep per row, 0 … p.
         """
         p, end = max(counts), self.end
-        moves = p > 1 or any(n and length != end for n, length in zip(counts, self.lengths))
-        for layer in self.layers if moves else ():
-            if layer.is_initialized:
-                _gather(layer.keys, path[:, :p], end, self.lengths)
-                _gather(layer.values, path[:, :p], end, self.lengths)
+        if p > 1 or any(n and length != end for n, length in zip(counts, self.lengths)):
+            self._pack()
+            for pack, _ in self._packs:
+                _gather(pack, path[:, :p].to(pack.device), end, self.lengths)
         self.lengths = [n + more for n, more in zip(self.lengths, counts)]
 
     def rewind(self, lengths: list[int]) -> None:
@@ -109,20 +139,19 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths)]
 
 
-def _gather(entries: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
-    """Copy slots ``end + path[b]`` of [B, heads, capacity, size] to ``lengths[b]`` and on.
+def _gather(pack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
+    """Copy slots ``end + path[b]`` of [g, B, heads, capacity, size] to ``lengths[b]`` and on.
 
     What lands behind a row's accepted nodes is not committed and does no harm: a draft has at
     least as many nodes as ``path`` has columns, so these slots exist.
     """
     batch, p = path.shape
-    path = path.to(entries.device)
     if batch == 1:
-        kept = entries.index_select(2, path[0] + end)
-        entries[:, :, lengths[0] : lengths[0] + p] = kept
+        kept = pack.index_select(3, path[0] + end)
+        pack[:, :, :, lengths[0] : lengths[0] + p] = kept
         return
-    shape = (batch, entries.shape[1], p, entries.shape[3])
-    source = (path + end)[:, None, :, None].expand(shape)
-    starts = torch.tensor(lengths, device=entries.device)[:, None]
-    slots = starts + torch.arange(p, device=entries.device)
-    entries.scatter_(2, slots[:, None, :, None].expand(shape), entries.gather(2, source))
+    shape = (pack.shape[0], batch, pack.shape[2], p, pack.shape[4])
+    source = (path + end)[None, :, None, :, None].expand(shape)
+    starts = torch.tensor(lengths, device=pack.device)[:, None]
+    slots = starts + torch.arange(p, device=pack.device)
+    pack.scatter_(3, slots[None, :, None, :, None].expand(shape), pack.gather(3, source))

@@ -32,7 +32,7 @@ def decode(
         target: the model.
         drafter: what proposes.
         accept: what chooses tokens.
-        prompts: B lists of tokens; B matrix rows are shared by all.
+        prompts: B lists of tokens.
         stop: says after which token a row ends.
         keep: tokens of a single prompt that the target has read before.
         on_progress: see ``Target.prefill``.
@@ -40,39 +40,63 @@ def decode(
     Raises:
         TokenRecyclingError: a prompt is empty or longer than the context.
     """
-    clock = perf_counter()
+    step = _read(target, drafter, accept, prompts, stop, keep, on_progress)
+    active = [reason is None for reason in step.reasons]
+    roots = [tokens[-1] for tokens in step.tokens]
+    yield step
+    while any(active):
+        step = _advance(target, drafter, accept, roots, active, stop)
+        active = [on and reason is None for on, reason in zip(active, step.reasons)]
+        roots = [tokens[-1] if tokens else 0 for tokens in step.tokens]
+        yield step
+
+
+@torch.inference_mode()
+def _read(
+    target: Target,
+    drafter: Drafter,
+    accept: Acceptor,
+    prompts: list[list[int]],
+    stop: Stop,
+    keep: int,
+    on_progress: OnProgress | None,
+) -> Step:
+    """Read the prompts and choose the first tokens."""
+    begin = perf_counter()
     drafter.start(prompts)
     on_prompt = drafter.prime if drafter.wants_prompt else None
     logits = target.prefill(prompts, on_prompt=on_prompt, on_progress=on_progress, keep=keep)
     ends = bare_roots(torch.tensor([prompt[-1] for prompt in prompts], device=target.device))
     accepted = accept(ends, logits[:, None], stop)
-    yield Step(accepted.tokens, accepted.reasons, [0] * len(prompts), 1, _lap([clock]))
-
-    active = [reason is None for reason in accepted.reasons]
-    roots = torch.tensor([tokens[-1] for tokens in accepted.tokens], device=target.device)
-    while any(active):
-        laps = [perf_counter()]
-        draft = drafter.propose(roots)
-        if not all(active):
-            draft = draft.only(torch.tensor(active, device=target.device))
-        if target.device.type == "cpu":
-            draft = draft.compact()
-        laps.append(perf_counter())
-        logits = target.verify(draft)
-        laps.append(perf_counter())
-        accepted = accept(draft, logits, stop)
-        laps.append(perf_counter())
-        drafter.observe(draft, logits, accepted)
-        laps.append(perf_counter())
-        target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
-        nodes = draft.tokens.shape[1]
-        yield Step(accepted.tokens, accepted.reasons, accepted.drafted, nodes, _lap(laps))
-
-        active = [on and r is None for on, r in zip(active, accepted.reasons)]
-        last = [tokens[-1] if tokens else 0 for tokens in accepted.tokens]
-        roots = torch.tensor(last, device=target.device)
+    seconds = (perf_counter() - begin,)
+    return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
 
 
-def _lap(marks: list[float]) -> tuple[float, ...]:
-    """Seconds between the marks and from the last one to now."""
-    return tuple(b - a for a, b in zip(marks, [*marks[1:], perf_counter()]))
+@torch.inference_mode()
+def _advance(
+    target: Target,
+    drafter: Drafter,
+    accept: Acceptor,
+    roots: list[int],
+    active: list[bool],
+    stop: Stop,
+) -> Step:
+    """Take one step: the rows that are not ``active`` take part but emit and teach nothing."""
+    laps = [perf_counter()]
+    draft = drafter.propose(torch.tensor(roots, device=target.device))
+    if not all(active):
+        draft = draft.only(torch.tensor(active, device=target.device))
+    if target.device.type == "cpu":
+        draft = draft.compact()
+    laps.append(perf_counter())
+    logits = target.verify(draft)
+    laps.append(perf_counter())
+    accepted = accept(draft, logits, stop)
+    laps.append(perf_counter())
+    drafter.observe(draft, logits, accepted)
+    laps.append(perf_counter())
+    target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
+    laps.append(perf_counter())
+    seconds = tuple(end - begin for begin, end in zip(laps, laps[1:]))
+    nodes = draft.tokens.shape[1]
+    return Step(accepted.tokens, accepted.reasons, accepted.drafted, nodes, seconds)

@@ -32,6 +32,24 @@ class Choice:
         return not self.do_sample and not self.processors
 
 
+# Transformers warns when these are given to a greedy run.
+SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+def generate_options(
+    *, max_new_tokens: int, temperature: float = 0.0, **processors: Any
+) -> dict[str, Any]:
+    """Return the options for ``model.generate``: greedy at temperature 0, else sampling."""
+    given = {name: value for name, value in processors.items() if value is not None}
+    given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
+    if temperature:
+        given.update(do_sample=True, temperature=temperature)
+    else:
+        given = {name: value for name, value in given.items() if name not in SAMPLING_ONLY}
+        given.update(do_sample=False)
+    return {"max_new_tokens": max_new_tokens, **given}
+
+
 def prepare(model: Any, prompt: list[int], options: dict[str, Any]) -> Choice:
     """Let ``model.generate`` prepare itself for ``prompt`` and return what it prepared.
 
@@ -59,9 +77,7 @@ def prepare(model: Any, prompt: list[int], options: dict[str, Any]) -> Choice:
         return input_ids
 
     ids = torch.tensor([prompt], device=model.get_input_embeddings().weight.device)
-    given = {name: value for name, value in options.items() if value is not None}
-    given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
-    given.update(attention_mask=torch.ones_like(ids), use_cache=False)
+    given = {"attention_mask": torch.ones_like(ids), "use_cache": False, **options}
     try:
         model.generate(ids, custom_generate=take, **given)
     except TokenRecyclingError:

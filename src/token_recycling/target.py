@@ -191,6 +191,7 @@ class TreeTarget:
         ``visible`` is bool [B, q, s] and ``key_positions`` int64 [B, s] over all slots up to and
         including the new ones.
         """
+        self.cache.reserve(tokens.shape[1])
         inputs: dict[str, Any] = {
             "input_ids": tokens,
             "attention_mask": additive_masks(

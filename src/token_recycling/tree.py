@@ -224,9 +224,15 @@ class TreeShape:
     def __init__(self, template: TreeTemplate, device: torch.device | str) -> None:
         n = template.nodes
         paths: Paths = ((), *template.paths)
-        self.nodes, self.max_depth, self.levels = n, template.max_depth, template.levels
+        self.nodes, self.max_depth = n, template.max_depth
         self.parents = torch.tensor(template.parents, device=device)
-        self.ranks = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
+        ranks = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
+        # For every level: where each node's parent stands in the level above, and its rank there.
+        starts = [0, *(level.start for level in template.levels)]
+        self.rungs = [
+            (self.parents[level] - above, ranks[level])
+            for above, level in zip(starts, template.levels)
+        ]
         self.depths = torch.tensor([len(path) for path in paths], device=device)
         ancestors = torch.eye(n, dtype=torch.bool)
         for node in range(1, n):

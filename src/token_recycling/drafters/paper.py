@@ -36,6 +36,7 @@ class PaperDrafter(Drafter):
         template.check_k(matrix.k)
         self.matrix, self.template = matrix, template
         self.shape = TreeShape(template, matrix.device)
+        self._rungs = [(above, matrix.offsets(ranks)) for above, ranks in self.shape.rungs]
         self.wants_prompt = prime_prompt
 
     @property
@@ -49,13 +50,12 @@ class PaperDrafter(Drafter):
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Grow the tree level by level by look-ups in the matrix."""
-        shape, tokens = self.shape, roots[:, None].expand(-1, self.shape.nodes).clone()
-        for level in shape.levels:
-            candidates = self.matrix.lookup(tokens[:, shape.parents[level]])
-            ranks = shape.ranks[level].expand(len(roots), -1)
-            tokens[:, level] = candidates.gather(2, ranks[:, :, None])[:, :, 0]
-        valid = tokens >= 0  # below a row never seen there is nothing
-        return shape.draft(tokens.clamp(min=0), valid)
+        grown = [roots[:, None].to(torch.int32)]
+        for above, offsets in self._rungs:
+            grown.append(self.matrix.lookup(grown[-1].index_select(1, above), offsets))
+        tokens = torch.cat(grown, dim=1).long()
+        # Below a row never seen there is nothing.
+        return self.shape.draft(tokens.clamp(min=0), tokens >= 0)
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Recycle the candidates of every node."""

@@ -1,0 +1,66 @@
+"""The command line: one file per verb; PyTorch is imported only when a verb needs a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from token_recycling import __version__
+from token_recycling.cli import chat, demo, generate, matrix, tree
+from token_recycling.errors import TokenRecyclingError
+
+app = typer.Typer(
+    name="token-recycling",
+    help="Decode a language model several tokens at a time, without a change in any token.\n\n"
+    'token-recycling "Tell me a story"   is short for   token-recycling generate "…"',
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("demo")(demo.demo)
+app.add_typer(tree.app, name="tree")
+app.add_typer(matrix.app, name="matrix")
+VERBS = {"generate", "chat", "demo", "tree", "matrix"}
+BAD_INPUT = 2
+
+# Typer has carried its own copy of click since 0.20; the class is found by way of a public one.
+UsageProblem = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"token-recycling {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Hold the options that stand before a verb."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; bad input gives one line on stderr and exit code 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        argv = ["--help"]
+    elif argv[0] not in VERBS | {"--help", "--version"}:
+        argv = ["generate", *argv]
+    try:
+        code = app(argv, standalone_mode=False)
+    except (TokenRecyclingError, UsageProblem) as error:
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+    except (KeyboardInterrupt, typer.Abort):
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader of stdout has gone, as in `… | head`
+        sys.stderr.close()
+        raise SystemExit(141) from None
+    raise SystemExit(code if isinstance(code, int) else 0)

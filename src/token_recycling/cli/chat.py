@@ -1,0 +1,89 @@
+"""`token-recycling chat`: a conversation that keeps matrix and context between turns."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from token_recycling import defaults
+from token_recycling.cli import options as o
+from token_recycling.cli import show
+from token_recycling.errors import TokenRecyclingError
+
+
+def chat(
+    model: o.Model = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
+    temp: o.Temperature = 0.0,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    min_p: o.MinP = None,
+    repetition_penalty: o.Penalty = None,
+    seed: o.Seed = None,
+    stop: o.StopStrings = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    tree: o.Tree = None,
+    drafter: o.Drafter = defaults.DRAFTER,
+    top_k_candidates: o.Candidates = None,
+    matrix: o.Matrix = None,
+    cold: o.Cold = False,
+    threads: o.Threads = None,
+    strict: o.Strict = False,
+) -> None:
+    """Talk to a model, a line a turn. /reset begins anew, /quit or the end of input ends it.
+
+    Ctrl-C ends an answer early.
+    """
+    loading = o.Loading(
+        model, device, dtype, tree, drafter, top_k_candidates, matrix, cold, threads, strict
+    )
+    options = o.sampling_options(
+        max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop
+    )
+    recycler = loading.open()
+    if not getattr(recycler.tokenizer, "chat_template", None):
+        raise TokenRecyclingError("this model has no chat template; use generate")
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    show.legend()
+    while (line := _read_line()) is not None and line != "/quit":
+        if line == "/reset":
+            messages = list(opening)
+            recycler.reset()
+            show.note("matrix and context are empty")
+            continue
+        if not line:
+            continue
+        if cold:
+            recycler.reset()
+        messages.append({"role": "user", "content": line})
+        parts: list[str] = []
+        try:
+            with o.prefill_shown() as on_progress:
+                chunks = recycler.stream(
+                    messages, keep_context=True, on_progress=on_progress, **options
+                )
+                stats = show.stream(parts.append(chunk.text) or chunk for chunk in chunks)  # type: ignore[func-returns-value]
+        except KeyboardInterrupt:
+            stats = None
+            show.note("")
+        except TokenRecyclingError as error:
+            messages.pop()
+            show.note(f"error: {error}; /reset begins anew")
+            continue
+        messages.append({"role": "assistant", "content": "".join(parts)})
+        if stats is not None:
+            show.note(show.statistics(stats))
+    loading.save(recycler)
+
+
+def _read_line() -> str | None:
+    """Read a turn from stdin; None at its end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None

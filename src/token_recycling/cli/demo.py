@@ -1,0 +1,59 @@
+"""`token-recycling demo`: the bundled model on prompts of our own, plain and recycled."""
+
+from __future__ import annotations
+
+from math import exp, log
+
+from token_recycling import defaults
+from token_recycling.cli import options as o
+from token_recycling.cli import show
+from token_recycling.cli.generate import as_prompt
+from token_recycling.errors import TokenRecyclingError
+
+
+def demo(
+    max_tokens: o.MaxTokens = 150,
+    tree: o.Tree = None,
+    threads: o.Threads = None,
+) -> None:
+    """Show an answer as it grows, then decode eight prompts plainly and recycled, in turn.
+
+    Ends with exit code 1 if any output differs.
+    """
+    from token_recycling.compare import compare
+    from token_recycling.prompts import DEMO
+
+    loading = o.Loading(
+        None, "cpu", None, tree, defaults.DRAFTER, None, None, False, threads, False
+    )
+    if max_tokens < 2:
+        raise TokenRecyclingError("-n must be 2 or more")
+    recycler = loading.open()
+    options = {"max_new_tokens": max_tokens}
+    print(f"> {DEMO[0]}\n")
+    show.legend()
+    show.stream(recycler.stream(as_prompt(recycler, DEMO[0], raw=False), **options))
+    recycler.reset()
+    print(f"\n{'':38} plain  recycled  speedup   MAT  tokens\n{'':36} tokens/s")
+    results = []
+    for question in DEMO:
+        result = compare(recycler, as_prompt(recycler, question, raw=False), options)
+        results.append(result)
+        plain = len(result.plain_tokens) / sum(result.plain_seconds) * len(result.plain_seconds)
+        print(
+            f"{question[:34]:34} {plain:9.1f} {plain * result.speedup:9.1f} "
+            f"{result.speedup:7.2f}x {result.stats.mat:5.2f} {len(result.tokens):7}"
+            f"{'' if result.identical else '  DIFFERENT'}",
+            flush=True,
+        )
+    identical = sum(result.identical for result in results)
+    mean = exp(sum(log(result.speedup) for result in results) / len(results))
+    steps = sum(result.stats.steps for result in results)
+    mat = 1 + sum(result.stats.accepted for result in results) / steps
+    print(
+        f"\n{identical} of {len(results)} outputs identical to model.generate; MAT {mat:.2f}; "
+        f"speedup {mean:.2f}x (geometric mean of the {len(results)} prompts, tree "
+        f"{recycler.template.name}, {recycler.matrix.nbytes} bytes of matrix)"
+    )
+    if identical < len(results):
+        raise SystemExit(1)

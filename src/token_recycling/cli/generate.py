@@ -1,0 +1,114 @@
+"""`token-recycling generate`: one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from token_recycling import defaults
+from token_recycling.cli import options as o
+from token_recycling.cli import show
+from token_recycling.errors import TokenRecyclingError
+
+if TYPE_CHECKING:
+    from token_recycling.api import TokenRecycling
+    from token_recycling.text import Prompt
+
+
+def generate(
+    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.")
+    ] = None,
+    model: o.Model = None,
+    max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
+    temp: o.Temperature = 0.0,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    min_p: o.MinP = None,
+    repetition_penalty: o.Penalty = None,
+    seed: o.Seed = None,
+    stop: o.StopStrings = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as text; no chat template.")
+    ] = False,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    tree: o.Tree = None,
+    drafter: o.Drafter = defaults.DRAFTER,
+    top_k_candidates: o.Candidates = None,
+    matrix: o.Matrix = None,
+    cold: o.Cold = False,
+    threads: o.Threads = None,
+    strict: o.Strict = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode plainly too, and compare text and speed.")
+    ] = False,
+    as_json: o.Json = False,
+) -> None:
+    """Answer a prompt. The text goes to stdout, statistics to stderr.
+
+    token-recycling "Tell me the story of the fox" -n 100
+    """
+    question = _question(text, prompt)
+    loading = o.Loading(
+        model, device, dtype, tree, drafter, top_k_candidates, matrix, cold, threads, strict
+    )
+    options = o.sampling_options(
+        max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop
+    )
+    recycler = loading.open()
+    if compare:
+        _compare(recycler, as_prompt(recycler, question, raw), options, as_json)
+    else:
+        _answer(recycler, as_prompt(recycler, question, raw), options, as_json)
+    loading.save(recycler)
+
+
+def _question(text: str | None, prompt: str | None) -> str:
+    if text is not None and prompt is not None:
+        raise TokenRecyclingError("the prompt is given twice; leave out -p or the argument")
+    question = prompt if text is None else text
+    if question == "-":
+        question = sys.stdin.read()
+    if not question:
+        raise TokenRecyclingError('there is no prompt; token-recycling "…", or -p - for stdin')
+    return question
+
+
+def as_prompt(recycler: TokenRecycling, question: str, raw: bool) -> Prompt:
+    """Make a conversation of the question where the model has a chat template."""
+    if raw or not getattr(recycler.tokenizer, "chat_template", None):
+        return question
+    return [{"role": "user", "content": question}]
+
+
+def _answer(recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        answer = recycler.generate(prompt, **options)
+        assert not isinstance(answer, list)
+        about = {"drafter": recycler.drafter.name, "tree": recycler.template.name}
+        result = {**vars(answer), "stats": answer.stats.to_dict(), **about}
+        print(json.dumps(result, ensure_ascii=False))
+        return
+    with o.prefill_shown() as on_progress:
+        show.legend()
+        stats = show.stream(recycler.stream(prompt, on_progress=on_progress, **options))
+    if stats is not None:
+        show.note(show.statistics(stats))
+
+
+def _compare(
+    recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any], as_json: bool
+) -> None:
+    from token_recycling.compare import compare
+
+    result = compare(recycler, prompt, options)
+    if as_json:
+        print(json.dumps(result.to_dict(), ensure_ascii=False))
+        return
+    print(result.text)
+    show.note(result.table())

@@ -1,0 +1,62 @@
+"""`token-recycling matrix`: look into matrix files and merge them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from token_recycling.cli import options as o
+from token_recycling.errors import TokenRecyclingError
+
+app = typer.Typer(help="Look into matrix files and merge them.", rich_markup_mode=None)
+
+
+@app.command("show")
+def show(
+    file: Annotated[Path, typer.Argument(help="A matrix file.")],
+    token: Annotated[
+        list[int] | None, typer.Option("--token", help="Show the row of this token id.")
+    ] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Show what a matrix file holds."""
+    from token_recycling.adjacency import AdjacencyMatrix
+
+    matrix = AdjacencyMatrix.load(file)
+    for wanted in token or ():
+        if not 0 <= wanted < matrix.vocab_size:
+            raise TokenRecyclingError(f"token {wanted} is not within 0..{matrix.vocab_size - 1}")
+    about = {
+        "vocabulary": matrix.vocab_size,
+        "k": matrix.k,
+        "rows_seen": matrix.rows_seen,
+        "bytes": matrix.nbytes,
+        "fingerprint": matrix.fingerprint,
+        "rows": {str(t): matrix.candidates[t].tolist() for t in token or ()},
+    }
+    if as_json:
+        print(json.dumps(about))
+        return
+    print(
+        f"{matrix.rows_seen} of {matrix.vocab_size} tokens have a row of k={matrix.k} candidates; "
+        f"{matrix.nbytes} bytes; tokenizer {matrix.fingerprint or 'unknown'}"
+    )
+    for t in token or ():
+        print(f"{t}: {' '.join(map(str, matrix.candidates[t].tolist()))}")
+
+
+@app.command("merge")
+def merge(
+    first: Annotated[Path, typer.Argument(help="A matrix file; it wins where scores are equal.")],
+    second: Annotated[Path, typer.Argument(help="Another of the same model.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Where to write the merged matrix.")],
+) -> None:
+    """Merge two matrix files into a third."""
+    from token_recycling.adjacency import AdjacencyMatrix
+
+    merged = AdjacencyMatrix.load(first).merge(AdjacencyMatrix.load(second))
+    merged.save(out)
+    print(f"wrote {out}: {merged.rows_seen} of {merged.vocab_size} tokens have a row")

@@ -1,0 +1,170 @@
+"""The options that several verbs share, and loading a model by them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from token_recycling import defaults
+from token_recycling.errors import TokenRecyclingError
+
+if TYPE_CHECKING:
+    from token_recycling.api import TokenRecycling
+
+MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="New tokens at most.")]
+Temperature = Annotated[float, typer.Option("--temp", help="0 is greedy; above 0 samples.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Nucleus sampling.")]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", help="Sample from the best K; 0: all. As in generate().")
+]
+MinP = Annotated[float | None, typer.Option("--min-p", help="Least share of the best token.")]
+Penalty = Annotated[float | None, typer.Option("--repetition-penalty", help="1 is none.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
+StopStrings = Annotated[list[str] | None, typer.Option("--stop", help="End before this text.")]
+Model = Annotated[
+    str | None,
+    typer.Option("-m", "--model", help="Checkpoint folder or hub name; left out: the small one."),
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, auto.")]
+Tree = Annotated[
+    str | None, typer.Option("--tree", help="A shipped tree, chain-N or a JSON file; see `tree`.")
+]
+Drafter = Annotated[str, typer.Option("--drafter", help="paper, prompt-lookup or none.")]
+Candidates = Annotated[
+    int | None, typer.Option("--top-k-candidates", help="Candidates kept per token (8).")
+]
+Matrix = Annotated[
+    Path | None, typer.Option("--matrix", help="Matrix file: loaded if there, saved at the end.")
+]
+Cold = Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Fail where tree attention cannot be used.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Which model to load and how to draft."""
+
+    model: str | None
+    device: str | None
+    dtype: str | None
+    tree: str | None
+    drafter: str
+    candidates: int | None
+    matrix: Path | None
+    cold: bool
+    threads: int | None
+    strict: bool
+
+    def open(self) -> TokenRecycling:
+        """Load the model; on a terminal stderr shows that something goes on.
+
+        Raises:
+            TokenRecyclingError: an option or the checkpoint cannot be used.
+        """
+        if self.cold and self.matrix is not None:
+            raise TokenRecyclingError("--cold starts empty and --matrix from a file; choose one")
+        if self.threads is not None and self.threads < 1:
+            raise TokenRecyclingError(f"--threads is {self.threads}; it must be 1 or more")
+        if self.matrix is not None and not self.matrix.parent.is_dir():
+            raise TokenRecyclingError(f"no folder {self.matrix.parent} for the matrix file")
+        if self.tree is not None:  # cheap to check before a model is loaded
+            from token_recycling.tree import TreeTemplate
+
+            TreeTemplate.load(self.tree).check_k(self.candidates or defaults.CANDIDATES)
+        with loading_shown(self.model or "the bundled model"):
+            import torch
+            from transformers.utils import logging
+
+            from token_recycling.api import TokenRecycling
+
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+            if self.threads is not None:
+                torch.set_num_threads(self.threads)
+            return TokenRecycling.from_pretrained(
+                self.model,
+                device=self.device,
+                dtype=self.dtype,
+                drafter=self.drafter,
+                tree=self.tree,
+                k=self.candidates,
+                matrix=self.matrix if self.matrix and self.matrix.exists() else None,
+                strict=self.strict,
+            )
+
+    def save(self, recycler: TokenRecycling) -> None:
+        """Save the matrix where ``--matrix`` says."""
+        if self.matrix is not None:
+            recycler.matrix.save(self.matrix)
+
+
+def sampling_options(
+    max_tokens: int,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    seed: int | None,
+    stop: list[str] | None,
+) -> dict[str, Any]:
+    """Return the options of ``TokenRecycling.generate`` that were given."""
+    options = {
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed, **given}
+
+
+@contextmanager
+def loading_shown(what: str) -> Iterator[None]:
+    """Show a spinner on stderr while loading, if it is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"loading {what} …"):
+        yield
+
+
+@contextmanager
+def prefill_shown() -> Iterator[Any]:
+    """Yield an ``on_progress`` that draws a bar on stderr for prompts of several chunks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def on_progress(done: int, total: int) -> None:
+        if total > defaults.PREFILL_CHUNK and not bar.tasks:
+            bar.start()
+            bar.add_task("", total=total)
+        if bar.tasks:
+            bar.update(bar.tasks[0].id, completed=done)
+        if done == total:
+            bar.stop()
+
+    try:
+        yield on_progress
+    finally:
+        bar.stop()

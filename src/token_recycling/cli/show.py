@@ -1,0 +1,57 @@
+"""What the verbs print: streamed answers, legends and statistics."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from token_recycling.api import Chunk
+    from token_recycling.metrics import Stats
+
+DRAFTED = "green"
+
+
+def note(line: str) -> None:
+    """Print a line for people, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def legend() -> None:
+    """Say on stderr what the colours mean, if there are any."""
+    out = Console()
+    if out.is_terminal and not out.no_color:
+        console = Console(stderr=True, highlight=False)
+        console.print(Text("accepted from the draft", DRAFTED), "· written by the model")
+
+
+def stream(chunks: Iterable[Chunk]) -> Stats | None:
+    """Print an answer as it comes, accepted tokens coloured; return the last chunk's stats."""
+    console = Console(highlight=False, soft_wrap=True)
+    stats = None
+    for chunk in chunks:
+        if console.is_terminal:
+            console.print(Text(chunk.text, DRAFTED if chunk.from_draft else ""), end="")
+        else:
+            sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        stats = chunk.stats or stats
+    print(flush=True)
+    return stats
+
+
+def statistics(stats: Stats) -> str:
+    """Return the figures of one answer in two lines."""
+    total = stats.decode_seconds or 1.0
+    phases = " ".join(f"{name} {share / total:.0%}" for name, share in stats.seconds.items())
+    drafted = stats.drafted / stats.steps if stats.steps else 0.0
+    return (
+        f"{stats.new_tokens} tokens, {stats.steps} steps, MAT {stats.mat:.2f}, "
+        f"{stats.tokens_per_second:.1f} tokens/s "
+        f"(prompt: {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.0f} tokens/s)\n"
+        f"drafted {drafted:.1f} per step; time: {phases}"
+    )

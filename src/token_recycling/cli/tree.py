@@ -1,0 +1,77 @@
+"""`token-recycling tree`: list, show and check draft trees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from token_recycling import defaults
+from token_recycling.cli import options as o
+from token_recycling.cli import show as output
+
+app = typer.Typer(help="List, show and check draft trees.", rich_markup_mode=None)
+Name = Annotated[str, typer.Argument(help="A shipped tree, chain-N or a JSON file.")]
+
+
+@app.command("list")
+def list_trees(as_json: o.Json = False) -> None:
+    """List the trees that come with the package."""
+    from token_recycling.tree import TreeTemplate, shipped
+
+    rows = []
+    for name in shipped():
+        tree = TreeTemplate.load(name)
+        rows.append(
+            {
+                "name": name,
+                "nodes": tree.nodes - 1,
+                "depth": tree.max_depth,
+                "description": tree.description,
+                "provenance": tree.provenance,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print(f"{row['name']:10} {row['nodes']:3} nodes, depth {row['depth']}: {row['description']}")
+    print("chain-N      N nodes, depth N: one branch, always the best candidate")
+
+
+@app.command("show")
+def show(
+    name: Name,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Draw it to this .png or .svg file.")
+    ] = None,
+) -> None:
+    """Draw a tree: each node with its rank among its parent's candidates."""
+    from token_recycling.tree import TreeTemplate
+
+    tree = TreeTemplate.load(name)
+    if out is not None:
+        from token_recycling.plot import plot_tree
+
+        plot_tree(tree, out)
+        output.note(f"wrote {out}")
+    print(f"{tree.name}: {tree.nodes - 1} nodes and the root, depth {tree.max_depth}")
+    for about in filter(None, (tree.description, tree.provenance)):
+        print(about)
+    print(tree.draw())
+
+
+@app.command("check")
+def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
+    """Check a tree of your own; a wrong path is named."""
+    from token_recycling.tree import TreeTemplate
+
+    tree = TreeTemplate.load(name)
+    tree.check_k(top_k_candidates or defaults.CANDIDATES)
+    counts = [level.stop - level.start for level in tree.levels]
+    print(
+        f"{tree.name} is a tree: {tree.nodes - 1} nodes, levels {'/'.join(map(str, counts))}, "
+        f"needs {tree.max_rank + 1} candidates per token"
+    )
