@@ -36,6 +36,8 @@ def layer_reaches(config: Any) -> dict[str, Reach]:
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     if not kinds:
         kinds = ["sliding_attention" if window else "full_attention"]
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo
+        raise TokenRecyclingError("its local layers count their window in cache slots")
     reaches = {}
     for kind in kinds:
         if kind == "full_attention":

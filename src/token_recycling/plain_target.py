@@ -73,6 +73,8 @@ class PlainTarget:
         if "position_ids" in self._takes:
             positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)
             inputs["position_ids"] = positions[:, -tokens.shape[1] :]
+        if self._cache is not None and self._cache_name == "cache_params":
+            del inputs["attention_mask"]  # Mamba's kind would apply it to the new token
         inputs[self._cache_name] = self._cache
         output = self.model(**inputs, use_cache=True)
         self._cache = output.get(self._cache_name)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
-from token_recycling.masks import text_config
 from token_recycling.plain_target import PlainTarget
 from token_recycling.target import Target, TreeTarget
 from token_recycling.tree import DraftTree, TreeShape, TreeTemplate
@@ -60,14 +59,10 @@ def probe(target: TreeTarget) -> str | None:
     continued. The model's own forward over each whole path, without cache or mask of ours, says
     what is right. The negative control, the same tree under a causal mask, must differ.
     """
-    prefix_length = PREFIX
-    fixed_window = getattr(text_config(target.model.config), "window_size", None)
-    if isinstance(fixed_window, int):  # GPT-Neo: by key index, in a buffer
-        prefix_length = fixed_window + 1
     rng = torch.Generator().manual_seed(0)
-    count = prefix_length + TEMPLATE.nodes + 1
+    count = PREFIX + TEMPLATE.nodes + 1
     ids = torch.randint(0, target.vocab_size, (count,), generator=rng).tolist()
-    prefix, nodes, after = ids[:prefix_length], ids[prefix_length:-1], ids[-1]
+    prefix, nodes, after = ids[:PREFIX], ids[PREFIX:-1], ids[-1]
     try:
         with _short_windows(target):
             worst, control, spread = _compare(target, prefix, nodes, after)

@@ -79,10 +79,8 @@ class PromptLookupDrafter(Drafter):
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Append the accepted tokens; the bonus token comes back as the next root."""
+        kept = [tokens[:-1] for tokens in accepted.tokens]
         emitted = torch.zeros_like(draft.tokens)
-        for row, tokens in enumerate(accepted.tokens):
-            emitted[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
-        counts = torch.tensor(
-            [max(len(tokens) - 1, 0) for tokens in accepted.tokens], device=self.device
-        )
-        self._append(emitted, counts)
+        for row, tokens in enumerate(kept):
+            emitted[row, : len(tokens)] = torch.tensor(tokens)
+        self._append(emitted, torch.tensor([len(tokens) for tokens in kept], device=self.device))

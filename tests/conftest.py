@@ -1,0 +1,38 @@
+"""Models and tokenizers that the tests share."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from token_recycling import TokenRecycling
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*pad_token_id.*")
+
+
+@pytest.fixture(scope="session")
+def bundled():
+    """The bundled model with the default tree; reset it before use."""
+    return TokenRecycling.from_pretrained(device="cpu")
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    if not SHARED.is_dir():
+        pytest.skip(f"needs {SHARED}")
+    return SHARED

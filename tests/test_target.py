@@ -1,0 +1,189 @@
+"""Tree attention on stock models: a tree's logits are those of its paths, and can be wrong."""
+
+import warnings
+
+import pytest
+import torch
+from models import REFUSED, SUPPORTED, make, plain, random_prompts
+from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError
+from token_recycling.masks import additive_masks
+from token_recycling.plain_target import PlainTarget
+from token_recycling.probe import open_target, probe
+from token_recycling.target import TreeTarget
+from token_recycling.tree import TreeShape, TreeTemplate
+
+TEMPLATE = TreeTemplate.load("small-8")
+
+
+def tree_difference(model, target, prompts, prepare=lambda draft: draft):
+    """Largest difference between tree logits and each path's logits, run alone and whole."""
+    shape = TreeShape(TEMPLATE, "cpu")
+    tokens = torch.randint(3, 96, (len(prompts), shape.nodes))
+    draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    target.prefill(prompts)
+    found = target.verify(prepare(draft))
+    worst = 0.0
+    for row, prompt in enumerate(prompts):
+        for node in range(shape.nodes):
+            path = shape.ancestors[node].nonzero()[:, 0]
+            ids = torch.tensor([prompt + tokens[row, path].tolist()])
+            with torch.inference_mode():
+                right = model(input_ids=ids, use_cache=False).logits[0, -1]
+            worst = max(worst, float((found[row, node] - right).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_tree_computes_its_paths(name, attention):
+    model = make(SUPPORTED, name, attn_implementation=attention)
+    target = open_target(model, strict=True)
+    assert tree_difference(model, target, random_prompts([24])) < 2e-3
+    assert tree_difference(model, target, random_prompts([24, 3, 40])) < 2e-3
+
+
+BREAKS = {
+    "the mask lets siblings see each other": ("mask", 0.05),
+    "positions by slot instead of depth": ("positions", 0.05),
+    "the window is forgotten": ("window", 0.05),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_negative_controls(what, monkeypatch):
+    kind, least = BREAKS[what]
+    model = make(SUPPORTED, "mistral, window")
+    target = open_target(model, strict=True)
+
+    def broken(draft):
+        from dataclasses import replace
+
+        n = draft.tokens.shape[1]
+        if kind == "mask":
+            return replace(draft, ancestors=torch.ones_like(draft.ancestors).tril())
+        if kind == "positions":
+            return replace(draft, depths=torch.arange(n).expand_as(draft.depths))
+        return draft
+
+    if kind == "window":
+        target.reaches = {"full_attention": next(iter(target.reaches.values()))._replace(rule="full")}
+    assert tree_difference(model, target, random_prompts([40]), broken) > least
+
+
+def test_a_wrong_commit_is_seen():
+    """Without moving the accepted entries, or moving other ones, the next step is wrong."""
+    model = make(SUPPORTED, "llama")
+    prompt = random_prompts([20])[0]
+    shape = TreeShape(TEMPLATE, "cpu")
+    tokens = torch.randint(3, 96, (1, shape.nodes))
+    draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    leaf = shape.nodes - 1
+    right_path = shape.ancestors[leaf].nonzero()[:, 0]
+    # not the first slots: only a move can put these entries in place
+    other = next(p for p in range(1, shape.nodes) if not shape.ancestors[leaf, p])
+    wrong_path = right_path.clone()
+    wrong_path[1] = other
+
+    def after(path):
+        target = TreeTarget(model)
+        target.prefill([prompt])
+        target.verify(draft)
+        target.commit(path[None], [len(path)])
+        chain = TreeShape(TreeTemplate.chain(1), "cpu")
+        pair = torch.tensor([[5, 6]])
+        return target.verify(chain.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0]
+
+    ids = torch.tensor([prompt + tokens[0, right_path].tolist() + [5]])
+    with torch.inference_mode():
+        right = model(input_ids=ids, use_cache=False).logits[0, -1]
+    assert (after(right_path) - right).abs().max() < 2e-3
+    assert (after(wrong_path) - right).abs().max() > 0.05
+
+
+def test_the_cache_grows_and_is_moved_in_place():
+    model = make(SUPPORTED, "llama", max_position_embeddings=4096)
+    target = TreeTarget(model)
+    target.prefill(random_prompts([700]))
+    capacity = target.cache.capacity
+    assert capacity >= 700
+    recycler = TokenRecycling(model)
+    prompt = random_prompts([250])[0]
+    answer = recycler.generate(prompt, max_new_tokens=60)
+    assert answer.token_ids == plain(model, prompt, 60)
+    keys = [layer.keys for layer in recycler.target.cache.layers]
+    assert len({k.untyped_storage().data_ptr() for k in keys}) == 1  # one tensor for all layers
+
+
+def test_prefill_in_chunks_is_prefill_at_once(monkeypatch):
+    from token_recycling import defaults
+
+    model = make(SUPPORTED, "gemma3")
+    target = TreeTarget(model)
+    prompts = random_prompts([37, 12, 29])
+    seen = []
+
+    def on_prompt(tokens, logits, valid):
+        assert tokens.shape[1] <= 4
+        seen.extend(tokens[valid].tolist())
+
+    whole = target.prefill(prompts)
+    monkeypatch.setattr(defaults, "PREFILL_CHUNK", 12)
+    chunked = target.prefill(prompts, on_prompt=on_prompt)
+    lean = target.prefill(prompts)
+    assert (whole - chunked).abs().max() < 2e-3
+    assert (whole - lean).abs().max() < 2e-3
+    assert sorted(seen) == sorted(t for p in prompts for t in p)
+
+
+def test_eager_masks_are_additive():
+    from token_recycling.masks import Reach
+
+    visible = torch.tensor([[[True, False]]])
+    mask = additive_masks(
+        {"full_attention": Reach("full")}, visible, torch.tensor([[1]]), torch.tensor([[0, 1]]),
+        torch.float16,
+    )  # fmt: skip
+    assert mask.dtype == torch.float16
+    assert mask[0, 0, 0].tolist() == [0.0, torch.finfo(torch.float16).min]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_branch_is_decoded_plainly_with_one_warning(name):
+    model = make(REFUSED, name)
+    with pytest.warns(PlainDecodingWarning) as caught:
+        recycler = TokenRecycling(model)
+    assert len([w for w in caught if w.category is PlainDecodingWarning]) == 1
+    assert isinstance(recycler.target, PlainTarget)
+    prompts = random_prompts([9, 5, 14])
+    for prompt in prompts:
+        answer = recycler.generate(prompt, max_new_tokens=30)
+        assert answer.token_ids == plain(model, prompt, 30)
+        assert answer.stats.mat == 1.0
+    with pytest.raises(TokenRecyclingError, match="tree attention"):
+        TokenRecycling(model, strict=True)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_a_plain_batch_is_padded_on_the_left(name):
+    model = make(REFUSED, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recycler = TokenRecycling(model)
+    prompts = random_prompts([9, 5, 14])
+    answers = recycler.generate(prompts, max_new_tokens=25)
+    assert [a.token_ids for a in answers] == [plain(model, p, 25) for p in prompts]
+
+
+def test_the_probe_says_no_to_a_model_that_ignores_the_mask():
+    model = make(SUPPORTED, "llama")
+    target = TreeTarget(model)
+    assert probe(target) is None
+    forward = model.forward
+    model.forward = lambda **inputs: forward(**{**inputs, "attention_mask": None})
+    assert "differ" in probe(target)
+
+
+def test_the_probe_leaves_the_configuration_alone():
+    model = make(SUPPORTED, "gemma3")
+    open_target(model, strict=True)
+    assert model.config.sliding_window == 16

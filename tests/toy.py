@@ -1,0 +1,104 @@
+"""A target without a network, and drafters that always, never or sometimes guess right."""
+
+from __future__ import annotations
+
+import torch
+
+from token_recycling.drafters import Drafter
+from token_recycling.tree import TreeShape, TreeTemplate
+
+VOCABULARY = 12
+
+
+def next_logits(context):
+    """Pseudo-random logits of the last three tokens; the same for the same context."""
+    rng = torch.Generator().manual_seed(hash(tuple(context[-3:])) % (2**31))
+    return torch.randn(VOCABULARY, generator=rng)
+
+
+class ToyTarget:
+    """Answers every node from its path alone; commits by the book."""
+
+    device = torch.device("cpu")
+    vocab_size = VOCABULARY
+    max_context = None
+
+    def __init__(self, logits=next_logits):
+        self.logits = logits
+        self.forwards = 0
+
+    def prefill(self, prompts, *, on_prompt=None, on_progress=None, keep=0):
+        self.rows = [list(prompt) for prompt in prompts]
+        if on_prompt is not None:
+            for row, prompt in enumerate(prompts):
+                tokens = torch.zeros((len(prompts), len(prompt)), dtype=torch.long)
+                tokens[row] = torch.tensor(prompt)
+                logits = torch.zeros(len(prompts), len(prompt), VOCABULARY)
+                logits[row] = torch.stack(
+                    [self.logits(prompt[: i + 1]) for i in range(len(prompt))]
+                )
+                valid = torch.zeros_like(tokens, dtype=torch.bool)
+                valid[row] = True
+                on_prompt(tokens, logits, valid)
+        return torch.stack([self.logits(prompt) for prompt in prompts])
+
+    def verify(self, draft):
+        self.forwards += 1
+        self.draft = draft
+        batch, n = draft.tokens.shape
+        result = torch.zeros(batch, n, VOCABULARY)
+        for row in range(batch):
+            for node in range(n):
+                path = [i for i in range(n) if draft.ancestors[row, node, i]]
+                path.sort(key=lambda i: int(draft.depths[row, i]))
+                tokens = draft.tokens[row, path].tolist()
+                result[row, node] = self.logits(self.rows[row] + tokens)
+        return result
+
+    def commit(self, path, counts):
+        for row, count in enumerate(counts):
+            self.rows[row] += self.draft.tokens[row, path[row, :count]].tolist()
+
+    def reset(self):
+        self.rows = []
+
+
+class ScriptedDrafter(Drafter):
+    """Knows what the target will say; proposes it, or something else, ``depth`` tokens ahead."""
+
+    name = "scripted"
+
+    def __init__(self, target, depth, right):
+        """``right(i)``: is the draft of the i-th new token right?"""
+        self.target, self.depth, self.right = target, depth, right
+        self.shape = TreeShape(TreeTemplate.chain(depth), "cpu")
+
+    @property
+    def nodes(self):
+        return self.depth + 1
+
+    def start(self, prompts):
+        self.prompts = [len(prompt) for prompt in prompts]
+
+    def propose(self, roots):
+        rows = []
+        for row, root in enumerate(roots.tolist()):
+            context, chain = [*self.target.rows[row], root], [root]
+            for _ in range(self.depth):
+                token = int(self.target.logits(context).argmax())
+                if not self.right(len(context) - self.prompts[row]):
+                    token = (token + 1) % VOCABULARY
+                context.append(token)
+                chain.append(token)
+            rows.append(chain)
+        tokens = torch.tensor(rows)
+        return self.shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def plain_greedy(prompt, n, logits=next_logits):
+    context = list(prompt)
+    for _ in range(n):
+        context.append(int(logits(context).argmax()))
+    return context[len(prompt) :]
+
+
