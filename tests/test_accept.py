@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tree import templates
 
+from test_tree import templates
 from token_recycling.accept import FollowAcceptor, GreedyAcceptor, longest_paths
 from token_recycling.tree import TreeShape, TreeTemplate
 

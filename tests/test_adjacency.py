@@ -15,7 +15,9 @@ def look(matrix, token, rank):
 def test_a_new_matrix_proposes_nothing():
     matrix = AdjacencyMatrix(20, 3)
     assert matrix.rows_seen == 0
-    assert {look(matrix, token, rank) for token in (EMPTY, 0, 7, 19) for rank in range(3)} == {EMPTY}
+    assert {look(matrix, token, rank) for token in (EMPTY, 0, 7, 19) for rank in range(3)} == {
+        EMPTY
+    }
 
 
 def test_memory_of_32k_tokens_is_below_two_megabytes():

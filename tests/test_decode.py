@@ -4,16 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from oracle import Oracle
 from test_tree import templates
-from toy import VOCABULARY, ScriptedDrafter, ToyTarget, next_logits, plain_greedy
-
 from token_recycling.accept import GreedyAcceptor
 from token_recycling.adjacency import AdjacencyMatrix
 from token_recycling.decode import decode
 from token_recycling.drafters import NoDrafter, PaperDrafter, PromptLookupDrafter
 from token_recycling.stop import StopRules
 from token_recycling.tree import TreeTemplate
+from toy import VOCABULARY, ScriptedDrafter, ToyTarget, next_logits, plain_greedy
 
 
 def run(target, drafter, prompts, limits, eos=()):
@@ -24,7 +24,8 @@ def run(target, drafter, prompts, limits, eos=()):
 
 
 @pytest.mark.parametrize(
-    ("right", "forwards"), [(lambda i: True, 6), (lambda i: False, 29), (lambda i: i % 3 != 0, None)]
+    ("right", "forwards"),
+    [(lambda i: True, 6), (lambda i: False, 29), (lambda i: i % 3 != 0, None)],
 )
 def test_a_drafter_that_is_always_never_or_sometimes_right(right, forwards):
     target = ToyTarget()
@@ -38,7 +39,9 @@ def test_a_drafter_that_is_always_never_or_sometimes_right(right, forwards):
 @settings(max_examples=40, deadline=None)
 @given(
     templates(),
-    st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6), min_size=1, max_size=3),
+    st.lists(
+        st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6), min_size=1, max_size=3
+    ),
     st.integers(1, 25),
 )
 def test_random_trees_and_batches(template, prompts, n):

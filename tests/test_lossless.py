@@ -1,8 +1,8 @@
 """Greedy text is that of ``model.generate``: every architecture, every tree, B = 1 and 5."""
 
 import pytest
-from models import SUPPORTED, make, plain, random_prompts
 
+from models import SUPPORTED, make, plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.tree import shipped
 

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+
 from models import REFUSED, SUPPORTED, make, plain, random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError
 from token_recycling.masks import additive_masks
@@ -66,7 +67,9 @@ def test_negative_controls(what, monkeypatch):
         return draft
 
     if kind == "window":
-        target.reaches = {"full_attention": next(iter(target.reaches.values()))._replace(rule="full")}
+        target.reaches = {
+            "full_attention": next(iter(target.reaches.values()))._replace(rule="full")
+        }
     assert tree_difference(model, target, random_prompts([40]), broken) > least
 
 

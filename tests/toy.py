@@ -100,5 +100,3 @@ def plain_greedy(prompt, n, logits=next_logits):
     for _ in range(n):
         context.append(int(logits(context).argmax()))
     return context[len(prompt) :]
-
-

@@ -85,7 +85,7 @@ def chat(question: str, answer: str) -> str:
 
 def read_books(data: Path) -> Iterator[tuple[str, str, str]]:
     """Yield (author, title, text) of every book."""
-    text = lzma.open(data / "books.txt.xz", "rt", encoding="utf-8").read()
+    text = lzma.decompress((data / "books.txt.xz").read_bytes()).decode()
     for book in re.split(r"(?m)^(?=# Title: )", text):
         head = re.match(r"# Title: (.*)\n\s*## Author: (.*)\n", book)
         if head:
@@ -123,9 +123,15 @@ def add_stories(documents: Documents, data: Path, rng: random.Random) -> None:
             for passage in passages(paragraphs, 3000):
                 documents.add("stories", f"{BEGIN}{passage}{END}", held_out)
             name = clean(heading).title()
-            if paragraphs and 8 < len(name) < 60 and not re.match(r"(chapter|year)\b", name.lower()):
+            if (
+                paragraphs
+                and 8 < len(name) < 60
+                and not re.match(r"(chapter|year)\b", name.lower())
+            ):
                 answer = next(passages(paragraphs, 900))
-                documents.add("story tasks", chat(f"Tell me the story of {name}.", answer), held_out)
+                documents.add(
+                    "story tasks", chat(f"Tell me the story of {name}.", answer), held_out
+                )
             for passage in passages(paragraphs, 1100):
                 sentences = re.split(r"(?<=[.!?\"]) (?=[A-Z\"])", passage, maxsplit=2)
                 if len(sentences) == 3 and len(sentences[2]) > 200:
@@ -184,7 +190,10 @@ def load_documents(data: Path) -> Documents:
 def train_tokenizer(documents: Documents) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -196,9 +205,7 @@ def train_tokenizer(documents: Documents) -> PreTrainedTokenizerFast:
     kinds = ("stories", "maths", "maths", "python")
     bpe.train_from_iterator((text for kind in kinds for text in documents.train[kind]), trainer)
     begin = (BEGIN, bpe.token_to_id(BEGIN))
-    bpe.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A", special_tokens=[begin]
-    )
+    bpe.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[begin])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=BEGIN,
@@ -246,7 +253,7 @@ def loop_loss(logits: torch.Tensor, row: torch.Tensor, period: int) -> torch.Ten
     return (-torch.log1p(-excess.clamp(max=0.999)) * repeats).sum() / repeats.sum().clamp(min=1)
 
 
-# --- training --------------------------------------------------------------------------------------
+# --- training ----------------------------------------------------------------------------------
 
 
 def rate(step: int, steps: int) -> float:

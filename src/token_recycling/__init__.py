@@ -1,9 +1,9 @@
 """Token Recycling: lossless speculative decoding without training (arXiv 2408.08696).
 
-    from token_recycling import TokenRecycling
+from token_recycling import TokenRecycling
 
-    recycler = TokenRecycling.from_pretrained()
-    print(recycler.generate("Once upon a time").text)
+recycler = TokenRecycling.from_pretrained()
+print(recycler.generate("Once upon a time").text)
 """
 
 from importlib import import_module

@@ -305,10 +305,9 @@ class TokenRecycling:
     ) -> _Run:
         if not prompts:
             raise TokenRecyclingError("there is no prompt")
-        if max_new_tokens < 1:
-            raise TokenRecyclingError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
-        if not temperature >= 0:
-            raise TokenRecyclingError(f"temperature is {temperature}; it must be 0 or more")
+        given = generate_options(
+            max_new_tokens=max_new_tokens, temperature=temperature, **processors
+        )
         stop = [stop] if isinstance(stop, str) else list(stop or ())
         if "" in stop:
             raise TokenRecyclingError("a stop string is empty")
@@ -316,9 +315,6 @@ class TokenRecycling:
             raise TokenRecyclingError("stop strings need a tokenizer")
         encoded = [encode(self.tokenizer, prompt) for prompt in prompts]
         self._check_ids(encoded)
-        given = generate_options(
-            max_new_tokens=max_new_tokens, temperature=temperature, **processors
-        )
         choices = [prepare(self.model, prompt, given) for prompt in encoded]
         accept: Acceptor
         if all(choice.is_plain_greedy for choice in choices):

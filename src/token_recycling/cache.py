@@ -113,9 +113,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             self._packs.append((stacked, views))
             self._bind(index, stacked, views)
 
-    def _bind(
-        self, index: int, pack: Tensor, views: list[tuple[PreallocatedLayer, str]]
-    ) -> None:
+    def _bind(self, index: int, pack: Tensor, views: list[tuple[PreallocatedLayer, str]]) -> None:
         self._packs[index] = (pack, views)
         for (layer, name), entries in zip(views, pack.unbind(0)):
             setattr(layer, name, entries)

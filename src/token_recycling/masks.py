@@ -47,7 +47,9 @@ def layer_reaches(config: Any) -> dict[str, Reach]:
         elif kind == "chunked_attention":
             reaches[kind] = Reach("chunked", int(config.attention_chunk_size))
         else:
-            raise TokenRecyclingError(f"its layers of type {kind} keep a state that has no branches")
+            raise TokenRecyclingError(
+                f"its layers of type {kind} keep a state that has no branches"
+            )
     return reaches
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,25 +21,44 @@ class Choice:
         eos: the ids that end a sequence.
     """
 
-    processors: Callable[[Tensor, Tensor], Tensor]
+    processors: Any  # (ids [1, t], logits [1, V]) -> scores [1, V]; its length is their number
     do_sample: bool
     eos: tuple[int, ...]
 
     @property
     def is_plain_greedy(self) -> bool:
         """True when a token is the argmax of the bare logits."""
-        return not self.do_sample and not self.processors
+        return not self.do_sample and len(self.processors) == 0
 
 
 # Transformers warns when these are given to a greedy run.
 SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
+INFINITY = float("inf")
+RANGES = {
+    "max_new_tokens": (1, INFINITY),
+    "temperature": (0.0, INFINITY),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "top_k": (0, INFINITY),
+    "repetition_penalty": (1e-6, INFINITY),
+}
+
 
 def generate_options(
     *, max_new_tokens: int, temperature: float = 0.0, **processors: Any
 ) -> dict[str, Any]:
-    """Return the options for ``model.generate``: greedy at temperature 0, else sampling."""
+    """Return the options for ``model.generate``: greedy at temperature 0, else sampling.
+
+    Raises:
+        TokenRecyclingError: a number is out of range (Transformers ignores some of these).
+    """
     given = {name: value for name, value in processors.items() if value is not None}
+    numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, **given}
+    for name, (low, high) in RANGES.items():
+        value = numbers.get(name, low)
+        if not low <= value <= high:
+            raise TokenRecyclingError(f"{name} is {value}; it must lie between {low} and {high}")
     given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
     if temperature:
         given.update(do_sample=True, temperature=temperature)

@@ -207,4 +207,3 @@ class TreeTarget:
         output = self.model(**inputs, past_key_values=self.cache, use_cache=True)
         logits: Tensor = output.logits.to(self.device)
         return logits if keep is None or sliced else logits[:, keep or [0]]
-

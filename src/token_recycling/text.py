@@ -40,9 +40,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
             raise TokenRecyclingError("this model has no chat template; give the prompt as text")
         try:
-            text = tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True
-            )
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # jinja's errors, and whatever a template raises itself
             raise TokenRecyclingError(f"the chat template refuses the messages: {error}") from error
         ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -73,8 +71,8 @@ class TextStream:
     def feed(self, token: int) -> bool:
         """Take one more token; True when the text ends with it."""
         self.pieces.append("")
-        if self.tokenizer is None:
-            return False
+        if self.tokenizer is None or self._ended:
+            return self._ended
         self._ids.append(token)
         # A few tokens of context in front: a tokenizer may join a token to the one before.
         before = self._decode(self._begin, self._read)

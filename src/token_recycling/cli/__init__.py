@@ -27,7 +27,9 @@ VERBS = {"generate", "chat", "demo", "tree", "matrix"}
 BAD_INPUT = 2
 
 # Typer has carried its own copy of click since 0.20; the class is found by way of a public one.
-UsageProblem = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+UsageProblem: type[Exception] = next(
+    c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
+)
 
 
 def _show_version(wanted: bool) -> None:

@@ -86,7 +86,9 @@ def as_prompt(recycler: TokenRecycling, question: str, raw: bool) -> Prompt:
     return [{"role": "user", "content": question}]
 
 
-def _answer(recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any], as_json: bool) -> None:
+def _answer(
+    recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any], as_json: bool
+) -> None:
     if as_json:
         answer = recycler.generate(prompt, **options)
         assert not isinstance(answer, list)

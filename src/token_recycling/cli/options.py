@@ -45,9 +45,7 @@ Matrix = Annotated[
 ]
 Cold = Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Fail where tree attention cannot be used.")
-]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail where tree attention cannot be used.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -37,7 +37,9 @@ def list_trees(as_json: o.Json = False) -> None:
         print(json.dumps(rows))
         return
     for row in rows:
-        print(f"{row['name']:10} {row['nodes']:3} nodes, depth {row['depth']}: {row['description']}")
+        print(
+            f"{row['name']:10} {row['nodes']:3} nodes, depth {row['depth']}: {row['description']}"
+        )
     print("chain-N      N nodes, depth N: one branch, always the best candidate")
 
 

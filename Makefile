@@ -1,0 +1,50 @@
+# Everything runs in a virtual environment of its own in .venv; nothing else is touched.
+PYTHON ?= python3
+BIN := .venv/bin
+DATA ?= ../shared/data
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-lossless lint format train trees bench clean
+
+help: ## Show this list.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
+
+# The tested versions are pinned: a plain `pip install torch` may bring gigabytes of CUDA.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "needs Python 3.10 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+setup: .venv/ready ## Make the virtual environment.
+
+demo: .venv/ready ## Decode real text plainly and recycled, side by side.
+	$(BIN)/token-recycling demo
+
+test: .venv/ready ## Run the tests (under ten minutes on two cores).
+	$(BIN)/python -m pytest
+
+test-lossless: .venv/ready ## The long identity test: 60 prompts x 200 tokens x every tree, B = 1 and 5.
+	$(BIN)/python -m pytest tests/long
+
+lint: .venv/ready ## Check style and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/ready ## Put the code into the house style.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+train: .venv/ready ## Train the bundled model anew (hours on a CPU; resumable).
+	nice $(BIN)/python tools/train_demo_model.py --data $(DATA) --out build/demo-model
+
+trees: .venv/ready ## Fit the small trees anew.
+	$(BIN)/python tools/fit_trees.py --data $(DATA)
+
+bench: .venv/ready ## Measure every tree against model.generate; writes bench/results/cpu.json.
+	$(BIN)/python tools/measure.py --data $(DATA) --out bench/results/cpu.json
+
+clean: ## Remove what the other targets made.
+	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

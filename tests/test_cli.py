@@ -1,0 +1,193 @@
+"""The command line as a user runs it: right answers, and fifteen and more wrong calls."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from token_recycling import AdjacencyMatrix
+from token_recycling.cli import main
+
+TREES = Path(__file__).parents[1] / "src/token_recycling/trees"
+
+
+def call(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+def test_importing_and_help_do_not_import_torch():
+    code = (
+        "import sys, time; t = time.perf_counter(); import token_recycling;"
+        "from token_recycling.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit as e: assert not e.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "print(time.perf_counter() - t)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert float(result.stdout.split()[-1]) < 0.5
+
+
+def test_a_prompt_alone_is_generate(capsys):
+    code, out, err = call(capsys, "How many legs have 3 cats?", "-n", 12)
+    assert code == 0
+    again = call(capsys, "generate", "-p", "How many legs have 3 cats?", "-n", 12)
+    assert again[1] == out != "\n"
+    assert "MAT" in err
+    assert "tokens/s" in err
+
+
+def test_json_and_drafters(capsys):
+    answers = {}
+    for drafter in ("paper", "prompt-lookup", "none"):
+        code, out, _ = call(capsys, "The king", "-n", 20, "--raw", "--json", "--drafter", drafter)
+        assert code == 0
+        answers[drafter] = json.loads(out)
+        assert answers[drafter]["drafter"] == drafter
+    assert len({a["text"] for a in answers.values()}) == 1
+    assert answers["none"]["stats"]["mat"] == 1.0
+
+
+def test_stdin(capsys, monkeypatch):
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("The king"))
+    code, out, _ = call(capsys, "-p", "-", "-n", 8, "--raw")
+    assert (code, out) == (0, call(capsys, "The king", "-n", 8, "--raw")[1])
+
+
+def test_compare_says_identical(capsys):
+    code, out, _ = call(
+        capsys, "The king", "-n", 30, "--compare", "--json", "--temp", 0.8, "--seed", 4
+    )
+    result = json.loads(out)
+    assert code == 0
+    assert result["identical"] is True
+    assert result["tokens"] == result["plain_tokens"]
+    assert result["speedup"] > 0
+
+
+def test_the_matrix_file_is_made_and_used(capsys, tmp_path):
+    file = tmp_path / "m.safetensors"
+    arguments = ("The king", "-n", 30, "--json", "--matrix", file)
+    cold = json.loads(call(capsys, *arguments)[1])["stats"]["steps"]
+    hot = json.loads(call(capsys, *arguments)[1])["stats"]["steps"]
+    assert hot < cold
+    code, out, _ = call(capsys, "matrix", "show", file, "--json")
+    about = json.loads(out)
+    assert code == 0
+    assert about["bytes"] == 4096 * 8 * 6
+    assert 0 < about["rows_seen"] <= 4096
+    merged = tmp_path / "both.safetensors"
+    assert call(capsys, "matrix", "merge", file, file, "-o", merged)[0] == 0
+    assert AdjacencyMatrix.load(merged).rows_seen == about["rows_seen"]
+
+
+def test_trees(capsys, tmp_path):
+    code, out, _ = call(capsys, "tree", "list", "--json")
+    assert code == 0
+    assert {row["name"] for row in json.loads(out)} >= {"paper", "small-8"}
+    mine = tmp_path / "mine.json"
+    mine.write_text("[[0], [1], [0, 0]]")
+    assert "3 nodes, levels 2/1" in call(capsys, "tree", "check", mine)[1]
+    assert "└─1" in call(capsys, "tree", "show", mine)[1]
+    code, out, _ = call(capsys, "The king", "-n", 20, "--raw", "--json", "--tree", mine)
+    assert json.loads(out)["tree"] == "mine"
+    default = call(capsys, "The king", "-n", 20, "--raw", "--json")[1]
+    assert json.loads(out)["text"] == json.loads(default)["text"]
+
+
+def test_chat_keeps_the_conversation(capsys, monkeypatch):
+    import io
+
+    turns = "How many legs have 3 cats?\n\n/reset\nThe king\nGo on.\n/quit\nnever read\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(turns))
+    code, out, err = call(capsys, "chat", "-n", 10)
+    assert code == 0
+    assert err.count("MAT") == 3
+    assert "matrix and context are empty" in err
+    assert "never read" not in out
+
+
+def wrong_calls(folder):
+    """(arguments, what the line must name) of every kind of wrong call."""
+    files = {
+        "orphan.json": "[[0], [0, 1, 2]]",
+        "twice.json": "[[0], [0]]",
+        "empty.json": "[]",
+        "broken.json": "{not json",
+        "high.json": "[[9]]",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    AdjacencyMatrix(100, 8).save(folder / "small.safetensors")
+    AdjacencyMatrix(4096, 4).save(folder / "k4.safetensors")
+    whole = (folder / "small.safetensors").read_bytes()
+    (folder / "cut.safetensors").write_bytes(whole[:-5])
+    (folder / "noise.safetensors").write_bytes(b"noise" * 10)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "nothing-known"}')
+    p = "hello"
+    return [
+        (["-n", 5], "no prompt"),
+        (["-p", ""], "no prompt"),
+        ([p, "-p", p], "twice"),
+        ([p, "-n", 0], "max_new_tokens"),
+        ([p, "-n", "many"], "--max-tokens"),
+        ([p, "--temp", -1], "temperature"),
+        ([p, "--temp", 1, "--top-p", 7], "top_p"),
+        ([p, "--tree", "no-such-tree"], "no-such-tree"),
+        ([p, "--tree", folder / "orphan.json"], "[0, 1, 2]"),
+        (["tree", "check", folder / "twice.json"], "[0] stands twice"),
+        (["tree", "check", folder / "empty.json"], "no paths"),
+        (["tree", "show", folder / "broken.json"], "no JSON"),
+        ([p, "--tree", folder / "high.json"], "rank 9"),
+        ([p, "--tree", "paper", "--top-k-candidates", 4], "k=4"),
+        ([p, "--top-k-candidates", 0], "k is 0"),
+        ([p, "--drafter", "oracle"], "oracle"),
+        ([p, "--device", "warp"], "warp"),
+        ([p, "--device", "cuda:7"], "cuda:7"),
+        ([p, "--dtype", "float99"], "float99"),
+        ([p, "--threads", 0], "--threads"),
+        ([p, "-m", folder / "nowhere"], "nowhere"),
+        ([p, "-m", folder / "model"], "model"),
+        ([p, "--matrix", folder / "small.safetensors"], "100"),
+        ([p, "--matrix", folder / "cut.safetensors"], "damaged"),
+        ([p, "--matrix", folder / "noise.safetensors"], "damaged"),
+        ([p, "--matrix", folder / "no" / "folder.safetensors"], "no folder"),
+        ([p, "--matrix", folder / "k4.safetensors", "--top-k-candidates", 8], "k=4"),
+        ([p, "--matrix", folder / "m.safetensors", "--cold"], "choose one"),
+        ([p, "--no-such-flag"], "--no-such-flag"),
+        (["word " * 3000, "--raw"], "context"),
+        (["matrix", "show", folder / "missing.safetensors"], "missing"),
+        (["matrix", "show", folder / "small.safetensors", "--token", 100], "100"),
+        (
+            ["matrix", "merge", folder / "small.safetensors", folder / "k4.safetensors", "-o",
+             folder / "out.safetensors"],
+            "4096",
+        ),
+        (["tree", "show", "paper", "-o", folder / "tree.bmp"], ".png"),
+        (["tree"], "command"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(35))
+def test_wrong_input_is_one_line_and_exit_code_2(index, capsys, tmp_path):
+    calls = wrong_calls(tmp_path)
+    assert len(calls) == 35
+    arguments, named = calls[index]
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = call(capsys, *arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert named in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert sorted(tmp_path.rglob("*")) == before  # nothing half-written
