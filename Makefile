@@ -26,7 +26,7 @@ test: .venv/ready ## Run the tests (under ten minutes on two cores).
 	$(BIN)/python -m pytest
 
 test-lossless: .venv/ready ## The long identity test: 60 prompts x 200 tokens x every tree, B = 1 and 5.
-	$(BIN)/python -m pytest tests/long
+	$(BIN)/python -m pytest -m long
 
 lint: .venv/ready ## Check style and types.
 	$(BIN)/ruff check .

@@ -36,7 +36,11 @@ SUPPORTED = {
             "query_pre_attn_scalar": 8,
         },
     ),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT | dict(n_embd=32, n_layer=3, n_head=4, n_positions=512)),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        GPT | dict(n_embd=32, n_layer=3, n_head=4, n_positions=512),
+    ),
     "gpt-neox": (
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",

@@ -15,6 +15,7 @@ import json
 import lzma
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,7 @@ class CountingDrafter(PaperDrafter):
     def propose(self, roots: torch.Tensor) -> DraftTree:
         path: tuple[int, ...] = ()
         ahead = self.answer[self.position : self.position + MAX_DEPTH + 1]
-        for token, following in zip(ahead, ahead[1:]):
+        for token, following in pairwise(ahead):
             row = self.matrix.candidates[token].tolist()
             if following not in row:
                 break
@@ -66,7 +67,7 @@ def read_prompts(data: Path, each: int) -> list[str]:
     """Questions of GSM8K's training part and MBPP, and beginnings from the books."""
     maths = [json.loads(x)["question"] for x in (data / "gsm8k_train.jsonl").open()][:each]
     code = [json.loads(x)["turns"][0] for x in (data / "mbpp/question.jsonl").open()][:each]
-    text = lzma.open(data / "books.txt.xz", "rt", encoding="utf-8").read()
+    text = lzma.decompress((data / "books.txt.xz").read_bytes()).decode()
     sentences = re.findall(r"\n\n([A-Z][^\n]{60,160}?[.!?]) ", text)
     stories = [f"Continue the story: {s}" for s in sentences[:: max(1, len(sentences) // each)]]
     return [*maths, *code, *stories[:each]]

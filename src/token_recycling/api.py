@@ -343,8 +343,7 @@ class TokenRecycling:
             keep=self._common_context(encoded) if keep_context else 0,
             on_progress=on_progress,
         )
-        run = _Run(self._remember(steps, encoded), encoded, readers)
-        return run
+        return _Run(self._remember(steps, encoded), encoded, readers)
 
     def _remember(self, steps: Iterator[Step], prompts: list[list[int]]) -> Iterator[Step]:
         """Pass the steps on and note what the target has read."""

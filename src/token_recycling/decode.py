@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -97,6 +98,6 @@ def _advance(
     laps.append(perf_counter())
     target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
     laps.append(perf_counter())
-    seconds = tuple(end - begin for begin, end in zip(laps, laps[1:]))
+    seconds = tuple(end - begin for begin, end in pairwise(laps))
     nodes = draft.tokens.shape[1]
     return Step(accepted.tokens, accepted.reasons, accepted.drafted, nodes, seconds)

@@ -33,19 +33,27 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         return [part for part in prompt if isinstance(part, int)]
     if tokenizer is None:
         raise TokenRecyclingError("without a tokenizer a prompt must be a list of token ids")
+    ids: list[int]
     if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt).input_ids
-        return ids
-    if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
-        if not getattr(tokenizer, "chat_template", None):
-            raise TokenRecyclingError("this model has no chat template; give the prompt as text")
-        try:
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # jinja's errors, and whatever a template raises itself
-            raise TokenRecyclingError(f"the chat template refuses the messages: {error}") from error
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-    raise TokenRecyclingError("a prompt is a text, a list of messages, or a list of token ids")
+        ids = tokenizer(prompt).input_ids
+    elif isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
+        ids = tokenizer(_render(tokenizer, prompt), add_special_tokens=False).input_ids
+    else:
+        raise TokenRecyclingError("a prompt is a text, a list of messages, or a list of token ids")
+    return ids
+
+
+def _render(tokenizer: Any, messages: Any) -> str:
+    """Put a conversation through the chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise TokenRecyclingError("this model has no chat template; give the prompt as text")
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # jinja's errors, and whatever a template raises itself
+        raise TokenRecyclingError(f"the chat template refuses the messages: {error}") from error
+    return text
 
 
 class TextStream:

@@ -56,7 +56,7 @@ class PromptLookupDrafter(Drafter):
     def propose(self, roots: Tensor) -> DraftTree:
         """Copy what followed the best match; an empty chain where nothing matches."""
         self._append(roots[:, None], torch.ones_like(self.lengths))
-        batch, width = self.context.shape
+        width = self.context.shape[1]
         places = torch.arange(width, device=self.device)
         # agree[b, i]: how many tokens ending at slot i equal the last ones of the context
         agree = torch.zeros_like(self.context)

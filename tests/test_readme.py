@@ -1,0 +1,64 @@
+"""The README's commands run, and its Python example too."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [
+    line
+    for kind, block in BLOCKS
+    if kind == "sh"
+    for line in block.splitlines()
+    if line.startswith("token-recycling ")
+]
+
+
+def test_there_are_commands_and_an_example():
+    assert len(COMMANDS) >= 5
+    assert "make demo" in README
+    assert "make test" in README
+    assert any(kind == "python" for kind, _ in BLOCKS)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_the_readme(line, tmp_path):
+    command = shlex.split(line, comments=True)
+    assert command[0] == "token-recycling"
+    code = "import sys; from token_recycling.cli import main; main(sys.argv[1:])"
+    # each command runs where the ones before it may have left a file
+    folder = tmp_path.parent / "readme"
+    folder.mkdir(exist_ok=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code, *command[1:]],
+        cwd=folder, input="Hello\n/quit\n", text=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_python_examples():
+    for kind, block in BLOCKS:
+        if kind == "python":
+            exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_file_map_names_every_file():
+    for file in (ROOT / "src/token_recycling").rglob("*.py"):
+        assert file.name in README, file
+    for file in re.findall(r"^\s*- `([\w./-]+)`", README, re.MULTILINE):
+        assert (ROOT / file).exists() or list(ROOT.rglob(file)), file
+
+
+def test_every_figure_has_its_command():
+    """Each section with measured figures names the command that produced them."""
+    for section in re.split(r"^## ", README, flags=re.MULTILINE):
+        if re.search(r"tokens/s|MAT \d|\d\.\d+[x×]", section):
+            assert re.search(r"`make \w+|make demo|tools/\w+\.py|token-recycling \w+", section), (
+                section[:80]
+            )
