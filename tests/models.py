@@ -54,6 +54,18 @@ SUPPORTED = {
         ),
     ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", COMMON),
+    "llama4, chunks": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        COMMON
+        | {
+            "head_dim": 8,
+            "attention_chunk_size": WINDOW,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+    ),
     "phi3, window": ("Phi3ForCausalLM", "Phi3Config", COMMON | {"sliding_window": WINDOW}),
 }  # fmt: skip
 # What must be found out and decoded plainly.

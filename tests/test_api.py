@@ -4,6 +4,7 @@ import torch
 from models import SUPPORTED, make, plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.compare import plain_generate
+from token_recycling.text import encode
 
 QUESTION = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many has he now?"}]
 
@@ -64,9 +65,7 @@ def test_a_matrix_of_another_tokenizer_is_refused(recycler):
 
 def test_stop_strings_in_the_middle_of_a_path(recycler):
     whole = recycler.generate(QUESTION, max_new_tokens=80)
-    for stop in (whole.text[5:9], whole.text[12:20], "\n"):
-        if stop not in whole.text:
-            continue
+    for stop in (whole.text[5:9], whole.text[12:20], whole.text[30]):
         recycler.generate(QUESTION, max_new_tokens=80)  # hot: long paths are accepted
         answer = recycler.generate(QUESTION, max_new_tokens=80, stop=[stop, "@@@"])
         assert answer.text == whole.text[: whole.text.index(stop)]
@@ -90,35 +89,104 @@ def test_leaving_a_stream_early_harms_nothing(recycler):
         assert again.token_ids == whole
 
 
-def test_a_conversation_is_not_read_twice(recycler):
-    read = []
+@pytest.fixture
+def forwards(recycler, monkeypatch):
+    """The number of tokens of every forward, as they come."""
+    sizes, forward = [], recycler.target._forward
 
-    def on_progress(done, total):
-        read.append((done, total))
+    def counting(tokens, *rest):
+        sizes.append(tokens.shape[1])
+        return forward(tokens, *rest)
 
+    monkeypatch.setattr(recycler.target, "_forward", counting)
+    return sizes
+
+
+def test_a_conversation_is_not_read_twice(recycler, forwards):
     first = recycler.generate(QUESTION, max_new_tokens=40)
     longer = [
         *QUESTION,
         {"role": "assistant", "content": first.text},
         {"role": "user", "content": "And with 5 more?"},
     ]
+    length = len(encode(recycler.tokenizer, longer))
+    forwards.clear()
     fresh = recycler.generate(longer, max_new_tokens=40)
+    assert forwards[0] == length
     recycler.generate(QUESTION, max_new_tokens=40)
-    before = recycler.target.cache.end
-    kept = recycler.generate(longer, max_new_tokens=40, keep_context=True, on_progress=on_progress)
+    forwards.clear()
+    kept = recycler.generate(longer, max_new_tokens=40, keep_context=True)
     assert kept.token_ids == fresh.token_ids
-    assert before > len(recycler._context) // 3
-    calls = []
-    recycler.generate(QUESTION, max_new_tokens=5)
-    forward = recycler.target._forward
+    assert forwards[0] <= length - len(encode(recycler.tokenizer, QUESTION))
+    assert kept.stats.prompt_tokens == forwards[0]
+
+
+def test_going_on_after_every_emitted_token(recycler, forwards):
+    """The last token is emitted but not in the cache: it must be read again, and only it."""
+    prompt = encode(recycler.tokenizer, QUESTION)
+    first = recycler.generate(prompt, max_new_tokens=20)
+    longer = [*prompt, *first.token_ids, 50, 60]
+    forwards.clear()
+    kept = recycler.generate(longer, max_new_tokens=20, keep_context=True)
+    assert forwards[0] == 3
+    assert kept.token_ids == recycler.generate(longer, max_new_tokens=20).token_ids
+
+
+def test_a_stream_does_not_go_on_in_the_cache_of_another(recycler):
+    expected = recycler.generate("The king", max_new_tokens=20).token_ids
+    for disturb in (lambda: recycler.generate("Once", max_new_tokens=5), recycler.reset):
+        stream = recycler.stream(QUESTION, max_new_tokens=60)
+        for _ in range(3):
+            next(stream)
+        disturb()
+        with pytest.raises(TokenRecyclingError, match="cannot go on"):
+            list(stream)
+        assert recycler.generate("The king", max_new_tokens=20).token_ids == expected
+
+
+def test_a_stream_that_begins_late_keeps_the_right_context(recycler):
+    expected = recycler.generate(QUESTION, max_new_tokens=20).token_ids
+    late = recycler.stream(QUESTION, max_new_tokens=20, keep_context=True)
+    recycler.generate("Once upon a time there was a king", max_new_tokens=5)
+    assert [chunk.token_id for chunk in late] == expected
+
+
+def test_a_stop_string_that_is_a_special_token(recycler):
+    model, tokenizer = recycler.model, recycler.tokenizer
+    whole = recycler.generate(QUESTION, max_new_tokens=80)
+    assert whole.finish_reason == "eos"
+    eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
     try:
-        recycler.target._forward = lambda tokens, *rest: (
-            calls.append(tokens.shape[1]) or forward(tokens, *rest)
-        )
-        recycler.generate(QUESTION, max_new_tokens=5, keep_context=True)
+        answer = recycler.generate(QUESTION, max_new_tokens=80, stop=[tokenizer.eos_token])
     finally:
-        recycler.target._forward = forward
-    assert calls[0] == 1  # only the last token of the prompt
+        model.generation_config.eos_token_id = eos
+    assert answer.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("option", ["max_time", "num_return_sequences", "max_length", "do_sample"])
+def test_options_that_would_be_ignored_are_refused(recycler, option):
+    with pytest.raises(TokenRecyclingError, match=f"{option} is no option here"):
+        recycler.generate(QUESTION, **{option: 1})
+
+
+def test_two_sets_of_rotary_factors_limit_the_context():
+    """Phi-3's longrope changes its factors at the original length, and with them every entry."""
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 48,
+        "rope_theta": 10000.0,
+    }
+    model = make(
+        SUPPORTED, "phi3, window", rope_parameters=rope, original_max_position_embeddings=48
+    )
+    recycler = TokenRecycling(model, strict=True)
+    prompt = random_prompts([20])[0]
+    answer = recycler.generate(prompt, max_new_tokens=100)
+    assert answer.token_ids == plain(model, prompt, 28)
+    with pytest.raises(TokenRecyclingError, match="context 48"):
+        recycler.generate(random_prompts([48])[0])
 
 
 def test_batches_of_texts(recycler):
@@ -149,8 +217,6 @@ def test_half_precision_emits_plain_argmaxes(recycler):
     """bfloat16: every emitted token is the plain argmax, or within 0.25 of it in logits."""
     half = TokenRecycling.from_pretrained(device="cpu", dtype="bfloat16", tree="paper")
     answer = half.generate(QUESTION, max_new_tokens=50)
-    from token_recycling.text import encode
-
     prompt = encode(half.tokenizer, QUESTION)
     ids = torch.tensor([prompt + answer.token_ids])
     with torch.inference_mode():

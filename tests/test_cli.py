@@ -155,6 +155,12 @@ def wrong_calls(folder):
         ([p, "--device", "cuda:7"], "cuda:7"),
         ([p, "--dtype", "float99"], "float99"),
         ([p, "--threads", 0], "--threads"),
+        ([p, "--device", "meta"], "meta"),
+        ([p, "--temp", 1, "--seed", 2**70], "seed"),
+        ([p + "\udcff"], "UTF-8"),
+        (["tree", "show", "chain-1200"], "200 at most"),
+        (["matrix", "merge", folder / "small.safetensors", folder / "small.safetensors", "-o",
+          folder / "cut.safetensors" / "out"], "cannot write"),
         ([p, "-m", folder / "nowhere"], "nowhere"),
         ([p, "-m", folder / "model"], "model"),
         ([p, "--matrix", folder / "small.safetensors"], "100"),
@@ -177,10 +183,10 @@ def wrong_calls(folder):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(35))
+@pytest.mark.parametrize("index", range(40))
 def test_wrong_input_is_one_line_and_exit_code_2(index, capsys, tmp_path):
     calls = wrong_calls(tmp_path)
-    assert len(calls) == 35
+    assert len(calls) == 40
     arguments, named = calls[index]
     before = sorted(tmp_path.rglob("*"))
     code, out, err = call(capsys, *arguments)

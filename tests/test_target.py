@@ -186,6 +186,13 @@ def test_the_probe_says_no_to_a_model_that_ignores_the_mask():
     assert "differ" in probe(target)
 
 
+def test_the_probe_says_no_when_it_cannot_tell():
+    model = make(SUPPORTED, "llama")
+    for layer in model.model.layers:  # nothing depends on the context
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    assert "cannot tell" in probe(TreeTarget(model))
+
+
 def test_the_probe_leaves_the_configuration_alone():
     model = make(SUPPORTED, "gemma3")
     open_target(model, strict=True)

@@ -24,10 +24,10 @@ def fingerprint(tokenizer: Any, vocab_size: int) -> str:
     """Name a vocabulary: its size and a hash over the tokenizer's (token, id) pairs.
 
     A matrix holds token ids, so it means something only under the tokenizer that made it.
-    ``tokenizer=None`` names the size alone.
+    ``tokenizer=None`` gives an empty name, which fits every tokenizer.
     """
     if tokenizer is None:
-        return f"{vocab_size}"
+        return ""
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
     digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
     return f"{vocab_size}-{digest[:16]}"
@@ -148,8 +148,10 @@ class AdjacencyMatrix:
             rows = rows.masked_fill(~valid, self.vocab_size + 1)
         # Writing repeated indices has no defined winner on CUDA. Here every repetition writes the
         # row of the last one, so that the order of the writes does not matter.
-        same = rows[:, None] == rows
-        last = (same * torch.arange(len(rows), device=rows.device)).amax(dim=1)
+        order = torch.arange(len(rows), device=rows.device)
+        winners = rows.new_empty(self.vocab_size + 2)  # only the places written are read
+        winners.scatter_reduce_(0, rows, order, "amax", include_self=False)
+        last = winners[rows]
         self._candidates[rows] = candidates[last].to(torch.int32)
         if probabilities is None:
             self._probabilities.index_fill_(0, rows, 0.0)

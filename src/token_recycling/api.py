@@ -18,13 +18,15 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.metrics import Stats, Step
 from token_recycling.plain_target import PlainTarget
 from token_recycling.probe import open_target
-from token_recycling.sampling import generate_options, prepare
+from token_recycling.sampling import REFUSED, generate_options, prepare
 from token_recycling.stop import StopRules
 from token_recycling.target import OnProgress, TreeTarget, check_prompts
 from token_recycling.text import Prompt, TextStream, encode, is_batch
 from token_recycling.tree import TreeTemplate
 
 BUNDLED_MODEL = Path(__file__).parent / "model"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+TOKENIZER_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "trust_remote_code")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Chunk:
     Attributes:
         text: what the token adds; empty while a character or a stop string is incomplete.
         token_id: the token.
-        from_draft: True when the token was drafted and accepted, False when the target wrote it.
+        from_draft: True when the token was drafted and accepted. The last token of every step
+            counts as the target's own.
         finish_reason: set on the last chunk (see ``Generation``).
         stats: set on the last chunk.
     """
@@ -70,6 +73,7 @@ class _Run:
     steps: Iterator[Step]
     prompts: list[list[int]]
     readers: list[TextStream] | None
+    kept: int = 0  # prompt tokens that need not be read
     tokens: list[list[int]] = field(init=False)
     stats: list[Stats] = field(init=False)
     reasons: list[str | None] = field(init=False)
@@ -85,7 +89,7 @@ class _Run:
             if self.tokens[row]:
                 self.stats[row].add(step, row)
             else:
-                self.stats[row].add_prefill(len(prompt), step, row)
+                self.stats[row].add_prefill(len(prompt) - self.kept, step, row)
             self.tokens[row] += step.tokens[row]
             self.reasons[row] = self.reasons[row] or step.reasons[row]
 
@@ -94,7 +98,7 @@ class TokenRecycling:
     """A model that decodes several tokens per forward, without a change in any of them.
 
     The adjacency matrix in ``matrix`` is kept from call to call (hot start); ``reset`` forgets
-    it. Not safe for use from several threads at once.
+    it. One answer at a time: a stream that is gone on with after another answer has begun raises.
     """
 
     def __init__(
@@ -124,6 +128,10 @@ class TokenRecycling:
             TokenRecyclingError: tree, drafter, k or matrix do not fit.
         """
         self.model, self.tokenizer = model, tokenizer
+        if isinstance(drafter, Drafter):
+            matrix = getattr(drafter, "matrix", None) or matrix
+        elif not isinstance(drafter, str):
+            raise TokenRecyclingError("a drafter is a name or an object of a Drafter class")
         if isinstance(matrix, str | Path):
             matrix = AdjacencyMatrix.load(matrix)
         if matrix is not None and k is not None and k != matrix.k:
@@ -148,6 +156,7 @@ class TokenRecycling:
             drafter = make_drafter(drafter, self.matrix, template)
         self.drafter = drafter
         self._context: list[int] = []  # the tokens that the target read last, for one row
+        self._runs = 0  # begun so far; only the last one may go on
 
     @classmethod
     def from_pretrained(
@@ -188,19 +197,22 @@ class TokenRecycling:
             device = _best_device()
         if device is not None:
             try:
-                torch.empty(0, device=device)
-            except (RuntimeError, AssertionError) as error:
+                torch.zeros(1, device=device).item()
+            except Exception as error:
                 line = str(error).strip().split("\n")[0]
                 raise TokenRecyclingError(f"device {device} cannot be used: {line}") from error
         on_cpu = device is not None and torch.device(device).type == "cpu"
         if dtype is None:
             dtype = torch.float32 if on_cpu or name_or_path is None else "auto"
+        if isinstance(dtype, str) and dtype not in DTYPES:
+            raise TokenRecyclingError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_options)
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            shared = {k: v for k, v in model_options.items() if k in TOKENIZER_OPTIONS}
+            tokenizer = AutoTokenizer.from_pretrained(path, **shared)
             if device is not None:
                 model.to(device)
-        except (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError) as error:
+        except Exception as error:  # whatever a broken checkpoint makes the libraries raise
             line = " ".join(str(error).split())[:300]
             raise TokenRecyclingError(f"cannot load the model {path}: {line}") from error
         return cls(
@@ -212,6 +224,7 @@ class TokenRecycling:
         self.matrix.reset()
         self.target.reset()
         self._context = []
+        self._runs += 1
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], **options: Any
@@ -305,12 +318,16 @@ class TokenRecycling:
     ) -> _Run:
         if not prompts:
             raise TokenRecyclingError("there is no prompt")
+        if "do_sample" in processors:
+            raise TokenRecyclingError(f"do_sample is no option here; {REFUSED['do_sample']}")
         given = generate_options(
             max_new_tokens=max_new_tokens, temperature=temperature, **processors
         )
         stop = [stop] if isinstance(stop, str) else list(stop or ())
-        if "" in stop:
-            raise TokenRecyclingError("a stop string is empty")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise TokenRecyclingError("a stop string must be a text that is not empty")
+        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
+            raise TokenRecyclingError(f"seed is {seed}; it must be a whole number below 2^63")
         if stop and self.tokenizer is None:
             raise TokenRecyclingError("stop strings need a tokenizer")
         encoded = [encode(self.tokenizer, prompt) for prompt in prompts]
@@ -334,25 +351,52 @@ class TokenRecycling:
         readers = None
         if stream or stop:
             readers = [TextStream(self.tokenizer, stop) for _ in encoded]
+        run = _Run(iter(()), encoded, readers)
+        ends = {*choices[0].eos, *self._special_ids(stop)}
+        rules = StopRules(limits, ends, readers)
+        run.steps = self._steps(run, accept, rules, keep_context, on_progress)
+        return run
+
+    def _steps(
+        self,
+        run: _Run,
+        accept: Acceptor,
+        rules: StopRules,
+        keep_context: bool,
+        on_progress: OnProgress | None,
+    ) -> Iterator[Step]:
+        """Decode, and note what the target has read. Nothing happens before the first step."""
+        self._runs += 1
+        own = self._runs
+
+        def check() -> None:
+            if self._runs != own:
+                raise TokenRecyclingError(
+                    "this answer cannot go on: the model has begun another one, or was reset"
+                )
+
+        run.kept = self._common_context(run.prompts) if keep_context else 0
+        self._context = []
         steps = decode(
             self.target,
             self.drafter,
             accept,
-            encoded,
-            StopRules(limits, choices[0].eos, readers),
-            keep=self._common_context(encoded) if keep_context else 0,
+            run.prompts,
+            rules,
+            keep=run.kept,
             on_progress=on_progress,
+            check=check,
         )
-        return _Run(self._remember(steps, encoded), encoded, readers)
-
-    def _remember(self, steps: Iterator[Step], prompts: list[list[int]]) -> Iterator[Step]:
-        """Pass the steps on and note what the target has read."""
-        self._context = []
         for step in steps:
-            if len(prompts) == 1:
-                self._context = self._context or list(prompts[0])
+            if len(run.prompts) == 1:
+                self._context = self._context or list(run.prompts[0])
                 self._context += step.tokens[0]
             yield step
+
+    def _special_ids(self, stop: list[str]) -> set[int]:
+        """Ids of the stop strings that are special tokens; the text does not show those."""
+        added = self.tokenizer.get_added_vocab() if stop else {}
+        return {added[text] for text in stop if text in added}
 
     def _common_context(self, prompts: list[list[int]]) -> int:
         """Tokens at the beginning of a single prompt that the target has in its cache."""
@@ -384,6 +428,8 @@ class TokenRecycling:
 
 
 def _template(tree: str | Path | TreeTemplate) -> TreeTemplate:
+    if not isinstance(tree, str | Path | TreeTemplate):
+        raise TokenRecyclingError("a tree is a name, a file or a TreeTemplate")
     return tree if isinstance(tree, TreeTemplate) else TreeTemplate.load(tree)
 
 

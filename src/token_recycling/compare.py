@@ -85,12 +85,16 @@ def plain_generate(recycler: TokenRecycling, prompt: Prompt, options: dict[str, 
     options = dict(options)
     seed, stop = options.pop("seed", None), options.pop("stop", None)
     ids = torch.tensor([encode(recycler.tokenizer, prompt)], device=recycler.target.device)
+    room = recycler.target.max_context
+    if room is not None:  # model.generate would go on beyond the positions that the model knows
+        options["max_new_tokens"] = min(options["max_new_tokens"], room - ids.shape[1])
     given = generate_options(**options)
     if stop:
         given.update(stop_strings=stop, tokenizer=recycler.tokenizer)
-    if seed is not None:
-        torch.manual_seed(seed)
-    out = recycler.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        out = recycler.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
     tokens: list[int] = out[0, ids.shape[1] :].tolist()
     return tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from time import perf_counter
 
@@ -23,6 +23,7 @@ def decode(
     *,
     keep: int = 0,
     on_progress: OnProgress | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Step]:
     """Decode a batch of prompts; yield the prefill as the first ``Step``, then one per forward.
 
@@ -37,6 +38,7 @@ def decode(
         stop: says after which token a row ends.
         keep: tokens of a single prompt that the target has read before.
         on_progress: see ``Target.prefill``.
+        check: called before every step; raises when the target was used for something else.
 
     Raises:
         TokenRecyclingError: a prompt is empty or longer than the context.
@@ -46,6 +48,7 @@ def decode(
     roots = [tokens[-1] for tokens in step.tokens]
     yield step
     while any(active):
+        check()
         step = _advance(target, drafter, accept, roots, active, stop)
         active = [on and reason is None for on, reason in zip(active, step.reasons)]
         roots = [tokens[-1] if tokens else 0 for tokens in step.tokens]

@@ -13,7 +13,8 @@ class Step:
     """One forward of the target over B rows; the first step of a run is its prefill.
 
     Attributes:
-        tokens: per row the tokens emitted; all but the last were accepted from the draft.
+        tokens: per row the tokens emitted: those accepted from the draft, and the bonus token. A
+            row that ends inside an accepted path ends with a drafted token.
         reasons: per row why it ended here ("eos", "stop", "length"), or None.
         drafted: per row the tokens drafted.
         nodes: tokens verified per row, the root included.
@@ -33,11 +34,11 @@ class Stats:
     """Statistics of one row, or of several added up.
 
     Attributes:
-        prompt_tokens: tokens read.
+        prompt_tokens: tokens read; a kept context is not read again.
         new_tokens: tokens emitted, the one that the prefill yields included.
         steps: forwards after the prefill, counted once per row that took part.
         drafted: tokens proposed.
-        accepted: tokens accepted from the draft.
+        accepted: tokens emitted beyond one per step.
         accepted_per_depth: how many steps accepted at least 1, 2, … tokens.
         prefill_seconds: until the first token.
         seconds: by phase, in ``PHASES``.

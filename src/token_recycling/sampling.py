@@ -44,6 +44,20 @@ RANGES = {
     "repetition_penalty": (1e-6, INFINITY),
 }
 
+# Options of ``generate`` that would change the answer and are not kept here, and what to do.
+REFUSED = {
+    "do_sample": "set temperature",
+    "max_length": "set max_new_tokens",
+    "max_time": "leave a stream early",
+    "stopping_criteria": "leave a stream early",
+    "stop_strings": "set stop",
+    "streamer": "use stream()",
+    "num_return_sequences": "give the prompt several times",
+    "prompt_lookup_num_tokens": "set drafter to prompt-lookup",
+    "assistant_model": "there is no draft model",
+    "custom_generate": "it is in use",
+}
+
 
 def generate_options(
     *, max_new_tokens: int, temperature: float = 0.0, **processors: Any
@@ -57,9 +71,13 @@ def generate_options(
     numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, **given}
     for name, (low, high) in RANGES.items():
         value = numbers.get(name, low)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TokenRecyclingError(f"{name} is {value!r}; it must be a number")
         if not low <= value <= high:
             raise TokenRecyclingError(f"{name} is {value}; it must lie between {low} and {high}")
     given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
+    if 0 < temperature < 1e-5:
+        raise TokenRecyclingError(f"temperature is {temperature}; use 0, or 1e-5 and more")
     if temperature:
         given.update(do_sample=True, temperature=temperature)
     else:
@@ -95,6 +113,8 @@ def prepare(model: Any, prompt: list[int], options: dict[str, Any]) -> Choice:
         return input_ids
 
     ids = torch.tensor([prompt], device=model.get_input_embeddings().weight.device)
+    for name in REFUSED.keys() & options.keys() - {"do_sample"}:
+        raise TokenRecyclingError(f"{name} is no option here; {REFUSED[name]}")
     given = {"attention_mask": torch.ones_like(ids), "use_cache": False, **options}
     try:
         model.generate(ids, custom_generate=take, **given)

@@ -60,8 +60,17 @@ class Target(Protocol):
 
 
 def context_limit(config: Any) -> int | None:
-    """Positions that the model knows, or None where its configuration does not say."""
-    limit = getattr(text_config(config), "max_position_embeddings", None)
+    """Positions that the model knows, or None where its configuration does not say.
+
+    A model with two sets of rotary factors (longrope: Phi-3's long versions) changes them at its
+    original length; entries computed before would be stale, so that is the limit here.
+    """
+    config = text_config(config)
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        original = getattr(config, "original_max_position_embeddings", None)
+        limit = original or rope.get("original_max_position_embeddings") or limit
     return int(limit) if limit else None
 
 

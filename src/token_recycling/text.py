@@ -35,12 +35,21 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         raise TokenRecyclingError("without a tokenizer a prompt must be a list of token ids")
     ids: list[int]
     if isinstance(prompt, str):
-        ids = tokenizer(prompt).input_ids
+        ids = tokenizer(_readable(prompt)).input_ids
     elif isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
-        ids = tokenizer(_render(tokenizer, prompt), add_special_tokens=False).input_ids
+        ids = tokenizer(_readable(_render(tokenizer, prompt)), add_special_tokens=False).input_ids
     else:
         raise TokenRecyclingError("a prompt is a text, a list of messages, or a list of token ids")
     return ids
+
+
+def _readable(text: str) -> str:
+    """Refuse what stands for bytes that are no text (undecodable input)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenRecyclingError("the prompt is no valid UTF-8 text") from error
+    return text
 
 
 def _render(tokenizer: Any, messages: Any) -> str:
@@ -87,7 +96,9 @@ class TextStream:
         whole = self._decode(self._begin, len(self._ids))
         if whole.endswith("\ufffd"):  # the bytes of a character are not complete
             return False
-        self._begin, self._read = self._read, len(self._ids)
+        if self._decode(self._read, len(self._ids)):  # special tokens are no context
+            self._begin = self._read
+        self._read = len(self._ids)
         self._release(whole[len(before) :])
         return self._ended
 

@@ -16,6 +16,7 @@ from token_recycling.errors import TokenRecyclingError
 
 Paths = tuple[tuple[int, ...], ...]
 FOLDER = Path(__file__).parent / "trees"
+MAX_DEPTH = 200
 CHAIN = re.compile(r"chain-([1-9]\d*)")
 
 
@@ -56,6 +57,10 @@ class TreeTemplate:
             if tuple(path) in seen:
                 raise TokenRecyclingError(f"tree {name}: path {list(path)} stands twice")
             seen.add(tuple(path))
+            if len(path) > MAX_DEPTH:
+                raise TokenRecyclingError(
+                    f"tree {name}: a path of {len(path)} ranks; {MAX_DEPTH} at most"
+                )
         for path in sorted(seen, key=lambda p: (len(p), p)):
             if len(path) > 1 and path[:-1] not in seen:
                 raise TokenRecyclingError(
@@ -66,9 +71,9 @@ class TreeTemplate:
     @classmethod
     def chain(cls, length: int) -> TreeTemplate:
         """Return the tree of one branch: the best candidate, ``length`` times."""
-        return cls(
+        return cls.from_paths(
             f"chain-{length}",
-            tuple((0,) * depth for depth in range(1, length + 1)),
+            [(0,) * depth for depth in range(1, min(length, MAX_DEPTH + 1) + 1)],
             description="one branch, always the best candidate",
         )
 
@@ -90,12 +95,12 @@ class TreeTemplate:
             raise TokenRecyclingError(f"no tree {name}: it is no file and none of {known}")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise TokenRecyclingError(f"tree {path}: no JSON ({error})") from error
         if not isinstance(data, dict):
             data = {"paths": data}
         about = {key: str(data.get(key, "")) for key in ("description", "provenance")}
-        return cls.from_paths(str(data.get("name", path.stem)), data.get("paths"), **about)
+        return cls.from_paths(str(data.get("name") or path.stem), data.get("paths"), **about)
 
     @property
     def nodes(self) -> int:
@@ -131,6 +136,8 @@ class TreeTemplate:
         Raises:
             TokenRecyclingError: a path uses rank ``k`` or higher; the message names it.
         """
+        if k < 1:
+            raise TokenRecyclingError(f"k is {k}; it must be 1 or more")
         for path in self.paths:
             if max(path) >= k:
                 raise TokenRecyclingError(
@@ -180,7 +187,8 @@ class DraftTree:
         parents: int64 [B, n], a parent stands before its children; the root is its own.
         depths: int64 [B, n], 0 for the root.
         ancestors: bool [B, n, n]; ``[b, i, j]``: j is i or above it.
-        valid: bool [B, n]; a node that is False stands for no token and is never accepted.
+        valid: bool [B, n]; a node that is False stands for no token and is never accepted, and
+            neither is anything below it, which must be False too.
         max_depth: bound of ``depths``.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -50,6 +51,9 @@ def root(
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; bad input gives one line on stderr and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):  # a terminal of another alphabet shows a ? instead
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if not argv:
         argv = ["--help"]
     elif argv[0] not in VERBS | {"--help", "--version"}:
@@ -62,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(BAD_INPUT) from None
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader of stdout has gone, as in `… | head`
-        sys.stderr.close()
-        raise SystemExit(141) from None
+    except OSError as error:  # stdout is full, for one
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -50,35 +50,37 @@ def chat(
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     show.legend()
-    while (line := _read_line()) is not None and line != "/quit":
-        if line == "/reset":
-            messages = list(opening)
-            recycler.reset()
-            show.note("matrix and context are empty")
-            continue
-        if not line:
-            continue
-        if cold:
-            recycler.reset()
-        messages.append({"role": "user", "content": line})
-        parts: list[str] = []
-        try:
-            with o.prefill_shown() as on_progress:
-                chunks = recycler.stream(
-                    messages, keep_context=True, on_progress=on_progress, **options
-                )
-                stats = show.stream(parts.append(chunk.text) or chunk for chunk in chunks)  # type: ignore[func-returns-value]
-        except KeyboardInterrupt:
-            stats = None
-            show.note("")
-        except TokenRecyclingError as error:
-            messages.pop()
-            show.note(f"error: {error}; /reset begins anew")
-            continue
-        messages.append({"role": "assistant", "content": "".join(parts)})
-        if stats is not None:
-            show.note(show.statistics(stats))
-    loading.save(recycler)
+    try:
+        while (line := _read_line()) is not None and line != "/quit":
+            if line == "/reset":
+                messages = list(opening)
+                recycler.reset()
+                show.note("matrix and context are empty")
+                continue
+            if not line:
+                continue
+            if cold:
+                recycler.reset()
+            messages.append({"role": "user", "content": line})
+            parts: list[str] = []
+            try:
+                with o.prefill_shown() as on_progress:
+                    chunks = recycler.stream(
+                        messages, keep_context=True, on_progress=on_progress, **options
+                    )
+                    stats = show.stream(parts.append(chunk.text) or chunk for chunk in chunks)  # type: ignore[func-returns-value]
+            except KeyboardInterrupt:
+                stats = None
+                show.note("")
+            except TokenRecyclingError as error:
+                messages.pop()
+                show.note(f"error: {error}; /reset begins anew")
+                continue
+            messages.append({"role": "assistant", "content": "".join(parts)})
+            if stats is not None:
+                show.note(show.statistics(stats))
+    finally:
+        loading.save(recycler)
 
 
 def _read_line() -> str | None:

@@ -72,14 +72,16 @@ class Loading:
         """
         if self.cold and self.matrix is not None:
             raise TokenRecyclingError("--cold starts empty and --matrix from a file; choose one")
-        if self.threads is not None and self.threads < 1:
-            raise TokenRecyclingError(f"--threads is {self.threads}; it must be 1 or more")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise TokenRecyclingError(f"--threads is {self.threads}; choose 1 to 1024")
         if self.matrix is not None and not self.matrix.parent.is_dir():
             raise TokenRecyclingError(f"no folder {self.matrix.parent} for the matrix file")
         if self.tree is not None:  # cheap to check before a model is loaded
             from token_recycling.tree import TreeTemplate
 
-            TreeTemplate.load(self.tree).check_k(self.candidates or defaults.CANDIDATES)
+            TreeTemplate.load(self.tree).check_k(
+                defaults.CANDIDATES if self.candidates is None else self.candidates
+            )
         with loading_shown(self.model or "the bundled model"):
             import torch
             from transformers.utils import logging

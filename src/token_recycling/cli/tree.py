@@ -71,7 +71,7 @@ def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
     from token_recycling.tree import TreeTemplate
 
     tree = TreeTemplate.load(name)
-    tree.check_k(top_k_candidates or defaults.CANDIDATES)
+    tree.check_k(defaults.CANDIDATES if top_k_candidates is None else top_k_candidates)
     counts = [level.stop - level.start for level in tree.levels]
     print(
         f"{tree.name} is a tree: {tree.nodes - 1} nodes, levels {'/'.join(map(str, counts))}, "

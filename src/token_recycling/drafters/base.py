@@ -14,8 +14,8 @@ class Drafter(ABC):
     """Proposes a draft tree for every row of a batch and learns from what the target answers.
 
     The loop calls ``start`` once, ``prime`` for every chunk of the prompts if ``wants_prompt``,
-    then ``propose`` and ``observe`` once per step. Everything but ``start`` works on tensors of
-    fixed shape on the target's device.
+    then ``propose`` and ``observe`` once per step. A drafter that keeps an adjacency matrix holds
+    it in ``matrix``.
     """
 
     name: str
