@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +12,9 @@ from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import show
 from token_recycling.errors import TokenRecyclingError
+
+if TYPE_CHECKING:
+    from token_recycling.api import Chunk, TokenRecycling
 
 
 def chat(
@@ -56,31 +60,39 @@ def chat(
                 messages = list(opening)
                 recycler.reset()
                 show.note("matrix and context are empty")
-                continue
-            if not line:
-                continue
-            if cold:
-                recycler.reset()
-            messages.append({"role": "user", "content": line})
-            parts: list[str] = []
-            try:
-                with o.prefill_shown() as on_progress:
-                    chunks = recycler.stream(
-                        messages, keep_context=True, on_progress=on_progress, **options
-                    )
-                    stats = show.stream(parts.append(chunk.text) or chunk for chunk in chunks)  # type: ignore[func-returns-value]
-            except KeyboardInterrupt:
-                stats = None
-                show.note("")
-            except TokenRecyclingError as error:
-                messages.pop()
-                show.note(f"error: {error}; /reset begins anew")
-                continue
-            messages.append({"role": "assistant", "content": "".join(parts)})
-            if stats is not None:
-                show.note(show.statistics(stats))
+            elif line:
+                if cold:
+                    recycler.reset()
+                _take_turn(recycler, messages, line, options)
     finally:
         loading.save(recycler)
+
+
+def _take_turn(
+    recycler: TokenRecycling, messages: list[dict[str, str]], line: str, options: dict[str, Any]
+) -> None:
+    """Answer ``line``; question and answer, as far as it came, join the ``messages``."""
+    asked = [*messages, {"role": "user", "content": line}]
+    parts: list[str] = []
+
+    def noting(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        for chunk in chunks:
+            parts.append(chunk.text)
+            yield chunk
+
+    stats = None
+    try:
+        with o.prefill_shown() as on_progress:
+            chunks = recycler.stream(asked, keep_context=True, on_progress=on_progress, **options)
+            stats = show.stream(noting(chunks))
+    except KeyboardInterrupt:
+        show.note("")
+    except TokenRecyclingError as error:
+        show.note(f"error: {error}; /reset begins anew")
+        return
+    messages[:] = [*asked, {"role": "assistant", "content": "".join(parts)}]
+    if stats is not None:
+        show.note(show.statistics(stats))
 
 
 def _read_line() -> str | None:
