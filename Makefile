@@ -43,8 +43,9 @@ train: .venv/ready ## Train the bundled model anew (hours on a CPU; resumable).
 trees: .venv/ready ## Fit the small trees anew.
 	$(BIN)/python tools/fit_trees.py --data $(DATA)
 
-bench: .venv/ready ## Measure every tree against model.generate; writes bench/results/cpu.json.
+bench: .venv/ready ## Measure every tree against model.generate, and steps at growing context.
 	$(BIN)/python tools/measure.py --data $(DATA) --out bench/results/cpu.json
+	$(BIN)/python tools/measure_context.py --out bench/results/cpu-context.json
 
 clean: ## Remove what the other targets made.
 	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

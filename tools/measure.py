@@ -7,8 +7,6 @@ tokens. All decoders take turns on every prompt in one process, in an order that
 prompt to prompt. Every tree keeps its own matrix from prompt to prompt (hot start); the
 warm-up prompts are not among the measured ones and leave nothing in the matrices. Times are of
 the whole call, prefill included.
-
-A second part times single steps at growing context, by phase.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +25,11 @@ import transformers
 import typer
 from rich.progress import Progress
 
-from token_recycling.accept import GreedyAcceptor
 from token_recycling.api import TokenRecycling
 from token_recycling.compare import plain_generate, timed
-from token_recycling.decode import decode
 from token_recycling.files import write_atomically
 from token_recycling.metrics import PHASES
 from token_recycling.prompts import DEMO
-from token_recycling.stop import StopRules
 from token_recycling.tree import shipped
 
 BASELINE, LOOKUP = "model.generate", "model.generate, prompt_lookup_num_tokens=10"
@@ -87,30 +81,6 @@ def summarise(runs: dict[str, list[dict[str, Any]]], kinds: list[str]) -> dict[s
             result["share_outside_forward"] = 1 - result["share_verify"]
         table[name] = result
     return table
-
-
-def context_costs(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """Median milliseconds of a step by phase, around several lengths of context."""
-    rng = random.Random(0)
-    words = tokenizer(" ".join(DEMO), add_special_tokens=False).input_ids
-    costs = []
-    for context in (100, 450, 900, 1350, 1800):
-        prompt = [rng.choice(words) for _ in range(context)]
-        row: dict[str, Any] = {"context": context}
-        for name in ("none", "small-16", "paper"):
-            tree, drafter = ("small-16", "none") if name == "none" else (name, "paper")
-            recycler = TokenRecycling(model, tokenizer, tree=tree, drafter=drafter)
-            steps = decode(
-                recycler.target, recycler.drafter, GreedyAcceptor(), [prompt], StopRules([10**6])
-            )
-            taken = [next(steps) for _ in range(41)][1:]
-            steps.close()
-            row[name] = {
-                phase: 1000 * median(step.seconds[i] for step in taken)
-                for i, phase in enumerate(PHASES)
-            } | {"nodes": median(step.nodes for step in taken)}
-        costs.append(row)
-    return costs
 
 
 def machine() -> dict[str, Any]:
@@ -188,7 +158,6 @@ def main(
         "protocol": " ".join((__doc__ or "").split("\n\n")[2].split()),
         "prompts": [name for name, _ in questions],
         "table": table,
-        "context": context_costs(first.model, first.tokenizer),
         "runs": runs,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

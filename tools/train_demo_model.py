@@ -385,9 +385,10 @@ The weights and the tokenizer are under this project's licence (Apache-2.0).
     {command}
 
 {steps:,} steps of {tokens_per_step:,} tokens ({tokens_seen:,} tokens, {hours:.1f} hours of two CPU
-cores or one of them, beside other work). Muon for the blocks, AdamW for the rest; constant learning rate, then
-linear decay; in the last quarter every other step also makes repeated 5-grams in the model's own
-greedy answers less likely (unlikelihood, arXiv 1908.04319). Measured at the end:
+cores or one of them, beside other work). Muon for the blocks, AdamW for the rest; constant
+learning rate, then linear decay; in the last quarter every other step also makes repeated
+5-grams in the model's own greedy answers less likely (unlikelihood, arXiv 1908.04319).
+Measured at the end:
 
 | Held-out text | Loss (nats per token) |
 |---|---|

@@ -210,8 +210,8 @@ class TokenRecycling:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_options)
             shared = {k: v for k, v in model_options.items() if k in TOKENIZER_OPTIONS}
             tokenizer = AutoTokenizer.from_pretrained(path, **shared)
-            if device is not None:
-                model.to(device)
+            if device is not None and model.device.type != torch.device(device).type:
+                model.to(device)  # a quantised model may refuse even to stay where it is
         except Exception as error:  # whatever a broken checkpoint makes the libraries raise
             line = " ".join(str(error).split())[:300]
             raise TokenRecyclingError(f"cannot load the model {path}: {line}") from error
