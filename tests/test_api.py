@@ -4,6 +4,7 @@ import torch
 from models import SUPPORTED, make, plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.compare import plain_generate
+from token_recycling.prompts import DEMO
 from token_recycling.text import encode
 
 QUESTION = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many has he now?"}]
@@ -153,11 +154,12 @@ def test_a_stream_that_begins_late_keeps_the_right_context(recycler):
 
 def test_a_stop_string_that_is_a_special_token(recycler):
     model, tokenizer = recycler.model, recycler.tokenizer
-    whole = recycler.generate(QUESTION, max_new_tokens=80)
+    question = [{"role": "user", "content": DEMO[0]}]
+    whole = recycler.generate(question, max_new_tokens=100)
     assert whole.finish_reason == "eos"
     eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
     try:
-        answer = recycler.generate(QUESTION, max_new_tokens=80, stop=[tokenizer.eos_token])
+        answer = recycler.generate(question, max_new_tokens=100, stop=[tokenizer.eos_token])
     finally:
         model.generation_config.eos_token_id = eos
     assert answer.token_ids == whole.token_ids
