@@ -27,15 +27,10 @@ from token_recycling.accept import Accepted
 from token_recycling.api import TokenRecycling
 from token_recycling.drafters import PaperDrafter
 from token_recycling.tree import FOLDER, DraftTree
+from train_demo_model import loops
 
 SIZES = (4, 8, 16, 32)
 MAX_DEPTH = 8
-
-
-def loops(tokens: list[int]) -> bool:
-    """True when the last 36 tokens repeat themselves after 18 or fewer."""
-    tail = tokens[-36:]
-    return len(tail) == 36 and any(tail[n:] == tail[:-n] for n in range(1, 19))
 
 
 class CountingDrafter(PaperDrafter):
@@ -94,7 +89,7 @@ def main(
         drafter.answer = recycler.generate(messages, max_new_tokens=tokens).token_ids  # type: ignore[union-attr]
         recycler.matrix.copy_(before)
         drafter.counts = counts
-        if loops(drafter.answer):
+        if loops(drafter.answer, longest=18):
             continue
         steps += recycler.generate(messages, max_new_tokens=tokens).stats.steps  # type: ignore[union-attr]
     ranked = sorted(drafter.counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))

@@ -337,10 +337,10 @@ def held_out_loss(model: LlamaForCausalLM, rows: dict[str, list[int]]) -> dict[s
     return result
 
 
-def loops(tokens: list[int]) -> bool:
-    """True when the end repeats itself: some period of 32 tokens or fewer fits the last 64."""
-    tail = tokens[-64:]
-    return len(tail) == 64 and any(tail[n:] == tail[:-n] for n in range(1, 33))
+def loops(tokens: list[int], longest: int = 32) -> bool:
+    """True when the last 2 x ``longest`` tokens repeat themselves after ``longest`` or fewer."""
+    tail = tokens[-2 * longest :]
+    return len(tail) == 2 * longest and any(tail[n:] == tail[:-n] for n in range(1, longest + 1))
 
 
 @torch.inference_mode()

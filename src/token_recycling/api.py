@@ -318,8 +318,8 @@ class TokenRecycling:
     ) -> _Run:
         if not prompts:
             raise TokenRecyclingError("there is no prompt")
-        if "do_sample" in processors:
-            raise TokenRecyclingError(f"do_sample is no option here; {REFUSED['do_sample']}")
+        for name in REFUSED.keys() & processors.keys():
+            raise TokenRecyclingError(f"{name} is no option here; {REFUSED[name]}")
         given = generate_options(
             max_new_tokens=max_new_tokens, temperature=temperature, **processors
         )

@@ -44,10 +44,19 @@ class Comparison:
         return self.tokens == self.plain_tokens
 
     @property
+    def plain_tokens_per_second(self) -> float:
+        """New tokens over the median of the rounds' seconds, of ``model.generate``."""
+        return len(self.plain_tokens) / median(self.plain_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Likewise, of Token Recycling."""
+        return len(self.tokens) / median(self.seconds)
+
+    @property
     def speedup(self) -> float:
-        """Ratio of the medians of seconds per token."""
-        plain = median(self.plain_seconds) / len(self.plain_tokens)
-        return plain / (median(self.seconds) / len(self.tokens))
+        """Ratio of the two."""
+        return self.tokens_per_second / self.plain_tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as JSON types."""
@@ -60,11 +69,9 @@ class Comparison:
 
     def table(self) -> str:
         """Return the comparison in a few lines."""
-        plain = len(self.plain_tokens) / median(self.plain_seconds)
-        recycled = len(self.tokens) / median(self.seconds)
         return (
-            f"model.generate   {plain:7.1f} tokens/s\n"
-            f"Token Recycling  {recycled:7.1f} tokens/s   MAT {self.stats.mat:.2f}\n"
+            f"model.generate   {self.plain_tokens_per_second:7.1f} tokens/s\n"
+            f"Token Recycling  {self.tokens_per_second:7.1f} tokens/s   MAT {self.stats.mat:.2f}\n"
             f"speedup {self.speedup:.2f}x, output "
             + ("identical" if self.identical else "DIFFERENT")
             + f" ({len(self.tokens)} tokens, median of {len(self.seconds)} interleaved rounds)"

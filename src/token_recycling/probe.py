@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.plain_target import PlainTarget
 from token_recycling.target import Target, TreeTarget
-from token_recycling.tree import DraftTree, TreeShape, TreeTemplate
+from token_recycling.tree import TreeShape, TreeTemplate
 
 PREFIX = 20  # tokens before the probe's tree
 WINDOW = 9  # windows are this short while probing, so that the prefix is longer than any
@@ -100,8 +101,8 @@ def _compare(
         ]
         return float(torch.stack(parts).max())
 
-    wrong = DraftTree(tokens, draft.parents, draft.depths, causal, draft.valid, draft.max_depth)
-    control = difference(target.verify(wrong)[0].float())
+    wrong = target.verify(replace(draft, ancestors=causal))
+    control = difference(wrong[0].float())
     worst = difference(target.verify(draft)[0].float())
 
     path = torch.tensor([COMMITTED], device=target.device)

@@ -79,10 +79,11 @@ class TextStream:
         self._held = ""  # decoded, perhaps the beginning of a stop string
         self._ids: list[int] = []
         self._begin = self._read = 0  # tokens before _begin matter no more; before _read are read
+        self._before = ""  # the text of the tokens from _begin to _read
         self._ended = False
 
-    def _decode(self, begin: int, end: int) -> str:
-        text: str = self.tokenizer.decode(self._ids[begin:end], skip_special_tokens=True)
+    def _decode(self, begin: int) -> str:
+        text: str = self.tokenizer.decode(self._ids[begin:], skip_special_tokens=True)
         return text
 
     def feed(self, token: int) -> bool:
@@ -92,14 +93,15 @@ class TextStream:
             return self._ended
         self._ids.append(token)
         # A few tokens of context in front: a tokenizer may join a token to the one before.
-        before = self._decode(self._begin, self._read)
-        whole = self._decode(self._begin, len(self._ids))
+        whole = self._decode(self._begin)
         if whole.endswith("\ufffd"):  # the bytes of a character are not complete
             return False
-        if self._decode(self._read, len(self._ids)):  # special tokens are no context
-            self._begin = self._read
+        new = whole[len(self._before) :]
+        self._before = whole
+        if recent := self._decode(self._read):  # special tokens are no context
+            self._begin, self._before = self._read, recent
         self._read = len(self._ids)
-        self._release(whole[len(before) :])
+        self._release(new)
         return self._ended
 
     def _release(self, new: str) -> None:
@@ -116,9 +118,7 @@ class TextStream:
     def finish(self) -> None:
         """Add to the last piece what was held back: no more tokens come."""
         if self.tokenizer is not None and self.pieces and not self._ended:
-            before = self._decode(self._begin, self._read)
-            whole = self._decode(self._begin, len(self._ids))
-            self.pieces[-1] += self._held + whole[len(before) :]
+            self.pieces[-1] += self._held + self._decode(self._begin)[len(self._before) :]
             self._ended = True
 
     @property

@@ -39,9 +39,9 @@ def demo(
     for question in DEMO:
         result = compare(recycler, as_prompt(recycler, question, raw=False), options)
         results.append(result)
-        plain = len(result.plain_tokens) / sum(result.plain_seconds) * len(result.plain_seconds)
         print(
-            f"{question[:34]:34} {plain:9.1f} {plain * result.speedup:9.1f} "
+            f"{question[:34]:34} {result.plain_tokens_per_second:9.1f} "
+            f"{result.tokens_per_second:9.1f} "
             f"{result.speedup:7.2f}x {result.stats.mat:5.2f} {len(result.tokens):7}"
             f"{'' if result.identical else '  DIFFERENT'}",
             flush=True,
