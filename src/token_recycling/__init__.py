@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from token_recycling.adjacency import AdjacencyMatrix
     from token_recycling.api import Chunk, Generation, TokenRecycling
     from token_recycling.drafters import Drafter
+    from token_recycling.integrations.transformers import enable
     from token_recycling.metrics import Stats, Step
     from token_recycling.tree import DraftTree, TreeTemplate
 
@@ -31,6 +32,7 @@ _LAZY = {
     "Step": "metrics",
     "TokenRecycling": "api",
     "TreeTemplate": "tree",
+    "enable": "integrations.transformers",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "TokenRecycling",
     "TokenRecyclingError",
     "TreeTemplate",
+    "enable",
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from token_recycling.draws import Draw
 from token_recycling.tree import DraftTree
 
 # (row, token) -> why the row ends with this token, or None. Called once per token, in order.
@@ -41,11 +42,24 @@ class Acceptor(Protocol):
         """Walk ``draft`` by ``logits`` [B, n, V]; a row whose root is invalid emits nothing."""
 
 
+def chains(tokens: Tensor) -> DraftTree:
+    """Return drafts without branches: ``tokens`` int64 [B, n], the roots first."""
+    batch, n = tokens.shape
+    depths = torch.arange(n, device=tokens.device)
+    ancestors = depths[:, None] >= depths
+    return DraftTree(
+        tokens,
+        (depths - 1).clamp(min=0).expand(batch, n),
+        depths.expand(batch, n),
+        ancestors.expand(batch, n, n),
+        torch.ones_like(tokens, dtype=torch.bool),
+        n - 1,
+    )
+
+
 def bare_roots(tokens: Tensor) -> DraftTree:
     """Return the draft of nothing but roots (int64 [B]): a plain decoding step."""
-    zeros = torch.zeros_like(tokens)[:, None]
-    one = torch.ones_like(zeros, dtype=torch.bool)
-    return DraftTree(tokens[:, None], zeros, zeros, one[:, :, None], one, 0)
+    return chains(tokens[:, None])
 
 
 def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,6 +113,29 @@ class GreedyAcceptor:
 
 # (sequence int64 [1, t], logits float32 [1, V]) -> scores [1, V]
 Processors = Callable[[Tensor, Tensor], Tensor]
+# (row, logits float32 [1, V], scores float32 [1, V]) of every token chosen, in order
+OnChoice = Callable[[int, Tensor, Tensor], None]
+
+
+class Sequences:
+    """Rows of tokens that grow one by one, each readable as a tensor without a copy."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], device: torch.device | str) -> None:
+        """Begin with ``rows``."""
+        self.lengths = [len(row) for row in rows]
+        self._rows = [torch.tensor([list(row)], device=device) for row in rows]
+
+    def append(self, row: int, token: Tensor | int) -> None:
+        """Append a token to a row."""
+        length = self.lengths[row]
+        if length == self._rows[row].shape[1]:  # room by doubling, not a copy per token
+            self._rows[row] = self._rows[row].repeat(1, 2)
+        self._rows[row][0, length] = token
+        self.lengths[row] = length + 1
+
+    def __getitem__(self, row: int) -> Tensor:
+        """Return a row, int64 [1, t]."""
+        return self._rows[row][:, : self.lengths[row]]
 
 
 class FollowAcceptor:
@@ -112,35 +149,30 @@ class FollowAcceptor:
         self,
         prompts: Sequence[Sequence[int]],
         processors: Sequence[Processors],
-        generators: Sequence[torch.Generator | None] | None,
+        draw: Draw | None,
         device: torch.device | str,
+        on_choice: OnChoice | None = None,
     ) -> None:
         """Follow one sequence per row.
 
         Args:
             prompts: per row the tokens so far; processors see them.
             processors: per row.
-            generators: per row, to sample with (None: PyTorch's own); None: take the argmax.
+            draw: samples a token; None: take the argmax.
             device: of the logits.
+            on_choice: gets logits and scores of every token chosen.
         """
-        self.processors, self.generators = processors, generators
-        self.lengths = [len(prompt) for prompt in prompts]
-        self.sequences = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
+        self.sequences = Sequences(prompts, device)
+        self.processors, self.draw, self.on_choice = processors, draw, on_choice
 
     def _choose(self, row: int, logits: Tensor) -> Tensor:
         """Choose a token, int64 [], from ``logits`` [V] and append it to the row's sequence."""
-        length = self.lengths[row]
-        if length == self.sequences[row].shape[1]:  # room by doubling, not a copy per token
-            self.sequences[row] = self.sequences[row].repeat(1, 2)
-        sequence = self.sequences[row]
-        scores = self.processors[row](sequence[:, :length], logits[None].float().clone())
-        if self.generators is None:
-            token = scores.argmax(dim=-1)
-        else:
-            weights = scores.softmax(dim=-1)
-            token = torch.multinomial(weights, 1, generator=self.generators[row])[:, 0]
-        sequence[0, length] = token[0]
-        self.lengths[row] = length + 1
+        whole = logits[None].float().clone()
+        scores = self.processors[row](self.sequences[row], whole)
+        token = scores.argmax(dim=-1) if self.draw is None else self.draw(row, scores)
+        self.sequences.append(row, token[0])
+        if self.on_choice is not None:
+            self.on_choice(row, whole, scores)
         return token[0]
 
     def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from token_recycling import defaults
-from token_recycling.accept import Acceptor, FollowAcceptor, GreedyAcceptor
+from token_recycling.accept import Acceptor, FollowAcceptor, GreedyAcceptor, Stop
 from token_recycling.adjacency import AdjacencyMatrix, fingerprint
 from token_recycling.decode import decode
 from token_recycling.drafters import Drafter, NoDrafter, make_drafter
+from token_recycling.draws import RowDraws
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.integrations.request import Request
+from token_recycling.integrations.transformers import generate, mend
 from token_recycling.metrics import Stats, Step
 from token_recycling.plain_target import PlainTarget
 from token_recycling.probe import open_target
@@ -110,17 +115,21 @@ class TokenRecycling:
         tree: str | Path | TreeTemplate | None = None,
         k: int | None = None,
         matrix: AdjacencyMatrix | str | Path | None = None,
+        exact_logits: bool = False,
         strict: bool = False,
     ) -> None:
         """Wrap a model that is already loaded.
 
         Args:
-            model: a Transformers ``…ForCausalLM``. It is not changed.
+            model: a Transformers ``…ForCausalLM``. Its ``generate`` learns to pass streamers and
+                tokenizers on to ``custom_generate``; nothing else about it is changed.
             tokenizer: its tokenizer; without one, prompts are token ids and answers have no text.
             drafter: "paper", "prompt-lookup", "none", a registered name, or an object.
             tree: a shipped tree, "chain-N", a JSON file or a template. None: by device.
             k: candidates kept per token; None: 8, or those of ``matrix``.
             matrix: to start from, or the file of one.
+            exact_logits: compute the last projection in float32, for models in half precision:
+                rounded logits tie, and ties fall by chance (see ``exact.ExactHead``).
             strict: raise, instead of warning and decoding plainly, when the model cannot be
                 verified by tree attention.
 
@@ -141,7 +150,7 @@ class TokenRecycling:
         if template is not None:
             template.check_k(k)
 
-        self.target = open_target(model, strict=strict)
+        self.target = open_target(model, strict=strict, exact_logits=exact_logits)
         name = fingerprint(tokenizer, self.target.vocab_size)
         if matrix is None:
             matrix = AdjacencyMatrix(self.target.vocab_size, k, fingerprint=name)
@@ -155,8 +164,13 @@ class TokenRecycling:
         elif isinstance(drafter, str):
             drafter = make_drafter(drafter, self.matrix, template)
         self.drafter = drafter
+        self.strict = strict
+        self.stats = Stats()  # of all answers, added up
+        self.told: set[str] = set()  # why calls of generate were decoded plainly
         self._context: list[int] = []  # the tokens that the target read last, for one row
         self._runs = 0  # begun so far; only the last one may go on
+        self._free = [True]  # popped by the call of generate that decodes; pop is atomic
+        mend(model)
 
     @classmethod
     def from_pretrained(
@@ -169,6 +183,7 @@ class TokenRecycling:
         tree: str | Path | TreeTemplate | None = None,
         k: int | None = None,
         matrix: AdjacencyMatrix | str | Path | None = None,
+        exact_logits: bool = False,
         strict: bool = False,
         **model_options: Any,
     ) -> TokenRecycling:
@@ -183,6 +198,7 @@ class TokenRecycling:
             tree: see ``__init__``.
             k: see ``__init__``.
             matrix: see ``__init__``.
+            exact_logits: see ``__init__``.
             strict: see ``__init__``.
             **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` as they are:
                 ``device_map``, ``quantization_config``, ``attn_implementation``, …
@@ -216,7 +232,14 @@ class TokenRecycling:
             line = " ".join(str(error).split())[:300]
             raise TokenRecyclingError(f"cannot load the model {path}: {line}") from error
         return cls(
-            model.eval(), tokenizer, drafter=drafter, tree=tree, k=k, matrix=matrix, strict=strict
+            model.eval(),
+            tokenizer,
+            drafter=drafter,
+            tree=tree,
+            k=k,
+            matrix=matrix,
+            exact_logits=exact_logits,
+            strict=strict,
         )
 
     def reset(self) -> None:
@@ -340,7 +363,7 @@ class TokenRecycling:
             accept = FollowAcceptor(
                 encoded,
                 [choice.processors for choice in choices],
-                self._generators(seed, len(encoded)) if temperature else None,
+                RowDraws(self._generators(seed, len(encoded))) if temperature else None,
                 self.target.device,
             )
         room = self.target.max_context
@@ -354,18 +377,31 @@ class TokenRecycling:
         run = _Run(iter(()), encoded, readers)
         ends = {*choices[0].eos, *self._special_ids(stop)}
         rules = StopRules(limits, ends, readers)
-        run.steps = self._steps(run, accept, rules, keep_context, on_progress)
+
+        def keep() -> int:  # asked when decoding begins: the context may change until then
+            run.kept = self._common_context(encoded) if keep_context else 0
+            return run.kept
+
+        run.steps = self.steps(encoded, accept, rules, keep=keep, on_progress=on_progress)
         return run
 
-    def _steps(
+    def steps(
         self,
-        run: _Run,
+        prompts: list[list[int]],
         accept: Acceptor,
-        rules: StopRules,
-        keep_context: bool,
-        on_progress: OnProgress | None,
+        rules: Stop,
+        *,
+        keep: Callable[[], int] = lambda: 0,
+        on_progress: OnProgress | None = None,
     ) -> Iterator[Step]:
-        """Decode, and note what the target has read. Nothing happens before the first step."""
+        """Decode with an acceptor and stop rules of the caller's; see ``decode``.
+
+        Nothing happens before the first step. ``keep`` is called then, for the number of tokens
+        of a single prompt that the target has read before.
+
+        Raises:
+            TokenRecyclingError: a prompt cannot be read, or another answer was begun meanwhile.
+        """
         self._runs += 1
         own = self._runs
 
@@ -375,23 +411,78 @@ class TokenRecycling:
                     "this answer cannot go on: the model has begun another one, or was reset"
                 )
 
-        run.kept = self._common_context(run.prompts) if keep_context else 0
+        kept = keep()
         self._context = []
         steps = decode(
             self.target,
             self.drafter,
             accept,
-            run.prompts,
+            prompts,
             rules,
-            keep=run.kept,
+            keep=kept,
             on_progress=on_progress,
             check=check,
         )
+        read = False
         for step in steps:
-            if len(run.prompts) == 1:
-                self._context = self._context or list(run.prompts[0])
+            for row, prompt in enumerate(prompts):
+                if read:
+                    self.stats.add(step, row)
+                else:
+                    self.stats.add_prefill(len(prompt) - kept, step, row)
+            read = True
+            if len(prompts) == 1:
+                self._context = self._context or list(prompts[0])
                 self._context += step.tokens[0]
             yield step
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        own_cache: bool = False,
+        **inputs: Any,
+    ) -> Any:
+        """Serve ``model.generate(…, custom_generate=recycler)``; ``generate`` calls this.
+
+        Returns:
+            What ``generate`` returns without ``custom_generate``.
+
+        Raises:
+            TokenRecyclingError: the model is not the recycler's, or the call cannot be served
+                and ``strict`` is set.
+        """
+        if model is not self.model:
+            raise TokenRecyclingError("this recycler was made for another model object")
+        request = Request(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs,
+            synced_gpus,
+            own_cache,
+        )
+        return generate(self, request, streamer, inputs_tensor)
+
+    @contextmanager
+    def claim(self) -> Iterator[bool]:
+        """Take the target for one call of ``generate``; False while another thread has it."""
+        try:
+            self._free.pop()
+        except IndexError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._free.append(True)
 
     def _special_ids(self, stop: list[str]) -> set[int]:
         """Ids of the stop strings that are special tokens; the text does not show those."""

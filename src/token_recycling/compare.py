@@ -101,7 +101,10 @@ def plain_generate(recycler: TokenRecycling, prompt: Prompt, options: dict[str, 
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        out = recycler.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+        # the class's own method: the model object's may recycle
+        generate = type(recycler.model).generate
+        with recycler.target.exact:
+            out = generate(recycler.model, ids, attention_mask=torch.ones_like(ids), **given)
     tokens: list[int] = out[0, ids.shape[1] :].tolist()
     return tokens
 

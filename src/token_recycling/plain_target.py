@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ class PlainTarget:
     Prompts of different length are padded on the left, as ``generate`` wants them.
     """
 
-    def __init__(self, model: Any) -> None:
-        """Wrap ``model``."""
-        self.model = model
+    def __init__(self, model: Any, exact: AbstractContextManager[Any] | None = None) -> None:
+        """Wrap ``model``; its logits are computed inside ``exact``."""
+        self.model, self.exact = model, exact or nullcontext()
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.vocab_size = int(text_config(model.config).vocab_size)
         self.max_context = context_limit(model.config)
@@ -76,7 +77,8 @@ class PlainTarget:
         if self._cache is not None and self._cache_name == "cache_params":
             del inputs["attention_mask"]  # Mamba's kind would apply it to the new token
         inputs[self._cache_name] = self._cache
-        output = self.model(**inputs, use_cache=True)
+        with self.exact:
+            output = self.model(**inputs, use_cache=True)
         self._cache = output.get(self._cache_name)
         logits: Tensor = output.logits.to(self.device)
         return logits

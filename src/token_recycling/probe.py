@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.exact import ExactHead
 from token_recycling.plain_target import PlainTarget
 from token_recycling.target import Target, TreeTarget
 from token_recycling.tree import TreeShape, TreeTemplate
@@ -29,17 +30,26 @@ COMMITTED = (0, 1, 4)
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
-def open_target(model: Any, *, strict: bool = False) -> Target:
+def open_target(model: Any, *, strict: bool = False, exact_logits: bool = False) -> Target:
     """Wrap ``model`` as a target, after the probe.
 
     Returns:
         A ``TreeTarget``, or a ``PlainTarget`` with one ``PlainDecodingWarning`` that says why.
 
+    Args:
+        model: the model.
+        strict: raise where it would have to be decoded plainly.
+        exact_logits: let its logits be computed in float32.
+
     Raises:
-        TokenRecyclingError: the probe fails and ``strict`` is set.
+        TokenRecyclingError: the probe fails and ``strict`` is set, or the model has an encoder,
+            or no projection whose output could be exact.
     """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TokenRecyclingError("models with an encoder are not supported")
+    exact = ExactHead(model) if exact_logits else nullcontext()
     try:
-        target = TreeTarget(model)
+        target = TreeTarget(model, exact)
         reason = probe(target)
     except TokenRecyclingError as error:
         reason = str(error)
@@ -49,7 +59,7 @@ def open_target(model: Any, *, strict: bool = False) -> Target:
     if strict:
         raise TokenRecyclingError(message)
     warnings.warn(f"{message}; it is decoded plainly", PlainDecodingWarning, stacklevel=3)
-    return PlainTarget(model)
+    return PlainTarget(model, exact)
 
 
 @torch.inference_mode()
@@ -86,7 +96,9 @@ def _compare(
     """Largest difference of the tree and of the control, and the logits' standard deviation."""
     rows = [[*prefix, *(nodes[i] for i in leaf), after] for leaf in LEAVES]
     ids = torch.tensor(rows, device=target.device)
-    right: Tensor = target.model(input_ids=ids, use_cache=False).logits.to(target.device).float()
+    with target.exact:
+        output = target.model(input_ids=ids, use_cache=False)
+    right: Tensor = output.logits.to(target.device).float()
 
     shape = TreeShape(TEMPLATE, target.device)
     tokens = torch.tensor([nodes], device=target.device)

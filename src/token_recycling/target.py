@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +22,17 @@ OnPrompt = Callable[[Tensor, Tensor, Tensor], None]
 OnProgress = Callable[[int, int], None]
 
 
+# Rotary kinds whose angles are the same function of the position at every length.
+GROWING_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+
+
 class Target(Protocol):
     """What the decoding loop asks of a model."""
 
     device: torch.device
     vocab_size: int
     max_context: int | None
+    exact: AbstractContextManager[Any]
 
     def prefill(
         self,
@@ -74,6 +80,21 @@ def context_limit(config: Any) -> int | None:
     return int(limit) if limit else None
 
 
+def position_limit(config: Any) -> int | None:
+    """Positions beyond which a tree cannot be computed, or None where rotary angles go on.
+
+    Beyond ``context_limit`` a model with plain rotary positions still computes what ``generate``
+    computes. A table of learned positions ends there, and other rotary kinds change their factors.
+    """
+    config = text_config(config)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not rope and getattr(config, "rope_theta", None) is None:
+        return context_limit(config)
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    kinds = {part.get("rope_type", part.get("type", "default")) for part in parts}
+    return None if kinds <= GROWING_ROPE else context_limit(config)
+
+
 def check_prompts(prompts: list[list[int]], limit: int | None) -> None:
     """Refuse prompts that cannot be read.
 
@@ -95,18 +116,19 @@ class TreeTarget:
     Use ``probe.open_target`` to make one: it makes sure that the model computes trees right.
     """
 
-    def __init__(self, model: Any) -> None:
-        """Wrap ``model``.
+    def __init__(self, model: Any, exact: AbstractContextManager[Any] | None = None) -> None:
+        """Wrap ``model``; its logits are computed inside ``exact`` (see ``ExactHead``).
 
         Raises:
             TokenRecyclingError: its configuration names layers that cannot branch.
         """
-        self.model = model
+        self.model, self.exact = model, exact or nullcontext()
         self.config = text_config(model.config)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size = int(self.config.vocab_size)
         self.max_context = context_limit(model.config)
+        self.max_positions = position_limit(model.config)
         self.reaches = layer_reaches(model.config)
         self._takes = inspect.signature(model.forward).parameters.keys()
         self.reset()
@@ -125,7 +147,7 @@ class TreeTarget:
         keep: int = 0,
     ) -> Tensor:
         """Read the prompts (see ``Target.prefill``)."""
-        check_prompts(prompts, self.max_context)
+        check_prompts(prompts, self.max_positions)
         batch, longest = len(prompts), max(map(len, prompts))
         if keep:
             self.cache.rewind([keep])
@@ -171,10 +193,10 @@ class TreeTarget:
         slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)
         committed = (slots < lengths)[:, None].expand(batch, n, -1)
         positions = lengths + draft.depths
-        if self.max_context is not None:
+        if self.max_positions is not None:
             # A node behind the last position can be drafted but never emitted: the length limit
             # ends the row before. It must only not reach past a table of learned positions.
-            positions = positions.clamp(max=self.max_context - 1)
+            positions = positions.clamp(max=self.max_positions - 1)
         return self._forward(
             draft.tokens,
             positions,
@@ -213,6 +235,7 @@ class TreeTarget:
         sliced = keep is not None and "logits_to_keep" in self._takes
         if sliced:  # a chunk in which no prompt ends needs one row of logits at most
             inputs["logits_to_keep"] = torch.tensor(keep or [0], device=self.device)
-        output = self.model(**inputs, past_key_values=self.cache, use_cache=True)
+        with self.exact:
+            output = self.model(**inputs, past_key_values=self.cache, use_cache=True)
         logits: Tensor = output.logits.to(self.device)
         return logits if keep is None or sliced else logits[:, keep or [0]]

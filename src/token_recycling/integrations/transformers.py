@@ -1,0 +1,365 @@
+"""Inside Transformers: ``generate(custom_generate=recycler)`` and ``enable(model)``.
+
+``generate`` prepares everything (processors, criteria, padding, cache) and then calls a decoding
+method. A recycler is such a method; whatever it cannot serve goes on to the method that
+``generate`` would have called.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from token_recycling import defaults
+from token_recycling.accept import Acceptor, FollowAcceptor, GreedyAcceptor
+from token_recycling.draws import BatchDraws
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.integrations.criteria import CriteriaRules
+from token_recycling.integrations.handover import hand_out, read_padding, take_in
+from token_recycling.integrations.request import Request
+from token_recycling.metrics import Stats, Step
+from token_recycling.target import TreeTarget
+
+if TYPE_CHECKING:
+    from token_recycling.adjacency import AdjacencyMatrix
+    from token_recycling.api import TokenRecycling
+    from token_recycling.drafters import Drafter
+    from token_recycling.tree import TreeTemplate
+
+
+def enable(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    drafter: str | Drafter = defaults.DRAFTER,
+    tree: str | Path | TreeTemplate | None = None,
+    k: int | None = None,
+    matrix: AdjacencyMatrix | str | Path | None = None,
+    exact_logits: bool = False,
+    strict: bool = False,
+) -> Enabled:
+    """Let ``model.generate`` recycle, and with it ``pipeline`` and everything else that calls it.
+
+    Args:
+        model: a Transformers ``…ForCausalLM``. Its own ``generate`` is covered on this instance
+            until ``disable``; a copy or a pickle of the model has the stock one.
+        tokenizer: its tokenizer, for the fingerprint of a saved matrix.
+        drafter: see ``TokenRecycling``.
+        tree: see ``TokenRecycling``.
+        k: see ``TokenRecycling``.
+        matrix: see ``TokenRecycling``.
+        exact_logits: see ``TokenRecycling``.
+        strict: raise where a model or a call cannot be served, instead of decoding plainly with
+            a ``PlainDecodingWarning``.
+
+    Returns:
+        What to call ``disable`` on; a context manager too.
+
+    Raises:
+        TokenRecyclingError: see ``TokenRecycling``.
+    """
+    from token_recycling.api import TokenRecycling
+
+    return Enabled(
+        TokenRecycling(
+            model,
+            tokenizer,
+            drafter=drafter,
+            tree=tree,
+            k=k,
+            matrix=matrix,
+            exact_logits=exact_logits,
+            strict=strict,
+        )
+    )
+
+
+class Enabled:
+    """A model whose ``generate`` recycles, until ``disable`` or the end of a ``with`` block."""
+
+    def __init__(self, recycler: TokenRecycling) -> None:
+        """Cover ``generate`` of the recycler's model.
+
+        Raises:
+            TokenRecyclingError: the model object has a ``generate`` that is not its class's.
+        """
+        self.recycler = recycler
+        model = recycler.model
+        self._before = model.__dict__.get("generate")
+        if self._before is not None and not isinstance(self._before, _Override):
+            raise TokenRecyclingError(
+                "the model brings a generate of its own; give it custom_generate instead"
+            )
+        # Enabled twice, the later one serves alone.
+        stock = type(model).generate.__get__(model)
+        self._override = _Override(model, "generate", functools.partial(_covered, stock, recycler))
+        model.generate = self._override
+
+    def disable(self) -> None:
+        """Give the model its ``generate`` back; do nothing the second time."""
+        model = self.recycler.model
+        if model.__dict__.get("generate") is not self._override:
+            return
+        if self._before is None:
+            del model.generate
+        else:
+            model.generate = self._before
+
+    @property
+    def stats(self) -> Stats:
+        """Of all answers so far, added up."""
+        return self.recycler.stats
+
+    @property
+    def matrix(self) -> AdjacencyMatrix:
+        """The adjacency matrix, kept from call to call."""
+        return self.recycler.matrix
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.disable()
+
+
+class _Override:
+    """A method of one model object, in place of its class's."""
+
+    def __init__(self, model: Any, name: str, call: Callable[..., Any]) -> None:
+        self.model, self.name, self.call = model, name, call
+        self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the model gets the method of its class."""
+        return functools.partial, (getattr(type(self.model), self.name), self.model)
+
+
+# Options of the decoding methods that Transformers keeps on the hub.
+HUB_METHODS = {
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa",
+    "num_beam_groups": "group beam search",
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+}
+
+
+def _covered(stock: Callable[..., Any], recycler: TokenRecycling, *args: Any, **kwargs: Any) -> Any:
+    """Call ``generate`` with the recycler as its decoding method, if none is asked for."""
+    given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
+    if given.get("custom_generate") is not None:
+        return stock(*args, **kwargs)
+    with _ended(given.get("streamer")):
+        config = given.get("generation_config") or recycler.model.generation_config
+        for name, method in HUB_METHODS.items():
+            value = kwargs.get(name, getattr(config, name, None))
+            if value is not None and value != 1 and isinstance(recycler.target, TreeTarget):
+                _tell(recycler, f"{method} is asked for")
+                return stock(*args, **kwargs)
+        return stock(*args, **{**kwargs, "custom_generate": recycler})
+
+
+def mend(model: Any) -> None:
+    """Let ``generate`` hand ``streamer``, ``tokenizer`` and the like to a recycler.
+
+    Transformers (4.57 to 5.23 at least) collects them and then, for a callable, replaces the
+    collection by the callable's own arguments. This instance's collector does not for ours.
+    """
+    name = "_extract_generation_mode_kwargs"
+    if name in model.__dict__ or not hasattr(model, name):
+        return
+    stock = getattr(type(model), name).__get__(model)
+    setattr(model, name, _Override(model, name, functools.partial(_extract, stock)))
+
+
+def _extract(
+    stock: Callable[..., dict[str, Any]],
+    custom_generate: Any,
+    kwargs: dict[str, Any],
+    *others: Any,
+) -> dict[str, Any]:
+    from token_recycling.api import TokenRecycling
+
+    if not isinstance(custom_generate, TokenRecycling):
+        return stock(custom_generate, kwargs, *others)
+    found = stock(None, kwargs, *others)
+    found["own_cache"] = kwargs.get("past_key_values") is not None
+    return found
+
+
+@contextmanager
+def _ended(streamer: Any) -> Iterator[None]:
+    """End the streamer when decoding raises: its reader would wait for ever."""
+    try:
+        yield
+    except BaseException as error:
+        if streamer is not None and getattr(error, "ended", None) is not streamer:
+            with suppress(Exception):
+                error.ended = streamer  # type: ignore[attr-defined]
+                streamer.end()
+        raise
+
+
+def generate(
+    recycler: TokenRecycling, request: Request, streamer: Any, inputs_tensor: Tensor | None
+) -> Any:
+    """Serve a prepared ``generate`` call: recycled where that is possible, else as it is.
+
+    Returns:
+        What ``GenerationMixin._sample`` returns.
+
+    Raises:
+        TokenRecyclingError: the call cannot be served and the recycler is strict.
+    """
+    target = recycler.target
+    with _ended(streamer):
+        if isinstance(target, TreeTarget):
+            reason = request.obstacle(target.max_positions)
+            if reason is None:
+                with recycler.claim() as claimed:
+                    if claimed:
+                        return _recycle(recycler, target, request, streamer)
+                reason = "another answer of this model is not finished"
+            _tell(recycler, reason)
+        with target.exact:
+            return _stock(recycler.model, request, streamer, inputs_tensor)
+
+
+def _tell(recycler: TokenRecycling, reason: str) -> None:
+    """Warn once per reason, or raise."""
+    message = f"this call of generate cannot be recycled: {reason}"
+    if recycler.strict:
+        raise TokenRecyclingError(message)
+    if reason not in recycler.told:
+        recycler.told.add(reason)
+        warnings.warn(f"{message}; it is decoded plainly", PlainDecodingWarning, stacklevel=2)
+
+
+def _stock(model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None) -> Any:
+    """Call the decoding method that ``generate`` would have called."""
+    name = GENERATION_MODES_MAPPING[request.mode]
+    if "/" in name:
+        mode = request.mode.value.replace("_", " ")
+        raise TokenRecyclingError(f"{mode} lives on the hub; leave custom_generate out for it")
+    method = getattr(type(model), name)
+    inputs = dict(request.inputs)
+    if "inputs_tensor" in inspect.signature(method).parameters:
+        inputs["inputs_tensor"] = inputs_tensor
+    return method(
+        model,
+        request.input_ids,
+        logits_processor=request.processors,
+        stopping_criteria=request.criteria,
+        generation_config=request.config,
+        synced_gpus=request.synced_gpus,
+        streamer=streamer,
+        **inputs,
+    )
+
+
+class _Scores:
+    """Raw logits and processed scores of every token of a single row, where they are asked for."""
+
+    def __init__(self, request: Request) -> None:
+        self.scores: tuple[Tensor, ...] | None = () if request.wants("output_scores") else None
+        self.logits: tuple[Tensor, ...] | None = () if request.wants("output_logits") else None
+        self.device = request.input_ids.device
+
+    @property
+    def wanted(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
+    def keep(self, row: int, logits: Tensor, scores: Tensor) -> None:
+        if self.scores is not None:
+            self.scores += (scores.to(self.device),)
+        if self.logits is not None:
+            self.logits += (logits.to(self.device),)
+
+
+class _Answer:
+    """The tokens of a batch, padded and streamed as if its rows went in step."""
+
+    def __init__(self, request: Request, streamer: Any) -> None:
+        self.input_ids, self.streamer = request.input_ids, streamer
+        pad = request.config._pad_token_tensor
+        self.pad = 0 if pad is None else int(pad)
+        self.tokens: list[list[int]] = [[] for _ in range(request.batch)]
+        self.ended = [False] * request.batch
+        self._streamed = 0
+
+    def take(self, step: Step) -> None:
+        for row, (tokens, reason) in enumerate(zip(step.tokens, step.reasons)):
+            self.tokens[row] += tokens
+            self.ended[row] |= reason is not None
+        while self.streamer is not None and self._next_is_known():
+            self.streamer.put(torch.tensor(self._column(self._streamed)))
+            self._streamed += 1
+
+    def _next_is_known(self) -> bool:
+        known = [len(tokens) > self._streamed for tokens in self.tokens]
+        return any(known) and all(k or ended for k, ended in zip(known, self.ended))
+
+    def _column(self, at: int) -> list[int]:
+        return [tokens[at] if at < len(tokens) else self.pad for tokens in self.tokens]
+
+    def sequences(self) -> Tensor:
+        longest = max(map(len, self.tokens))
+        columns = [self._column(at) for at in range(longest)]
+        return torch.cat([self.input_ids, self.input_ids.new_tensor(columns).T], dim=1)
+
+
+def _recycle(
+    recycler: TokenRecycling, target: TreeTarget, request: Request, streamer: Any
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode by draft trees, with everything that the call prepared."""
+    config, rows = request.config, request.rows()
+    kept, answer = _Scores(request), _Answer(request, streamer)
+    accept: Acceptor = GreedyAcceptor()
+    if config.do_sample or len(request.processors) or kept.wanted:
+        accept = FollowAcceptor(
+            rows,
+            [request.row_processors(row) for row in range(request.batch)],
+            BatchDraws(request.batch) if config.do_sample else None,
+            target.device,
+            kept.keep if kept.wanted else None,
+        )
+    rules = CriteriaRules(request.criteria, rows, answer.input_ids.device, lambda: kept.scores)
+    if request.cached:
+        target.cache = take_in(request.cache, len(target.cache.layers))
+    for step in recycler.steps(request.prompts(), accept, rules, keep=lambda: request.cached):
+        answer.take(step)
+    if streamer is not None:
+        streamer.end()
+    cache = None
+    if config.return_dict_in_generate or request.own_cache:
+        cache = request.cache if request.own_cache else DynamicCache()
+        read_padding(target, answer.tokens, answer.pad)
+        hand_out(target.cache, cache)
+    if not config.return_dict_in_generate:
+        return answer.sequences()
+    return GenerateDecoderOnlyOutput(
+        sequences=answer.sequences(),
+        scores=kept.scores,
+        logits=kept.logits,
+        past_key_values=cache,
+    )
