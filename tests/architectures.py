@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = dict(
 for names, value in {
     "hidden_size d_model n_embd emb_dim dim_model": 32,
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers": 3,
-    "encoder_layers num_encoder_layers": 1,
+    "encoder_layers num_encoder_layers": 3,
     "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads": 4,
     "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -40,14 +40,6 @@ for names, value in {
     "add_cross_attention tie_word_embeddings": False,
 }.items():
     COMMON |= dict.fromkeys(names.split(), value)
-MIXED = dict(
-    num_hidden_layers=4,
-    sliding_window=WINDOW,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-)
-ON_MIXED = f"{WINDOW} on layers 0, 2"
-ON_ALL = f"{WINDOW} on every layer"
-WINDOWED = dict(sliding_window=WINDOW)
 
 
 @dataclass(frozen=True)
@@ -71,11 +63,278 @@ class Architecture:
     why: str = ""
 
 
-def _all(names: str, **options: Any) -> dict[str, Architecture]:
-    return {}
+LAYERS = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
+MIXED = LAYERS | dict(sliding_window=WINDOW)
+LINEAR = dict(
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
+)
+DELTA = LINEAR | dict(
+    linear_num_value_heads=2,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+CONV = LINEAR | dict(layer_types=["conv", "full_attention"] * 2)
+CHUNKED = dict(
+    num_hidden_layers=4,
+    layer_types=["chunked_attention", "full_attention"] * 2,
+    attention_chunk_size=WINDOW,
+    intermediate_size_mlp=48,
+    initializer_range=0.8,
+)
+BUSY = dict(num_hidden_layers=4, initializer_range=0.8)  # else they repeat one token
+MLA = dict(num_key_value_heads=4)
+INDEXED = dict(index_topk=WINDOW, index_head_dim=16, index_n_heads=2)
+GEMMA4 = MIXED | dict(global_head_dim=8)
+PER_LAYER = dict(vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8)
+SSM = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64)
+ON_ALL = f"{WINDOW} on every layer"
+ON_MIXED = f"{WINDOW} on layers 0, 2"
+STATE = "keep a state"
+DIFFER = "logits in a tree differ"
 
 
-ARCHITECTURES: dict[str, Architecture] = {}
+def _row(
+    stem: str, *, model: str = "", config: str = "", window: str = "none", **options: Any
+) -> Architecture:
+    """A supported architecture, by what its classes' names begin with."""
+    names = model or f"{stem}ForCausalLM", config or f"{stem}Config"
+    return Architecture(*names, options, window=window)
+
+
+def _rows(names: str, **options: Any) -> dict[str, Architecture]:
+    """Supported architectures, named "name:Stem"."""
+    pairs = (pair.split(":") for pair in names.split())
+    return {name.replace("_+", ", "): _row(stem, **options) for name, stem in pairs}
+
+
+def _refused(rows: dict[str, Architecture], why: str) -> dict[str, Architecture]:
+    return {name: replace(row, supported=False, why=why) for name, row in rows.items()}
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    # one mask, no window
+    **_rows(
+        "apertus:Apertus arcee:Arcee bitnet:BitNet cohere:Cohere diffllama:DiffLlama doge:Doge "
+        "ernie4_5:Ernie4_5 falcon:Falcon gemma:Gemma glm:Glm glm4:Glm4 gpt_neox:GPTNeoX "
+        "gpt_neox_japanese:GPTNeoXJapanese granite:Granite helium:Helium hyperclovax:HyperCLOVAX "
+        "hunyuan_v1_dense:HunYuanDenseV1 jais2:Jais2 llama:Llama nanochat:NanoChat "
+        "nemotron:Nemotron olmo:Olmo olmo2:Olmo2 persimmon:Persimmon phi:Phi qwen2:Qwen2 "
+        "qwen3:Qwen3 seed_oss:SeedOss smollm3:SmolLM3 stablelm:StableLm"
+    ),
+    "falcon, new": _row("Falcon", new_decoder_architecture=True, num_kv_heads=2),
+    "emu3": _row("Emu3", config="Emu3TextConfig"),
+    "mllama": _row("Mllama", config="MllamaTextConfig", cross_attention_layers=[]),
+    # layers used several times; at 0.4 rounding alone changes its logits by 0.16
+    "hrm_text": _row("HrmText", prefix_lm=False, initializer_range=0.1, num_hidden_layers=1),
+    # mixtures of experts
+    **_rows(
+        "dots1:Dots1 ernie4_5_moe:Ernie4_5_Moe flex_olmo:FlexOlmo glm4_moe:Glm4Moe "
+        "granitemoe:GraniteMoe granitemoeshared:GraniteMoeShared hunyuan_v1_moe:HunYuanMoEV1 "
+        "hy_v3:HYV3 jetmoe:JetMoe minimax_m2:MiniMaxM2 mixtral:Mixtral olmoe:Olmoe "
+        "phimoe:Phimoe qwen2_moe:Qwen2Moe qwen3_moe:Qwen3Moe solar_open:SolarOpen"
+    ),
+    "aria_text": _row("AriaText"),
+    "dbrx": _row(
+        "Dbrx",
+        attn_config=dict(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2),
+    ),
+    # multi-head latent attention
+    **_rows(
+        "axk1:AXK1 deepseek_v2:DeepseekV2 deepseek_v3:DeepseekV3 glm4_moe_lite:Glm4MoeLite "
+        "minicpm3:MiniCPM3 youtu:Youtu",
+        **MLA,
+    ),
+    "longcat_flash": _row("LongcatFlash", zero_expert_num=2, **MLA),
+    # learned positions, and other ways to take them
+    "gpt2": _row("GPT2", model="GPT2LMHeadModel"),
+    "gpt_bigcode": _row("GPTBigCode", initializer_range=0.8),
+    "ctrl": _row("CTRL", model="CTRLLMHeadModel"),
+    **_rows("biogpt:BioGpt codegen:CodeGen gptj:GPTJ opt:OPT xglm:XGLM"),
+    # encoders as decoders
+    "bert": _row("Bert", model="BertLMHeadModel", **BUSY),
+    "bert-generation": _row("BertGeneration", model="BertGenerationDecoder"),
+    **_rows("big_bird:BigBird rembert:RemBert", initializer_range=0.1),
+    **_rows("ernie:Ernie megatron-bert:MegatronBert", **BUSY),
+    "electra": _row("Electra", initializer_range=0.8),
+    "roc_bert": _row("RoCBert", pronunciation_vocab_size=10, shape_vocab_size=10, **BUSY),
+    # a window on every layer
+    **_rows(
+        "doge_+window:Doge ministral3:Ministral3 mistral:Mistral mixtral_+window:Mixtral "
+        "phi3:Phi3 phimoe_+window:Phimoe starcoder2:Starcoder2",
+        window=ON_ALL,
+        sliding_window=WINDOW,
+    ),
+    "qwen3_moe, window": _row(
+        "Qwen3Moe", window=ON_ALL, sliding_window=WINDOW, use_sliding_window=True
+    ),
+    # windows on some layers
+    **_rows(
+        "afmoe:Afmoe beam:Beam cohere2:Cohere2 cohere2_moe:Cohere2Moe cwm:Cwm dots1_+window:Dots1 "
+        "exaone4:Exaone4 exaone_moe:ExaoneMoe flint:Flint gemma2:Gemma2 gpt_oss:GptOss "
+        "granite_swa:GraniteSWA granitemoe_swa:GraniteMoeSWA kolibri1:Kolibri1 laguna:Laguna "
+        "mellum:Mellum mimo_v2_flash:MiMoV2Flash ministral:Ministral olmo3:Olmo3 "
+        "vaultgemma:VaultGemma",
+        window=ON_MIXED,
+        **MIXED,
+    ),
+    **_rows(
+        "qwen2_+window:Qwen2 qwen2_moe_+window:Qwen2Moe qwen3_+window:Qwen3 "
+        "smollm3_+window:SmolLM3",
+        window=ON_MIXED,
+        use_sliding_window=True,
+        **MIXED,
+    ),
+    "modernbert-decoder": _row(
+        "ModernBertDecoder", window=ON_MIXED, local_attention=2 * WINDOW, **LAYERS
+    ),
+    "gemma3": _row("Gemma3", config="Gemma3TextConfig", window=ON_MIXED, **MIXED),
+    "gemma3n": _row(
+        "Gemma3n",
+        config="Gemma3nTextConfig",
+        window=ON_MIXED,
+        num_kv_shared_layers=2,
+        laurel_rank=8,
+        **PER_LAYER,
+        **MIXED,
+    ),
+    "gemma4": _row("Gemma4", config="Gemma4TextConfig", window=ON_MIXED, **PER_LAYER, **GEMMA4),
+    "gemma4, shared": _row(
+        "Gemma4",
+        config="Gemma4TextConfig",
+        window=ON_MIXED,
+        num_kv_shared_layers=2,
+        **PER_LAYER,
+        **GEMMA4,
+    ),
+    "gemma4_unified": _row(
+        "Gemma4Unified", config="Gemma4UnifiedTextConfig", window=ON_MIXED, **GEMMA4
+    ),
+    "llama4": _row(
+        "Llama4", config="Llama4TextConfig", window=f"chunks of {WINDOW} on layers 0, 2", **CHUNKED
+    ),
+    # refused: positions or masks of their own
+    **_refused(
+        _rows("bloom:Bloom") | {"falcon, alibi": _row("Falcon", alibi=True)}, "the probe failed"
+    ),
+    **_refused(
+        _rows(
+            "bart:Bart bigbird_pegasus:BigBirdPegasus blenderbot:Blenderbot "
+            "blenderbot-small:BlenderbotSmall camembert:Camembert cpmant:CpmAnt "
+            "data2vec-text:Data2VecText marian:Marian mbart:MBart moshi:Moshi mpt:Mpt mvp:Mvp "
+            "pegasus:Pegasus plbart:PLBart roberta:Roberta "
+            "roberta-prelayernorm:RobertaPreLayerNorm roformer:RoFormer trocr:TrOCR "
+            "whisper:Whisper xlm-roberta:XLMRoberta xlm-roberta-xl:XLMRobertaXL"
+        ),
+        DIFFER,
+    ),
+    **_refused({"xmod": _row("Xmod", default_language="en_XX")}, DIFFER),
+    **_refused(_rows("prophetnet:ProphetNet"), "the probe failed"),
+    **_refused(
+        {
+            "gpt_neo": _row(
+                "GPTNeo",
+                num_layers=2,
+                attention_types=[[["global", "local"], 1]],
+                window_size=32,
+            )
+        },
+        "local layers",
+    ),
+    # refused: no cache that is one of keys and values
+    **_refused(
+        {
+            "openai-gpt": _row("OpenAIGPT", model="OpenAIGPTLMHeadModel"),
+            "reformer": _row(
+                "Reformer",
+                model="ReformerModelWithLMHead",
+                axial_pos_embds=False,
+                attn_layers=["local", "lsh"],
+                num_buckets=2,
+                hash_seed=0,
+            ),
+            "xlm": _row("XLM", model="XLMWithLMHeadModel"),
+            "xlnet": _row("XLNet", model="XLNetLMHeadModel"),
+        },
+        "",
+    ),
+    # refused: sparse attention chooses its keys by slot, or keeps an index
+    **_refused(
+        _rows(
+            "axk2:AXK2 deepseek_v32:DeepseekV32 glm_moe_dsa:GlmMoeDsa hy_v4:HYV4", **MLA, **INDEXED
+        ),
+        STATE,
+    ),
+    **_refused(
+        {
+            "dots3_note": _row(
+                "Dots3Note",
+                config="Dots3NoteTextConfig",
+                layer_types=["indexed_attention"] * 3,
+                **MLA,
+                **INDEXED,
+            ),
+            "deepseek_v4": _row(
+                "DeepseekV4", sliding_window=WINDOW, o_groups=2, o_lora_rank=8, **INDEXED
+            ),
+            "minimax_m3": _row(
+                "MiniMaxM3VL",
+                config="MiniMaxM3VLTextConfig",
+                layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+                index_n_heads=2,
+                index_head_dim=16,
+                index_block_size=4,
+                index_topk_blocks=2,
+                dense_intermediate_size=48,
+            ),
+        },
+        STATE,
+    ),
+    # refused: a recurrent or convolutional state
+    **_refused(
+        {
+            **_rows("olmo_hybrid:OlmoHybrid qwen3_next:Qwen3Next", **DELTA),
+            "qwen3_5": _row("Qwen3_5", config="Qwen3_5TextConfig", **DELTA),
+            "qwen3_5_moe": _row("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **DELTA),
+            "kimi_linear": _row(
+                "KimiLinear", linear_head_dim=8, linear_num_heads=4, **LINEAR, **MLA
+            ),
+            "minimax": _row("MiniMax", block_size=8, **LINEAR),
+            "bailing_hybrid": _row("BailingHybrid", num_hidden_layers=4, layer_group_size=2, **MLA),
+            **_rows("lfm2:Lfm2 lfm2_moe:Lfm2Moe lfm3:Lfm3", **CONV),
+            **_rows("falcon_mamba:FalconMamba mamba:Mamba", state_size=8),
+            "mamba2": _row("Mamba2", state_size=8, head_dim=16, n_groups=1),
+            "jamba": _row(
+                "Jamba",
+                num_hidden_layers=4,
+                attn_layer_period=2,
+                attn_layer_offset=1,
+                mamba_d_state=8,
+            ),
+            "bamba": _row("Bamba", attn_layer_indices=[1], **SSM),
+            "falcon_h1": _row("FalconH1", **SSM),
+            "granitemoehybrid": _row("GraniteMoeHybrid", **LINEAR, **SSM),
+            "nemotron_h": _row(
+                "NemotronH",
+                num_hidden_layers=None,
+                layers_block_type=["linear_attention", "full_attention"],
+            ),
+            **_rows("recurrent_gemma:RecurrentGemma zamba:Zamba"),
+            "zamba2": _row(
+                "Zamba2",
+                num_hidden_layers=3,
+                layers_block_type=["linear_attention", "hybrid", "linear_attention"],
+            ),
+            "zaya": _row("Zaya", num_experts_per_tok=1),
+            "inkling": _row("Inkling", config="InklingTextConfig"),
+            "xlstm": _row("xLSTM", qk_dim_factor=1.0),
+        },
+        STATE,
+    ),
+    **_refused(_rows("rwkv:Rwkv"), DIFFER),
+}
 
 
 def make(name: str, **changes: Any) -> Any:

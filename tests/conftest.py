@@ -13,7 +13,8 @@ from token_recycling import TokenRecycling
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 os.environ["HF_HUB_OFFLINE"] = "1"
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+torch.set_num_threads(min(2, CORES))
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from token_recycling import __version__
-from token_recycling.cli import chat, demo, generate, matrix, tree
+from token_recycling.cli import chat, check, demo, generate, matrix, tree
 from token_recycling.errors import TokenRecyclingError
 
 app = typer.Typer(
@@ -21,10 +21,11 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("check")(check.check)
 app.command("demo")(demo.demo)
 app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")
-VERBS = {"generate", "chat", "demo", "tree", "matrix"}
+VERBS = {"generate", "chat", "check", "demo", "tree", "matrix"}
 BAD_INPUT = 2
 
 # Typer has carried its own copy of click since 0.20; the class is found by way of a public one.

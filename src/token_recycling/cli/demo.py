@@ -23,9 +23,7 @@ def demo(
     from token_recycling.compare import compare
     from token_recycling.prompts import DEMO
 
-    loading = o.Loading(
-        None, "cpu", None, tree, defaults.DRAFTER, None, None, False, threads, False
-    )
+    loading = o.Loading(None, "cpu", None, tree, defaults.DRAFTER, threads=threads)
     if max_tokens < 2:
         raise TokenRecyclingError("-n must be 2 or more")
     recycler = loading.open()

@@ -32,11 +32,10 @@ def generate(
     repetition_penalty: o.Penalty = None,
     seed: o.Seed = None,
     stop: o.StopStrings = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as text; no chat template.")
-    ] = False,
+    raw: o.Raw = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    exact_logits: o.ExactLogits = False,
     tree: o.Tree = None,
     drafter: o.Drafter = defaults.DRAFTER,
     top_k_candidates: o.Candidates = None,
@@ -55,7 +54,17 @@ def generate(
     """
     question = _question(text, prompt)
     loading = o.Loading(
-        model, device, dtype, tree, drafter, top_k_candidates, matrix, cold, threads, strict
+        model,
+        device,
+        dtype,
+        tree,
+        drafter,
+        top_k_candidates,
+        matrix,
+        cold,
+        threads,
+        strict,
+        exact_logits,
     )
     options = o.sampling_options(
         max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop

@@ -46,6 +46,10 @@ Matrix = Annotated[
 Cold = Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail where tree attention cannot be used.")]
+ExactLogits = Annotated[
+    bool, typer.Option("--exact-logits", help="Last projection in float32, for half precision.")
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as text; no chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -58,11 +62,12 @@ class Loading:
     dtype: str | None
     tree: str | None
     drafter: str
-    candidates: int | None
-    matrix: Path | None
-    cold: bool
-    threads: int | None
-    strict: bool
+    candidates: int | None = None
+    matrix: Path | None = None
+    cold: bool = False
+    threads: int | None = None
+    strict: bool = False
+    exact_logits: bool = False
 
     def open(self) -> TokenRecycling:
         """Load the model; on a terminal stderr shows that something goes on.
@@ -100,6 +105,7 @@ class Loading:
                 tree=self.tree,
                 k=self.candidates,
                 matrix=self.matrix if self.matrix and self.matrix.exists() else None,
+                exact_logits=self.exact_logits,
                 strict=self.strict,
             )
 

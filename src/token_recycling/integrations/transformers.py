@@ -233,6 +233,9 @@ def generate(
     """
     target = recycler.target
     with _ended(streamer):
+        if "/" in GENERATION_MODES_MAPPING[request.mode]:
+            mode = request.mode.value.replace("_", " ")
+            raise TokenRecyclingError(f"{mode} lives on the hub; leave custom_generate out for it")
         if isinstance(target, TreeTarget):
             reason = request.obstacle(target.max_positions)
             if reason is None:
@@ -257,11 +260,7 @@ def _tell(recycler: TokenRecycling, reason: str) -> None:
 
 def _stock(model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None) -> Any:
     """Call the decoding method that ``generate`` would have called."""
-    name = GENERATION_MODES_MAPPING[request.mode]
-    if "/" in name:
-        mode = request.mode.value.replace("_", " ")
-        raise TokenRecyclingError(f"{mode} lives on the hub; leave custom_generate out for it")
-    method = getattr(type(model), name)
+    method = getattr(type(model), GENERATION_MODES_MAPPING[request.mode])
     inputs = dict(request.inputs)
     if "inputs_tensor" in inspect.signature(method).parameters:
         inputs["inputs_tensor"] = inputs_tensor

@@ -1,0 +1,105 @@
+"""`token-recycling check`: is the text of this model, on this machine, that of plain decoding?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from token_recycling import defaults
+from token_recycling.cli import options as o
+from token_recycling.cli.generate import as_prompt
+from token_recycling.errors import TokenRecyclingError
+
+
+def check(
+    model: o.Model = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Text file, a prompt per line.")
+    ] = None,
+    max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
+    raw: o.Raw = False,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    exact_logits: o.ExactLogits = False,
+    tree: o.Tree = None,
+    drafter: o.Drafter = defaults.DRAFTER,
+    threads: o.Threads = None,
+    strict: o.Strict = False,
+    as_json: o.Json = False,
+) -> None:
+    """Compare recycled with plain decoding, prompt by prompt.
+
+    Says of every prompt whether the text is the same and, if not, by how much plain decoding
+    preferred its own token at the first difference. The verdict is `lossless`, `near-tie` (all
+    differences lie within the noise that plain decoding itself has between two kernels, as is
+    usual in half precision) or `WRONG`, with exit code 1.
+    """
+    from token_recycling.prompts import DEMO
+
+    if max_tokens < 1:
+        raise TokenRecyclingError("-n must be 1 or more")
+    questions = DEMO if prompts is None else _read(prompts)
+    loading = o.Loading(
+        model,
+        device,
+        dtype,
+        tree,
+        drafter,
+        threads=threads,
+        strict=strict,
+        exact_logits=exact_logits,
+    )
+    recycler = loading.open()
+    from token_recycling import check as checking
+
+    results = []
+    for question, result in zip(
+        questions,
+        checking.check(recycler, (as_prompt(recycler, q, raw) for q in questions), max_tokens),
+    ):
+        results.append(result)
+        if not as_json:
+            print(f"{question[:40]!r:44} {_line(result)}", flush=True)
+    verdict = checking.overall(results)
+    same = sum(result.difference is None for result in results)
+    if as_json:
+        report = {"verdict": verdict, "identical": same, "prompts": len(results)}
+        print(json.dumps({**report, "results": [result.to_dict() for result in results]}))
+    else:
+        mat = recycler.stats.mat
+        kind = str(recycler.model.dtype).removeprefix("torch.")
+        print(
+            f"{same} of {len(results)} answers identical ({kind}"
+            f"{', exact logits' if exact_logits else ''}, MAT {mat:.2f}): {verdict}"
+        )
+    if verdict == "WRONG":
+        sys.exit(1)
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenRecyclingError(f"cannot read the prompts in {path}: {error}") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise TokenRecyclingError(f"there is no prompt in {path}")
+    return prompts
+
+
+def _line(result: object) -> str:
+    from token_recycling.check import Result
+
+    assert isinstance(result, Result)
+    found = result.difference
+    if found is None:
+        return f"identical, {result.new_tokens} tokens"
+    choice = "second choice" if found.runner_up else "not even the second choice"
+    return (
+        f"differs after {found.position} tokens: {found.plain_token} leads {found.token} "
+        f"({choice}) by {found.gap:.2g}; noise {result.noise:.2g}: {result.verdict}"
+    )

@@ -1,0 +1,244 @@
+"""What the architectures of Transformers do under tree verification, one record for each.
+
+``python tests/conformance.py [names]`` prints the records as two tables in Markdown.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from architectures import ARCHITECTURES, make
+from models import random_prompts
+from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling.probe import open_target
+
+TREE = "small-16"
+NEW = 100  # greedy tokens of a single prompt: beyond every window
+BATCH_NEW, SAMPLED_NEW, REFUSED_NEW = 40, 40, 30
+SEEDS = (3, 4)
+SINGLES = random_prompts([20, 7])
+BATCH = [*SINGLES, *random_prompts([12, 5], seed=2)]
+SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_k": 0}
+
+
+@dataclass
+class Record:
+    """What was found of one architecture.
+
+    Attributes:
+        name: its key in ``ARCHITECTURES``.
+        expected: whether the table says that it is supported.
+        reason: why the probe refuses it; empty when it passes.
+        attention: attention implementations that load and pass the probe.
+        window: how far its layers see.
+        greedy: tokens of the two single prompts are those of ``model.generate``.
+        distinct: different tokens in the shorter prompt's answer; a constant text proves little.
+        accepted: drafted tokens accepted in the greedy runs.
+        batch: tokens of a batch are those of ``model.generate`` for the same padded batch.
+        stock_batch: Transformers' own padded batch equals its own single runs. Where it does
+            not, ``batch`` compares with the single runs.
+        sampled: tokens with the same seed are those of ``model.generate``.
+        control: with a wrong mask, some greedy text changes.
+        plain: for a refused one: plainly decoded text is that of ``model.generate``.
+        error: of whatever raised, the first line.
+        seconds: what finding out took.
+    """
+
+    name: str
+    expected: bool
+    reason: str = ""
+    attention: list[str] = field(default_factory=list)
+    window: str = ""
+    greedy: bool | None = None
+    distinct: int = 0
+    accepted: int = 0
+    batch: bool | None = None
+    stock_batch: bool | None = None
+    sampled: bool | None = None
+    control: bool | None = None
+    plain: bool | None = None
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it should be; empty when all is well."""
+        supported = not self.reason
+        found = [self.error] if self.error else []
+        if supported != self.expected:
+            found.append("the probe says otherwise than the table")
+        if supported:
+            checks = ("greedy", "batch", "sampled", "control")
+            if not self.accepted:
+                found.append("nothing accepted")
+        else:
+            checks = ("plain",)
+        return found + [f"{check} failed" for check in checks if not getattr(self, check)]
+
+
+def examine(name: str, **changes: Any) -> Record:
+    """Make the architecture's model, with ``changes`` of its options, and find out about it."""
+    architecture = ARCHITECTURES[name]
+    record = Record(name, architecture.supported, window=architecture.window)
+    begin = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _examine(record, changes)
+    except Exception as error:
+        record.error = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:200]
+    record.seconds = time.perf_counter() - begin
+    return record
+
+
+def _examine(record: Record, changes: dict[str, Any]) -> None:
+    model = make(record.name, **changes)
+    record.reason = _refusal(model)
+    if record.reason:
+        expected = [stock(model, prompt, REFUSED_NEW) for prompt in SINGLES]
+        recycler = TokenRecycling(model, tree=TREE)
+        record.plain = expected == [ours(recycler, prompt, REFUSED_NEW) for prompt in SINGLES]
+        return
+    for attention in ("eager", "sdpa"):
+        try:
+            other = make(record.name, **changes, attn_implementation=attention)
+        except ValueError:  # Transformers refuses it for this architecture
+            continue
+        if not _refusal(other):
+            record.attention.append(attention)
+    expected = [stock(model, prompt, NEW) for prompt in SINGLES]
+    recycler = TokenRecycling(model, tree=TREE, strict=True)
+    answers = [recycler.generate(prompt, max_new_tokens=NEW) for prompt in SINGLES]
+    record.greedy = [answer.token_ids for answer in answers] == expected
+    record.distinct = min(len(set(tokens)) for tokens in expected)
+    record.accepted = sum(answer.stats.accepted for answer in answers)
+    _batch(record, model, recycler, expected)
+    record.sampled = all(
+        ours(recycler, SINGLES[0], SAMPLED_NEW, seed=seed, **SAMPLING)
+        == stock(model, SINGLES[0], SAMPLED_NEW, seed=seed, do_sample=True, **SAMPLING)
+        for seed in SEEDS
+    )
+    break_masks(recycler)
+    record.control = [ours(recycler, prompt, NEW) for prompt in SINGLES] != expected
+
+
+def _batch(record: Record, model: Any, recycler: TokenRecycling, singles: list[list[int]]) -> None:
+    found = [a.token_ids for a in recycler.generate(BATCH, max_new_tokens=BATCH_NEW)]
+    alone = [tokens[:BATCH_NEW] for tokens in singles]
+    alone += [stock(model, prompt, BATCH_NEW) for prompt in BATCH[len(alone) :]]
+    try:
+        padded = stock_batch(model, BATCH, BATCH_NEW)
+    except Exception:  # an architecture whose own padded batch does not even run
+        padded = None
+    record.stock_batch = padded == alone
+    record.batch = found == alone
+
+
+def _refusal(model: Any) -> str:
+    """Why a strict load is refused; empty when it is not."""
+    try:
+        open_target(model, strict=True)
+    except TokenRecyclingError as error:
+        return str(error).split("tree attention: ")[-1]
+    return ""
+
+
+def break_masks(recycler: TokenRecycling) -> None:
+    """Let every node see all nodes before it, after a passed probe: the negative control."""
+    target: Any = recycler.target
+    right = target.verify
+
+    def verify(draft: Any) -> torch.Tensor:
+        causal = torch.ones_like(draft.ancestors).tril()
+        logits: torch.Tensor = right(replace(draft, ancestors=causal))
+        return logits
+
+    target.verify = verify
+
+
+def ours(recycler: TokenRecycling, prompt: list[int], new: int, **options: Any) -> list[int]:
+    """New tokens of the recycler for one prompt."""
+    tokens: list[int] = recycler.generate(prompt, max_new_tokens=new, **options).token_ids
+    return tokens
+
+
+def stock(
+    model: Any, prompt: list[int], new: int, *, seed: int | None = None, **options: Any
+) -> list[int]:
+    """New tokens of ``model.generate`` for one prompt."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    return stock_batch(model, [prompt], new, **options)[0]
+
+
+def stock_batch(model: Any, prompts: list[list[int]], new: int, **options: Any) -> list[list[int]]:
+    """New tokens of ``model.generate`` for the prompts, padded on the left with 0."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new} | options
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=mask, **options)
+    rows: list[list[int]] = out[:, longest:].tolist()
+    return rows
+
+
+def markdown(records: list[Record]) -> str:
+    """Render records as two tables: supported and refused."""
+    supported = [record for record in records if not record.reason]
+    refused = [record for record in records if record.reason]
+    lines = [
+        f"| architecture | probe | attention | window | greedy {NEW} | batch of {len(BATCH)} "
+        "| sampled | control |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in supported:
+        batch = _mark(r.batch) + ("" if r.stock_batch or r.batch is None else " ¹")
+        cells = [r.name, "passed", ", ".join(r.attention), r.window, _mark(r.greedy), batch]
+        lines.append(_row(*cells, _mark(r.sampled), "red" if r.control else _green(r)))
+    if any(r.stock_batch is False for r in supported):
+        lines += ["", "¹ The padded batch of `model.generate` differs from its own single runs; "]
+        lines[-1] += "the batch was compared with those."
+    if refused:
+        lines += ["", "| refused | plain text | reason |", "|---|---|---|"]
+        lines += [_row(r.name, r.error or _mark(r.plain), r.reason) for r in refused]
+    return "\n".join(lines)
+
+
+def _mark(found: bool | None) -> str:
+    return {True: "same", False: "**DIFFERS**", None: "not run"}[found]
+
+
+def _green(record: Record) -> str:
+    return "not run" if record.control is None else "**green**"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def main(names: list[str]) -> int:
+    """Examine all architectures, or those named; print tables to stdout, problems to stderr."""
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    records = []
+    for name in names or ARCHITECTURES:
+        records.append(examine(name))
+        found = records[-1]
+        line = f"{name}: {'; '.join(found.problems) or 'well'}"
+        extra = f"{found.seconds:.1f} s, {found.distinct} distinct, {found.accepted} accepted"
+        print(f"{line} ({extra})", file=sys.stderr, flush=True)
+    print(markdown(records))
+    return int(any(record.problems for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

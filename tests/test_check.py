@@ -1,0 +1,140 @@
+"""Float32 logits in half precision, and the report of near ties."""
+
+import json
+
+import pytest
+import torch
+
+from models import SUPPORTED, make, random_prompts
+from test_cli import call
+from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling.cache import RecyclingCache
+from token_recycling.check import Difference, Result, check, overall
+
+PROMPTS = random_prompts([20, 7, 33])
+
+
+def half(name="llama"):
+    return make(SUPPORTED, name).to(torch.bfloat16)
+
+
+class TestExactLogits:
+    def test_logits_are_float32_and_only_inside(self):
+        model = half()
+        recycler = TokenRecycling(model, exact_logits=True, strict=True)
+        ids = torch.tensor(PROMPTS[:1])
+        outside = model(ids).logits
+        with recycler.target.exact:
+            inside = model(ids).logits
+        assert outside.dtype == torch.bfloat16
+        assert inside.dtype == torch.float32
+        assert torch.equal(inside.bfloat16(), outside)
+        assert "forward" not in model.lm_head.__dict__
+        assert recycler.target.prefill(PROMPTS[:1]).dtype == torch.float32
+
+    def test_generate_is_that_of_the_same_head(self):
+        """Plain decoding with the float32 projection says what is right."""
+        recycler = TokenRecycling(half(), exact_logits=True, strict=True)
+        results = list(check(recycler, PROMPTS, 60))
+        assert overall(results) != "WRONG"
+        assert recycler.stats.accepted > 0
+
+    def test_a_batch_of_rounded_logits_ties_and_an_exact_one_does_not(self):
+        model = half()
+        ids = torch.tensor(random_prompts([200]))
+        exact = TokenRecycling(model, exact_logits=True).target.exact
+
+        def ties():
+            best = model(ids).logits[0].float().topk(2).values
+            return int((best[:, 0] == best[:, 1]).sum())
+
+        rounded = ties()
+        with exact:
+            assert ties() == 0
+        assert rounded > 0
+
+    def test_a_projection_that_is_not_linear_is_refused(self):
+        model = half()
+        model.lm_head = torch.nn.Sequential(model.lm_head)
+        with pytest.raises(TokenRecyclingError, match="plain linear projection"):
+            TokenRecycling(model, exact_logits=True)
+
+
+class TestCheck:
+    def test_float32_is_lossless(self):
+        results = list(check(TokenRecycling(make(SUPPORTED, "llama")), PROMPTS, 40))
+        assert [r.verdict for r in results] == ["lossless"] * 3
+        assert all(r.new_tokens == 40 and 0 < r.noise < 1e-3 for r in results)
+
+    def test_a_wrong_commit_is_wrong(self, monkeypatch):
+        def forgetful(self, path, counts):
+            self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
+
+        recycler = TokenRecycling(make(SUPPORTED, "llama"), tree="paper")
+        monkeypatch.setattr(RecyclingCache, "commit", forgetful)
+        results = list(check(recycler, PROMPTS, 40))
+        assert overall(results) == "WRONG"
+        wrong = next(r for r in results if r.verdict == "WRONG")
+        assert wrong.difference.gap > 100 * wrong.noise
+
+    def test_bfloat16_is_a_near_tie_at_worst(self):
+        results = list(check(TokenRecycling(half()), random_prompts([20] * 12), 100))
+        assert overall(results) == "near-tie"  # 1200 tokens of a random model: some do flip
+        for result in results:
+            if result.difference is not None:
+                assert result.difference.plain_token != result.difference.token
+
+    def test_verdicts(self):
+        def result(gap):
+            return Result(9, Difference(1, 2, 3, gap, True), noise=0.1)
+
+        same = Result(9, None, 0.1)
+        assert [r.verdict for r in (same, result(0.4), result(0.5))] == [
+            "lossless",
+            "near-tie",
+            "WRONG",
+        ]
+        assert overall([same, result(0.1)]) == "near-tie"
+        assert overall([result(0.1), result(0.5), same]) == "WRONG"
+        assert overall([same]) == "lossless"
+
+    def test_an_answer_that_ends_early_is_wrong(self):
+        recycler = TokenRecycling(make(SUPPORTED, "llama"))
+        generate = recycler.generate
+
+        def shorter(ids, max_new_tokens):
+            return generate(ids, max_new_tokens=max_new_tokens - 5)
+
+        recycler.generate = shorter
+        assert overall(check(recycler, PROMPTS, 20)) == "WRONG"
+
+
+class TestCommandLine:
+    def test_lossless(self, capsys, tmp_path):
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("How many legs have 3 cats?\n\nTell me a story.\n")
+        code, out, _ = call(capsys, "check", "--prompts", prompts, "-n", 20)
+        assert code == 0
+        assert "2 of 2 answers identical (float32, MAT" in out
+        assert out.strip().endswith("lossless")
+
+    def test_json(self, capsys, tmp_path):
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("How many legs have 3 cats?\n")
+        code, out, _ = call(capsys, "check", "--prompts", prompts, "-n", 20, "--json")
+        assert code == 0
+        report = json.loads(out)
+        assert report["verdict"] == report["results"][0]["verdict"] == "lossless"
+
+    def test_wrong_is_exit_code_1(self, capsys, monkeypatch):
+        monkeypatch.setattr(Result, "verdict", "WRONG")
+        assert call(capsys, "check", "-n", 2)[0] == 1
+
+    @pytest.mark.parametrize("text", [None, "", "\n \n"])
+    def test_no_prompts(self, capsys, tmp_path, text):
+        prompts = tmp_path / "prompts.txt"
+        if text is not None:
+            prompts.write_text(text)
+        code, _, err = call(capsys, "check", "--prompts", prompts)
+        assert code == 2
+        assert err.count("\n") == 1
