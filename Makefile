@@ -4,7 +4,8 @@ BIN := .venv/bin
 DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lossless lint format train trees bench clean
+.PHONY: help setup demo test test-lossless test-models test-versions test-quantised
+.PHONY: lint format models train trees bench clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -28,6 +29,35 @@ test: .venv/ready ## Run the tests (under ten minutes on two cores).
 test-lossless: .venv/ready ## The long identity test: 60 prompts x 200 tokens x every tree, B = 1 and 5.
 	$(BIN)/python -m pytest -m long
 
+test-models: .venv/ready ## Examine every architecture of Transformers; fails if one is not as expected.
+	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
+
+# Files of the default suite that touch Transformers' own interfaces.
+VERSION_TESTS = test_target test_transformers test_sampling test_api test_bundled test_stories260k
+VERSIONS = $(patsubst tests/requirements/transformers-%.txt,%,$(wildcard tests/requirements/transformers-*.txt))
+
+test-versions: $(VERSIONS:%=test-version-%) ## Test with the oldest supported Transformers, and in between.
+
+test-version-%: build/transformers-%/ready
+	PYTHONPATH=build/transformers-$* $(BIN)/python -c \
+		'import transformers; assert transformers.__version__ == "$*"'
+	PYTHONPATH=build/transformers-$* $(BIN)/python -m pytest -p no:cacheprovider \
+		$(VERSION_TESTS:%=tests/%.py)
+
+.PRECIOUS: build/transformers-%/ready
+build/transformers-%/ready: tests/requirements/transformers-%.txt .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target build/transformers-$* -r $<
+	touch $@
+
+test-quantised: build/quantised/ready ## Test with weights quantised by torchao and bitsandbytes.
+	PYTHONPATH=build/quantised $(BIN)/python -m pytest -m quantised
+
+build/quantised/ready: tests/requirements/quantised.txt .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target build/quantised -r $<
+	touch $@
+
 lint: .venv/ready ## Check style and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,15 +67,19 @@ format: .venv/ready ## Put the code into the house style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+models: .venv/ready ## Examine every architecture and write docs/models.md.
+	$(BIN)/python tests/conformance.py --jobs 2 --out docs/models.md
+
 train: .venv/ready ## Train the bundled model anew (hours on a CPU; resumable).
 	nice $(BIN)/python tools/train_demo_model.py --data $(DATA) --out build/demo-model
 
 trees: .venv/ready ## Fit the small trees anew.
 	$(BIN)/python tools/fit_trees.py --data $(DATA)
 
-bench: .venv/ready ## Measure every tree against model.generate, and steps at growing context.
+bench: .venv/ready ## Measure every tree against model.generate, steps at growing context, and `enable`.
 	$(BIN)/python tools/measure.py --data $(DATA) --out bench/results/cpu.json
 	$(BIN)/python tools/measure_context.py --out bench/results/cpu-context.json
+	$(BIN)/python tools/measure_enable.py --out bench/results/cpu-enable.json
 
 clean: ## Remove what the other targets made.
 	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

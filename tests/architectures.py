@@ -92,6 +92,7 @@ SSM = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64)
 ON_ALL = f"{WINDOW} on every layer"
 ON_MIXED = f"{WINDOW} on layers 0, 2"
 STATE = "keep a state"
+SLOTS = "counts cache slots"
 DIFFER = "logits in a tree differ"
 
 
@@ -127,7 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "emu3": _row("Emu3", config="Emu3TextConfig"),
     "mllama": _row("Mllama", config="MllamaTextConfig", cross_attention_layers=[]),
     # layers used several times; at 0.4 rounding alone changes its logits by 0.16
-    "hrm_text": _row("HrmText", prefix_lm=False, initializer_range=0.1, num_hidden_layers=1),
+    "hrm_text": _row("HrmText", initializer_range=0.1, num_hidden_layers=1),
     # mixtures of experts
     **_rows(
         "dots1:Dots1 ernie4_5_moe:Ernie4_5_Moe flex_olmo:FlexOlmo glm4_moe:Glm4Moe "
@@ -158,6 +159,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bert-generation": _row("BertGeneration", model="BertGenerationDecoder"),
     **_rows("big_bird:BigBird rembert:RemBert", initializer_range=0.1),
     **_rows("ernie:Ernie megatron-bert:MegatronBert", **BUSY),
+    **_rows(
+        "camembert:Camembert data2vec-text:Data2VecText roberta:Roberta "
+        "roberta-prelayernorm:RobertaPreLayerNorm xlm-roberta:XLMRoberta "
+        "xlm-roberta-xl:XLMRobertaXL",
+        **BUSY,
+    ),
+    "xmod": _row("Xmod", default_language="en_XX", **BUSY),
     "electra": _row("Electra", initializer_range=0.8),
     "roc_bert": _row("RoCBert", pronunciation_vocab_size=10, shape_vocab_size=10, **BUSY),
     # a window on every layer
@@ -222,15 +230,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_refused(
         _rows(
             "bart:Bart bigbird_pegasus:BigBirdPegasus blenderbot:Blenderbot "
-            "blenderbot-small:BlenderbotSmall camembert:Camembert cpmant:CpmAnt "
-            "data2vec-text:Data2VecText marian:Marian mbart:MBart moshi:Moshi mpt:Mpt mvp:Mvp "
-            "pegasus:Pegasus plbart:PLBart roberta:Roberta "
-            "roberta-prelayernorm:RobertaPreLayerNorm roformer:RoFormer trocr:TrOCR "
-            "whisper:Whisper xlm-roberta:XLMRoberta xlm-roberta-xl:XLMRobertaXL"
+            "blenderbot-small:BlenderbotSmall cpmant:CpmAnt "
+            "marian:Marian mbart:MBart moshi:Moshi mpt:Mpt mvp:Mvp "
+            "pegasus:Pegasus plbart:PLBart "
+            "roformer:RoFormer trocr:TrOCR "
+            "whisper:Whisper"
         ),
         DIFFER,
     ),
-    **_refused({"xmod": _row("Xmod", default_language="en_XX")}, DIFFER),
     **_refused(_rows("prophetnet:ProphetNet"), "the probe failed"),
     **_refused(
         {
@@ -329,11 +336,34 @@ ARCHITECTURES: dict[str, Architecture] = {
             ),
             "zaya": _row("Zaya", num_experts_per_tok=1),
             "inkling": _row("Inkling", config="InklingTextConfig"),
-            "xlstm": _row("xLSTM", qk_dim_factor=1.0),
         },
         STATE,
     ),
-    **_refused(_rows("rwkv:Rwkv"), DIFFER),
+    **_refused(
+        {
+            "rwkv": _row("Rwkv"),
+            # 64: it takes the heads' size from there, whatever hidden_size says
+            "xlstm": _row("xLSTM", hidden_size=64, qk_dim_factor=1.0),
+        },
+        DIFFER,
+    ),
+    # refused: what they do from a certain length on, longer than the probe
+    **_refused(
+        {
+            # the keys kept are the best 40; equal tokens are equally good, and either may be kept
+            "doge, sparse": _row("Doge", keep_window_size=40),
+            # layers without rotary positions scale their queries by cache slot
+            "llama4, scaled": _row(
+                "Llama4",
+                config="Llama4TextConfig",
+                floor_scale=28,
+                attn_scale=8.0,
+                no_rope_layers=[1, 0, 1, 0],
+                **CHUNKED,
+            ),
+        },
+        SLOTS,
+    ),
 }
 
 

@@ -1,19 +1,25 @@
 """What the architectures of Transformers do under tree verification, one record for each.
 
-``python tests/conformance.py [names]`` prints the records as two tables in Markdown.
+``python tests/conformance.py [names]`` prints them as a page in Markdown.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
+import re
 import sys
 import time
 import warnings
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from architectures import ARCHITECTURES, make
+from architectures import ARCHITECTURES, WINDOW, make
 from models import random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.probe import open_target
@@ -40,12 +46,13 @@ class Record:
         greedy: tokens of the two single prompts are those of ``model.generate``.
         distinct: different tokens in the shorter prompt's answer; a constant text proves little.
         accepted: drafted tokens accepted in the greedy runs.
-        batch: tokens of a batch are those of ``model.generate`` for the same padded batch.
-        stock_batch: Transformers' own padded batch equals its own single runs. Where it does
-            not, ``batch`` compares with the single runs.
+        batch: tokens of a batch are those of ``model.generate`` for the same padded batch, or,
+            where that differs, for the prompts one by one.
+        stock_batch: Transformers' own padded batch equals its own single runs.
         sampled: tokens with the same seed are those of ``model.generate``.
         control: with a wrong mask, some greedy text changes.
-        plain: for a refused one: plainly decoded text is that of ``model.generate``.
+        plain: for a refused one: plainly decoded text is that of ``model.generate``. ``batch``
+            then compares with the padded batch alone.
         error: of whatever raised, the first line.
         seconds: what finding out took.
     """
@@ -74,11 +81,13 @@ class Record:
         if supported != self.expected:
             found.append("the probe says otherwise than the table")
         if supported:
-            checks = ("greedy", "batch", "sampled", "control")
+            checks: tuple[str, ...] = ("greedy", "batch", "sampled", "control")
             if not self.accepted:
                 found.append("nothing accepted")
         else:
-            checks = ("plain",)
+            checks = ("plain", "batch")
+            if not re.search(ARCHITECTURES[self.name].why, self.reason):
+                found.append("the reason is another one than the table's")
         return found + [f"{check} failed" for check in checks if not getattr(self, check)]
 
 
@@ -88,11 +97,12 @@ def examine(name: str, **changes: Any) -> Record:
     record = Record(name, architecture.supported, window=architecture.window)
     begin = time.perf_counter()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # some models print
             warnings.simplefilter("ignore")
             _examine(record, changes)
     except Exception as error:
-        record.error = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:200]
+        text = " ".join(str(error).split())
+        record.error = f"{type(error).__name__}: {text}"[:160]
     record.seconds = time.perf_counter() - begin
     return record
 
@@ -104,6 +114,9 @@ def _examine(record: Record, changes: dict[str, Any]) -> None:
         expected = [stock(model, prompt, REFUSED_NEW) for prompt in SINGLES]
         recycler = TokenRecycling(model, tree=TREE)
         record.plain = expected == [ours(recycler, prompt, REFUSED_NEW) for prompt in SINGLES]
+        batch = recycler.generate(BATCH, max_new_tokens=REFUSED_NEW)
+        padded = stock_batch(model, BATCH, REFUSED_NEW)
+        record.batch = [answer.token_ids for answer in batch] == padded
         return
     for attention in ("eager", "sdpa"):
         try:
@@ -125,19 +138,22 @@ def _examine(record: Record, changes: dict[str, Any]) -> None:
         for seed in SEEDS
     )
     break_masks(recycler)
-    record.control = [ours(recycler, prompt, NEW) for prompt in SINGLES] != expected
+    pairs = zip(SINGLES, expected, strict=True)
+    record.control = any(ours(recycler, prompt, NEW) != tokens for prompt, tokens in pairs)
 
 
 def _batch(record: Record, model: Any, recycler: TokenRecycling, singles: list[list[int]]) -> None:
     found = [a.token_ids for a in recycler.generate(BATCH, max_new_tokens=BATCH_NEW)]
     alone = [tokens[:BATCH_NEW] for tokens in singles]
-    alone += [stock(model, prompt, BATCH_NEW) for prompt in BATCH[len(alone) :]]
     try:
         padded = stock_batch(model, BATCH, BATCH_NEW)
     except Exception:  # an architecture whose own padded batch does not even run
-        padded = None
-    record.stock_batch = padded == alone
-    record.batch = found == alone
+        padded = []
+    record.batch = found == padded
+    if not record.batch:
+        alone += [stock(model, prompt, BATCH_NEW) for prompt in BATCH[len(alone) :]]
+        record.batch = found == alone
+    record.stock_batch = padded[: len(alone)] == alone
 
 
 def _refusal(model: Any) -> str:
@@ -189,6 +205,35 @@ def stock_batch(model: Any, prompts: list[list[int]], new: int, **options: Any) 
     return rows
 
 
+def page(records: list[Record]) -> str:
+    """Return ``docs/models.md``."""
+    import transformers
+
+    supported = sum(not record.reason for record in records)
+    return f"""# Models
+
+Generated by `make models` (`tests/conformance.py`); don't edit. transformers
+{transformers.__version__}, torch {torch.__version__.split("+")[0]}, float32 on a CPU. Every row is a
+tiny model with random weights, made from the configuration in `tests/architectures.py`; windows are
+{WINDOW} positions long. {supported} are supported, {len(records) - supported} are found out when
+they are loaded and decoded plainly.
+
+- **probe**: the check at load, see `src/token_recycling/probe.py`.
+- **attention**: the implementations that load and pass the probe; where sdpa is missing,
+  Transformers has none for the architecture.
+- **greedy {NEW}**: {NEW} new tokens after prompts of {len(SINGLES[0])} and {len(SINGLES[1])} tokens,
+  beyond every window, are those of `model.generate`.
+- **batch of {len(BATCH)}**: prompts of {", ".join(str(len(prompt)) for prompt in BATCH)} tokens at
+  once, {BATCH_NEW} new tokens each, are those of `model.generate` for the padded batch.
+- **sampled**: {SAMPLED_NEW} tokens at temperature {SAMPLING["temperature"]}, for {len(SEEDS)} seeds,
+  are those of `model.generate` with the same seed.
+- **control**: the same greedy texts with a wrong tree mask. Red: some text changes, so the
+  comparison can fail.
+
+{markdown(records)}
+"""
+
+
 def markdown(records: list[Record]) -> str:
     """Render records as two tables: supported and refused."""
     supported = [record for record in records if not record.reason]
@@ -204,10 +249,16 @@ def markdown(records: list[Record]) -> str:
         lines.append(_row(*cells, _mark(r.sampled), "red" if r.control else _green(r)))
     if any(r.stock_batch is False for r in supported):
         lines += ["", "¹ The padded batch of `model.generate` differs from its own single runs; "]
-        lines[-1] += "the batch was compared with those."
+        lines[-1] += "such a batch may be compared with those."
     if refused:
-        lines += ["", "| refused | plain text | reason |", "|---|---|---|"]
-        lines += [_row(r.name, r.error or _mark(r.plain), r.reason) for r in refused]
+        lines += [
+            "",
+            f"| refused | plain text | batch of {len(BATCH)} | reason |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            _row(r.name, r.error or _mark(r.plain), _mark(r.batch), r.reason) for r in refused
+        ]
     return "\n".join(lines)
 
 
@@ -223,22 +274,39 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def main(names: list[str]) -> int:
-    """Examine all architectures, or those named; print tables to stdout, problems to stderr."""
+def _examined(name: str) -> Record:
     import transformers
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    return examine(name)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Examine all architectures, or those named; problems go to stderr."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures; none: all")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
+    parser.add_argument("--out", type=Path, help="write the page there, not to stdout")
+    options = parser.parse_args(argv)
+    names = options.names or list(ARCHITECTURES)
     records = []
-    for name in names or ARCHITECTURES:
-        records.append(examine(name))
-        found = records[-1]
-        line = f"{name}: {'; '.join(found.problems) or 'well'}"
-        extra = f"{found.seconds:.1f} s, {found.distinct} distinct, {found.accepted} accepted"
-        print(f"{line} ({extra})", file=sys.stderr, flush=True)
-    print(markdown(records))
-    return int(any(record.problems for record in records))
+    with get_context("spawn").Pool(options.jobs) as pool:
+        for record in pool.imap(_examined, names):
+            records.append(record)
+            line = f"{record.name}: {'; '.join(record.problems) or 'well'}"
+            extra = f"{record.seconds:.1f} s, {record.distinct} distinct"
+            print(f"{line} ({extra}, {record.accepted} accepted)", file=sys.stderr, flush=True)
+    text = page(records)
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text, encoding="utf-8")
+    wrong = [record.name for record in records if record.problems]
+    print(f"{len(records) - len(wrong)} of {len(records)} as expected", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

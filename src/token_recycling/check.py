@@ -93,7 +93,7 @@ def check(
         yield Result(len(plain), _first_difference(plain, answer.token_ids, logits), noise)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _plainly(
     recycler: TokenRecycling, prompt: list[int], max_new_tokens: int
 ) -> tuple[list[int], Tensor, float]:

@@ -43,19 +43,20 @@ def decode(
     Raises:
         TokenRecyclingError: a prompt is empty or longer than the context.
     """
-    step = _read(target, drafter, accept, prompts, stop, keep, on_progress)
+    with target.guard():
+        step = _read(target, drafter, accept, prompts, stop, keep, on_progress)
     active = [reason is None for reason in step.reasons]
     roots = [tokens[-1] for tokens in step.tokens]
     yield step
     while any(active):
         check()
-        step = _advance(target, drafter, accept, roots, active, stop)
+        with target.guard():
+            step = _advance(target, drafter, accept, roots, active, stop)
         active = [on and reason is None for on, reason in zip(active, step.reasons)]
         roots = [tokens[-1] if tokens else 0 for tokens in step.tokens]
         yield step
 
 
-@torch.inference_mode()
 def _read(
     target: Target,
     drafter: Drafter,
@@ -76,7 +77,6 @@ def _read(
     return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
 
 
-@torch.inference_mode()
 def _advance(
     target: Target,
     drafter: Drafter,

@@ -22,6 +22,14 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def input_device(model: Any) -> torch.device:
+    """Return where ``model`` takes its tokens: the weights of an offloaded layer lie elsewhere."""
+    embeddings = model.get_input_embeddings()
+    hook = getattr(embeddings, "_hf_hook", None)  # accelerate's
+    device = getattr(hook, "execution_device", None)
+    return torch.device(embeddings.weight.device if device is None else device)
+
+
 def layer_reaches(config: Any) -> dict[str, Reach]:
     """Read the kinds of attention layers and their windows from a model's configuration.
 
@@ -47,9 +55,7 @@ def layer_reaches(config: Any) -> dict[str, Reach]:
         elif kind == "chunked_attention":
             reaches[kind] = Reach("chunked", int(config.attention_chunk_size))
         else:
-            raise TokenRecyclingError(
-                f"its layers of type {kind} keep a state that has no branches"
-            )
+            raise TokenRecyclingError(f"its layers of type {kind} keep a state without branches")
     return reaches
 
 

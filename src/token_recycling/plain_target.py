@@ -8,14 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, GenerationMixin
 
-from token_recycling.masks import text_config
-from token_recycling.target import OnProgress, OnPrompt, check_prompts, context_limit
+from token_recycling.masks import input_device, text_config
+from token_recycling.target import (
+    OnProgress,
+    OnPrompt,
+    check_prompts,
+    context_limit,
+    gradient_guard,
+)
 from token_recycling.tree import DraftTree
+
+# Transformers 5.4 and later slice the inputs by a length, older ones by ``cache_position``.
+SLICES_BY_LENGTH = (
+    "next_sequence_length"
+    in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
 
 
 class PlainTarget:
-    """Any ``…ForCausalLM``, with its own cache and masks, one token per step.
+    """Any ``…ForCausalLM``, one token per step, with the inputs that it prepares for ``generate``.
 
     Prompts of different length are padded on the left, as ``generate`` wants them.
     """
@@ -23,19 +36,18 @@ class PlainTarget:
     def __init__(self, model: Any, exact: AbstractContextManager[Any] | None = None) -> None:
         """Wrap ``model``; its logits are computed inside ``exact``."""
         self.model, self.exact = model, exact or nullcontext()
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.guard = gradient_guard(model)
+        self.device: torch.device = input_device(model)
         self.vocab_size = int(text_config(model.config).vocab_size)
         self.max_context = context_limit(model.config)
         self._takes = inspect.signature(model.forward).parameters.keys()
-        self._cache_name = "cache_params" if "cache_params" in self._takes else "past_key_values"
         self.reset()
 
     def reset(self) -> None:
         """Forget the context and free its memory."""
-        self._cache: Any = None
-        self._mask = torch.ones((1, 0), dtype=torch.long, device=self.device)
+        self._ids = torch.zeros((1, 0), dtype=torch.long, device=self.device)
+        self._state: dict[str, Any] = {}  # what generate calls model_kwargs
 
-    @torch.inference_mode()
     def prefill(
         self,
         prompts: list[list[int]],
@@ -46,39 +58,53 @@ class PlainTarget:
     ) -> Tensor:
         """Read the prompts anew, in one forward, whatever ``keep`` says."""
         check_prompts(prompts, self.max_context)
-        self.reset()
         longest = max(map(len, prompts))
         ids = torch.zeros((len(prompts), longest), dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
-        self._mask = mask[:, :0].to(self.device)
-        logits = self._forward(ids.to(self.device), mask.to(self.device))
+        self._ids = ids.to(self.device)
+        self._state = self._first_state(mask.to(self.device))
+        logits = self._forward(first=True)
         if on_progress is not None:
             on_progress(longest, longest)
-        return logits[:, -1]
+        return logits
 
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, 1, V] of the roots; there is nothing else in ``draft``."""
         assert draft.tokens.shape[1] == 1
-        return self._forward(draft.tokens, torch.ones_like(draft.tokens))
+        self._ids = torch.cat([self._ids, draft.tokens], dim=1)
+        return self._forward(first=False)[:, None]
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Do nothing: the roots are in the cache already."""
 
-    @torch.inference_mode()
-    def _forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        self._mask = torch.cat([self._mask, mask], dim=1)
-        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": self._mask}
+    def _first_state(self, mask: Tensor) -> dict[str, Any]:
+        """Return what ``generate`` gives the model before its first forward."""
+        state: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
+        if "past_key_values" in self._takes and self.model._supports_default_dynamic_cache():
+            state["past_key_values"] = DynamicCache(config=text_config(self.model.config))
+        if not SLICES_BY_LENGTH:
+            length = self._ids.shape[1]
+            return dict(self.model._get_initial_cache_position(length, self.device, state))
         if "position_ids" in self._takes:
-            positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)
-            inputs["position_ids"] = positions[:, -tokens.shape[1] :]
-        if self._cache is not None and self._cache_name == "cache_params":
-            del inputs["attention_mask"]  # Mamba's kind would apply it to the new token
-        inputs[self._cache_name] = self._cache
-        with self.exact:
-            output = self.model(**inputs, use_cache=True)
-        self._cache = output.get(self._cache_name)
-        logits: Tensor = output.logits.to(self.device)
+            positions = self.model._prepare_position_ids_for_generation(self._ids, dict(state))
+            if positions is not None:
+                state["position_ids"] = positions
+        return state
+
+    def _forward(self, first: bool) -> Tensor:
+        """Read what is new of the ids; return the logits [B, V] after the last."""
+        options: dict[str, Any] = {}
+        if SLICES_BY_LENGTH:
+            options = {
+                "next_sequence_length": None if first else 1,
+                "is_first_iteration": first,
+            }
+        with self.guard(), self.exact:
+            inputs = self.model.prepare_inputs_for_generation(self._ids, **options, **self._state)
+            output = self.model(**inputs, return_dict=True)
+            self._state = self.model._update_model_kwargs_for_generation(output, self._state)
+        logits: Tensor = output.logits[:, -1].to(self.device)
         return logits

@@ -62,7 +62,6 @@ def open_target(model: Any, *, strict: bool = False, exact_logits: bool = False)
     return PlainTarget(model, exact)
 
 
-@torch.inference_mode()
 def probe(target: TreeTarget) -> str | None:
     """Return why ``target`` must not verify trees, or None when it computes them right.
 
@@ -75,7 +74,7 @@ def probe(target: TreeTarget) -> str | None:
     ids = torch.randint(0, target.vocab_size, (count,), generator=rng).tolist()
     prefix, nodes, after = ids[:PREFIX], ids[PREFIX:-1], ids[-1]
     try:
-        with _short_windows(target):
+        with target.guard(), _short_windows(target):
             worst, control, spread = _compare(target, prefix, nodes, after)
     except Exception as error:
         text = str(error).strip().split("\n")[0][:160]
@@ -96,8 +95,11 @@ def _compare(
     """Largest difference of the tree and of the control, and the logits' standard deviation."""
     rows = [[*prefix, *(nodes[i] for i in leaf), after] for leaf in LEAVES]
     ids = torch.tensor(rows, device=target.device)
+    inputs = {"input_ids": ids}
+    if target.takes_positions:  # generate gives them too; by itself a model may count otherwise
+        inputs["position_ids"] = torch.arange(ids.shape[1], device=target.device).expand_as(ids)
     with target.exact:
-        output = target.model(input_ids=ids, use_cache=False)
+        output = target.model(**inputs, use_cache=False)
     right: Tensor = output.logits.to(target.device).float()
 
     shape = TreeShape(TEMPLATE, target.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.masks import input_device
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def prepare(model: Any, prompt: list[int], options: dict[str, Any]) -> Choice:
         prepared.append(Choice(logits_processor, bool(generation_config.do_sample), tuple(ids)))
         return input_ids
 
-    ids = torch.tensor([prompt], device=model.get_input_embeddings().weight.device)
+    ids = torch.tensor([prompt], device=input_device(model))
     given = {"attention_mask": torch.ones_like(ids), "use_cache": False, **options}
     try:
         model.generate(ids, custom_generate=take, **given)

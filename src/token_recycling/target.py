@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from token_recycling import defaults
 from token_recycling.cache import RecyclingCache
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.masks import additive_masks, layer_reaches, text_config
+from token_recycling.masks import additive_masks, input_device, layer_reaches, text_config
 from token_recycling.tree import DraftTree
 
 # (tokens [B, c], logits [B, c, V], valid [B, c]) of a chunk of the prompts
@@ -24,6 +25,8 @@ OnProgress = Callable[[int, int], None]
 
 # Rotary kinds whose angles are the same function of the position at every length.
 GROWING_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+TREE_ROOM = 256  # slots kept free for the nodes of a draft
+SHORTEST_CONTEXT = 64  # below this a limit is a refusal
 
 
 class Target(Protocol):
@@ -33,6 +36,7 @@ class Target(Protocol):
     vocab_size: int
     max_context: int | None
     exact: AbstractContextManager[Any]
+    guard: Callable[[], AbstractContextManager[Any]]
 
     def prefill(
         self,
@@ -72,12 +76,12 @@ def context_limit(config: Any) -> int | None:
     original length; entries computed before would be stale, so that is the limit here.
     """
     config = text_config(config)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", None) or 0
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         original = getattr(config, "original_max_position_embeddings", None)
         limit = original or rope.get("original_max_position_embeddings") or limit
-    return int(limit) if limit else None
+    return int(limit) if limit > 0 else None
 
 
 def position_limit(config: Any) -> int | None:
@@ -95,6 +99,36 @@ def position_limit(config: Any) -> int | None:
     return None if kinds <= GROWING_ROPE else context_limit(config)
 
 
+def slot_limit(config: Any) -> int | None:
+    """Cache slots up to which a model's attention depends on masks and positions alone.
+
+    Some have a rule that counts slots and that begins late, longer than the probe is. In front of
+    it nothing is lost; behind it siblings in a tree would not be computed like their paths.
+
+    Returns:
+        The slots that a context may use, a tree's left out; None where there is no such rule.
+
+    Raises:
+        TokenRecyclingError: the rule begins too early to leave any room.
+    """
+    config = text_config(config)
+    begins = []
+    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+        begins.append(config.floor_scale - 1)  # Llama-4 scales queries by slot
+    if keep := getattr(config, "keep_window_size", None):
+        begins.append(keep)  # Doge keeps so many keys, and breaks ties by slot
+    if not begins:
+        return None
+    limit = min(begins) - TREE_ROOM
+    if limit < SHORTEST_CONTEXT:
+        raise TokenRecyclingError(f"its attention counts cache slots beyond {min(begins)}")
+    return int(limit)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def check_prompts(prompts: list[list[int]], limit: int | None) -> None:
     """Refuse prompts that cannot be read.
 
@@ -110,6 +144,31 @@ def check_prompts(prompts: list[list[int]], limit: int | None) -> None:
             )
 
 
+def gradient_guard(model: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what keeps gradients out of a forward of ``model``.
+
+    Inference mode is the faster one, by some percent of a step of a small model. Weights that
+    are a tensor class of their own, as quantised ones are, may not bear it.
+    """
+    if all(type(parameter.data) is Tensor for parameter in model.parameters()):
+        return torch.inference_mode
+    return torch.no_grad
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _guarded(method: Method) -> Method:
+    """Run a target's method under its guard."""
+
+    @wraps(method)
+    def run(self: Target, *args: Any, **options: Any) -> Any:
+        with self.guard():
+            return method(self, *args, **options)
+
+    return cast(Method, run)
+
+
 class TreeTarget:
     """Any ``…ForCausalLM`` whose attention takes a 4D mask, as it comes.
 
@@ -123,21 +182,24 @@ class TreeTarget:
             TokenRecyclingError: its configuration names layers that cannot branch.
         """
         self.model, self.exact = model, exact or nullcontext()
+        self.guard = gradient_guard(model)
         self.config = text_config(model.config)
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device: torch.device = input_device(model)
         self.dtype: torch.dtype = model.dtype
         self.vocab_size = int(self.config.vocab_size)
-        self.max_context = context_limit(model.config)
-        self.max_positions = position_limit(model.config)
+        slots = slot_limit(model.config)
+        self.max_context = _least(context_limit(model.config), slots)
+        self.max_positions = _least(position_limit(model.config), slots)
         self.reaches = layer_reaches(model.config)
         self._takes = inspect.signature(model.forward).parameters.keys()
+        self.takes_positions = "position_ids" in self._takes
         self.reset()
 
     def reset(self) -> None:
         """Forget the context and free its memory."""
         self.cache = RecyclingCache(self.config.num_hidden_layers, 1)
 
-    @torch.inference_mode()
+    @_guarded
     def prefill(
         self,
         prompts: list[list[int]],
@@ -185,7 +247,7 @@ class TreeTarget:
         assert ends is not None
         return ends
 
-    @torch.inference_mode()
+    @_guarded
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node in one forward."""
         batch, n = draft.tokens.shape
@@ -204,7 +266,7 @@ class TreeTarget:
             torch.cat([slots, positions], dim=1),
         )
 
-    @torch.inference_mode()
+    @_guarded
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Keep the first ``counts[b]`` nodes of ``path[b]`` of the last draft."""
         self.cache.commit(path, counts)
@@ -230,7 +292,7 @@ class TreeTarget:
             ),
             "position_ids": positions,
         }
-        if "position_ids" not in self._takes:
+        if not self.takes_positions:
             del inputs["position_ids"]
         sliced = keep is not None and "logits_to_keep" in self._takes
         if sliced:  # a chunk in which no prompt ends needs one row of logits at most

@@ -1,0 +1,70 @@
+"""Quantised weights: exact where only weights are, found out or near ties where activations are."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from token_recycling import PlainDecodingWarning, TokenRecycling
+from token_recycling.api import BUNDLED_MODEL
+from token_recycling.check import check, overall
+from token_recycling.plain_target import PlainTarget
+from token_recycling.prompts import DEMO
+
+pytestmark = pytest.mark.quantised
+
+
+def torchao(kind):
+    """A Transformers configuration for one of torchao's kinds."""
+    from torchao import quantization
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(getattr(quantization, kind)())
+
+
+def bitsandbytes(**options):
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**options)
+
+
+WEIGHTS_ONLY = {
+    "torchao int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "bitsandbytes nf4": lambda: bitsandbytes(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    ),
+}
+ACTIVATIONS_TOO = {
+    "torchao int8 dynamic": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
+    "bitsandbytes int8": lambda: bitsandbytes(load_in_8bit=True),
+}
+
+
+def load(config):
+    """The bundled model, quantised; on the CPU."""
+    return TokenRecycling.from_pretrained(
+        BUNDLED_MODEL, dtype="float32", device_map="cpu", quantization_config=config
+    )
+
+
+def weights_differ(model):
+    plain = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    return (model(ids).logits - plain(ids).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", WEIGHTS_ONLY)
+def test_quantised_weights_are_lossless(kind):
+    recycler = load(WEIGHTS_ONLY[kind]())
+    assert weights_differ(recycler.model)
+    assert not isinstance(recycler.target, PlainTarget)
+    assert overall(check(recycler, DEMO[::2], 80)) == "lossless"
+    assert recycler.stats.accepted > 0
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS_TOO)
+def test_quantised_activations_are_found_out(kind):
+    """A row's numbers depend on its company, in a tree and in stock batches alike."""
+    with pytest.warns(PlainDecodingWarning, match="logits in a tree differ"):
+        recycler = load(ACTIVATIONS_TOO[kind]())
+    assert weights_differ(recycler.model)
+    assert overall(check(recycler, DEMO[:1], 20)) == "lossless"
