@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -374,7 +375,11 @@ def make(name: str, **changes: Any) -> Any:
     architecture = ARCHITECTURES[name]
     torch.manual_seed(0)
     config_class = getattr(transformers, architecture.config_class)
-    known = {f.name for f in fields(config_class)} - architecture.options.keys()
+    if is_dataclass(config_class):
+        known = {f.name for f in fields(config_class)}
+    else:  # up to Transformers 5.3
+        known = set(signature(config_class.__init__).parameters)
+    known -= architecture.options.keys()
     common = {key: value for key, value in COMMON.items() if key in known}
     given = {k: v for k, v in (architecture.options | changes).items() if v is not None}
     config = config_class(**common | given)

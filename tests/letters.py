@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from models import VOCABULARY
+from architectures import VOCABULARY
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from models import SUPPORTED, make, plain, random_prompts
+from architectures import make
+from models import plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.compare import plain_generate
 from token_recycling.prompts import DEMO
@@ -180,9 +181,7 @@ def test_two_sets_of_rotary_factors_limit_the_context():
         "original_max_position_embeddings": 48,
         "rope_theta": 10000.0,
     }
-    model = make(
-        SUPPORTED, "phi3, window", rope_parameters=rope, original_max_position_embeddings=48
-    )
+    model = make("phi3", rope_parameters=rope, original_max_position_embeddings=48)
     recycler = TokenRecycling(model, strict=True)
     prompt = random_prompts([20])[0]
     answer = recycler.generate(prompt, max_new_tokens=100)
@@ -200,7 +199,7 @@ def test_batches_of_texts(recycler):
 
 
 def test_k_reaches_the_drafts(recycler):
-    model = make(SUPPORTED, "llama")
+    model = make("llama")
     for k in (1, 3):
         small = TokenRecycling(model, k=k)
         assert small.matrix.k == k

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from models import SUPPORTED, make, random_prompts
+from architectures import make
+from models import random_prompts
 from test_cli import call
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.cache import RecyclingCache
@@ -15,7 +16,7 @@ PROMPTS = random_prompts([20, 7, 33])
 
 
 def half(name="llama"):
-    return make(SUPPORTED, name).to(torch.bfloat16)
+    return make(name).to(torch.bfloat16)
 
 
 class TestExactLogits:
@@ -62,7 +63,7 @@ class TestExactLogits:
 
 class TestCheck:
     def test_float32_is_lossless(self):
-        results = list(check(TokenRecycling(make(SUPPORTED, "llama")), PROMPTS, 40))
+        results = list(check(TokenRecycling(make("llama")), PROMPTS, 40))
         assert [r.verdict for r in results] == ["lossless"] * 3
         assert all(r.new_tokens == 40 and 0 < r.noise < 1e-3 for r in results)
 
@@ -70,7 +71,7 @@ class TestCheck:
         def forgetful(self, path, counts):
             self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
 
-        recycler = TokenRecycling(make(SUPPORTED, "llama"), tree="paper")
+        recycler = TokenRecycling(make("llama"), tree="paper")
         monkeypatch.setattr(RecyclingCache, "commit", forgetful)
         results = list(check(recycler, PROMPTS, 40))
         assert overall(results) == "WRONG"
@@ -99,7 +100,7 @@ class TestCheck:
         assert overall([same]) == "lossless"
 
     def test_an_answer_that_ends_early_is_wrong(self):
-        recycler = TokenRecycling(make(SUPPORTED, "llama"))
+        recycler = TokenRecycling(make("llama"))
         generate = recycler.generate
 
         def shorter(ids, max_new_tokens):

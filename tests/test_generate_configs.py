@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from architectures import make
 from letters import letters
-from models import SUPPORTED, make, random_prompts
+from models import random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecyclingError, enable
 
 TOKENS = st.integers(3, 95)
@@ -22,7 +23,7 @@ seen = Counter()
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def model(request):
-    model = make(SUPPORTED, request.param)
+    model = make(request.param)
     model.generation_config.pad_token_id = 0
     return model
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from models import SUPPORTED, make, plain, random_prompts
+from architectures import make
+from models import SUPPORTED, plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.tree import shipped
 
@@ -13,7 +14,7 @@ NEW = 60  # beyond every window (16)
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_greedy_is_identical(name):
-    model = make(SUPPORTED, name)
+    model = make(name)
     expected = [plain(model, prompt, NEW) for prompt in PROMPTS]
     assert len(set(map(tuple, expected))) > 1  # a constant answer would prove little
     for tree in TREES:
@@ -28,7 +29,7 @@ def test_greedy_is_identical(name):
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "none"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_other_drafters_are_identical_too(name, drafter):
-    model = make(SUPPORTED, name)
+    model = make(name)
     expected = [plain(model, prompt, NEW) for prompt in PROMPTS]
     recycler = TokenRecycling(model, drafter=drafter, strict=True)
     assert [recycler.generate(p, max_new_tokens=NEW).token_ids for p in PROMPTS] == expected
@@ -42,7 +43,7 @@ def test_breaking_the_commit_turns_this_red(monkeypatch):
     def forgetful(self, path, counts):
         self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
 
-    model = make(SUPPORTED, "llama")
+    model = make("llama")
     expected = [plain(model, prompt, NEW) for prompt in PROMPTS]
     recycler = TokenRecycling(model, tree="paper", strict=True)  # its probe would notice
     monkeypatch.setattr(RecyclingCache, "commit", forgetful)
@@ -52,7 +53,7 @@ def test_breaking_the_commit_turns_this_red(monkeypatch):
 
 def test_up_to_the_end_of_the_context():
     """GPT-2 has a table of positions: drafting beyond it must neither fail nor emit."""
-    model = make(SUPPORTED, "gpt2", n_positions=64)
+    model = make("gpt2", n_positions=64)
     recycler = TokenRecycling(model, tree="paper", strict=True)
     for length in (40, 55, 63):
         prompt = random_prompts([length])[0]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from models import SUPPORTED, make, plain, random_prompts
+from architectures import make
+from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
 
 MIXES = {
@@ -17,7 +18,7 @@ MIXES = {
 
 @pytest.fixture(scope="module")
 def model():
-    return make(SUPPORTED, "qwen3")
+    return make("qwen3")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from models import REFUSED, SUPPORTED, make, plain, random_prompts
+from architectures import make
+from models import REFUSED, SUPPORTED, plain, random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError
 from token_recycling.masks import additive_masks
 from token_recycling.plain_target import PlainTarget
@@ -37,7 +38,7 @@ def tree_difference(model, target, prompts, prepare=lambda draft: draft):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_tree_computes_its_paths(name, attention):
-    model = make(SUPPORTED, name, attn_implementation=attention)
+    model = make(name, attn_implementation=attention)
     target = open_target(model, strict=True)
     assert tree_difference(model, target, random_prompts([24])) < 2e-3
     assert tree_difference(model, target, random_prompts([24, 3, 40])) < 2e-3
@@ -53,7 +54,7 @@ BREAKS = {
 @pytest.mark.parametrize("what", BREAKS)
 def test_negative_controls(what, monkeypatch):
     kind, least = BREAKS[what]
-    model = make(SUPPORTED, "mistral, window")
+    model = make("mistral")
     target = open_target(model, strict=True)
 
     def broken(draft):
@@ -75,7 +76,7 @@ def test_negative_controls(what, monkeypatch):
 
 def test_a_wrong_commit_is_seen():
     """Without moving the accepted entries, or moving other ones, the next step is wrong."""
-    model = make(SUPPORTED, "llama")
+    model = make("llama")
     prompt = random_prompts([20])[0]
     shape = TreeShape(TEMPLATE, "cpu")
     tokens = torch.randint(3, 96, (1, shape.nodes))
@@ -104,7 +105,7 @@ def test_a_wrong_commit_is_seen():
 
 
 def test_the_cache_grows_and_is_moved_in_place():
-    model = make(SUPPORTED, "llama", max_position_embeddings=4096)
+    model = make("llama", max_position_embeddings=4096)
     target = TreeTarget(model)
     target.prefill(random_prompts([700]))
     capacity = target.cache.capacity
@@ -120,7 +121,7 @@ def test_the_cache_grows_and_is_moved_in_place():
 def test_prefill_in_chunks_is_prefill_at_once(monkeypatch):
     from token_recycling import defaults
 
-    model = make(SUPPORTED, "gemma3")
+    model = make("gemma3")
     target = TreeTarget(model)
     prompts = random_prompts([37, 12, 29])
     seen = []
@@ -152,7 +153,7 @@ def test_eager_masks_are_additive():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_branch_is_decoded_plainly_with_one_warning(name):
-    model = make(REFUSED, name)
+    model = make(name)
     with pytest.warns(PlainDecodingWarning) as caught:
         recycler = TokenRecycling(model)
     assert len([w for w in caught if w.category is PlainDecodingWarning]) == 1
@@ -168,7 +169,7 @@ def test_what_cannot_branch_is_decoded_plainly_with_one_warning(name):
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])
 def test_a_plain_batch_is_padded_on_the_left(name):
-    model = make(REFUSED, name)
+    model = make(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         recycler = TokenRecycling(model)
@@ -178,7 +179,7 @@ def test_a_plain_batch_is_padded_on_the_left(name):
 
 
 def test_the_probe_says_no_to_a_model_that_ignores_the_mask():
-    model = make(SUPPORTED, "llama")
+    model = make("llama")
     target = TreeTarget(model)
     assert probe(target) is None
     forward = model.forward
@@ -187,13 +188,13 @@ def test_the_probe_says_no_to_a_model_that_ignores_the_mask():
 
 
 def test_the_probe_says_no_when_it_cannot_tell():
-    model = make(SUPPORTED, "llama")
+    model = make("llama")
     for layer in model.model.layers:  # nothing depends on the context
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     assert "cannot tell" in probe(TreeTarget(model))
 
 
 def test_the_probe_leaves_the_configuration_alone():
-    model = make(SUPPORTED, "gemma3")
+    model = make("gemma3")
     open_target(model, strict=True)
     assert model.config.sliding_window == 16

@@ -13,7 +13,7 @@ from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 
 if TYPE_CHECKING:
     from token_recycling.adjacency import AdjacencyMatrix
-    from token_recycling.api import Chunk, Generation, TokenRecycling
+    from token_recycling.api import BUNDLED_MODEL, Chunk, Generation, TokenRecycling
     from token_recycling.drafters import Drafter
     from token_recycling.integrations.transformers import enable
     from token_recycling.metrics import Stats, Step
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 # Imported when first used: PyTorch takes seconds that `import token_recycling` need not.
 _LAZY = {
+    "BUNDLED_MODEL": "api",
     "AdjacencyMatrix": "adjacency",
     "Chunk": "api",
     "DraftTree": "tree",
@@ -36,6 +37,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "BUNDLED_MODEL",
     "AdjacencyMatrix",
     "Chunk",
     "DraftTree",
