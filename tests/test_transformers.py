@@ -362,7 +362,10 @@ class TestCaches:
                 new, attention_mask=mask, past_key_values=cache, max_new_tokens=20
             )
 
-        expected = two_turns()
+        try:
+            expected = two_turns()
+        except IndexError:
+            pytest.skip("stock generate cannot do this before Transformers 5.4")
         with enable(model, strict=True):
             assert same(two_turns(), expected)
 
