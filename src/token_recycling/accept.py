@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,6 +118,13 @@ Processors = Callable[[Tensor, Tensor], Tensor]
 OnChoice = Callable[[int, Tensor, Tensor], None]
 
 
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make tensors that may be written to and kept, inside inference mode too."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Sequences:
     """Rows of tokens that grow one by one, each readable as a tensor without a copy."""
 
@@ -167,13 +175,14 @@ class FollowAcceptor:
 
     def _choose(self, row: int, logits: Tensor) -> Tensor:
         """Choose a token, int64 [], from ``logits`` [V] and append it to the row's sequence."""
-        whole = logits[None].float().clone()
-        scores = self.processors[row](self.sequences[row], whole)
-        token = scores.argmax(dim=-1) if self.draw is None else self.draw(row, scores)
-        self.sequences.append(row, token[0])
-        if self.on_choice is not None:
-            self.on_choice(row, whole, scores)
-        return token[0]
+        with ordinary_tensors():  # processors are other people's code
+            whole = logits[None].float().clone()
+            scores = self.processors[row](self.sequences[row], whole)
+            token = scores.argmax(dim=-1) if self.draw is None else self.draw(row, scores)
+            self.sequences.append(row, token[0])
+            if self.on_choice is not None:
+                self.on_choice(row, whole, scores)
+            return token[0]
 
     def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
         """Walk every row's tree from its root."""

@@ -382,7 +382,8 @@ class TokenRecycling:
             run.kept = self._common_context(encoded) if keep_context else 0
             return run.kept
 
-        run.steps = self.steps(encoded, accept, rules, keep=keep, on_progress=on_progress)
+        steps = self.steps(encoded, accept, rules, keep=keep, on_progress=on_progress)
+        run.steps = self._remembered(steps, encoded)
         return run
 
     def steps(
@@ -431,9 +432,22 @@ class TokenRecycling:
                 else:
                     self.stats.add_prefill(len(prompt) - kept, step, row)
             read = True
-            if len(prompts) == 1:
-                self._context = self._context or list(prompts[0])
-                self._context += step.tokens[0]
+            yield step
+
+    def _remembered(self, steps: Iterator[Step], prompts: list[list[int]]) -> Iterator[Step]:
+        """Note what the target reads, for ``keep_context``; one thread at a time."""
+        read: list[int] = []
+        while True:
+            with self.claim() as claimed:
+                if not claimed:
+                    raise TokenRecyclingError("the model is answering in another thread")
+                step = next(steps, None)
+                if step is None:
+                    return
+                if len(prompts) == 1:
+                    read = read or list(prompts[0])
+                    read += step.tokens[0]
+                    self._context = read
             yield step
 
     def __call__(
@@ -473,7 +487,7 @@ class TokenRecycling:
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
-        """Take the target for one call of ``generate``; False while another thread has it."""
+        """Take the target for a call of ``generate`` or a step; False while another has it."""
         try:
             self._free.pop()
         except IndexError:

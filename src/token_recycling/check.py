@@ -103,17 +103,21 @@ def _plainly(
         max_new_tokens = min(max_new_tokens, room - len(prompt))
     ids = torch.tensor([prompt], device=recycler.target.device)
     with recycler.target.exact:
-        # the class's own method: the model object's may recycle
-        out = type(model).generate(
-            model,
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        try:
+            # the class's own method: the model object's may recycle
+            out = type(model).generate(
+                model,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        except ValueError as error:  # what the model's own generation_config asks for
+            line = " ".join(str(error).split())
+            raise TokenRecyclingError(f"Transformers refuses: {line}") from error
         whole = model(input_ids=out.sequences[:, :-1], use_cache=False).logits[0]
     logits = torch.cat(out.logits).to(whole.device)
     noise = (whole[len(prompt) - 1 :].float() - logits).abs().max()

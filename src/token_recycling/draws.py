@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from token_recycling.errors import TokenRecyclingError
-
 
 class Draw(Protocol):
     """Draws a row's next token."""
@@ -50,11 +48,11 @@ class BatchDraws:
         """Draw ``row``'s next token.
 
         Raises:
-            TokenRecyclingError: the scores are no distribution.
+            RuntimeError: the scores are no distribution; what multinomial says.
         """
         weights = scores.softmax(dim=-1)
-        if not bool((weights >= 0).all()):  # what multinomial refuses
-            raise TokenRecyclingError("the scores of a token are not numbers; it cannot be drawn")
+        if not bool((weights >= 0).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         index = self._drawn[row] - self._first
         if index == len(self._blocks):
             shape = (len(self._drawn), weights.shape[-1])

@@ -31,18 +31,28 @@ class ExactHead:
         if type(self.head) is not torch.nn.Linear or weight is None or weight.is_meta:
             kind = type(self.head).__name__
             raise TokenRecyclingError(f"exact logits need a plain linear projection, not {kind}")
-        self.weight = weight.detach().float()
-        self.bias = None if self.head.bias is None else self.head.bias.detach().float()
-        self.used = False  # whether the model has asked for its logits here
         self._entered = 0
+        self._copy()
+
+    def _version(self) -> list[Any]:
+        """What changes when the weights do."""
+        given = (self.head.weight, self.head.bias)
+        return [(w.data_ptr(), w._version, w.device, w.shape) for w in given if w is not None]
+
+    def _copy(self) -> None:
+        bias = self.head.bias
+        self.weight = self.head.weight.detach().float()
+        self.bias = None if bias is None else bias.detach().float()
+        self._copied = self._version()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Project ``hidden`` [B, q, d] to logits float32 [B, q, V]."""
-        self.used = True
         return linear(hidden.to(self.weight.device).float(), self.weight, self.bias)
 
     def __enter__(self) -> ExactHead:
         if not self._entered:
+            if self._copied != self._version():  # trained, loaded or merged meanwhile
+                self._copy()
             self._before = self.head.__dict__.get("forward")
             self.head.forward = self
         self._entered += 1

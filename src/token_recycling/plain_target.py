@@ -59,10 +59,10 @@ class PlainTarget:
         """Read the prompts anew, in one forward, whatever ``keep`` says."""
         check_prompts(prompts, self.max_context)
         longest = max(map(len, prompts))
-        ids = torch.zeros((len(prompts), longest), dtype=torch.long)
+        ids = torch.zeros((len(prompts), longest), dtype=torch.long, device="cpu")
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt, device="cpu")
             mask[row, longest - len(prompt) :] = 1
         self._ids = ids.to(self.device)
         self._state = self._first_state(mask.to(self.device))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.exact import ExactHead
@@ -47,12 +48,19 @@ def open_target(model: Any, *, strict: bool = False, exact_logits: bool = False)
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise TokenRecyclingError("models with an encoder are not supported")
+    if not isinstance(model, GenerationMixin):
+        kind = type(model).__name__
+        raise TokenRecyclingError(f"{kind} is no model of Transformers; give the one inside it")
     exact = ExactHead(model) if exact_logits else nullcontext()
+    training = model.training
     try:
+        model.eval()
         target = TreeTarget(model, exact)
         reason = probe(target)
     except TokenRecyclingError as error:
         reason = str(error)
+    finally:
+        model.train(training)
     if reason is None:
         return target
     message = f"{type(model).__name__} cannot be verified by tree attention: {reason}"
@@ -99,8 +107,12 @@ def _compare(
     if target.takes_positions:  # generate gives them too; by itself a model may count otherwise
         inputs["position_ids"] = torch.arange(ids.shape[1], device=target.device).expand_as(ids)
     with target.exact:
-        output = target.model(**inputs, use_cache=False)
+        output = target.model(**inputs, use_cache=False, return_dict=True)
     right: Tensor = output.logits.to(target.device).float()
+
+    # what generate would feed the model: a soft prompt, say, is not in the ids
+    prepared = PlainTarget(target.model, target.exact).prefill(rows[:1])
+    worst = float((prepared[0].float() - right[0, -1]).abs().max())
 
     shape = TreeShape(TEMPLATE, target.device)
     tokens = torch.tensor([nodes], device=target.device)
@@ -117,7 +129,7 @@ def _compare(
 
     wrong = target.verify(replace(draft, ancestors=causal))
     control = difference(wrong[0].float())
-    worst = difference(target.verify(draft)[0].float())
+    worst = max(worst, difference(target.verify(draft)[0].float()))
 
     path = torch.tensor([COMMITTED], device=target.device)
     target.commit(path, [len(COMMITTED)])

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from token_recycling import defaults
 from token_recycling.cache import RecyclingCache
@@ -25,6 +26,9 @@ OnProgress = Callable[[int, int], None]
 
 # Rotary kinds whose angles are the same function of the position at every length.
 GROWING_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+ATTENTION = ("eager", "sdpa")  # flash takes no 4D mask; flex ends the process with one
+# Methods of generate that a model may replace, and what a soft prompt replaces.
+DECODING = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 TREE_ROOM = 256  # slots kept free for the nodes of a draft
 SHORTEST_CONTEXT = 64  # below this a limit is a refusal
 
@@ -185,7 +189,6 @@ class TreeTarget:
         self.guard = gradient_guard(model)
         self.config = text_config(model.config)
         self.device: torch.device = input_device(model)
-        self.dtype: torch.dtype = model.dtype
         self.vocab_size = int(self.config.vocab_size)
         slots = slot_limit(model.config)
         self.max_context = _least(context_limit(model.config), slots)
@@ -193,7 +196,31 @@ class TreeTarget:
         self.reaches = layer_reaches(model.config)
         self._takes = inspect.signature(model.forward).parameters.keys()
         self.takes_positions = "position_ids" in self._takes
+        if type(model)._sample is not GenerationMixin._sample:
+            raise TokenRecyclingError("its class samples in a way of its own")
+        if reason := self.changed():
+            raise TokenRecyclingError(reason)
         self.reset()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's queries."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    def changed(self) -> str | None:
+        """Say why the model, as it is now, is not the one that the probe saw, or None."""
+        attention = getattr(self.config, "_attn_implementation", None) or "eager"
+        if attention not in ATTENTION:
+            return f"its attention is {attention}, which takes no tree; choose sdpa or eager"
+        if self.model.training:
+            return "it is in training mode; call model.eval()"
+        if self.vocab_size != int(self.config.vocab_size):
+            return "its vocabulary has changed"
+        if self.device != input_device(self.model):
+            return f"it has moved from {self.device}"
+        own = [name for name in DECODING if name in self.model.__dict__]
+        return f"the object has a {own[0]} of its own" if own else None
 
     def reset(self) -> None:
         """Forget the context and free its memory."""
@@ -209,15 +236,18 @@ class TreeTarget:
         keep: int = 0,
     ) -> Tensor:
         """Read the prompts (see ``Target.prefill``)."""
-        check_prompts(prompts, self.max_positions)
+        if reason := self.changed():
+            raise TokenRecyclingError(f"the model cannot be used: {reason}")
+        limit = self.max_positions
+        check_prompts(prompts, None if limit is None else limit + 1)
         batch, longest = len(prompts), max(map(len, prompts))
         if keep:
             self.cache.rewind([keep])
         else:
             self.cache = RecyclingCache(self.config.num_hidden_layers, batch)
-        ids = torch.zeros((batch, longest), dtype=torch.long)
+        ids = torch.zeros((batch, longest), dtype=torch.long, device="cpu")
         for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
+            ids[row, : len(prompt)] = torch.tensor(prompt, device="cpu")
         ids = ids.to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         ends: Tensor | None = None
@@ -298,6 +328,8 @@ class TreeTarget:
         if sliced:  # a chunk in which no prompt ends needs one row of logits at most
             inputs["logits_to_keep"] = torch.tensor(keep or [0], device=self.device)
         with self.exact:
-            output = self.model(**inputs, past_key_values=self.cache, use_cache=True)
+            output = self.model(
+                **inputs, past_key_values=self.cache, use_cache=True, return_dict=True
+            )
         logits: Tensor = output.logits.to(self.device)
         return logits if keep is None or sliced else logits[:, keep or [0]]

@@ -82,7 +82,7 @@ def check(
 
 def _read(path: Path) -> list[str]:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenRecyclingError(f"cannot read the prompts in {path}: {error}") from error
     prompts = [line.strip() for line in lines if line.strip()]

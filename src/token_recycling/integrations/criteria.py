@@ -16,8 +16,9 @@ from transformers import (
 
 from token_recycling.accept import Sequences
 
-# These look at every row by itself. One of another class may look at the whole batch.
-ROW_BY_ROW = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+# These look at every row by itself. One of another class may look at the whole batch, and time
+# ends all rows of a batch at the same token.
+ROW_BY_ROW = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 
 
 class CriteriaRules:

@@ -13,6 +13,8 @@ from token_recycling.accept import chains
 from token_recycling.cache import RecyclingCache
 from token_recycling.target import TreeTarget
 
+PADDING_CHUNK = 16  # tokens per forward: each one's logits are computed, for nothing
+
 
 def extendable(cache: Any) -> bool:
     """True for a cache that can be gone on with: empty, or every layer at full length."""
@@ -23,14 +25,14 @@ def extendable(cache: Any) -> bool:
     )
 
 
-def take_in(cache: Any, layers: int) -> RecyclingCache:
-    """Copy the entries of a stock cache of one row."""
+def take_in(cache: Any, layers: int, dtype: torch.dtype) -> RecyclingCache:
+    """Copy the entries of a stock cache of one row, as ``dtype``."""
     own = RecyclingCache(layers, 1)
     length = cache.get_seq_length()
     own.reserve(length)
     for mine, given in zip(own.layers, cache.layers):
         if given.is_initialized and given.keys.numel():  # layers that share another's have none
-            mine.update(given.keys, given.values)
+            mine.update(given.keys.to(dtype), given.values.to(dtype))
     own.lengths = [length]
     return own
 
@@ -69,9 +71,11 @@ def read_padding(target: TreeTarget, tokens: list[list[int]], pad: int) -> None:
         pad: the padding's id.
     """
     missing = [max(map(len, tokens)) - len(row) for row in tokens]
-    if not (longest := max(missing)):
-        return
-    rows = [[row[-1], *[pad] * (longest - 1)] for row in tokens]
-    draft = chains(torch.tensor(rows, device=target.device))
-    target.verify(draft)
-    target.commit(torch.arange(longest, device=target.device).expand(len(rows), -1), missing)
+    rows = torch.full((len(tokens), max(missing)), pad, device=target.device)
+    rows[:, :1] = torch.tensor([row[-1:] for row in tokens], device=target.device)
+    for begin in range(0, rows.shape[1], PADDING_CHUNK):
+        part = rows[:, begin : begin + PADDING_CHUNK]
+        size = part.shape[1]
+        target.verify(chains(part))
+        nodes = torch.arange(size, device=target.device).expand_as(part)
+        target.commit(nodes, [min(max(n - begin, 0), size) for n in missing])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Request:
             return [[0] * self.cached + row for row in rows]
         if mask is None:
             return rows
-        return [row[len(row) - n :] for row, n in zip(rows, mask.sum(dim=1).tolist())]
+        return [row[len(row) - n :] for row, n in zip(rows, mask.long().sum(dim=1).tolist())]
 
     def row_processors(self, row: int) -> Any:
         """Return the processors for one row of the batch alone."""
@@ -156,7 +157,8 @@ class Request:
         if self.input_ids.shape[0] == 0:
             return "the batch is empty"
         for name, value in self.inputs.items():
-            if name not in KNOWN_INPUTS and value is not None:
+            nothing = value is None or (isinstance(value, dict) and not any(value.values()))
+            if name not in KNOWN_INPUTS and not nothing:
                 return f"the model gets {name}"
         return None
 
@@ -204,9 +206,12 @@ class Request:
         )
 
     def _beyond(self, max_positions: int | None) -> str | None:
-        longest = self.config.max_length - 1 + (self.cached if self.continues else 0)
-        if max_positions is not None and longest > max_positions:
-            return f"its max_length lies beyond the {max_positions} positions of the model"
+        if max_positions is None:
+            return None
+        limits = (getattr(criterion, "max_length", inf) for criterion in self.criteria)
+        longest = min(limits, default=inf) - 1 + (self.cached if self.continues else 0)
+        if longest > max_positions:
+            return f"its length may go beyond the {max_positions} positions of the model"
         return None
 
     def _whole_batch(self) -> str | None:

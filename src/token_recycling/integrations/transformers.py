@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,13 +24,18 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from token_recycling import defaults
-from token_recycling.accept import Acceptor, FollowAcceptor, GreedyAcceptor
+from token_recycling.accept import (
+    Acceptor,
+    FollowAcceptor,
+    GreedyAcceptor,
+    ordinary_tensors,
+)
 from token_recycling.draws import BatchDraws
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.integrations.criteria import CriteriaRules
 from token_recycling.integrations.handover import hand_out, read_padding, take_in
 from token_recycling.integrations.request import Request
-from token_recycling.metrics import Stats, Step
+from token_recycling.metrics import Stats
 from token_recycling.target import TreeTarget
 
 if TYPE_CHECKING:
@@ -97,25 +103,26 @@ class Enabled:
         """
         self.recycler = recycler
         model = recycler.model
-        self._before = model.__dict__.get("generate")
-        if self._before is not None and not isinstance(self._before, _Override):
+        before = model.__dict__.get("generate")
+        if before is not None and not isinstance(before, _Override):
             raise TokenRecyclingError(
                 "the model brings a generate of its own; give it custom_generate instead"
             )
         # Enabled twice, the later one serves alone.
-        stock = type(model).generate.__get__(model)
-        self._override = _Override(model, "generate", functools.partial(_covered, stock, recycler))
+        self._override = _Override(model, "generate", functools.partial(_covered, recycler), before)
         model.generate = self._override
 
     def disable(self) -> None:
         """Give the model its ``generate`` back; do nothing the second time."""
+        self._override.call = None
         model = self.recycler.model
-        if model.__dict__.get("generate") is not self._override:
-            return
-        if self._before is None:
-            del model.generate
+        current = model.__dict__.get("generate")
+        while isinstance(current, _Override) and current.call is None:
+            current = current.before
+        if current is not None:
+            model.generate = current
         else:
-            model.generate = self._before
+            model.__dict__.pop("generate", None)
 
     @property
     def stats(self) -> Stats:
@@ -140,18 +147,33 @@ class Enabled:
 
 
 class _Override:
-    """A method of one model object, in place of its class's."""
+    """A method of one model object, in place of its class's.
 
-    def __init__(self, model: Any, name: str, call: Callable[..., Any]) -> None:
-        self.model, self.name, self.call = model, name, call
+    Attributes:
+        call: gets the class's method, bound, and the arguments; None: that method alone.
+        before: what was there earlier.
+    """
+
+    def __init__(
+        self, model: Any, name: str, call: Callable[..., Any] | None, before: Any = None
+    ) -> None:
+        self._model = weakref.ref(model)  # a cycle would keep the model's memory
+        self.call, self.before = call, before
+        self.__name__, self.__doc__ = name, getattr(type(model), name).__doc__
         self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
+        model = self._model()
+        stock = getattr(type(model), self.__name__).__get__(model)
+        return stock(*args, **kwargs) if self.call is None else self.call(stock, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         """A copy of the model gets the method of its class."""
-        return functools.partial, (getattr(type(self.model), self.name), self.model)
+        return _Override, (self._model(), self.__name__, None)
+
+    def covers(self, model: Any) -> bool:
+        """False for what a copy of a model got instead of its original's."""
+        return self.call is not None and self._model() is model
 
 
 # Options of the decoding methods that Transformers keeps on the hub.
@@ -164,18 +186,20 @@ HUB_METHODS = {
 }
 
 
-def _covered(stock: Callable[..., Any], recycler: TokenRecycling, *args: Any, **kwargs: Any) -> Any:
+def _covered(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``generate`` with the recycler as its decoding method, if none is asked for."""
     given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     if given.get("custom_generate") is not None:
         return stock(*args, **kwargs)
     with _ended(given.get("streamer")):
-        config = given.get("generation_config") or recycler.model.generation_config
+        configs = (given.get("generation_config"), recycler.model.generation_config)
         for name, method in HUB_METHODS.items():
-            value = kwargs.get(name, getattr(config, name, None))
-            if value is not None and value != 1 and isinstance(recycler.target, TreeTarget):
+            values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+            if all(value in (None, 1) for value in values):
+                continue
+            if isinstance(recycler.target, TreeTarget):
                 _tell(recycler, f"{method} is asked for")
-                return stock(*args, **kwargs)
+            return stock(*args, **kwargs)
         return stock(*args, **{**kwargs, "custom_generate": recycler})
 
 
@@ -186,10 +210,9 @@ def mend(model: Any) -> None:
     collection by the callable's own arguments. This instance's collector does not for ours.
     """
     name = "_extract_generation_mode_kwargs"
-    if name in model.__dict__ or not hasattr(model, name):
-        return
-    stock = getattr(type(model), name).__get__(model)
-    setattr(model, name, _Override(model, name, functools.partial(_extract, stock)))
+    present = model.__dict__.get(name)
+    if not (isinstance(present, _Override) and present.covers(model)):
+        setattr(model, name, _Override(model, name, _extract))
 
 
 def _extract(
@@ -237,7 +260,7 @@ def generate(
             mode = request.mode.value.replace("_", " ")
             raise TokenRecyclingError(f"{mode} lives on the hub; leave custom_generate out for it")
         if isinstance(target, TreeTarget):
-            reason = request.obstacle(target.max_positions)
+            reason = target.changed() or request.obstacle(target.max_positions)
             if reason is None:
                 with recycler.claim() as claimed:
                     if claimed:
@@ -306,12 +329,12 @@ class _Answer:
         self.ended = [False] * request.batch
         self._streamed = 0
 
-    def take(self, step: Step) -> None:
-        for row, (tokens, reason) in enumerate(zip(step.tokens, step.reasons)):
-            self.tokens[row] += tokens
-            self.ended[row] |= reason is not None
+    def emit(self, row: int, token: int, ends: bool) -> None:
+        self.tokens[row].append(token)
+        self.ended[row] |= ends
         while self.streamer is not None and self._next_is_known():
-            self.streamer.put(torch.tensor(self._column(self._streamed)))
+            column = torch.tensor(self._column(self._streamed), device="cpu")
+            self.streamer.put(column)
             self._streamed += 1
 
     def _next_is_known(self) -> bool:
@@ -322,9 +345,9 @@ class _Answer:
         return [tokens[at] if at < len(tokens) else self.pad for tokens in self.tokens]
 
     def sequences(self) -> Tensor:
-        longest = max(map(len, self.tokens))
-        columns = [self._column(at) for at in range(longest)]
-        return torch.cat([self.input_ids, self.input_ids.new_tensor(columns).T], dim=1)
+        columns = [self._column(at) for at in range(max(map(len, self.tokens)))]
+        new = torch.tensor(columns, device=self.input_ids.device).T
+        return torch.cat([self.input_ids, new], dim=1)
 
 
 def _recycle(
@@ -343,10 +366,17 @@ def _recycle(
             kept.keep if kept.wanted else None,
         )
     rules = CriteriaRules(request.criteria, rows, answer.input_ids.device, lambda: kept.scores)
+
+    def stop(row: int, token: int) -> str | None:
+        with ordinary_tensors():  # criteria and streamers are other people's code
+            reason = rules(row, token)
+            answer.emit(row, token, reason is not None)
+            return reason
+
     if request.cached:
-        target.cache = take_in(request.cache, len(target.cache.layers))
-    for step in recycler.steps(request.prompts(), accept, rules, keep=lambda: request.cached):
-        answer.take(step)
+        target.cache = take_in(request.cache, len(target.cache.layers), target.dtype)
+    for _ in recycler.steps(request.prompts(), accept, stop, keep=lambda: request.cached):
+        pass
     if streamer is not None:
         streamer.end()
     cache = None
