@@ -46,11 +46,11 @@ def open_target(model: Any, *, strict: bool = False, exact_logits: bool = False)
         TokenRecyclingError: the probe fails and ``strict`` is set, or the model has an encoder,
             or no projection whose output could be exact.
     """
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise TokenRecyclingError("models with an encoder are not supported")
     if not isinstance(model, GenerationMixin):
         kind = type(model).__name__
         raise TokenRecyclingError(f"{kind} is no model of Transformers; give the one inside it")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TokenRecyclingError("models with an encoder are not supported")
     exact = ExactHead(model) if exact_logits else nullcontext()
     training = model.training
     try:
