@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from token_recycling import defaults
 from token_recycling.accept import (
     Acceptor,
     FollowAcceptor,
@@ -41,34 +39,18 @@ from token_recycling.target import TreeTarget
 if TYPE_CHECKING:
     from token_recycling.adjacency import AdjacencyMatrix
     from token_recycling.api import TokenRecycling
-    from token_recycling.drafters import Drafter
-    from token_recycling.tree import TreeTemplate
 
 
-def enable(
-    model: Any,
-    tokenizer: Any = None,
-    *,
-    drafter: str | Drafter = defaults.DRAFTER,
-    tree: str | Path | TreeTemplate | None = None,
-    k: int | None = None,
-    matrix: AdjacencyMatrix | str | Path | None = None,
-    exact_logits: bool = False,
-    strict: bool = False,
-) -> Enabled:
+def enable(model: Any, tokenizer: Any = None, **options: Any) -> Enabled:
     """Let ``model.generate`` recycle, and with it ``pipeline`` and everything else that calls it.
 
     Args:
         model: a Transformers ``…ForCausalLM``. Its own ``generate`` is covered on this instance
             until ``disable``; a copy or a pickle of the model has the stock one.
         tokenizer: its tokenizer, for the fingerprint of a saved matrix.
-        drafter: see ``TokenRecycling``.
-        tree: see ``TokenRecycling``.
-        k: see ``TokenRecycling``.
-        matrix: see ``TokenRecycling``.
-        exact_logits: see ``TokenRecycling``.
-        strict: raise where a model or a call cannot be served, instead of decoding plainly with
-            a ``PlainDecodingWarning``.
+        **options: those of ``TokenRecycling``: ``drafter``, ``tree``, ``k``, ``matrix``,
+            ``exact_logits``, and ``strict``, to raise where a model or a call cannot be served,
+            instead of decoding it plainly with a ``PlainDecodingWarning``.
 
     Returns:
         What to call ``disable`` on; a context manager too.
@@ -78,18 +60,7 @@ def enable(
     """
     from token_recycling.api import TokenRecycling
 
-    return Enabled(
-        TokenRecycling(
-            model,
-            tokenizer,
-            drafter=drafter,
-            tree=tree,
-            k=k,
-            matrix=matrix,
-            exact_logits=exact_logits,
-            strict=strict,
-        )
-    )
+    return Enabled(TokenRecycling(model, tokenizer, **options))
 
 
 class Enabled:
