@@ -33,7 +33,7 @@ test-models: .venv/ready ## Examine every architecture of Transformers; fails if
 	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
 
 # Files of the default suite that touch Transformers' own interfaces.
-VERSION_TESTS = test_target test_transformers test_sampling test_api test_bundled test_stories260k
+VERSION_TESTS = test_target test_transformers test_corners test_generate_configs test_sampling test_api test_bundled test_stories260k
 VERSIONS = $(patsubst tests/requirements/transformers-%.txt,%,$(wildcard tests/requirements/transformers-*.txt))
 
 test-versions: $(VERSIONS:%=test-version-%) ## Test with the oldest supported Transformers, and in between.

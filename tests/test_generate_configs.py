@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
@@ -16,6 +17,7 @@ from letters import letters
 from models import random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecyclingError, enable
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 TOKENS = st.integers(3, 95)
 TOKENIZER = letters()
 seen = Counter()
@@ -69,7 +71,8 @@ shared = maybe(
     output_logits=st.booleans(),
     max_time=st.just(1000.0),
     logits_to_keep=st.integers(0, 3),
-    prefill_chunk_size=st.integers(2, 9),
+    # older versions raise for a prompt of one token
+    **({} if VERSION < (5, 12) else {"prefill_chunk_size": st.integers(2, 9)}),
 )
 odd = st.one_of(
     st.just({}),
