@@ -233,6 +233,8 @@ class TestOtherPeoplesCode:
             return found
 
         expected = lengths(lambda ids, **kw: stock(model, ids, **kw))
+        if expected[0] == 12 + 1:
+            pytest.skip("older versions stream a token before they ask the criteria")
         with enable(model, strict=True):
             assert lengths(model.generate) == expected
         assert len(set(expected)) == 18
@@ -302,8 +304,12 @@ class TestInputs:
         model = make("mpt")
         with pytest.warns(PlainDecodingWarning):
             enabled = enable(model)
-        with enabled, pytest.raises(ValueError, match="trust_remote_code"):
-            model.generate(IDS, penalty_alpha=0.6, top_k=4)
+        options = {"penalty_alpha": 0.6, "top_k": 4}
+        with pytest.raises(Exception, match=r"hub|trust_remote_code|contrastive") as theirs:
+            stock(model, **options)
+        with enabled, pytest.raises(theirs.type) as ours:
+            model.generate(IDS, **options)
+        assert str(ours.value) == str(theirs.value)
 
     def test_a_vision_model_with_text_alone(self):
         from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration

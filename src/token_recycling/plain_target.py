@@ -83,6 +83,8 @@ class PlainTarget:
     def _first_state(self, mask: Tensor) -> dict[str, Any]:
         """Return what ``generate`` gives the model before its first forward."""
         state: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
+        if "logits_to_keep" in self._takes:
+            state["logits_to_keep"] = 1
         if "past_key_values" in self._takes and self.model._supports_default_dynamic_cache():
             state["past_key_values"] = DynamicCache(config=text_config(self.model.config))
         if not SLICES_BY_LENGTH:
