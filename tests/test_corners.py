@@ -326,6 +326,7 @@ class TestInputs:
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 torch.nn.init.normal_(parameter, std=0.4)
+        model.generation_config.eos_token_id = None
         expected = stock(model, max_new_tokens=30)
         with enable(model, strict=True) as enabled:
             found = model.generate(IDS, max_new_tokens=30)
