@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli.generate import as_prompt
 from token_recycling.errors import TokenRecyclingError
+
+if TYPE_CHECKING:
+    from token_recycling.check import Result
 
 
 def check(
@@ -91,10 +94,7 @@ def _read(path: Path) -> list[str]:
     return prompts
 
 
-def _line(result: object) -> str:
-    from token_recycling.check import Result
-
-    assert isinstance(result, Result)
+def _line(result: Result) -> str:
     found = result.difference
     if found is None:
         return f"identical, {result.new_tokens} tokens"
