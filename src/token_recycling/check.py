@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.api import TokenRecycling
+from token_recycling.compare import stock_generate
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.text import Prompt, encode
 
@@ -98,27 +99,20 @@ def _plainly(
     recycler: TokenRecycling, prompt: list[int], max_new_tokens: int
 ) -> tuple[list[int], Tensor, float]:
     """Return the plain answer, its logits float32 [t, V] and their noise."""
-    model, room = recycler.model, recycler.target.max_context
-    if room is not None:
-        max_new_tokens = min(max_new_tokens, room - len(prompt))
-    ids = torch.tensor([prompt], device=recycler.target.device)
+    options = {
+        "do_sample": False,
+        "max_new_tokens": max_new_tokens,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    try:
+        out = stock_generate(recycler, prompt, options)
+    except ValueError as error:  # what the model's own generation_config asks for
+        line = " ".join(str(error).split())
+        raise TokenRecyclingError(f"Transformers refuses: {line}") from error
     with recycler.target.exact:
-        try:
-            # the class's own method: the model object's may recycle
-            out = type(model).generate(
-                model,
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-        except ValueError as error:  # what the model's own generation_config asks for
-            line = " ".join(str(error).split())
-            raise TokenRecyclingError(f"Transformers refuses: {line}") from error
-        whole = model(input_ids=out.sequences[:, :-1], use_cache=False).logits[0]
+        whole = recycler.model(input_ids=out.sequences[:, :-1], use_cache=False).logits[0]
     logits = torch.cat(out.logits).to(whole.device)
     noise = (whole[len(prompt) - 1 :].float() - logits).abs().max()
     if not torch.isfinite(noise):

@@ -13,6 +13,7 @@ import torch
 from token_recycling.api import TokenRecycling
 from token_recycling.metrics import Stats
 from token_recycling.sampling import generate_options
+from token_recycling.target import check_prompts
 from token_recycling.text import Prompt, encode
 
 ROUNDS = 3
@@ -87,25 +88,37 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     return result, perf_counter() - begin
 
 
+def stock_generate(recycler: TokenRecycling, prompt: list[int], options: dict[str, Any]) -> Any:
+    """Call the ``generate`` of the model's class, whatever the model object's own does.
+
+    Ends at the model's context, as the recycler does; plain ``generate`` would go on beyond it.
+
+    Raises:
+        TokenRecyclingError: the prompt is empty, or leaves no room in the context.
+    """
+    check_prompts([prompt], recycler.target.max_context)
+    ids = torch.tensor([prompt], device=recycler.target.device)
+    room = recycler.target.max_context
+    if room is not None:
+        options = {**options, "max_new_tokens": min(options["max_new_tokens"], room - len(prompt))}
+    with recycler.target.exact:
+        generate = type(recycler.model).generate
+        return generate(recycler.model, ids, attention_mask=torch.ones_like(ids), **options)
+
+
 def plain_generate(recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any]) -> list[int]:
     """Return what ``model.generate`` makes of the same prompt and options."""
     options = dict(options)
     seed, stop = options.pop("seed", None), options.pop("stop", None)
-    ids = torch.tensor([encode(recycler.tokenizer, prompt)], device=recycler.target.device)
-    room = recycler.target.max_context
-    if room is not None:  # model.generate would go on beyond the positions that the model knows
-        options["max_new_tokens"] = min(options["max_new_tokens"], room - ids.shape[1])
+    ids = encode(recycler.tokenizer, prompt)
     given = generate_options(**options)
     if stop:
         given.update(stop_strings=stop, tokenizer=recycler.tokenizer)
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        # the class's own method: the model object's may recycle
-        generate = type(recycler.model).generate
-        with recycler.target.exact:
-            out = generate(recycler.model, ids, attention_mask=torch.ones_like(ids), **given)
-    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+        out = stock_generate(recycler, ids, given)
+    tokens: list[int] = out[0, len(ids) :].tolist()
     return tokens
 
 
