@@ -25,3 +25,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, whole or not at all.
+
+    Raises:
+        TokenRecyclingError: see ``write_atomically``.
+    """
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
