@@ -20,6 +20,8 @@ SUPPORTED = (
 )
 # What must be found out and decoded plainly.
 REFUSED = ("bloom", "mpt", "mamba", "gpt_neo", "qwen3_next")
+# Trees of every kind: cut from the ranked one, the paper's, a chain, and the one that adapts.
+TREES = ("ranked-4", "ranked-8", "ranked-16", "ranked-32", "paper", "chain-6", "auto")
 
 
 def random_prompts(lengths, seed=1, vocabulary=VOCABULARY):

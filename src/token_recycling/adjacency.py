@@ -111,6 +111,10 @@ class AdjacencyMatrix:
         )
         return twin.copy_(self)
 
+    def seen(self, tokens: Tensor) -> Tensor:
+        """Say which of ``tokens`` (int64, any shape) have a row: bool of the same shape."""
+        return self.candidates[:, 0][tokens] != EMPTY
+
     def offsets(self, ranks: Tensor) -> Tensor:
         """Prepare candidate ranks (any shape, each below k) for ``lookup``: int32."""
         return (ranks + self.k).to(torch.int32)

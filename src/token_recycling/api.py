@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from token_recycling import defaults
 from token_recycling.accept import Acceptor, FollowAcceptor, GreedyAcceptor, Stop
 from token_recycling.adjacency import AdjacencyMatrix, fingerprint
+from token_recycling.costs import CostCurve, find
 from token_recycling.decode import decode
-from token_recycling.drafters import Drafter, NoDrafter, make_drafter
+from token_recycling.drafters import BudgetDrafter, Drafter, NoDrafter, make_drafter
 from token_recycling.draws import RowDraws
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.integrations.request import Request
 from token_recycling.integrations.transformers import generate, mend
 from token_recycling.metrics import Stats, Step
@@ -78,6 +79,7 @@ class _Run:
     steps: Iterator[Step]
     prompts: list[list[int]]
     readers: list[TextStream] | None
+    on_step: Callable[[Step], None] | None = None
     kept: int = 0  # prompt tokens that need not be read
     tokens: list[list[int]] = field(init=False)
     stats: list[Stats] = field(init=False)
@@ -97,6 +99,8 @@ class _Run:
                 self.stats[row].add_prefill(len(prompt) - self.kept, step, row)
             self.tokens[row] += step.tokens[row]
             self.reasons[row] = self.reasons[row] or step.reasons[row]
+        if self.on_step is not None:
+            self.on_step(step)
 
 
 class TokenRecycling:
@@ -115,6 +119,7 @@ class TokenRecycling:
         tree: str | Path | TreeTemplate | None = None,
         k: int | None = None,
         matrix: AdjacencyMatrix | str | Path | None = None,
+        costs: CostCurve | None = None,
         exact_logits: bool = False,
         strict: bool = False,
     ) -> None:
@@ -125,9 +130,12 @@ class TokenRecycling:
                 tokenizers on to ``custom_generate``; nothing else about it is changed.
             tokenizer: its tokenizer; without one, prompts are token ids and answers have no text.
             drafter: "paper", "prompt-lookup", "none", a registered name, or an object.
-            tree: a shipped tree, "chain-N", a JSON file or a template. None: by device.
+            tree: "auto": as many nodes as pay, chosen while decoding; or a shipped tree,
+                "ranked-N", "chain-N", a JSON file or a template. None: "auto".
             k: candidates kept per token; None: 8, or those of ``matrix``.
             matrix: to start from, or the file of one.
+            costs: what steps cost here, for an automatic tree. None: what ``token-recycling tune``
+                measured for this model and machine, else a guess; steps correct both.
             exact_logits: compute the last projection in float32, for models in half precision:
                 rounded logits tie, and ties fall by chance (see ``exact.ExactHead``).
             strict: raise, instead of warning and decoding plainly, when the model cannot be
@@ -146,9 +154,9 @@ class TokenRecycling:
         if matrix is not None and k is not None and k != matrix.k:
             raise TokenRecyclingError(f"the matrix keeps k={matrix.k} candidates, not {k}")
         k = matrix.k if matrix else defaults.CANDIDATES if k is None else k
-        template = None if tree is None else _template(tree)
-        if template is not None:
-            template.check_k(k)
+        tree = defaults.TREE if tree is None else tree
+        automatic = tree == defaults.TREE
+        template = _ranked(k) if automatic else _template(tree, k)
 
         self.target = open_target(model, strict=strict, exact_logits=exact_logits)
         name = fingerprint(tokenizer, self.target.vocab_size)
@@ -156,15 +164,16 @@ class TokenRecycling:
             matrix = AdjacencyMatrix(self.target.vocab_size, k, fingerprint=name)
         matrix.check(self.target.vocab_size, name, what="this model")
         self.matrix = matrix.to(self.target.device)
-        if template is None:
-            template = _template(defaults.tree_for(self.target.device.type)).limited(k)
         self.template = template
         if isinstance(self.target, PlainTarget):
             drafter = NoDrafter()
         elif isinstance(drafter, str):
             drafter = make_drafter(drafter, self.matrix, template)
+            if automatic and drafter.shares:
+                device = self.target.device
+                drafter = BudgetDrafter(drafter, costs or find(model, device), device)
         self.drafter = drafter
-        self.strict = strict
+        self.strict, self.exact_logits = strict, exact_logits
         self.stats = Stats()  # of all answers, added up
         self.told: set[str] = set()  # why calls of generate were decoded plainly
         self._context: list[int] = []  # the tokens that the target read last, for one row
@@ -183,6 +192,7 @@ class TokenRecycling:
         tree: str | Path | TreeTemplate | None = None,
         k: int | None = None,
         matrix: AdjacencyMatrix | str | Path | None = None,
+        costs: CostCurve | None = None,
         exact_logits: bool = False,
         strict: bool = False,
         **model_options: Any,
@@ -198,6 +208,7 @@ class TokenRecycling:
             tree: see ``__init__``.
             k: see ``__init__``.
             matrix: see ``__init__``.
+            costs: see ``__init__``.
             exact_logits: see ``__init__``.
             strict: see ``__init__``.
             **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` as they are:
@@ -229,7 +240,7 @@ class TokenRecycling:
             if device is not None and model.device.type != torch.device(device).type:
                 model.to(device)  # a quantised model may refuse even to stay where it is
         except Exception as error:  # whatever a broken checkpoint makes the libraries raise
-            line = " ".join(str(error).split())[:300]
+            line = one_line(error, 300)
             raise TokenRecyclingError(f"cannot load the model {path}: {line}") from error
         return cls(
             model.eval(),
@@ -238,6 +249,7 @@ class TokenRecycling:
             tree=tree,
             k=k,
             matrix=matrix,
+            costs=costs,
             exact_logits=exact_logits,
             strict=strict,
         )
@@ -245,6 +257,10 @@ class TokenRecycling:
     def reset(self) -> None:
         """Forget everything recycled (cold start), and the context."""
         self.matrix.reset()
+        self.forget_context()
+
+    def forget_context(self) -> None:
+        """Free the KV cache; an answer that is not finished cannot go on."""
         self.target.reset()
         self._context = []
         self._runs += 1
@@ -294,7 +310,8 @@ class TokenRecycling:
                 that it has there; ``seed`` (None: PyTorch's own random state); ``stop``, a list
                 of strings; ``keep_context``, to go on from the common beginning with the
                 previous call instead of reading the prompt anew; ``on_progress``, called with
-                (prompt tokens read, prompt tokens).
+                (prompt tokens read, prompt tokens); ``on_step``, called with every ``Step``, the
+                prefill's first.
 
         Yields:
             One ``Chunk`` per token.
@@ -337,6 +354,7 @@ class TokenRecycling:
         stop: str | Sequence[str] | None = None,
         keep_context: bool = False,
         on_progress: OnProgress | None = None,
+        on_step: Callable[[Step], None] | None = None,
         **processors: Any,
     ) -> _Run:
         if not prompts:
@@ -374,7 +392,7 @@ class TokenRecycling:
         readers = None
         if stream or stop:
             readers = [TextStream(self.tokenizer, stop) for _ in encoded]
-        run = _Run(iter(()), encoded, readers)
+        run = _Run(iter(()), encoded, readers, on_step)
         ends = {*choices[0].eos, *self._special_ids(stop)}
         rules = StopRules(limits, ends, readers)
 
@@ -532,10 +550,19 @@ class TokenRecycling:
                 )
 
 
-def _template(tree: str | Path | TreeTemplate) -> TreeTemplate:
+def _template(tree: str | Path | TreeTemplate, k: int) -> TreeTemplate:
     if not isinstance(tree, str | Path | TreeTemplate):
         raise TokenRecyclingError("a tree is a name, a file or a TreeTemplate")
-    return tree if isinstance(tree, TreeTemplate) else TreeTemplate.load(tree)
+    if not isinstance(tree, TreeTemplate):
+        return TreeTemplate.load(tree, k)
+    tree.check_k(k)
+    return tree
+
+
+def _ranked(k: int) -> TreeTemplate:
+    """The tree that an automatic one is the beginning of."""
+    ranked = TreeTemplate.load("ranked", k)
+    return replace(ranked.first(min(defaults.MOST_NODES, len(ranked.paths))), name=defaults.TREE)
 
 
 def _best_device() -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from token_recycling.api import TokenRecycling
 from token_recycling.compare import stock_generate
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.text import Prompt, encode
 
 Verdict = Literal["lossless", "near-tie", "WRONG"]
@@ -109,7 +109,7 @@ def _plainly(
     try:
         out = stock_generate(recycler, prompt, options)
     except ValueError as error:  # what the model's own generation_config asks for
-        line = " ".join(str(error).split())
+        line = one_line(error)
         raise TokenRecyclingError(f"Transformers refuses: {line}") from error
     with recycler.target.exact:
         whole = recycler.model(input_ids=out.sequences[:, :-1], use_cache=False).logits[0]

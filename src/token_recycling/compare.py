@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from token_recycling.api import TokenRecycling
+from token_recycling.machine import synchronize
 from token_recycling.metrics import Stats
 from token_recycling.sampling import generate_options
 from token_recycling.target import check_prompts
@@ -83,8 +84,7 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """Call, and return the result with the seconds until ``device`` was done."""
     begin = perf_counter()
     result = call()
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    synchronize(device)
     return result, perf_counter() - begin
 
 

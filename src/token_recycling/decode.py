@@ -69,8 +69,9 @@ def _read(
     """Read the prompts and choose the first tokens."""
     begin = perf_counter()
     drafter.start(prompts)
-    on_prompt = drafter.prime if drafter.wants_prompt else None
-    logits = target.prefill(prompts, on_prompt=on_prompt, on_progress=on_progress, keep=keep)
+    logits = target.prefill(
+        prompts, on_prompt=drafter.prime, wants=drafter.wants, on_progress=on_progress, keep=keep
+    )
     ends = bare_roots(torch.tensor([prompt[-1] for prompt in prompts], device=target.device))
     accepted = accept(ends, logits[:, None], stop)
     seconds = (perf_counter() - begin,)

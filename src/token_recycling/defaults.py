@@ -2,15 +2,8 @@
 
 CANDIDATES = 8  # k: candidates kept per token (the paper's value)
 DRAFTER = "paper"
+TREE = "auto"  # the size of the draft follows machine and text
+MOST_NODES = 80  # below the root, with an automatic tree (the paper's number)
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 512  # prompt tokens per forward, over all rows of a batch
 CACHE_CHUNK = 256  # slots by which the KV cache grows at least
-
-
-def tree_for(device_type: str) -> str:
-    """Name of the tree for a kind of device.
-
-    Verifying 81 tokens costs little more than one on a data-centre GPU and several times as much
-    on a CPU, so the paper's tree is the default only on the former.
-    """
-    return "paper" if device_type == "cuda" else "small-16"

@@ -14,6 +14,7 @@ from token_recycling.masks import input_device, text_config
 from token_recycling.target import (
     OnProgress,
     OnPrompt,
+    Wants,
     check_prompts,
     context_limit,
     gradient_guard,
@@ -53,6 +54,7 @@ class PlainTarget:
         prompts: list[list[int]],
         *,
         on_prompt: OnPrompt | None = None,
+        wants: Wants | None = None,
         on_progress: OnProgress | None = None,
         keep: int = 0,
     ) -> Tensor:

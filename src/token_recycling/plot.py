@@ -1,19 +1,20 @@
-"""Drawing a tree with matplotlib (extra ``plot``)."""
+"""Drawing trees and cost curves with matplotlib (extra ``plot``)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from token_recycling.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.files import write_atomically
 from token_recycling.tree import TreeTemplate
 
 
-def plot_tree(tree: TreeTemplate, out: Path) -> None:
-    """Draw ``tree`` to ``out``, a .png or .svg file; leaves are spread evenly over the width.
+def _kind(out: Path) -> str:
+    """Return "png" or "svg", and see to it that matplotlib can draw it.
 
     Raises:
-        TokenRecyclingError: another kind of file, matplotlib is missing, or it cannot be written.
+        TokenRecyclingError: another kind of file, or matplotlib is missing.
     """
     kind = out.suffix.lower()
     if kind not in (".png", ".svg"):
@@ -25,6 +26,16 @@ def plot_tree(tree: TreeTemplate, out: Path) -> None:
             "drawing needs matplotlib: pip install 'token-recycling[plot]'"
         ) from error
     matplotlib.use("Agg")
+    return kind[1:]
+
+
+def plot_tree(tree: TreeTemplate, out: Path) -> None:
+    """Draw ``tree`` to ``out``, a .png or .svg file; leaves are spread evenly over the width.
+
+    Raises:
+        TokenRecyclingError: another kind of file, matplotlib is missing, or it cannot be written.
+    """
+    kind = _kind(out)
     from matplotlib.figure import Figure
 
     paths = ((), *tree.paths)
@@ -47,4 +58,29 @@ def plot_tree(tree: TreeTemplate, out: Path) -> None:
         axes.text(column[path], -len(path), label, color="white", ha="center", va="center", size=7)
     axes.set_title(f"{tree.name}: {tree.nodes - 1} nodes; numbers are candidate ranks", size=9)
     axes.axis("off")
-    write_atomically(out, lambda partial: figure.savefig(partial, format=kind[1:], dpi=110))
+    write_atomically(out, lambda partial: figure.savefig(partial, format=kind, dpi=110))
+
+
+def plot_costs(curve: CostCurve, out: Path) -> None:
+    """Draw step cost against tokens verified, a line per context, to a .png or .svg file.
+
+    Raises:
+        TokenRecyclingError: see ``plot_tree``.
+    """
+    kind = _kind(out)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for context, seconds in zip(curve.contexts, curve.seconds):
+        ratios = [cost / seconds[0] for cost in seconds]
+        label = f"context {context} (1 token: {seconds[0] * 1e3:.1f} ms)"
+        axes.plot(curve.sizes, ratios, marker="o", markersize=3, label=label)
+    axes.set_xlabel("tokens verified in a step")
+    axes.set_ylabel("cost in steps of one token")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    about = curve.about
+    title = f"{about.get('model')} {about.get('dtype')}, {about.get('device')}"
+    axes.set_title(f"{title}, {about.get('threads')} threads", size=9)
+    write_atomically(out, lambda partial: figure.savefig(partial, format=kind, dpi=110))

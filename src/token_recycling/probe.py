@@ -22,6 +22,7 @@ from token_recycling.plain_target import PlainTarget
 from token_recycling.target import Target, TreeTarget
 from token_recycling.tree import TreeShape, TreeTemplate
 
+FIRST_TOKENS = 1024
 PREFIX = 20  # tokens before the probe's tree
 WINDOW = 9  # windows are this short while probing, so that the prefix is longer than any
 TEMPLATE = TreeTemplate.from_paths("probe", [[0], [1], [0, 0], [0, 1], [1, 0]])
@@ -79,7 +80,8 @@ def probe(target: TreeTarget) -> str | None:
     """
     rng = torch.Generator().manual_seed(0)
     count = PREFIX + TEMPLATE.nodes + 1
-    ids = torch.randint(0, target.vocab_size, (count,), generator=rng).tolist()
+    # A vocabulary may end in padding, whose tokens are all alike and tell nothing.
+    ids = torch.randint(0, min(FIRST_TOKENS, target.vocab_size), (count,), generator=rng).tolist()
     prefix, nodes, after = ids[:PREFIX], ids[PREFIX:-1], ids[-1]
     try:
         with target.guard(), _short_windows(target):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.masks import input_device
 
 
@@ -120,6 +120,6 @@ def prepare(model: Any, prompt: list[int], options: dict[str, Any]) -> Choice:
     except TokenRecyclingError:
         raise
     except (ValueError, TypeError) as error:
-        line = " ".join(str(error).split())
+        line = one_line(error)
         raise TokenRecyclingError(f"Transformers refuses these options: {line}") from error
     return prepared[0]

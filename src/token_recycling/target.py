@@ -16,10 +16,13 @@ from token_recycling import defaults
 from token_recycling.cache import RecyclingCache
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.masks import additive_masks, input_device, layer_reaches, text_config
+from token_recycling.narrow import MOST_ROWS, NarrowProducts, pays
 from token_recycling.tree import DraftTree
 
-# (tokens [B, c], logits [B, c, V], valid [B, c]) of a chunk of the prompts
+# (tokens [B, w], logits [B, w, V], valid [B, w]) of some tokens of a chunk of the prompts
 OnPrompt = Callable[[Tensor, Tensor, Tensor], None]
+# tokens [B, c] of a chunk -> bool [B, c]: which of them on_prompt gets, or None: not one
+Wants = Callable[[Tensor], Tensor | None]
 # (prompt tokens done, prompt tokens in all)
 OnProgress = Callable[[int, int], None]
 
@@ -29,6 +32,7 @@ GROWING_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 ATTENTION = ("eager", "sdpa")  # flash takes no 4D mask; flex ends the process with one
 # Methods of generate that a model may replace, and what a soft prompt replaces.
 DECODING = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+PRIMING = 0.05  # of the cost of reading a prompt, for logits to learn from
 TREE_ROOM = 256  # slots kept free for the nodes of a draft
 SHORTEST_CONTEXT = 64  # below this a limit is a refusal
 
@@ -47,6 +51,7 @@ class Target(Protocol):
         prompts: list[list[int]],
         *,
         on_prompt: OnPrompt | None = None,
+        wants: Wants | None = None,
         on_progress: OnProgress | None = None,
         keep: int = 0,
     ) -> Tensor:
@@ -54,8 +59,9 @@ class Target(Protocol):
 
         Args:
             prompts: B lists of tokens.
-            on_prompt: gets the logits of all prompt tokens, chunk by chunk; without it they are
-                not computed.
+            on_prompt: gets logits of prompt tokens, chunk by chunk.
+            wants: says which; None: all. Others are not computed, nor more than add a twentieth
+                to the cost of the reading: the last ones count.
             on_progress: called after every chunk.
             keep: go on after the first ``keep`` tokens, which a single row read before.
 
@@ -159,6 +165,15 @@ def gradient_guard(model: Any) -> Callable[[], AbstractContextManager[Any]]:
     return torch.no_grad
 
 
+def primed_share(model: Any) -> float:
+    """Share of a prompt's tokens whose logits cost no more than ``PRIMING`` of reading it."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if weight is None or not weight.numel():
+        return 1.0
+    parameters: int = sum(parameter.numel() for parameter in model.parameters())
+    return min(1.0, PRIMING * parameters / int(weight.numel()))
+
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -171,6 +186,16 @@ def _guarded(method: Method) -> Method:
             return method(self, *args, **options)
 
     return cast(Method, run)
+
+
+def _wanted(
+    on_prompt: OnPrompt | None, wants: Wants | None, tokens: Tensor, valid: Tensor
+) -> Tensor:
+    """Which tokens of a chunk ``on_prompt`` gets: bool [B, c]."""
+    if on_prompt is None:
+        return torch.zeros_like(valid)
+    asked = valid if wants is None else wants(tokens)
+    return torch.zeros_like(valid) if asked is None else asked & valid
 
 
 class TreeTarget:
@@ -196,6 +221,8 @@ class TreeTarget:
         self.reaches = layer_reaches(model.config)
         self._takes = inspect.signature(model.forward).parameters.keys()
         self.takes_positions = "position_ids" in self._takes
+        self.narrow = self.device.type == "cpu" and self.dtype == torch.float32 and pays()
+        self.primed = primed_share(model) if "logits_to_keep" in self._takes else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class samples in a way of its own")
         if reason := self.changed():
@@ -232,6 +259,7 @@ class TreeTarget:
         prompts: list[list[int]],
         *,
         on_prompt: OnPrompt | None = None,
+        wants: Wants | None = None,
         on_progress: OnProgress | None = None,
         keep: int = 0,
     ) -> Tensor:
@@ -259,18 +287,24 @@ class TreeTarget:
             positions = slots[begin:].expand(batch, size)
             causal = slots <= slots[begin:, None]
             last = lengths - 1 - begin  # where each row's prompt ends, counted from this chunk
-            ending = None if on_prompt else sorted({n for n in last.tolist() if 0 <= n < size})
+            wanted = _wanted(on_prompt, wants, tokens, positions < lengths[:, None])
+            columns = wanted.any(dim=0).nonzero()[:, 0].tolist()
+            if wants is not None:
+                columns = columns[-max(1, int(self.primed * size)) :]
+            ending = {n for n in last.tolist() if 0 <= n < size}
+            kept = sorted({*columns, *ending})
             logits = self._forward(
-                tokens, positions, causal.expand(batch, size, -1), slots.expand(batch, -1), ending
+                tokens, positions, causal.expand(batch, size, -1), slots.expand(batch, -1), kept
             )
             self.cache.lengths = [begin + size] * batch
-            if on_prompt is not None:
-                on_prompt(tokens, logits, positions < lengths[:, None])
+            if on_prompt is not None and columns:
+                found = logits if columns == kept else logits[:, [kept.index(n) for n in columns]]
+                on_prompt(tokens[:, columns], found, wanted[:, columns])
             if ends is None:
                 ends = logits.new_zeros(batch, logits.shape[-1])
             for row, at in enumerate(last.tolist()):
                 if 0 <= at < size:
-                    ends[row] = logits[row, at if ending is None else ending.index(at)]
+                    ends[row] = logits[row, kept.index(at)]
             if on_progress is not None:
                 on_progress(min(begin + size, longest), longest)
         self.cache.lengths = [len(prompt) for prompt in prompts]
@@ -327,7 +361,8 @@ class TreeTarget:
         sliced = keep is not None and "logits_to_keep" in self._takes
         if sliced:  # a chunk in which no prompt ends needs one row of logits at most
             inputs["logits_to_keep"] = torch.tensor(keep or [0], device=self.device)
-        with self.exact:
+        few = self.narrow and 1 < tokens.numel() <= MOST_ROWS
+        with self.exact, NarrowProducts() if few else nullcontext():
             output = self.model(
                 **inputs, past_key_values=self.cache, use_cache=True, return_dict=True
             )

@@ -22,6 +22,17 @@ def is_batch(prompt: Any) -> bool:
     )
 
 
+def as_conversation(tokenizer: Any, turns: Sequence[str], raw: bool = False) -> Prompt:
+    """Make messages of ``turns``, the user's and the model's in turn.
+
+    Without a chat template, or with ``raw``, they become one text.
+    """
+    if raw or not getattr(tokenizer, "chat_template", None):
+        return "\n\n".join(turns)
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Turn a prompt into token ids: text as it is, messages through the chat template.
 

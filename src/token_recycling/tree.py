@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from token_recycling import defaults
 from token_recycling.errors import TokenRecyclingError
 
 Paths = tuple[tuple[int, ...], ...]
 FOLDER = Path(__file__).parent / "trees"
 MAX_DEPTH = 200
 CHAIN = re.compile(r"chain-([1-9]\d*)")
+RANKED = re.compile(r"ranked-([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -26,21 +28,31 @@ class TreeTemplate:
 
     A path names a node by the candidate ranks that lead to it from the root: ``(0, 2)`` is the
     third candidate of the first candidate of the root. Node 0 is the root and has no path; the
-    others follow level by level, so every level is one slice of the nodes.
+    others stand in the order of ``paths``, each behind its parent.
+
+    Attributes:
+        name: what it is called.
+        paths: level by level; in a ranked tree the most useful first, so that any first N of them
+            are the best tree of N.
+        shares: of a ranked tree, per path how often it was right; else empty.
+        description: one line.
+        provenance: where the paths come from.
     """
 
     name: str
     paths: Paths
+    shares: tuple[float, ...] = ()
     description: str = ""
     provenance: str = ""
 
     @classmethod
-    def from_paths(cls, name: str, paths: Any, **about: str) -> TreeTemplate:
-        """Check ``paths`` (lists of ranks) and put them in level order.
+    def from_paths(cls, name: str, paths: Any, shares: Any = None, **about: str) -> TreeTemplate:
+        """Check ``paths`` (lists of ranks) and put them in level order, or that of ``shares``.
 
         Raises:
             TokenRecyclingError: there is no path, or one is no list of ranks, stands twice, or
-                has no parent; the message names the path.
+                has no parent; the message names the path. Or ``shares`` are not a number for
+                each path that is no higher than its parent's.
         """
         if not isinstance(paths, list | tuple) or not paths:
             raise TokenRecyclingError(f"tree {name}: it has no paths; give at least [[0]]")
@@ -66,7 +78,22 @@ class TreeTemplate:
                 raise TokenRecyclingError(
                     f"tree {name}: path {list(path)} has no parent {list(path[:-1])}"
                 )
-        return cls(name, tuple(sorted(seen, key=lambda p: (len(p), p))), **about)
+        if shares is None:
+            return cls(name, tuple(sorted(seen, key=lambda p: (len(p), p))), (), **about)
+        if (
+            not isinstance(shares, list | tuple)
+            or len(shares) != len(paths)
+            or not all(isinstance(share, int | float) and share >= 0 for share in shares)
+        ):
+            raise TokenRecyclingError(f"tree {name}: shares must be a number for each path")
+        share = {tuple(path): float(value) for path, value in zip(paths, shares)}
+        for path in share:
+            if share[path] > share.get(path[:-1], 1.0):
+                raise TokenRecyclingError(
+                    f"tree {name}: path {list(path)} has a higher share than its parent"
+                )
+        order = sorted(share, key=lambda p: (-share[p], len(p), p))
+        return cls(name, tuple(order), tuple(share[path] for path in order), **about)
 
     @classmethod
     def chain(cls, length: int) -> TreeTemplate:
@@ -78,21 +105,39 @@ class TreeTemplate:
         )
 
     @classmethod
-    def load(cls, name: str | Path) -> TreeTemplate:
-        """Return a shipped tree, ``chain-N``, or the tree of a JSON file.
+    def load(cls, name: str | Path, k: int = defaults.CANDIDATES) -> TreeTemplate:
+        """Return a shipped tree, ``chain-N``, ``ranked-N``, or the tree of a JSON file.
 
-        The file holds a list of paths, or an object with ``paths`` and, if wanted, ``name``,
-        ``description`` and ``provenance``.
+        The file holds a list of paths, or an object with ``paths`` and, if wanted, ``shares``,
+        ``name``, ``description`` and ``provenance``.
+
+        Args:
+            name: of the tree.
+            k: candidates per token. ``ranked-N`` has the N best paths that need no more.
 
         Raises:
-            TokenRecyclingError: no such tree or file, no JSON, or no tree.
+            TokenRecyclingError: no such tree or file, no JSON, no tree, or it needs more
+                candidates.
         """
+        if k < 1:
+            raise TokenRecyclingError(f"k is {k}; it must be 1 or more")
         if chain := CHAIN.fullmatch(str(name)):
-            return cls.chain(int(chain[1]))
-        path = FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
-        if not path.is_file():
-            known = ", ".join([*shipped(), "chain-N"])
-            raise TokenRecyclingError(f"no tree {name}: it is no file and none of {known}")
+            tree = cls.chain(int(chain[1]))
+        elif ranked := RANKED.fullmatch(str(name)):
+            tree = cls._read(FOLDER / "ranked.json").limited(k).first(int(ranked[1]))
+        else:
+            path = FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
+            if not path.is_file():
+                known = ", ".join([*shipped(), "ranked-N", "chain-N"])
+                raise TokenRecyclingError(f"no tree {name}: it is no file and none of {known}")
+            tree = cls._read(path)
+            if str(name) == "ranked":
+                tree = tree.limited(k)
+        tree.check_k(k)
+        return tree
+
+    @classmethod
+    def _read(cls, path: Path) -> TreeTemplate:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError, OSError) as error:
@@ -100,7 +145,8 @@ class TreeTemplate:
         if not isinstance(data, dict):
             data = {"paths": data}
         about = {key: str(data.get(key, "")) for key in ("description", "provenance")}
-        return cls.from_paths(str(data.get("name") or path.stem), data.get("paths"), **about)
+        name = str(data.get("name") or path.stem)
+        return cls.from_paths(name, data.get("paths"), data.get("shares"), **about)
 
     @property
     def nodes(self) -> int:
@@ -110,7 +156,7 @@ class TreeTemplate:
     @property
     def max_depth(self) -> int:
         """Edges from the root to the deepest node."""
-        return len(self.paths[-1])
+        return max(map(len, self.paths))
 
     @property
     def max_rank(self) -> int:
@@ -124,11 +170,12 @@ class TreeTemplate:
         return (0, *(index[path[:-1]] for path in self.paths))
 
     @cached_property
-    def levels(self) -> tuple[slice, ...]:
-        """The nodes of depth 1, 2, …, each level a slice."""
-        depths = [len(path) for path in self.paths]
-        starts = [depths.index(d) + 1 for d in range(1, self.max_depth + 1)] + [self.nodes]
-        return tuple(map(slice, starts[:-1], starts[1:]))
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of depth 1, 2, …"""
+        levels: list[list[int]] = [[] for _ in range(self.max_depth)]
+        for node, path in enumerate(self.paths, start=1):
+            levels[len(path) - 1].append(node)
+        return tuple(map(tuple, levels))
 
     def check_k(self, k: int) -> None:
         """Refuse a matrix that keeps too few candidates.
@@ -136,8 +183,6 @@ class TreeTemplate:
         Raises:
             TokenRecyclingError: a path uses rank ``k`` or higher; the message names it.
         """
-        if k < 1:
-            raise TokenRecyclingError(f"k is {k}; it must be 1 or more")
         for path in self.paths:
             if max(path) >= k:
                 raise TokenRecyclingError(
@@ -149,7 +194,29 @@ class TreeTemplate:
         """Return the tree without the paths that use rank ``k`` or higher."""
         if self.max_rank < k:
             return self
-        return replace(self, paths=tuple(path for path in self.paths if max(path) < k))
+        kept = [i for i, path in enumerate(self.paths) if max(path) < k]
+        return replace(
+            self,
+            paths=tuple(self.paths[i] for i in kept),
+            shares=tuple(self.shares[i] for i in kept if self.shares),
+        )
+
+    def first(self, count: int) -> TreeTemplate:
+        """Return the tree of the first ``count`` paths, called ``name-count``.
+
+        Raises:
+            TokenRecyclingError: there are fewer.
+        """
+        if count > len(self.paths):
+            raise TokenRecyclingError(
+                f"tree {self.name}-{count}: there are {len(self.paths)} paths at most"
+            )
+        return replace(
+            self,
+            name=f"{self.name}-{count}",
+            paths=self.paths[:count],
+            shares=self.shares[:count],
+        )
 
     def draw(self) -> str:
         """Draw the tree as text, a node a line, each with its rank."""
@@ -203,6 +270,19 @@ class DraftTree:
         """Return the same draft with every node of the rows outside ``rows`` (bool [B]) invalid."""
         return replace(self, valid=self.valid & rows[:, None])
 
+    def first(self, nodes: int) -> DraftTree:
+        """Return the draft of the first ``nodes`` nodes, the root included."""
+        if nodes >= self.tokens.shape[1]:
+            return self
+        return DraftTree(
+            self.tokens[:, :nodes],
+            self.parents[:, :nodes],
+            self.depths[:, :nodes],
+            self.ancestors[:, :nodes, :nodes],
+            self.valid[:, :nodes],
+            min(self.max_depth, nodes - 1),
+        )
+
     def compact(self) -> DraftTree:
         """Drop the nodes that are invalid in every row.
 
@@ -236,11 +316,19 @@ class TreeShape:
         self.parents = torch.tensor(template.parents, device=device)
         ranks = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
         # For every level: where each node's parent stands in the level above, and its rank there.
-        starts = [0, *(level.start for level in template.levels)]
+        levels = [(0,), *template.levels]
+        place = {node: i for level in levels for i, node in enumerate(level)}
         self.rungs = [
-            (self.parents[level] - above, ranks[level])
-            for above, level in zip(starts, template.levels)
+            (
+                torch.tensor([place[template.parents[node]] for node in level], device=device),
+                ranks[list(level)],
+            )
+            for level in template.levels
         ]
+        # Where each node stands in the concatenated levels; None: there already.
+        grown = [node for level in levels for node in level]
+        order = torch.tensor(grown, device=device).argsort()
+        self.order = None if grown == list(range(n)) else order
         self.depths = torch.tensor([len(path) for path in paths], device=device)
         ancestors = torch.eye(n, dtype=torch.bool)
         for node in range(1, n):

@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 
 from token_recycling import __version__
-from token_recycling.cli import chat, check, demo, generate, matrix, tree
+from token_recycling.cli import (
+    bench,
+    chat,
+    check,
+    demo,
+    generate,
+    matrix,
+    replay,
+    tree,
+    tune,
+    widen,
+)
 from token_recycling.errors import TokenRecyclingError
 
 app = typer.Typer(
@@ -23,9 +34,24 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("check")(check.check)
 app.command("demo")(demo.demo)
+app.command("bench")(bench.bench)
+app.command("replay")(replay.replay)
+app.command("tune")(tune.tune)
+app.command("widen")(widen.widen)
 app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")
-VERBS = {"generate", "chat", "check", "demo", "tree", "matrix"}
+VERBS = {
+    "bench",
+    "chat",
+    "check",
+    "demo",
+    "generate",
+    "matrix",
+    "replay",
+    "tree",
+    "tune",
+    "widen",
+}
 BAD_INPUT = 2
 
 # Typer has carried its own copy of click since 0.20; the class is found by way of a public one.

@@ -10,7 +10,7 @@ import typer
 
 from token_recycling import defaults
 from token_recycling.cli import options as o
-from token_recycling.cli import show
+from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def chat(
     stop: o.StopStrings = None,
     device: o.Device = None,
     dtype: o.Dtype = None,
-    tree: o.Tree = None,
+    tree: o.Tree = defaults.TREE,
     drafter: o.Drafter = defaults.DRAFTER,
     top_k_candidates: o.Candidates = None,
     matrix: o.Matrix = None,
@@ -82,7 +82,7 @@ def _take_turn(
 
     stats = None
     try:
-        with o.prefill_shown() as on_progress:
+        with progress.prefill_shown() as on_progress:
             chunks = recycler.stream(asked, keep_context=True, on_progress=on_progress, **options)
             stats = show.stream(noting(chunks))
     except KeyboardInterrupt:

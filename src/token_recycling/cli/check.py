@@ -28,7 +28,7 @@ def check(
     device: o.Device = None,
     dtype: o.Dtype = None,
     exact_logits: o.ExactLogits = False,
-    tree: o.Tree = None,
+    tree: o.Tree = defaults.TREE,
     drafter: o.Drafter = defaults.DRAFTER,
     threads: o.Threads = None,
     strict: o.Strict = False,

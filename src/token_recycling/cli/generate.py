@@ -10,7 +10,7 @@ import typer
 
 from token_recycling import defaults
 from token_recycling.cli import options as o
-from token_recycling.cli import show
+from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def generate(
     device: o.Device = None,
     dtype: o.Dtype = None,
     exact_logits: o.ExactLogits = False,
-    tree: o.Tree = None,
+    tree: o.Tree = defaults.TREE,
     drafter: o.Drafter = defaults.DRAFTER,
     top_k_candidates: o.Candidates = None,
     matrix: o.Matrix = None,
@@ -90,9 +90,9 @@ def _question(text: str | None, prompt: str | None) -> str:
 
 def as_prompt(recycler: TokenRecycling, question: str, raw: bool) -> Prompt:
     """Make a conversation of the question where the model has a chat template."""
-    if raw or not getattr(recycler.tokenizer, "chat_template", None):
-        return question
-    return [{"role": "user", "content": question}]
+    from token_recycling.text import as_conversation
+
+    return as_conversation(recycler.tokenizer, [question], raw)
 
 
 def _answer(
@@ -105,7 +105,7 @@ def _answer(
         result = {**vars(answer), "stats": answer.stats.to_dict(), **about}
         print(json.dumps(result, ensure_ascii=False))
         return
-    with o.prefill_shown() as on_progress:
+    with progress.prefill_shown() as on_progress:
         show.legend()
         stats = show.stream(recycler.stream(prompt, on_progress=on_progress, **options))
     if stats is not None:

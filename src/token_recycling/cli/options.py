@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from token_recycling import defaults
+from token_recycling.cli.progress import loading_shown
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ Model = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, auto.")]
 Tree = Annotated[
-    str | None, typer.Option("--tree", help="A shipped tree, chain-N or a JSON file; see `tree`.")
+    str, typer.Option("--tree", help="auto, a shipped tree, chain-N or a JSON file; see `tree`.")
 ]
 Drafter = Annotated[str, typer.Option("--drafter", help="paper, prompt-lookup or none.")]
 Candidates = Annotated[
@@ -60,8 +58,8 @@ class Loading:
     model: str | None
     device: str | None
     dtype: str | None
-    tree: str | None
-    drafter: str
+    tree: str = defaults.TREE
+    drafter: str = defaults.DRAFTER
     candidates: int | None = None
     matrix: Path | None = None
     cold: bool = False
@@ -81,11 +79,11 @@ class Loading:
             raise TokenRecyclingError(f"--threads is {self.threads}; choose 1 to 1024")
         if self.matrix is not None and not self.matrix.parent.is_dir():
             raise TokenRecyclingError(f"no folder {self.matrix.parent} for the matrix file")
-        if self.tree is not None:  # cheap to check before a model is loaded
+        if self.tree != defaults.TREE:  # cheap to check before a model is loaded
             from token_recycling.tree import TreeTemplate
 
-            TreeTemplate.load(self.tree).check_k(
-                defaults.CANDIDATES if self.candidates is None else self.candidates
+            TreeTemplate.load(
+                self.tree, defaults.CANDIDATES if self.candidates is None else self.candidates
             )
         with loading_shown(self.model or "the bundled model"):
             import torch
@@ -137,40 +135,13 @@ def sampling_options(
     return {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed, **given}
 
 
-@contextmanager
-def loading_shown(what: str) -> Iterator[None]:
-    """Show a spinner on stderr while loading, if it is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
+def numbers(option: str, text: str) -> list[int]:
+    """Read whole numbers above 0, separated by commas.
 
-    with Console(stderr=True).status(f"loading {what} …"):
-        yield
-
-
-@contextmanager
-def prefill_shown() -> Iterator[Any]:
-    """Yield an ``on_progress`` that draws a bar on stderr for prompts of several chunks."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-
-    def on_progress(done: int, total: int) -> None:
-        if total > defaults.PREFILL_CHUNK and not bar.tasks:
-            bar.start()
-            bar.add_task("", total=total)
-        if bar.tasks:
-            bar.update(bar.tasks[0].id, completed=done)
-        if done == total:
-            bar.stop()
-
-    try:
-        yield on_progress
-    finally:
-        bar.stop()
+    Raises:
+        TokenRecyclingError: it is something else; the message names ``option``.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) < 10**9 for part in parts):
+        raise TokenRecyclingError(f"{option} is {text!r}; write whole numbers, as in 1,2,4")
+    return [int(part) for part in parts]

@@ -13,7 +13,7 @@ from token_recycling.cli import options as o
 from token_recycling.cli import show as output
 
 app = typer.Typer(help="List, show and check draft trees.", rich_markup_mode=None)
-Name = Annotated[str, typer.Argument(help="A shipped tree, chain-N or a JSON file.")]
+Name = Annotated[str, typer.Argument(help="A shipped tree, ranked-N, chain-N or a JSON file.")]
 
 
 @app.command("list")
@@ -40,6 +40,7 @@ def list_trees(as_json: o.Json = False) -> None:
         print(
             f"{row['name']:10} {row['nodes']:3} nodes, depth {row['depth']}: {row['description']}"
         )
+    print("ranked-N     the first N nodes of ranked")
     print("chain-N      N nodes, depth N: one branch, always the best candidate")
 
 
@@ -70,9 +71,9 @@ def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
     """Check a tree of your own; a wrong path is named."""
     from token_recycling.tree import TreeTemplate
 
-    tree = TreeTemplate.load(name)
-    tree.check_k(defaults.CANDIDATES if top_k_candidates is None else top_k_candidates)
-    counts = [level.stop - level.start for level in tree.levels]
+    k = defaults.CANDIDATES if top_k_candidates is None else top_k_candidates
+    tree = TreeTemplate.load(name, k)
+    counts = [len(level) for level in tree.levels]
     print(
         f"{tree.name} is a tree: {tree.nodes - 1} nodes, levels {'/'.join(map(str, counts))}, "
         f"needs {tree.max_rank + 1} candidates per token"

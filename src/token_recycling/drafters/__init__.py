@@ -11,13 +11,22 @@ from importlib.metadata import entry_points
 
 from token_recycling.adjacency import AdjacencyMatrix
 from token_recycling.drafters.base import Drafter
+from token_recycling.drafters.budget import BudgetDrafter
 from token_recycling.drafters.paper import PaperDrafter
 from token_recycling.drafters.plain import NoDrafter
 from token_recycling.drafters.prompt_lookup import PromptLookupDrafter
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.tree import TreeTemplate
 
-__all__ = ["Drafter", "NoDrafter", "PaperDrafter", "PromptLookupDrafter", "make_drafter", "names"]
+__all__ = [
+    "BudgetDrafter",
+    "Drafter",
+    "NoDrafter",
+    "PaperDrafter",
+    "PromptLookupDrafter",
+    "make_drafter",
+    "names",
+]
 
 Factory = Callable[[AdjacencyMatrix, TreeTemplate], Drafter]
 GROUP = "token_recycling.drafters"

@@ -13,29 +13,43 @@ from token_recycling.tree import DraftTree
 class Drafter(ABC):
     """Proposes a draft tree for every row of a batch and learns from what the target answers.
 
-    The loop calls ``start`` once, ``prime`` for every chunk of the prompts if ``wants_prompt``,
-    then ``propose`` and ``observe`` once per step. A drafter that keeps an adjacency matrix holds
-    it in ``matrix``.
+    The loop calls ``start`` once, ``wants`` and ``prime`` for every chunk of the prompts, then
+    ``propose`` and ``observe`` once per step. A drafter that keeps an adjacency matrix holds it
+    in ``matrix``.
     """
 
     name: str
-    wants_prompt = False
+    needs_logits = False  # what the target answers, not only what it emits
 
     @property
-    @abstractmethod
-    def nodes(self) -> int:
-        """Nodes of every draft, the root included."""
+    def shares(self) -> tuple[float, ...]:
+        """How often each node below the root is expected to be right, none above the one before.
+
+        A drafter that says so proposes the most useful nodes first: any first n of its nodes are
+        its draft of n, and ``BudgetDrafter`` may cut it. Empty: its drafts are taken whole.
+        """
+        return ()
 
     def start(self, prompts: list[list[int]]) -> None:  # noqa: B027
         """Begin a batch of sequences."""
 
+    def wants(self, tokens: Tensor) -> Tensor | None:
+        """Say which tokens of a chunk of the prompts, int64 [B, c], it wants to be primed with.
+
+        Their logits cost time, and so does whatever is learnt from them.
+
+        Returns:
+            bool [B, c]; None: not one.
+        """
+        return None
+
     def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:  # noqa: B027
-        """Learn from a chunk of the prompts.
+        """Learn from the tokens that it wanted, and others of the same columns.
 
         Args:
-            tokens: int64 [B, c].
-            logits: [B, c, V], the target's answer at each of them.
-            valid: bool [B, c]; False where a row's prompt has ended before.
+            tokens: int64 [B, w].
+            logits: [B, w, V], the target's answer at each of them.
+            valid: bool [B, w]; False where it was not wanted, or a row's prompt has ended before.
         """
 
     @abstractmethod

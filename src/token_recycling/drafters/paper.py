@@ -19,6 +19,7 @@ class PaperDrafter(Drafter):
     """
 
     name = "paper"
+    needs_logits = True
 
     def __init__(
         self, matrix: AdjacencyMatrix, template: TreeTemplate, *, prime_prompt: bool = True
@@ -28,7 +29,8 @@ class PaperDrafter(Drafter):
         Args:
             matrix: shared by every row of a batch.
             template: the tree's shape.
-            prime_prompt: recycle the logits of the prompt too. The paper leaves this open.
+            prime_prompt: recycle the prompt's logits too, of tokens that have no row yet. The
+                paper leaves this open; where there is a row, it gains next to nothing.
 
         Raises:
             TokenRecyclingError: the template uses more candidates than the matrix keeps.
@@ -37,12 +39,19 @@ class PaperDrafter(Drafter):
         self.matrix, self.template = matrix, template
         self.shape = TreeShape(template, matrix.device)
         self._rungs = [(above, matrix.offsets(ranks)) for above, ranks in self.shape.rungs]
-        self.wants_prompt = prime_prompt
+        self.prime_prompt = prime_prompt
 
     @property
-    def nodes(self) -> int:
-        """Nodes of the template."""
-        return self.shape.nodes
+    def shares(self) -> tuple[float, ...]:
+        """Those of a ranked template."""
+        return self.template.shares
+
+    def wants(self, tokens: Tensor) -> Tensor | None:
+        """Want the tokens without a row, each where it stands last."""
+        if not self.prime_prompt:
+            return None
+        same = tokens[:, :, None] == tokens[:, None, :]
+        return ~(self.matrix.seen(tokens) | same.triu(diagonal=1).any(dim=2))
 
     def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
         """Recycle a chunk of the prompts."""
@@ -54,6 +63,8 @@ class PaperDrafter(Drafter):
         for above, offsets in self._rungs:
             grown.append(self.matrix.lookup(grown[-1].index_select(1, above), offsets))
         tokens = torch.cat(grown, dim=1).long()
+        if self.shape.order is not None:
+            tokens = tokens[:, self.shape.order]
         # Below a row never seen there is nothing.
         return self.shape.draft(tokens.clamp(min=0), tokens >= 0)
 

@@ -14,11 +14,6 @@ class NoDrafter(Drafter):
 
     name = "none"
 
-    @property
-    def nodes(self) -> int:
-        """Only the root."""
-        return 1
-
     def propose(self, roots: Tensor) -> DraftTree:
         """Return the bare roots."""
         return bare_roots(roots)

@@ -1,0 +1,191 @@
+"""One answer by one variant, with what it took."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from token_recycling.api import TokenRecycling
+from token_recycling.bench.variants import AUTO, LOOKUP_TOKENS, Variant
+from token_recycling.compare import plain_generate, timed
+from token_recycling.costs import CostCurve
+from token_recycling.drafters import BudgetDrafter
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.metrics import PHASES, Step
+
+
+@dataclass
+class Turn:
+    """An answer to one turn of a question.
+
+    Attributes:
+        token_ids: emitted.
+        text: of these.
+        seconds: of the whole call, the prompt's reading included.
+        first_seconds: until the first token.
+        accept_lengths: tokens emitted by each forward after the prompt's; of ``model.generate``
+            by each forward.
+        nodes: tokens verified by each forward after the prompt's; empty where generate looks its
+            drafts up and does not say how long they are.
+        phases: seconds by phase.
+    """
+
+    token_ids: list[int]
+    text: str = ""
+    seconds: float = 0.0
+    first_seconds: float = 0.0
+    accept_lengths: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON types."""
+        return asdict(self)
+
+
+class Decoder:
+    """A variant with its model, its matrix and its drafter."""
+
+    def __init__(
+        self, variant: Variant, first: TokenRecycling, costs: CostCurve | None, max_new_tokens: int
+    ) -> None:
+        """Share the model of ``first``.
+
+        Raises:
+            TokenRecyclingError: the variant's tree or k cannot be used.
+        """
+        self.variant = variant
+        self.recycler = first if variant.drafter is None else _recycler(variant, first, costs)
+        self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        if variant.temperature:
+            self.options["temperature"] = variant.temperature
+
+    @property
+    def budget(self) -> BudgetDrafter | None:
+        """The drafter that chooses its own size, if it is one."""
+        drafter = self.recycler.drafter
+        return drafter if self.variant.drafter and isinstance(drafter, BudgetDrafter) else None
+
+    @property
+    def nodes(self) -> int | None:
+        """Tokens that a step verifies at most, where that is fixed."""
+        if not self.variant.recycles or self.budget:
+            return None
+        return self.recycler.template.nodes
+
+    def answer(self, prompt: list[int], seed: int) -> Turn:
+        """Decode ``prompt``; sampling draws by ``seed``.
+
+        Raises:
+            TokenRecyclingError: the prompt does not fit, or ``model.generate`` fails.
+        """
+        options = {**self.options, "seed": seed} if self.variant.temperature else self.options
+        by_generate = self.variant.drafter is None
+        turn = self._generate(prompt, options) if by_generate else self._recycle(prompt, options)
+        tokenizer = self.recycler.tokenizer
+        if tokenizer is not None:
+            turn.text = tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        self.recycler.forget_context()
+        return turn
+
+    def _generate(self, prompt: list[int], options: dict[str, Any]) -> Turn:
+        clock = _Clock()
+        options = {**options, "streamer": clock}
+        if self.variant.lookup:
+            options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        begin = perf_counter()
+        try:
+            tokens, seconds = timed(
+                lambda: plain_generate(self.recycler, prompt, options), self.recycler.target.device
+            )
+        except TokenRecyclingError:
+            raise
+        except Exception as error:  # whatever this model and these options make it raise
+            line = one_line(error, 200)
+            raise TokenRecyclingError(
+                f"{self.variant.name} fails with this model: {line}"
+            ) from error
+        nodes = [] if self.variant.lookup else [1] * len(clock.counts)
+        return Turn(tokens, "", seconds, clock.first - begin, clock.counts, nodes)
+
+    def _recycle(self, prompt: list[int], options: dict[str, Any]) -> Turn:
+        steps: list[Step] = []
+        ends: list[float] = []
+
+        def note(step: Step) -> None:
+            steps.append(step)
+            ends.append(perf_counter())
+
+        begin = perf_counter()
+        answer, seconds = timed(
+            lambda: self.recycler.generate(prompt, on_step=note, **options),
+            self.recycler.target.device,
+        )
+        return Turn(
+            answer.token_ids,
+            "",
+            seconds,
+            ends[0] - begin,
+            [len(step.tokens[0]) for step in steps[1:]],
+            [step.nodes for step in steps[1:]],
+            {phase: sum(s.seconds[i] for s in steps[1:]) for i, phase in enumerate(PHASES)},
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """What it has learnt from the texts so far; what it knows of times is left out."""
+        if self.variant.drafter is None:
+            return {}
+        matrix = self.recycler.matrix
+        state = {
+            "candidates": matrix.candidates.cpu().clone(),
+            "probabilities": matrix.probabilities.cpu().clone(),
+        }
+        if self.budget is not None:
+            state |= self.budget.acceptance.state()
+        return state
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a ``state``."""
+        if not state:
+            return
+        self.recycler.matrix.candidates.copy_(state["candidates"])
+        self.recycler.matrix.probabilities.copy_(state["probabilities"])
+        if self.budget is not None:
+            self.budget.acceptance.restore(state)
+
+
+def _recycler(variant: Variant, first: TokenRecycling, costs: CostCurve | None) -> TokenRecycling:
+    options: dict[str, Any] = {"tree": AUTO, "costs": costs}
+    if variant.tree != AUTO:
+        options = {"tree": variant.template()}
+    return TokenRecycling(
+        first.model,
+        first.tokenizer,
+        drafter=variant.drafter or "none",
+        k=variant.k,
+        exact_logits=first.exact_logits,
+        **options,
+    )
+
+
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when ``model.generate`` emits its first token, and how many each forward emits."""
+
+    def __init__(self) -> None:
+        self.first = 0.0
+        self.counts: list[int] = []
+        self._prompt_came = False
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_came:  # generate puts the prompt first
+            self._prompt_came = True
+            return
+        self.first = self.first or perf_counter()
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,147 @@
+"""A run's folder: its plan, a line for every question done, and the state to go on from.
+
+A question is done when its line in ``journal.jsonl`` is whole. The state after it was written
+before, so that whatever a killed run leaves is one that ``open`` can go on from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.files import write_atomically, write_text
+
+State = Mapping[str, Mapping[str, Tensor]]  # variant -> what it has learnt
+
+
+class Journal:
+    """The questions done so far, kept in a folder."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any], *, resume: bool) -> None:
+        """Begin a run in ``folder``, or go on with the one that is there.
+
+        Raises:
+            TokenRecyclingError: there is a run and ``resume`` is not set, it had another plan,
+                or the folder cannot be used.
+        """
+        self.folder = folder
+        self._plan, self._lines = folder / "plan.json", folder / "journal.jsonl"
+        plan = json.loads(json.dumps(plan))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TokenRecyclingError(f"cannot use {folder}: {error.strerror}") from error
+        before = self._before()
+        self.records = self._read()
+        if before is None:
+            unknown = any(folder.iterdir())
+        else:  # a plan.json of another program has other entries
+            unknown = not self.records and before.keys() != plan.keys()
+        if unknown:
+            raise TokenRecyclingError(f"{folder} holds other files; choose a new folder")
+        if not self.records:  # what did not come to its first answer has nothing to lose
+            write_text(self._plan, json.dumps(plan, indent=1) + "\n")
+        elif not resume:
+            raise TokenRecyclingError(
+                f"{folder} holds a run; go on with it by --resume, or choose another folder"
+            )
+        else:
+            self._compare(before or {}, plan)
+        self._begun_as = self._plan.read_bytes()
+
+    def _before(self) -> dict[str, Any] | None:
+        """Read the plan that is there."""
+        if not self._plan.is_file():
+            return None
+        try:
+            return dict(json.loads(self._plan.read_text("utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise TokenRecyclingError(f"{self._plan} cannot be read: {error}") from error
+
+    def _compare(self, before: dict[str, Any], plan: dict[str, Any]) -> None:
+        """Refuse to go on under another plan."""
+        differ = [name for name in {**before, **plan} if before.get(name) != plan.get(name)]
+        if differ:
+            raise TokenRecyclingError(
+                f"the run in {self.folder} differs in {', '.join(differ).replace('_', ' ')}; "
+                "give the options that it had, or choose another folder"
+            )
+
+    def _read(self) -> list[dict[str, Any]]:
+        """Read the whole lines; a last one that was cut off is none."""
+        raw = self._lines.read_bytes() if self._lines.is_file() else b""
+        self._size, self._whole = len(raw), raw.rfind(b"\n") + 1
+        try:
+            return [dict(json.loads(line)) for line in raw[: self._whole].splitlines()]
+        except (ValueError, TypeError) as error:
+            raise TokenRecyclingError(f"{self._lines} is damaged: {error}") from error
+
+    def _state(self, done: int) -> Path:
+        return self.folder / f"state-{done}.safetensors"
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state after the questions done; empty before the first.
+
+        Raises:
+            TokenRecyclingError: its file is missing or damaged.
+        """
+        if not self.records:
+            return {}
+        path = self._state(len(self.records))
+        found: dict[str, dict[str, Tensor]] = {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    name, _, part = key.rpartition("/")
+                    found.setdefault(name, {})[part] = file.get_tensor(key).clone()
+        except (SafetensorError, OSError) as error:
+            raise TokenRecyclingError(f"{path} cannot be read: {error}") from error
+        return found
+
+    def add(self, record: dict[str, Any], state: State) -> None:
+        """Keep a question's record and the state after it.
+
+        Raises:
+            TokenRecyclingError: they cannot be written, or another run writes here too.
+        """
+        self._check_alone()
+        tensors = {
+            f"{name}/{part}": t for name, parts in state.items() for part, t in parts.items()
+        }
+
+        def write(partial: Path) -> None:
+            try:
+                save_file(tensors, partial)
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+
+        kept = self._state(len(self.records) + 1)
+        write_atomically(kept, write)
+        line = json.dumps(record).encode() + b"\n"
+        try:
+            with self._lines.open("ab") as file:
+                file.truncate(self._whole)
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise TokenRecyclingError(f"cannot write {self._lines}: {error.strerror}") from error
+        self._size = self._whole = self._whole + len(line)
+        self.records.append(record)
+        for old in self.folder.glob("state-*"):  # those of a killed run too
+            if old != kept:
+                old.unlink(missing_ok=True)
+
+    def _check_alone(self) -> None:
+        """Refuse to mix two runs that write into one folder at the same time."""
+        size = self._lines.stat().st_size if self._lines.is_file() else 0
+        if size != self._size or self._plan.read_bytes() != self._begun_as:
+            raise TokenRecyclingError(f"another run writes into {self.folder}; this one ends here")

@@ -1,0 +1,128 @@
+"""From the records of a run to its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median, quantiles
+from typing import Any
+
+import numpy as np
+
+from token_recycling.metrics import PHASES
+
+RESAMPLES = 2000
+SEED = 0  # of the bootstrap
+CONFIDENCE = 95.0
+DEEPEST = 16  # accepted tokens per step that are told apart
+
+Record = dict[str, Any]  # a line of the journal
+Turns = list[dict[str, Any]]
+
+
+def turns(record: Record, name: str, round_: int) -> Turns:
+    """The turns of one variant in one round of a question."""
+    found: Turns = record["variants"][name]["rounds"][round_]["turns"]
+    return found
+
+
+def rounds(record: Record, name: str) -> int:
+    """How often the question was answered."""
+    return len(record["variants"][name]["rounds"])
+
+
+def speed(record: Record, name: str, round_: int | None = None) -> float:
+    """Tokens per second of a question; without a round, by the median of the rounds' seconds."""
+    which = range(rounds(record, name)) if round_ is None else (round_,)
+    seconds: float = median(sum(t["seconds"] for t in turns(record, name, r)) for r in which)
+    return sum(len(t["token_ids"]) for t in turns(record, name, which[0])) / seconds
+
+
+def speedup(records: Sequence[Record], name: str, baseline: str, round_: int) -> float:
+    """Ratio of the medians of the questions' tokens per second in one round."""
+    own = median(speed(record, name, round_) for record in records)
+    return own / median(speed(record, baseline, round_) for record in records)
+
+
+def interval(own: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Bootstrap interval of the ratio of medians; questions are drawn in pairs."""
+    pairs = np.array([own, base])
+    drawn = np.random.default_rng(SEED).integers(len(own), size=(RESAMPLES, len(own)))
+    top, bottom = np.median(pairs[:, drawn], axis=2)
+    tail = (100 - CONFIDENCE) / 2
+    return [float(x) for x in np.percentile(top / bottom, [tail, 100 - tail])]
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+
+
+def accept_lengths(turns: Turns) -> list[int]:
+    """Tokens emitted by every forward of some turns."""
+    return [length for turn in turns for length in turn["accept_lengths"]]
+
+
+def mean_accepted(lengths: Sequence[int]) -> float:
+    """MAT; 1 where there was no forward after the prompt's."""
+    return fmean(lengths) if lengths else 1.0
+
+
+def spec_bench(records: Sequence[Record], name: str, baseline: str) -> dict[str, float]:
+    """Spec-Bench's own aggregate: means over questions of tokens per second, first round only."""
+    lengths = accept_lengths([turn for record in records for turn in turns(record, name, 0)])
+    own = fmean(speed(record, name, 0) for record in records)
+    return {
+        "tokens_per_second": own,
+        "speedup": own / fmean(speed(record, baseline, 0) for record in records),
+        "mat": mean_accepted(lengths),
+    }
+
+
+def measure(records: Sequence[Record], name: str, baseline: str) -> dict[str, Any]:
+    """Return the figures of one variant over some questions."""
+    own = [speed(record, name) for record in records]
+    base = [speed(record, baseline) for record in records]
+    ratios = [a / b for a, b in zip(own, base)]
+    first = [turn for record in records for turn in turns(record, name, 0)]
+    every = [t for r in records for i in range(rounds(r, name)) for t in turns(r, name, i)]
+    lengths = accept_lengths(first)
+    mat = mean_accepted(lengths)
+    ratio = median(own) / median(base)
+    nodes = [n for turn in first for n in turn["nodes"]]
+    deepest = min(max(lengths, default=1) - 1, DEEPEST)
+    phases = {phase: sum(turn["phases"].get(phase, 0.0) for turn in every) for phase in PHASES}
+    total = sum(phases.values())
+    return {
+        "questions": len(records),
+        "tokens": sum(len(turn["token_ids"]) for turn in first),
+        "tokens_per_second": median(own),
+        "speedup": ratio,
+        "speedup_interval": interval(own, base),
+        "speedup_quartiles": _quartiles(ratios),
+        "slower_than_baseline": sum(ratio < 1 for ratio in ratios),
+        "mat": mat,
+        "accepted_per_depth": [
+            sum(n > depth for n in lengths) / len(lengths) for depth in range(1, deepest + 1)
+        ],
+        "nodes": fmean(nodes) if nodes else None,
+        "identical": fmean(turn["identical"] for turn in every),
+        "ttft_seconds": median(turn["first_seconds"] for turn in every),
+        "c": mat / ratio,
+        "phases": {phase: share / total for phase, share in phases.items()} if total else None,
+        "spec_bench": spec_bench(records, name, baseline),
+    }
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Range of repeated results in relation to their median; None for a single one."""
+    return (max(values) - min(values)) / median(values) if len(values) > 1 else None
+
+
+def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Group by kind; by suite and kind where there are several suites."""
+    records = list(records)
+    several = len({record["suite"] for record in records}) > 1
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        kind = f"{record['suite']}: {record['kind']}" if several else record["kind"]
+        found.setdefault(kind, []).append(record)
+    return found

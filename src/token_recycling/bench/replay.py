@@ -1,0 +1,220 @@
+"""Drafters on recorded answers: the very same text for all, whatever the model would say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from token_recycling.accept import Accepted, Stop, longest_paths
+from token_recycling.bench.suites import Question
+from token_recycling.costs import CostCurve
+from token_recycling.decode import decode
+from token_recycling.drafters import Drafter
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.metrics import Step
+from token_recycling.target import OnProgress, OnPrompt, Target, Wants
+from token_recycling.tree import DraftTree
+
+NO_TOKEN = -1
+
+
+class ForcedAcceptor:
+    """Emits a recorded answer, whatever the logits say (teacher forcing); for one row."""
+
+    def __init__(self, answer: Sequence[int], device: torch.device | str) -> None:
+        """Emit ``answer``."""
+        self.answer = list(answer)
+        self._device = device
+        self._done = 0
+
+    def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
+        """Accept what the draft has of the answer."""
+        ahead = self.answer[self._done : self._done + draft.max_depth + 1]
+        ahead += [NO_TOKEN] * (draft.max_depth + 1 - len(ahead))
+        # A node on the right path is followed by the answer's token of its depth.
+        choices = torch.tensor(ahead, device=self._device)[draft.depths]
+        path, counts = longest_paths(draft, choices)
+        count, drafted = torch.stack([counts[0], draft.valid[0].sum() - 1]).tolist()
+        tokens: list[int] = []
+        reason = None
+        for token in ahead[:count]:
+            tokens.append(token)
+            if reason := stop(0, token):
+                break
+        self._done += len(tokens)
+        return Accepted(path, [tokens], [reason], [drafted])
+
+
+class NoModel:
+    """A target that says nothing, for drafters that learn from the text alone."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Have ``vocab_size`` tokens."""
+        self.vocab_size, self.device = vocab_size, torch.device("cpu")
+        self.max_context: int | None = None
+        self.exact: AbstractContextManager[Any] = nullcontext()
+        self.guard: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
+
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        *,
+        on_prompt: OnPrompt | None = None,
+        wants: Wants | None = None,
+        on_progress: OnProgress | None = None,
+        keep: int = 0,
+    ) -> Tensor:
+        """Return no logits, [B, 0]."""
+        return torch.zeros(len(prompts), 0)
+
+    def verify(self, draft: DraftTree) -> Tensor:
+        """Return no logits, [B, n, 0]."""
+        return torch.zeros(*draft.tokens.shape, 0)
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Do nothing."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a drafter made of some recorded answers.
+
+    Attributes:
+        answers: how many.
+        tokens: in them, the first of each left out.
+        steps: it took.
+        accepted_per_depth: share of steps that accepted at least 1, 2, … tokens.
+        nodes: mean tokens verified per step.
+        draft_seconds: mean of drafting and observing, per step.
+        expected_speedup: by a cost curve, over steps of one token; None without a measured one.
+    """
+
+    answers: int
+    tokens: int
+    steps: int
+    accepted_per_depth: list[float]
+    nodes: float
+    draft_seconds: float
+    expected_speedup: float | None
+
+    @property
+    def mat(self) -> float:
+        """Mean tokens per step."""
+        return self.tokens / self.steps
+
+
+def replay(target: Target, drafter: Drafter, prompt: list[int], answer: list[int]) -> list[Step]:
+    """Let ``drafter`` draft a recorded answer; return the steps after the prompt's.
+
+    Raises:
+        TokenRecyclingError: the drafter needs a model and ``target`` is none, the answer is
+            empty, or prompt and answer do not fit into the context.
+    """
+    if not answer:
+        raise TokenRecyclingError("the answer is empty")
+    if drafter.needs_logits and isinstance(target, NoModel):
+        raise TokenRecyclingError(
+            f"drafter {drafter.name} learns from a model's logits; leave --draft-only out"
+        )
+    room = target.max_context
+    if room is not None and len(prompt) + len(answer) > room:
+        raise TokenRecyclingError(
+            f"prompt and answer have {len(prompt) + len(answer)} tokens, the context {room}"
+        )
+    left = len(answer)
+
+    def stop(row: int, token: int) -> str | None:
+        nonlocal left
+        left -= 1
+        return None if left else "length"
+
+    accept = ForcedAcceptor(answer, target.device)
+    return list(decode(target, drafter, accept, [prompt], stop))[1:]
+
+
+def figures(
+    runs: Sequence[list[Step]], contexts: Sequence[int], curve: CostCurve | None
+) -> Figures:
+    """Sum up the runs of one drafter; ``contexts`` are the lengths of their prompts.
+
+    Raises:
+        TokenRecyclingError: there is not one step.
+    """
+    steps = [step for run in runs for step in run]
+    if not steps:
+        raise TokenRecyclingError("no answer has two tokens or more; there is nothing to draft")
+    lengths = [len(step.tokens[0]) for step in steps]
+    speedup = None
+    if curve is not None and curve.measured:
+        plain = spent = 0.0
+        for run, context in zip(runs, contexts):
+            for step in run:
+                spent += curve.at(step.nodes, context)
+                for _ in step.tokens[0]:
+                    plain += curve.at(1, context)
+                    context += 1
+        speedup = plain / spent
+    return Figures(
+        answers=len(runs),
+        tokens=sum(lengths),
+        steps=len(steps),
+        accepted_per_depth=[
+            sum(n > depth for n in lengths) / len(steps) for depth in range(1, max(lengths))
+        ],
+        nodes=sum(step.nodes for step in steps) / len(steps),
+        draft_seconds=sum(step.seconds[0] + step.seconds[3] for step in steps) / len(steps),
+        expected_speedup=speedup,
+    )
+
+
+def read_answers(path: Path, questions: Sequence[Question]) -> list[Question]:
+    """Give the questions the answers of a file in Spec-Bench's format; drop those without.
+
+    Raises:
+        TokenRecyclingError: it cannot be read, or has no answer to any of the questions.
+    """
+    recorded: dict[tuple[str, str], tuple[str, ...]] = {}
+    suites: set[str] = set()
+    for number, row in _lines(path):
+        try:
+            suite, turns = str(row.get("suite", "")), row["choices"][0]["turns"]
+            if not isinstance(turns, list) or not all(map(_is_text, turns)):
+                raise TypeError("turns must be a list of texts")
+            recorded[suite, str(row["question_id"])] = tuple(turns)
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise TokenRecyclingError(f"{path}, line {number}: no answer ({error!r})") from error
+        suites.add(suite)
+    # Among the answers to one suite, whatever it was called then, the number is enough.
+    only = suites.pop() if len(suites) == 1 else None
+    keys = [(q.suite if only is None else only, q.id) for q in questions]
+    found = [replace(q, answers=recorded[k]) for q, k in zip(questions, keys) if k in recorded]
+    if not found:
+        raise TokenRecyclingError(f"{path} has no answer to these questions")
+    return found
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        lines = path.read_text("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenRecyclingError(f"cannot read the answers in {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise TokenRecyclingError(f"{path}, line {number}: no JSON ({error})") from error

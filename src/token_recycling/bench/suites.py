@@ -1,0 +1,178 @@
+"""The questions of the benchmark: suites from files, and a choice among their questions."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from os.path import expanduser
+from pathlib import Path
+from typing import Any
+
+from token_recycling.errors import TokenRecyclingError
+
+BUILTIN = Path(__file__).parent / "suites" / "builtin.jsonl"
+PUBLIC = ("spec-bench", "mbpp", "gsm8k")  # known by name, but not in the package
+# The categories of MT-bench in Spec-Bench, which reports them as one.
+MT_BENCH = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+# The keys that a line may have its turns under, and what stands there.
+TURNS = {"turns": list, "prompt": str, "question": str}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a user says to a model, turn by turn."""
+
+    suite: str
+    id: str  # unique in the suite
+    kind: str  # what a report groups by
+    category: str  # as it stands in the file
+    turns: tuple[str, ...]
+    answers: tuple[str, ...] = ()  # recorded ones, to the first turns
+
+    @property
+    def name(self) -> str:
+        """The question's unique name, ``suite/id``."""
+        return f"{self.suite}/{self.id}"
+
+
+def load_all(suites: Iterable[str], per_kind: int | None = None) -> list[Question]:
+    """Return the chosen questions of several suites (see ``load`` and ``choose``).
+
+    Raises:
+        TokenRecyclingError: a suite cannot be loaded, or two of them have the same name.
+    """
+    questions: list[Question] = []
+    for loaded in map(load, suites):
+        name = loaded[0].suite
+        if any(question.suite == name for question in questions):
+            raise TokenRecyclingError(f"two suites are called {name}; name it once or rename one")
+        questions += loaded
+    return choose(questions, per_kind)
+
+
+def load(suite: str) -> list[Question]:
+    """Return the questions of a suite in the order of its file; there is at least one.
+
+    Args:
+        suite: ``builtin``, ``NAME=PATH`` for a public suite (spec-bench, mbpp, gsm8k), or the path
+            of a JSONL file, whose stem is then the suite's name. A line holds ``turns`` (a list),
+            ``prompt`` or ``question``, and perhaps ``question_id`` or ``id`` (default: the number
+            of the line), ``category`` or ``kind`` (default: the suite's name) and ``answer`` (a
+            text, or a list with one for each turn).
+
+    Raises:
+        TokenRecyclingError: there is no such suite, its file cannot be read, or a line is wrong.
+    """
+    if suite == "builtin":
+        return _read(suite, BUILTIN)
+    name, _, path = suite.partition("=")
+    if name not in PUBLIC:
+        return _read(Path(suite).stem, Path(expanduser(suite)))
+    if not path:
+        raise TokenRecyclingError(
+            f"{name} is not in the package; write {name}=PATH with the path of its JSONL file"
+        )
+    return _read(name, Path(expanduser(path)))  # a shell expands no ~ behind a =
+
+
+def choose(questions: Iterable[Question], per_kind: int | None = None) -> list[Question]:
+    """Return at most ``per_kind`` questions of every kind in a suite, each kind in turn.
+
+    They are spread evenly over the questions of their kind, beginning with the first; None takes
+    all. Since the kinds take turns, a run that is cut short has seen all of them.
+
+    Raises:
+        TokenRecyclingError: ``per_kind`` is below 1.
+    """
+    if per_kind is not None and per_kind < 1:
+        raise TokenRecyclingError("the number of questions per kind must be 1 or more")
+    kinds: dict[tuple[str, str], list[Question]] = {}
+    for question in questions:
+        kinds.setdefault((question.suite, question.kind), []).append(question)
+    rounds = zip_longest(*(_spread(group, per_kind) for group in kinds.values()))
+    return [question for turn in rounds for question in turn if question is not None]
+
+
+def _spread(group: Sequence[Question], number: int | None) -> list[Question]:
+    count = len(group) if number is None else min(number, len(group))
+    return [group[i * len(group) // count] for i in range(count)]
+
+
+def _read(suite: str, path: Path) -> list[Question]:
+    """Read a file line by line and say of a mistake where it is."""
+    try:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    except OSError as error:
+        raise TokenRecyclingError(
+            f"cannot read {path}: {error.strerror}; a suite is builtin, "
+            f"{', '.join(f'{name}=PATH' for name in PUBLIC)} or the path of a JSONL file"
+        ) from error
+    questions: dict[str, Question] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            question = _question(suite, number, line)
+            if question.id in questions:
+                raise TokenRecyclingError(f"the id {question.id} stands twice")
+        except TokenRecyclingError as error:
+            raise TokenRecyclingError(f"{path}, line {number}: {error}") from error
+        questions[question.id] = question
+    if not questions:
+        raise TokenRecyclingError(f"{path}: there is no question in this file")
+    return list(questions.values())
+
+
+def _question(suite: str, number: int, line: bytes) -> Question:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise TokenRecyclingError("this is no UTF-8 text") from error
+    except (ValueError, RecursionError) as error:
+        raise TokenRecyclingError(f"this is no JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise TokenRecyclingError("this is no JSON object; a suite has one object on each line")
+    if "messages" in row:
+        raise TokenRecyclingError('"messages" are not read; give what the user says as "turns"')
+    keys = [key for key in TURNS if key in row]
+    if len(keys) != 1:
+        raise TokenRecyclingError(f"there must be one of {', '.join(TURNS)}, not {len(keys)}")
+    turns = _texts(row, keys[0], TURNS[keys[0]])
+    answers = _texts(row, "answer", list | str) if "answer" in row else ()
+    if len(answers) > len(turns):
+        raise TokenRecyclingError(f"there are {len(answers)} answers to {len(turns)} turns")
+    category = _label(row, "category", "kind", default=suite)
+    kind = "mt_bench" if suite == "spec-bench" and category in MT_BENCH else category
+    identity = _label(row, "question_id", "id", default=str(number))
+    return Question(suite, identity, kind, category, turns, answers)
+
+
+def _texts(row: dict[str, Any], key: str, form: Any) -> tuple[str, ...]:
+    """Return one text or a list of texts as a tuple; none may be blank."""
+    value = row[key]
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(value, form) or not all(isinstance(text, str) for text in texts):
+        expected = {str: "a text", list: "a list of texts"}.get(form, "a text or a list of texts")
+        raise TokenRecyclingError(f'"{key}" must be {expected}')
+    if not texts or not all(text.strip() for text in texts):
+        raise TokenRecyclingError(f'"{key}" must not be empty')
+    if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+        raise TokenRecyclingError(f'"{key}" holds half a surrogate pair, which is no text')
+    return tuple(texts)
+
+
+def _label(row: dict[str, Any], *keys: str, default: str) -> str:
+    """Return the first of the keys that is there, as text that fits on a line."""
+    for key in keys:
+        if key in row:
+            value = row[key]
+            label = str(value) if type(value) in (int, str) else ""
+            if not label.strip() or not label.isprintable():
+                raise TokenRecyclingError(f'"{key}" must be a number or a short text')
+            return label
+    return default

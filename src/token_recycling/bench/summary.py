@@ -1,0 +1,154 @@
+"""The summary of a run: figures, machine, model and settings, as JSON types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from token_recycling.api import TokenRecycling
+from token_recycling.bench import measures
+from token_recycling.bench.decoders import Decoder
+from token_recycling.bench.measures import Record
+from token_recycling.costs import CostCurve
+from token_recycling.masks import text_config
+from token_recycling.text import TextStream
+
+FORMAT = "token-recycling-bench-1"
+LOSING = 30  # prompts listed at most
+PROMPT = 120  # characters of a prompt that are shown
+
+
+def describe_model(recycler: TokenRecycling, name: str) -> dict[str, Any]:
+    """What model it is."""
+    config = text_config(recycler.model.config)
+    widened = getattr(recycler.model.config, "widened", None)
+    note = None
+    if isinstance(widened, dict):
+        note = f"{widened.get('from')} widened to the shape of {widened.get('to')}"
+        if widened.get("differs"):
+            note += f" ({'; '.join(widened['differs'])})"
+    return {
+        "name": name,
+        "parameters": sum(p.numel() for p in recycler.model.parameters()),
+        "dtype": str(recycler.model.dtype).removeprefix("torch."),
+        "vocab_size": recycler.target.vocab_size,
+        "layers": getattr(config, "num_hidden_layers", None),
+        "hidden": getattr(config, "hidden_size", None),
+        "note": note,
+    }
+
+
+def losing(records: Sequence[Record], baselines: dict[str, str]) -> list[dict[str, Any]]:
+    """The questions that a variant answered more slowly than its baseline, the worst first."""
+    found = []
+    for record in records:
+        for name, baseline in baselines.items():
+            ratio = measures.speed(record, name) / measures.speed(record, baseline)
+            if ratio >= 1:
+                continue
+            first = measures.turns(record, name, 0)
+            found.append(
+                {
+                    "name": record["name"],
+                    "kind": record["kind"],
+                    "decoder": name,
+                    "speedup": ratio,
+                    "mat": measures.mean_accepted(measures.accept_lengths(first)),
+                    "tokens": sum(len(turn["token_ids"]) for turn in first),
+                    "prompt": " ".join(record["prompt"].split())[:PROMPT],
+                }
+            )
+    return sorted(found, key=lambda row: row["speedup"])[:LOSING]
+
+
+def sample(records: Sequence[Record], name: str, tokenizer: Any) -> dict[str, Any] | None:
+    """A question of middling speed with its answer in pieces, drafted and not."""
+    if not records or tokenizer is None:
+        return None
+    record = sorted(records, key=lambda r: measures.speed(r, name))[len(records) // 2]
+    turn = measures.turns(record, name, 0)[0]
+    drafted = [False]  # the token that the prompt's reading yields
+    for length in turn["accept_lengths"]:
+        drafted += [True] * (length - 1) + [False]
+    reader = TextStream(tokenizer)
+    for token in turn["token_ids"]:
+        reader.feed(token)
+    reader.finish()
+    pieces = [[text, draft] for text, draft in zip(reader.pieces, drafted) if text]
+    prompt = record["prompt"]
+    return {"name": record["name"], "decoder": name, "prompt": prompt, "pieces": pieces}
+
+
+def budget(decoders: dict[str, Decoder], curve: CostCurve | None) -> dict[str, Any] | None:
+    """What the automatic tree expected of every size at the end of the run."""
+    for name, decoder in decoders.items():
+        drafter = decoder.budget
+        if drafter is not None and curve is not None:
+            mats, speeds = drafter.speeds()
+            return {
+                "decoder": name,
+                "sizes": drafter.sizes,
+                "expected_mat": mats,
+                "expected_speed": speeds,
+                "chosen": drafter.size,
+            }
+    return None
+
+
+def summarise(
+    records: Sequence[Record],
+    decoders: dict[str, Decoder],
+    *,
+    curve: CostCurve | None,
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the summary.
+
+    Args:
+        records: of all questions.
+        decoders: by name, the baseline first.
+        curve: what steps cost.
+        about: date, machine, model, settings, questions, left out: as they are.
+    """
+    kinds = measures.by_kind(records)
+    table: dict[str, Any] = {}
+    for name, decoder in decoders.items():
+        variant = decoder.variant
+        base = variant.baseline
+        repeated = [
+            measures.speedup(records, name, base, r)
+            for r in range(measures.rounds(records[0], name))
+        ]
+        peaks = [r["variants"][name].get("peak_memory_bytes") for r in records]
+        table[name] = {
+            "about": {
+                "drafter": variant.drafter,
+                "tree": variant.tree if variant.drafter else None,
+                "nodes": decoder.nodes,
+                "k": variant.k if variant.recycles else None,
+                "temperature": variant.temperature,
+                "start": variant.start,
+                "baseline": base,
+            },
+            "overall": measures.measure(records, name, base),
+            "kinds": {kind: measures.measure(rows, name, base) for kind, rows in kinds.items()},
+            "rounds": repeated,
+            "spread": measures.spread(repeated),
+            "peak_memory_bytes": max((p for p in peaks if p), default=None),
+            "matrix_bytes": decoder.recycler.matrix.nbytes if variant.recycles else None,
+        }
+    tokenizer = next(iter(decoders.values())).recycler.tokenizer
+    baselines = {name: d.variant.baseline for name, d in decoders.items() if d.variant.drafter}
+    return {
+        "format": FORMAT,
+        "baseline": next(iter(decoders)),
+        "kinds": list(kinds),
+        "decoders": table,
+        "curve": None
+        if curve is None
+        else {"sizes": curve.sizes, "contexts": curve.contexts, "seconds": curve.seconds},
+        "budget": budget(decoders, curve),
+        "losing": losing(records, baselines),
+        "sample": sample(records, next(reversed(baselines)), tokenizer) if baselines else None,
+        **about,
+    }

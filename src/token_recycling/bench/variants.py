@@ -1,0 +1,161 @@
+"""The ways to decode that a benchmark compares, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from token_recycling import defaults
+from token_recycling.drafters import names
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.tree import TreeTemplate
+
+GENERATE, LOOKUP, AUTO = "generate", "generate-pld", "auto"
+LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, as Spec-Bench sets it
+DEFAULT = (GENERATE, LOOKUP, "prompt-lookup", "paper", AUTO)
+# Drafters that keep no matrix; a decoder of another library has none.
+NOT_RECYCLED = (None, "none", "prompt-lookup")
+FIXED_TREE = "paper"  # of a drafter named without a tree
+SWEEPS = ("k", "tree", "temperature", "start")
+STARTS = ("hot", "cold")
+TEMPERATURES = "a temperature is 0, or lies between 0.00001 and 100"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to decode.
+
+    Attributes:
+        name: unique in a run.
+        drafter: of ours; None: ``model.generate``.
+        lookup: ``model.generate`` with prompt lookup.
+        tree: "auto", a name or a file.
+        k: candidates per token.
+        temperature: 0 is greedy.
+        start: "hot": the matrix is kept from question to question; "cold": emptied before each.
+        baseline: the name of what it is compared with.
+    """
+
+    name: str
+    drafter: str | None = None
+    lookup: bool = False
+    tree: str = FIXED_TREE
+    k: int = defaults.CANDIDATES
+    temperature: float = 0.0
+    start: str = "hot"
+    baseline: str = GENERATE
+
+    @property
+    def recycles(self) -> bool:
+        """True when it keeps a matrix."""
+        return self.drafter not in NOT_RECYCLED
+
+    def template(self) -> TreeTemplate:
+        """Load its tree, without the nodes that need more candidates than there are.
+
+        Raises:
+            TokenRecyclingError: there is no such tree, or nothing of it is left.
+        """
+        tree = TreeTemplate.load(self.tree, max(self.k, defaults.CANDIDATES)).limited(self.k)
+        if not tree.paths:
+            raise TokenRecyclingError(f"nothing is left of tree {self.tree} with k={self.k}")
+        return replace(tree, name=self.tree)
+
+
+def parse(spec: str) -> Variant:
+    """Read ``generate``, ``generate-pld``, ``auto``, ``DRAFTER`` or ``DRAFTER@TREE``.
+
+    A drafter without a tree drafts as published: ``paper`` with its 80 nodes.
+
+    Raises:
+        TokenRecyclingError: there is no such decoder.
+    """
+    if spec in (GENERATE, LOOKUP):
+        return Variant(spec, lookup=spec == LOOKUP)
+    drafter, _, tree = (defaults.DRAFTER, "", AUTO) if spec == AUTO else spec.partition("@")
+    if drafter not in names():
+        known = ", ".join([GENERATE, LOOKUP, AUTO, *names()])
+        raise TokenRecyclingError(f"no decoder {spec!r}; there are {known}, and DRAFTER@TREE")
+    return Variant(spec, drafter, tree=tree or FIXED_TREE)
+
+
+def is_temperature(value: float) -> bool:
+    """True for what can be sampled at, and for 0; see ``TEMPERATURES``."""
+    return value == 0 or 1e-5 <= value <= 100
+
+
+def read_sweep(text: str) -> tuple[str, list[Any]]:
+    """Read ``k=2,4``, ``tree=paper,auto``, ``temperature=0,0.7`` or ``start=cold,hot``.
+
+    Raises:
+        TokenRecyclingError: it is something else.
+    """
+    name, _, listed = text.partition("=")
+    values = [value.strip() for value in listed.split(",") if value.strip()]
+    if name not in SWEEPS or not values:
+        raise TokenRecyclingError(
+            f"--sweep is {text!r}; write one of {', '.join(f'{name}=A,B' for name in SWEEPS)}"
+        )
+    kinds: Mapping[str, Any] = {"k": int, "temperature": float}
+    try:
+        read: list[Any] = [kinds.get(name, str)(value) for value in values]
+    except ValueError as error:
+        raise TokenRecyclingError(f"--sweep is {text!r}; these are no numbers") from error
+    if name == "start" and not set(read) <= set(STARTS):
+        raise TokenRecyclingError(f"--sweep is {text!r}; a start is cold or hot")
+    if name == "temperature" and not all(map(is_temperature, read)):
+        raise TokenRecyclingError(f"--sweep is {text!r}; {TEMPERATURES}")
+    if name == "k" and min(read) < 1:
+        raise TokenRecyclingError(f"--sweep is {text!r}; k must be 1 or more")
+    return name, list(dict.fromkeys(read))
+
+
+def expand(
+    specs: Sequence[str],
+    sweeps: Mapping[str, Sequence[Any]],
+    *,
+    temperature: float = 0.0,
+    cold: bool = False,
+) -> list[Variant]:
+    """Return the variants of ``specs`` with every combination of the swept values.
+
+    k and start concern what keeps a matrix, tree what is drafted in trees, temperature all. The
+    baseline, ``model.generate`` at each temperature, is always among them and comes first.
+
+    Raises:
+        TokenRecyclingError: a decoder or tree is unknown, or two variants have the same name.
+    """
+    common: dict[str, Any] = {"temperature": temperature, "start": "cold" if cold else "hot"}
+    found: dict[str, Variant] = {}
+    for spec in dict.fromkeys([GENERATE, *specs]):
+        variant = replace(parse(spec), **common)
+        swept = [name for name in sweeps if _concerns(name, variant)]
+        for values in product(*(sweeps[name] for name in swept)):
+            one = _set(variant, dict(zip(swept, values)))
+            if found.setdefault(one.name, one) != one:
+                raise TokenRecyclingError(f"two decoders would both be called {one.name}")
+    return list(found.values())
+
+
+def _concerns(sweep: str, variant: Variant) -> bool:
+    return sweep == "temperature" or variant.recycles
+
+
+def _set(variant: Variant, values: dict[str, Any]) -> Variant:
+    """Return the variant with swept values, named after them."""
+    name = variant.name
+    if "tree" in values:
+        name = AUTO if values["tree"] == AUTO else f"{variant.drafter}@{values['tree']}"
+        if values["tree"] == AUTO and variant.drafter != defaults.DRAFTER:
+            name = f"{variant.drafter}@{AUTO}"
+    if "k" in values:
+        name += f" k={values['k']}"
+    if "start" in values:
+        name += f" {values['start']}"
+    baseline = variant.baseline
+    if "temperature" in values:
+        name += f" T={values['temperature']:g}"
+        baseline += f" T={values['temperature']:g}"
+    return replace(variant, name=name, baseline=baseline, **values)

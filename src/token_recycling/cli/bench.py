@@ -1,0 +1,267 @@
+"""`token-recycling bench`: what is gained, on this model, this machine, these texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from token_recycling.cli import options as o
+from token_recycling.cli import progress, show
+from token_recycling.errors import TokenRecyclingError
+
+if TYPE_CHECKING:
+    from token_recycling.api import TokenRecycling
+    from token_recycling.bench.suites import Question
+    from token_recycling.bench.variants import Variant
+    from token_recycling.costs import CostCurve
+
+TOKENS = 128
+
+
+def bench(
+    model: o.Model = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--suite",
+            help="builtin; spec-bench=PATH, mbpp=PATH or gsm8k=PATH; or a JSONL file. Repeatable.",
+        ),
+    ] = None,
+    per_kind: Annotated[
+        int | None, typer.Option("--per-kind", help="Questions of every kind at most.")
+    ] = None,
+    decoders: Annotated[
+        str | None,
+        typer.Option(
+            "--decoders",
+            help="generate, generate-pld, auto, DRAFTER or DRAFTER@TREE, separated by commas.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep", help="k=2,4 or tree=A,B or temperature=0,0.7 or start=cold,hot. Repeatable."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="How often each is repeated.")] = 1,
+    max_tokens: o.MaxTokens = TOKENS,
+    temp: o.Temperature = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    cold: Annotated[
+        bool,
+        typer.Option("--cold/--hot", help="Empty the matrix before every question, or not."),
+    ] = False,
+    raw: o.Raw = False,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    exact_logits: o.ExactLogits = False,
+    threads: o.Threads = None,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune/--no-tune", help="Measure step costs first, if that was not done."),
+    ] = True,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="Folder for answers, summary and report.")
+    ] = Path("token-recycling-bench"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+) -> None:
+    """Decode questions in several ways, side by side, and report what each gained.
+
+    Writes into the folder --out: answers/*.jsonl in Spec-Bench's format, summary.json,
+    tables.md and report.html. A run that was interrupted goes on with the same options and
+    --resume.
+    """
+    from token_recycling.bench import suites
+    from token_recycling.bench.variants import AUTO, DEFAULT, expand
+
+    if rounds < 1 or max_tokens < 2:
+        raise TokenRecyclingError("--rounds must be 1 or more and -n 2 or more")
+    if find_spec("matplotlib") is None:
+        raise TokenRecyclingError("a report needs matplotlib: pip install 'token-recycling[plot]'")
+    questions = suites.load_all(suite or ["builtin"], per_kind)
+    specs = [spec.strip() for spec in (decoders or ",".join(DEFAULT)).split(",") if spec.strip()]
+    _check_sampling(temp, seed)
+    variants = expand(specs, _sweeps(sweep or ()), temperature=temp, cold=cold)
+    for variant in variants:
+        if variant.drafter and variant.tree != AUTO:
+            variant.template()  # refuse a wrong one before a model is loaded
+    recycler = o.Loading(model, device, dtype, threads=threads, exact_logits=exact_logits).open()
+    run = _Run(recycler, model or "the bundled model", questions, variants)
+    run.settings = {
+        "suites": suite or ["builtin"],
+        "per_kind": per_kind,
+        "max_new_tokens": max_tokens,
+        "rounds": rounds,
+        "start": "cold" if cold else "hot",
+        "temperature": temp,
+        "seed": seed,
+        "raw": raw,
+        "exact_logits": exact_logits,
+    }
+    summary = run.execute(out, resume=resume, tune=tune)
+    _print(summary)
+    show.note(f"report: {out / 'report.html'}")
+
+
+def _sweeps(texts: Iterable[str]) -> dict[str, list[Any]]:
+    from token_recycling.bench.variants import read_sweep
+
+    found: dict[str, list[Any]] = {}
+    for name, values in map(read_sweep, texts):
+        if name in found:
+            raise TokenRecyclingError(f"--sweep {name} stands twice; write {name}=A,B")
+        found[name] = values
+    return found
+
+
+def _check_sampling(temperature: float, seed: int) -> None:
+    from token_recycling.bench.variants import TEMPERATURES, is_temperature
+
+    if not is_temperature(temperature):
+        raise TokenRecyclingError(f"--temp is {temperature}; {TEMPERATURES}")
+    if not 0 <= seed < 2**62:  # turns after the first count on
+        raise TokenRecyclingError(f"--seed is {seed}; it must be a whole number below 2^62")
+
+
+class _Run:
+    """A benchmark from its options to its files."""
+
+    def __init__(
+        self,
+        recycler: TokenRecycling,
+        name: str,
+        questions: list[Question],
+        variants: list[Variant],
+    ) -> None:
+        self.recycler, self.name = recycler, name
+        self.questions, self.variants = questions, variants
+        self.settings: dict[str, Any] = {}
+
+    def execute(self, out: Path, *, resume: bool, tune: bool) -> dict[str, Any]:
+        """Run what is left to run, write all files and return the summary."""
+        from token_recycling.bench import answers, report, runner, tables
+        from token_recycling.bench.journal import Journal
+        from token_recycling.bench.summary import summarise
+        from token_recycling.files import write_text
+
+        tokens, raw = self.settings["max_new_tokens"], self.settings["raw"]
+        fits, left_out = runner.fitting(self.recycler, self.questions, tokens, raw)
+        if not fits:
+            raise TokenRecyclingError("no question fits into the model's context with -n more")
+        if left_out:
+            show.note(f"questions that do not fit into the context, left out: {len(left_out)}")
+        most = max(variant.k for variant in self.variants)
+        if most > self.recycler.target.vocab_size:
+            raise TokenRecyclingError(
+                f"k is {most}; the model has no more tokens than {self.recycler.target.vocab_size}"
+            )
+        journal = Journal(out, self._plan(fits), resume=resume)
+        curve = self._costs(out, tune, anew=not journal.records)
+        decoding = runner.Runner(
+            self.recycler,
+            self.variants,
+            costs=curve,
+            max_new_tokens=tokens,
+            rounds=self.settings["rounds"],
+            seed=self.settings["seed"],
+            raw=raw,
+        )
+        with progress.progress_shown("questions") as on_progress:
+            decoding.run(fits, journal, on_progress)
+        summary = summarise(
+            journal.records,
+            decoding.decoders,
+            curve=curve if curve and curve.measured else None,
+            about=self._about(fits, left_out, journal.records),
+        )
+        answers.write(journal.records, out / "answers")
+        report.write(summary, out / "report.html")
+        for name, text in (
+            ("summary.json", json.dumps(summary, indent=1) + "\n"),
+            ("tables.md", tables.document(summary)),
+        ):
+            write_text(out / name, text)
+        return summary
+
+    def _plan(self, questions: list[Question]) -> dict[str, Any]:
+        """What must be the same for a run to be gone on with."""
+        from token_recycling.bench.runner import digest
+        from token_recycling.costs import identity
+
+        return {
+            "model": self.name,
+            "machine": identity(self.recycler.model, self.recycler.target.device),
+            **self.settings,
+            "decoders": [vars(variant) for variant in self.variants],
+            "questions": digest(questions),
+        }
+
+    def _costs(self, out: Path, tune: bool, *, anew: bool) -> CostCurve | None:
+        """The costs that this run began with, those kept before, or new ones."""
+        from token_recycling import tune as tuning
+        from token_recycling.costs import CostCurve, find
+        from token_recycling.target import TreeTarget
+
+        if not isinstance(self.recycler.target, TreeTarget):
+            return None
+        path = out / "costs.json"
+        if path.is_file() and not anew:
+            return CostCurve.load(path)
+        curve = find(self.recycler.model, self.recycler.target.device)
+        if not curve.measured and tune:
+            with progress.progress_shown("step costs") as on_progress:
+                curve = tuning.measure(self.recycler, on_progress=on_progress)
+            show.note(f"step costs are kept in {tuning.keep(self.recycler, curve)}")
+        curve.save(path)
+        return curve
+
+    def _about(
+        self, questions: list[Question], left_out: list[Question], records: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        from token_recycling.bench import measures
+        from token_recycling.bench.summary import describe_model
+        from token_recycling.machine import describe
+
+        first = self.variants[0].name
+        return {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": describe(self.recycler.target.device),
+            "model": describe_model(self.recycler, self.name),
+            "settings": self.settings,
+            "questions": [
+                {"suite": q.suite, "id": q.id, "kind": q.kind, "name": q.name} for q in questions
+            ],
+            "left_out": [question.name for question in left_out]
+            + [
+                f"{question.name}, turn {len(asked) + 1} on"
+                for question, record in zip(questions, records)
+                if len(asked := measures.turns(record, first, 0)) < len(question.turns)
+            ],
+        }
+
+
+def _print(summary: dict[str, Any]) -> None:
+    """Print the tables on stdout."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from token_recycling.bench import tables
+
+    console = Console(width=None if Console().is_terminal else 220)
+    for make in (tables.overall, tables.by_kind, tables.spec_bench):
+        titles, rows = make(summary)
+        table = Table(box=box.SIMPLE)
+        for index, title in enumerate(titles):
+            justify: Any = "right" if index else "left"
+            table.add_column(Text(title), justify=justify, overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)

@@ -1,0 +1,201 @@
+"""`token-recycling replay`: drafters on recorded answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from token_recycling import defaults
+from token_recycling.cli import options as o
+from token_recycling.cli import progress, show
+from token_recycling.errors import TokenRecyclingError, one_line
+
+if TYPE_CHECKING:
+    from token_recycling.bench.replay import Figures
+    from token_recycling.bench.suites import Question
+    from token_recycling.bench.variants import Variant
+    from token_recycling.costs import CostCurve
+    from token_recycling.drafters import Drafter
+    from token_recycling.metrics import Step
+    from token_recycling.target import Target
+
+
+def replay(
+    suite: Annotated[
+        list[str],
+        typer.Option(
+            "--suite",
+            help="Questions: builtin, gsm8k=PATH …, or a JSONL file, as in bench. Repeatable.",
+        ),
+    ],
+    answers: Annotated[
+        Path | None,
+        typer.Option("--answers", help="Answer file in Spec-Bench's format; else the suite's own."),
+    ] = None,
+    model: o.Model = None,
+    decoders: Annotated[
+        str, typer.Option("--decoders", help="auto, DRAFTER or DRAFTER@TREE, separated by commas.")
+    ] = "prompt-lookup,paper,auto",
+    per_kind: Annotated[
+        int | None, typer.Option("--per-kind", help="Questions of every kind at most.")
+    ] = None,
+    max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
+    draft_only: Annotated[
+        bool, typer.Option("--draft-only", help="Load no model; for drafters that copy text.")
+    ] = False,
+    cold: o.Cold = False,
+    raw: o.Raw = False,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    threads: o.Threads = None,
+    as_json: o.Json = False,
+) -> None:
+    """Let drafters draft the very same recorded answers, and compare what would be accepted.
+
+    The model reads the answers (teacher forcing) and supplies the candidates; what it would have
+    said itself does not matter. The expected speedup is by the step costs that `tune` measured.
+    """
+    from token_recycling.bench import replay as replaying
+    from token_recycling.bench import suites
+    from token_recycling.bench.variants import parse
+
+    if max_tokens < 2:
+        raise TokenRecyclingError("-n must be 2 or more")
+    variants = [parse(name.strip()) for name in decoders.split(",") if name.strip()]
+    if not variants:
+        raise TokenRecyclingError("--decoders names none")
+    for variant in variants:
+        if variant.drafter is None:
+            raise TokenRecyclingError(f"{variant.name} drafts nothing of ours to replay")
+    questions = suites.load_all(suite, per_kind)
+    if answers is not None:
+        questions = replaying.read_answers(answers, questions)
+    questions = [question for question in questions if question.answers]
+    if not questions:
+        raise TokenRecyclingError("these questions have no recorded answers; name --answers FILE")
+    loading = o.Loading(model, device, dtype, threads=threads)
+    make = _WithoutModel(model) if draft_only else _WithModel(loading)
+    done, total = 0, len(questions) * len(variants)
+    found: dict[str, dict[str, Figures]] = {}
+    kinds = list(dict.fromkeys(["all", *(question.kind for question in questions)]))
+    left_out = 0
+    with progress.progress_shown("answers") as on_progress:
+        for variant in variants:
+            target, drafter, curve = make.open(variant)
+            runs: list[tuple[str, int, list[Step]]] = []
+            for question in questions:
+                for prompt, answer in _texts(make, question, raw, max_tokens):
+                    room = target.max_context
+                    if room is not None and len(prompt) + len(answer) > room:
+                        left_out += 1
+                        continue
+                    if cold and (matrix := getattr(drafter, "matrix", None)) is not None:
+                        matrix.reset()
+                    steps = replaying.replay(target, drafter, prompt, answer)
+                    runs.append((question.kind, len(prompt), steps))
+                done += 1
+                on_progress(done, total)
+            found[variant.name] = {
+                kind: replaying.figures(
+                    [run for k, _, run in runs if kind in ("all", k)],
+                    [context for k, context, _ in runs if kind in ("all", k)],
+                    curve,
+                )
+                for kind in kinds
+                if any(kind in ("all", k) and run for k, _, run in runs)
+            }
+    if left_out:
+        show.note(f"{left_out // len(variants)} answers do not fit into the context; left out")
+    if not any(found.values()):
+        raise TokenRecyclingError("no answer fits and has two tokens or more to draft")
+    _print(found, kinds, as_json)
+
+
+class _WithModel:
+    """Teacher forcing: one model for all drafters."""
+
+    def __init__(self, loading: o.Loading) -> None:
+        self.first = loading.open()
+        self.tokenizer = self.first.tokenizer
+
+    def open(self, variant: Variant) -> tuple[Target, Drafter, CostCurve | None]:
+        from token_recycling.bench.decoders import Decoder
+        from token_recycling.costs import find
+
+        curve = find(self.first.model, self.first.target.device)
+        recycler = Decoder(variant, self.first, curve, 1).recycler
+        return recycler.target, recycler.drafter, curve
+
+
+class _WithoutModel:
+    """The tokenizer alone."""
+
+    def __init__(self, model: str | None) -> None:
+        from transformers import AutoTokenizer
+
+        from token_recycling.api import BUNDLED_MODEL
+
+        path = str(BUNDLED_MODEL if model is None else model)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(path)
+        except Exception as error:
+            line = one_line(error, 300)
+            raise TokenRecyclingError(f"cannot load the tokenizer of {path}: {line}") from error
+
+    def open(self, variant: Variant) -> tuple[Target, Drafter, CostCurve | None]:
+        from token_recycling.adjacency import AdjacencyMatrix
+        from token_recycling.bench.replay import NoModel
+        from token_recycling.drafters import make_drafter
+        from token_recycling.tree import TreeTemplate
+
+        target = NoModel(len(self.tokenizer))
+        assert variant.drafter is not None
+        template = TreeTemplate.chain(1)  # not for a drafter of text
+        drafter = make_drafter(variant.drafter, AdjacencyMatrix(target.vocab_size, 1), template)
+        return target, drafter, None
+
+
+def _texts(
+    make: Any, question: Question, raw: bool, limit: int
+) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of every turn that has a recorded answer; ``make`` has the tokenizer."""
+    from token_recycling.bench.runner import conversation
+
+    found = []
+    told: list[str] = []
+    for turn, answer in zip(question.turns, question.answers):
+        told.append(turn)
+        prompt = conversation(make, told, raw)
+        tokens = make.tokenizer(answer, add_special_tokens=False).input_ids[:limit]
+        told.append(answer)
+        if len(tokens) > 1:
+            found.append((prompt, tokens))
+    return found
+
+
+def _print(found: dict[str, dict[str, Figures]], kinds: list[str], as_json: bool) -> None:
+    if as_json:
+        rows = {
+            name: {kind: {**asdict(f), "mat": f.mat} for kind, f in by_kind.items()}
+            for name, by_kind in found.items()
+        }
+        print(json.dumps(rows))
+        return
+    print(f"{'':16}" + "".join(f"{name:>24}" for name in found))
+    print(f"{'':16}" + "".join(f"{'MAT   tokens  speedup':>24}" for _ in found))
+    for kind in kinds:
+        cells = []
+        for by_kind in found.values():
+            figures = by_kind.get(kind)
+            if figures is None:
+                cells.append(f"{'–':>24}")
+                continue
+            speedup = figures.expected_speedup
+            gained = "–" if speedup is None else f"{speedup:.2f}x"
+            cells.append(f"{figures.mat:9.2f} {figures.nodes:7.1f} {gained:>6}")
+        print(f"{kind:16}" + "".join(cells))
+    print("tokens: verified per step; speedup: expected by the measured step costs, – if unknown")

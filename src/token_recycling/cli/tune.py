@@ -1,0 +1,72 @@
+"""`token-recycling tune`: what a step costs here, kept for the automatic tree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from token_recycling.cli import options as o
+from token_recycling.cli import progress, show
+from token_recycling.errors import TokenRecyclingError
+
+if TYPE_CHECKING:
+    from token_recycling.costs import CostCurve
+
+
+def tune(
+    model: o.Model = None,
+    contexts: Annotated[
+        str | None, typer.Option("--contexts", help="Context lengths, as in 128,1024.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Measurements of each.")] = 7,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Draw the curve to this .png or .svg file.")
+    ] = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    exact_logits: o.ExactLogits = False,
+    threads: o.Threads = None,
+    as_json: o.Json = False,
+) -> None:
+    """Measure the cost of verifying 1, 2, 4 … 81 tokens, and keep it for `--tree auto`.
+
+    The result belongs to this model's shape and type, the device and its threads. It is kept
+    in $TOKEN_RECYCLING_CACHE, or in token-recycling in your cache folder.
+    """
+    lengths = None if contexts is None else o.numbers("--contexts", contexts)
+    if rounds < 1:
+        raise TokenRecyclingError("--rounds must be 1 or more")
+    if out is not None and out.suffix.lower() not in (".png", ".svg"):
+        raise TokenRecyclingError(f"{out} must end in .png or .svg")
+    recycler = o.Loading(model, device, dtype, threads=threads, exact_logits=exact_logits).open()
+    from token_recycling import tune as tuning
+    from token_recycling.api import TokenRecycling
+
+    with progress.progress_shown("measuring") as on_progress:
+        curve = tuning.measure(recycler, contexts=lengths, rounds=rounds, on_progress=on_progress)
+    kept = tuning.keep(recycler, curve)
+    if out is not None:
+        from token_recycling.plot import plot_costs
+
+        plot_costs(curve, out)
+    begins = TokenRecycling(recycler.model, recycler.tokenizer, costs=curve).drafter
+    size = getattr(begins, "size", 1)
+    if as_json:
+        print(json.dumps({**asdict(curve), "kept": kept, "begins_with": size}))
+        return
+    print(table(curve))
+    print(f"an automatic tree begins with {size} tokens a step")
+    show.note(f"kept in {kept}" + (f"; wrote {out}" if out else ""))
+
+
+def table(curve: CostCurve) -> str:
+    """Return milliseconds, and steps of one token, by tokens verified and context."""
+    lines = ["tokens  " + "".join(f"{f'context {c}':>18}" for c in curve.contexts)]
+    for index, size in enumerate(curve.sizes):
+        cells = (f"{row[index] * 1e3:8.1f} ms {row[index] / row[0]:5.2f}x" for row in curve.seconds)
+        lines.append(f"{size:6}  " + "".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(lines)

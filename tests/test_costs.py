@@ -1,0 +1,148 @@
+"""Cost curves: reading between the points, keeping them, and measuring them."""
+
+import json
+
+import pytest
+import torch
+
+from architectures import make
+from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling import tune as tuning
+from token_recycling.cli import main
+from token_recycling.costs import SIZES, CostCurve, cached_path, find, identity
+
+CURVE = CostCurve((1, 2, 4), (100, 300), ((1.0, 2.0, 3.0), (3.0, 4.0, 5.0)), about={"model": "m"})
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "cost"),
+    [
+        (1, 100, 1.0),
+        (3, 100, 2.5),
+        (2, 200, 3.0),
+        (6, 100, 4.0),  # beyond the sizes the line goes on
+        (1, 10, 1.0),  # before the contexts it does not
+        (1, 500, 5.0),
+        (1, 10**6, 6.0),  # beyond twice the last context it ends
+    ],
+)
+def test_between_and_beyond_the_points(tokens, context, cost):
+    assert CURVE.at(tokens, context) == pytest.approx(cost)
+
+
+def test_assumed_curves_are_cheap_on_gpus_and_dear_on_cpus():
+    cuda, cpu = CostCurve.assumed("cuda"), CostCurve.assumed("cpu")
+    assert not cuda.measured
+    assert cuda.at(81, 0) < 1.3 * cuda.at(1, 0)
+    assert cpu.at(81, 0) > 3 * cpu.at(1, 0)
+
+
+def test_a_curve_travels(tmp_path):
+    CURVE.save(tmp_path / "new" / "c.json")
+    assert CostCurve.load(tmp_path / "new" / "c.json") == CURVE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.pop("sizes"),
+        lambda d: d.update(format="other"),
+        lambda d: d.update(sizes=[2, 3, 4]),
+        lambda d: d.update(sizes=[1, 4, 2]),
+        lambda d: d.update(seconds=[[1.0, 2.0, 3.0]]),
+        lambda d: d.update(seconds=[[1.0, 2.0], [1.0, 2.0]]),
+        lambda d: d.update(seconds=[[1.0, 0.0, 3.0], [1.0, 2.0, 3.0]]),
+        lambda d: d.update(seconds=[[1.0, float("nan"), 3.0], [1.0, 2.0, 3.0]]),
+        lambda d: d.update(seconds="x", contexts=[]),
+        lambda d: d.clear(),
+    ],
+)
+def test_a_damaged_curve_is_refused_and_found_curves_fall_back(change, tmp_path, bundled):
+    path = cached_path(identity(bundled.model, bundled.target.device))
+    CURVE.save(path)
+    assert find(bundled.model, bundled.target.device) == CURVE
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(TokenRecyclingError, match="no cost curve"):
+        CostCurve.load(path)
+    assert not find(bundled.model, bundled.target.device).measured
+
+
+def test_a_curve_belongs_to_shape_type_device_and_threads(bundled, monkeypatch):
+    device = bundled.target.device
+    here = cached_path(identity(bundled.model, device))
+    assert here == cached_path(identity(bundled.model, device))
+    other = make("llama")
+    assert here != cached_path(identity(other, device))
+    assert cached_path(identity(other, device)) != cached_path(
+        identity(make("llama").to(torch.bfloat16), device)
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert here != cached_path(identity(bundled.model, device))
+
+
+def test_measuring_finds_that_more_tokens_cost_more_and_leaves_nothing(bundled):
+    bundled.reset()
+    bundled.generate("Once", max_new_tokens=10)
+    before = bundled.matrix.candidates.clone()
+    calls = []
+    curve = tuning.measure(
+        bundled, contexts=[64, 300], rounds=3, on_progress=lambda *progress: calls.append(progress)
+    )
+    assert curve.sizes == SIZES
+    assert curve.contexts == (64, 300)
+    for row in curve.seconds:
+        assert row[-1] > 1.2 * row[0]
+    assert torch.equal(bundled.matrix.candidates, before)
+    assert calls[-1] == (8, 8)
+    assert bundled.generate("Once", max_new_tokens=10, keep_context=True).text
+    assert find(bundled.model, bundled.target.device).measured is False
+    tuning.keep(bundled, curve)
+    assert find(bundled.model, bundled.target.device) == curve
+    assert TokenRecycling(bundled.model, bundled.tokenizer).drafter.costs == curve
+
+
+@pytest.mark.parametrize("options", [{"contexts": [0]}, {"contexts": [5000]}, {"sizes": [2, 4]}])
+def test_what_cannot_be_measured_is_refused(bundled, options):
+    with pytest.raises(TokenRecyclingError, match=r"must lie|sizes go"):
+        tuning.measure(bundled, **options)
+
+
+def test_a_model_decoded_plainly_has_nothing_to_tune():
+    with pytest.warns(UserWarning, match="decoded plainly"):
+        recycler = TokenRecycling(make("mamba"))
+    with pytest.raises(TokenRecyclingError, match="nothing to tune"):
+        tuning.measure(recycler)
+
+
+def test_tune_on_the_command_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "curve.svg"
+    options = ["tune", "--contexts", "64", "--rounds", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "-o", str(out)])
+    assert ended.value.code == 0
+    shown = capsys.readouterr()
+    assert "81" in shown.out
+    assert "begins with" in shown.out
+    assert out.read_text().startswith("<?xml")
+    assert list((tmp_path / "cache" / "costs").iterdir())
+    with pytest.raises(SystemExit):
+        main([*options, "--json"])
+    assert json.loads(capsys.readouterr().out)["contexts"] == [64]
+
+
+@pytest.mark.parametrize(
+    "options", [["--contexts", "5,x"], ["--contexts", "0"], ["--rounds", "0"], ["-o", "x.gif"]]
+)
+def test_bad_options_are_refused_before_loading(options, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", *options])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
