@@ -73,13 +73,13 @@ models: .venv/ready ## Examine every architecture and write docs/models.md.
 train: .venv/ready ## Train the bundled model anew (hours on a CPU; resumable).
 	nice $(BIN)/python tools/train_demo_model.py --data $(DATA) --out build/demo-model
 
-trees: .venv/ready ## Fit the small trees anew.
+trees: .venv/ready ## Fit the ranked tree anew.
 	$(BIN)/python tools/fit_trees.py --data $(DATA)
 
-bench: .venv/ready ## Measure every tree against model.generate, steps at growing context, and `enable`.
-	$(BIN)/python tools/measure.py --data $(DATA) --out bench/results/cpu.json
-	$(BIN)/python tools/measure_context.py --out bench/results/cpu-context.json
+bench: .venv/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
+	DATA=$(DATA) bench/run.sh
 	$(BIN)/python tools/measure_enable.py --out bench/results/cpu-enable.json
+	$(BIN)/python tools/write_results.py
 
 clean: ## Remove what the other targets made.
 	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

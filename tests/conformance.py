@@ -24,7 +24,7 @@ from models import random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.probe import open_target
 
-TREE = "small-16"
+TREE = "ranked-16"
 NEW = 100  # greedy tokens of a single prompt: beyond every window
 BATCH_NEW, SAMPLED_NEW, REFUSED_NEW = 40, 40, 30
 SEEDS = (3, 4)

@@ -15,7 +15,7 @@ class Oracle:
 
     def __init__(self, rank, paths, k):
         self.rank, self.k = rank, k
-        self.paths = sorted((tuple(p) for p in paths), key=lambda p: (len(p), p))
+        self.paths = [tuple(p) for p in paths]  # a parent stands before its children
         self.matrix = {}
 
     def draft(self, root):
@@ -31,8 +31,8 @@ class Oracle:
     def run(self, prompt, n):
         """Yield (draft, emitted tokens) per step; the first step has no draft."""
         answers = [(t, self.rank(prompt[: i + 1])) for i, t in enumerate(prompt)]
-        for token, row in answers:  # the prompt's candidates are recycled too
-            self.matrix[token] = row[: self.k]
+        # The prompt's candidates are recycled too: the last ones of tokens without a row.
+        self.matrix = {token: row[: self.k] for token, row in answers} | self.matrix
         context = [*prompt, self.rank(prompt)[0]]
         yield None, context[-1:]
         while len(context) - len(prompt) < n:
@@ -49,7 +49,7 @@ class Oracle:
                 if not following:
                     break
                 path = following[0]
-            for path in sorted(tree, key=lambda p: (len(p), p)):
+            for path in tree:  # in the order of the nodes: of equal tokens the last row stays
                 self.matrix[tree[path]] = answer[path][: self.k]
             emitted = emitted[: n - (len(context) - len(prompt))]
             context += emitted

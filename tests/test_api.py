@@ -53,7 +53,9 @@ def test_a_matrix_travels(recycler, tmp_path):
     recycler.generate(QUESTION, max_new_tokens=60)
     recycler.matrix.save(tmp_path / "m.safetensors")
     hot = recycler.generate(QUESTION, max_new_tokens=60).stats.steps
-    other = TokenRecycling(recycler.model, recycler.tokenizer, matrix=tmp_path / "m.safetensors")
+    other = TokenRecycling(
+        recycler.model, recycler.tokenizer, tree="ranked-16", matrix=tmp_path / "m.safetensors"
+    )
     assert other.generate(QUESTION, max_new_tokens=60).stats.steps == hot
 
 

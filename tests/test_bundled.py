@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from models import TREES
 from token_recycling import TokenRecycling
 from token_recycling.api import BUNDLED_MODEL
 from token_recycling.compare import plain_generate
 from token_recycling.prompts import DEMO
-from token_recycling.tree import shipped
 
 
 def ask(question):
@@ -40,7 +40,7 @@ def check_identity(recyclers, questions, n):
 def recyclers(bundled):
     return {
         name: TokenRecycling(bundled.model, bundled.tokenizer, tree=name, strict=True)
-        for name in shipped()
+        for name in TREES
     }
 
 

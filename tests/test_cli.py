@@ -92,7 +92,7 @@ def test_the_matrix_file_is_made_and_used(capsys, tmp_path):
 def test_trees(capsys, tmp_path):
     code, out, _ = call(capsys, "tree", "list", "--json")
     assert code == 0
-    assert {row["name"] for row in json.loads(out)} >= {"paper", "small-8"}
+    assert {row["name"] for row in json.loads(out)} >= {"paper", "ranked"}
     mine = tmp_path / "mine.json"
     mine.write_text("[[0], [1], [0, 0]]")
     assert "3 nodes, levels 2/1" in call(capsys, "tree", "check", mine)[1]

@@ -3,11 +3,9 @@
 import pytest
 
 from architectures import make
-from models import SUPPORTED, plain, random_prompts
+from models import SUPPORTED, TREES, plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.tree import shipped
 
-TREES = [*shipped(), "chain-6"]
 PROMPTS = random_prompts([20, 7, 33, 1, 12])
 NEW = 60  # beyond every window (16)
 

@@ -55,6 +55,14 @@ def test_the_file_map_names_every_file():
         assert (ROOT / file).exists() or list(ROOT.rglob(file)), file
 
 
+def test_the_results_are_those_of_the_summaries():
+    """docs/results.md is what the tool writes from bench/results."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    from write_results import render
+
+    assert (ROOT / "docs/results.md").read_text("utf-8") == render()
+
+
 def test_every_figure_has_its_command():
     """Each section with measured figures names the command that produced them."""
     for section in re.split(r"^## ", README, flags=re.MULTILINE):

@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
+from models import TREES
 from stories import load_model, load_tokens, text_of
 from token_recycling import TokenRecycling
-from token_recycling.tree import shipped
 
 # SHA-256 of the story that llama2.c's own test expects at temperature 0, 256 tokens.
 PUBLISHED = "30b2ffb07967932a88bfdf5e23b517a6f4cfcf7231db9e537360d3c12a4e4d10"
@@ -19,7 +19,7 @@ def story_model(shared_data):
     return load_model(folder / "stories260K.bin"), load_tokens(folder / "tok512.bin")
 
 
-@pytest.mark.parametrize("tree", [*shipped(), "chain-8"])
+@pytest.mark.parametrize("tree", TREES)
 def test_the_published_story(story_model, tree):
     model, tokens = story_model
     recycler = TokenRecycling(model, tree=tree, strict=True)

@@ -11,10 +11,10 @@ from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecycling
 from token_recycling.masks import additive_masks
 from token_recycling.plain_target import PlainTarget
 from token_recycling.probe import open_target, probe
-from token_recycling.target import TreeTarget
+from token_recycling.target import TreeTarget, primed_share
 from token_recycling.tree import TreeShape, TreeTemplate
 
-TEMPLATE = TreeTemplate.load("small-8")
+TEMPLATE = TreeTemplate.load("ranked-8")
 
 
 def tree_difference(model, target, prompts, prepare=lambda draft: draft):
@@ -137,6 +137,38 @@ def test_prefill_in_chunks_is_prefill_at_once(monkeypatch):
     assert (whole - chunked).abs().max() < 2e-3
     assert (whole - lean).abs().max() < 2e-3
     assert sorted(seen) == sorted(t for p in prompts for t in p)
+
+
+def test_only_wanted_prompt_tokens_get_logits_and_not_many():
+    """Logits over a large vocabulary cost a good part of reading a prompt with a small model."""
+    model = make("llama")
+    target = TreeTarget(model)
+    prompt = random_prompts([60])
+    seen = []
+
+    def on_prompt(tokens, logits, valid):
+        seen.append((tokens[0].tolist(), logits.clone(), valid[0].tolist()))
+
+    def wants(tokens):
+        return tokens % 2 == 0
+
+    expected = target.prefill(prompt, on_prompt=on_prompt)
+    (_, whole, _), even = seen.pop(), [i for i, token in enumerate(prompt[0]) if token % 2 == 0]
+    for share in (1.0, 0.1):
+        target.primed = share
+        assert torch.allclose(target.prefill(prompt, on_prompt=on_prompt, wants=wants), expected)
+        kept = even if share == 1 else even[-6:]
+        tokens, logits, valid = seen.pop()
+        assert tokens == [prompt[0][i] for i in kept]
+        assert all(valid)
+        assert torch.allclose(logits[0], whole[0, kept], atol=1e-5)
+    target.prefill(prompt, on_prompt=on_prompt, wants=lambda tokens: None)
+    assert not seen
+
+
+def test_how_many_prompt_tokens_are_worth_their_logits():
+    small, large = make("llama"), make("llama", vocab_size=4096)
+    assert primed_share(large) < 0.12 < primed_share(small) <= 1
 
 
 def test_eager_masks_are_additive():

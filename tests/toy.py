@@ -28,7 +28,7 @@ class ToyTarget:
         self.logits = logits
         self.forwards = 0
 
-    def prefill(self, prompts, *, on_prompt=None, on_progress=None, keep=0):
+    def prefill(self, prompts, *, on_prompt=None, wants=None, on_progress=None, keep=0):
         self.rows = [list(prompt) for prompt in prompts]
         if on_prompt is not None:
             for row, prompt in enumerate(prompts):
@@ -39,7 +39,8 @@ class ToyTarget:
                     [self.logits(prompt[: i + 1]) for i in range(len(prompt))]
                 )
                 valid = torch.zeros_like(tokens, dtype=torch.bool)
-                valid[row] = True
+                asked = torch.ones_like(valid) if wants is None else wants(tokens)
+                valid[row] = False if asked is None else asked[row]
                 on_prompt(tokens, logits, valid)
         return torch.stack([self.logits(prompt) for prompt in prompts])
 
@@ -73,10 +74,6 @@ class ScriptedDrafter(Drafter):
         """``right(i)``: is the draft of the i-th new token right?"""
         self.target, self.depth, self.right = target, depth, right
         self.shape = TreeShape(TreeTemplate.chain(depth), "cpu")
-
-    @property
-    def nodes(self):
-        return self.depth + 1
 
     def start(self, prompts):
         self.prompts = [len(prompt) for prompt in prompts]

@@ -1,16 +1,16 @@
-"""Fit the small trees: which rank paths does greedy text take most often?
+"""Fit the ranked tree: which rank paths does greedy text take most often?
 
     python tools/fit_trees.py --data ../shared/data
 
 Plain greedy answers of the bundled model are decoded again with the paper's tree. Before every
 step the path that the known answer takes through the matrix is counted, with all its
-beginnings. The tree of N nodes is the N most frequent ones; a beginning is never rarer than its
-path, so the nodes always form a tree. Answers that end in a loop are left out: they would fill
-the trees with one endless path.
+beginnings. Seldom paths are smoothed by the product of how often each rank was right. Answers
+that end in a loop are left out: they would fill the tree with one endless path.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import lzma
 import re
@@ -29,8 +29,11 @@ from token_recycling.drafters import PaperDrafter
 from token_recycling.tree import FOLDER, DraftTree
 from train_demo_model import loops
 
-SIZES = (4, 8, 16, 32)
+NODES = 256
+CANDIDATES = 16
 MAX_DEPTH = 8
+SMOOTHING = 50.0  # steps that the product of the ranks' shares counts for
+SHOWN = (4, 8, 16, 32, 80)
 
 
 class CountingDrafter(PaperDrafter):
@@ -68,15 +71,42 @@ def read_prompts(data: Path, each: int) -> list[str]:
     return [*maths, *code, *stories[:each]]
 
 
+def rank_shares(counts: Counter[tuple[int, ...]], steps: int) -> list[float]:
+    """How often each rank was right where its node was reached."""
+    reached: Counter[int] = Counter()
+    for path, count in counts.items():
+        reached[path[-1]] += count
+    tried = steps + sum(count for path, count in counts.items() if len(path) < MAX_DEPTH)
+    return [reached[rank] / tried for rank in range(CANDIDATES)]
+
+
+def rank(counts: Counter[tuple[int, ...]], steps: int) -> list[tuple[tuple[int, ...], float]]:
+    """The ``NODES`` paths that are right most often, with their shares, best first.
+
+    A path is never right more often than its beginning, so any first N of them are a tree.
+    """
+    shares = rank_shares(counts, steps)
+    heap: list[tuple[float, int, tuple[int, ...], float]] = [(-1.0, 0, (), 1.0)]
+    ranked: list[tuple[tuple[int, ...], float]] = []
+    while len(ranked) <= NODES:
+        negative, depth, path, product = heapq.heappop(heap)
+        ranked.append((path, -negative))
+        for rank_, share in enumerate(shares if depth < MAX_DEPTH else ()):
+            child, expected = (*path, rank_), product * share
+            worth = (counts[child] + SMOOTHING * expected) / (steps + SMOOTHING)
+            heapq.heappush(heap, (max(negative, -worth), depth + 1, child, expected))
+    return ranked[1:]
+
+
 def main(
     data: Annotated[Path, typer.Option(help="Folder with gsm8k_train.jsonl, mbpp, books.txt.xz.")],
     each: Annotated[int, typer.Option(help="Prompts of each of the three kinds.")] = 25,
     tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 120,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
-    """Write src/token_recycling/trees/small-N.json for N = 4, 8, 16, 32."""
+    """Write src/token_recycling/trees/ranked.json."""
     torch.set_num_threads(threads)
-    recycler = TokenRecycling.from_pretrained(device="cpu", tree="paper")
+    recycler = TokenRecycling.from_pretrained(device="cpu", tree="paper", k=CANDIDATES)
     drafter = CountingDrafter(recycler.matrix, recycler.template)
     drafter.counts = Counter()
     recycler.drafter = drafter
@@ -85,28 +115,25 @@ def main(
         messages = [{"role": "user", "content": prompt}]
         drafter.answer = []
         before = recycler.matrix.clone()
-        counts = drafter.counts.copy()
         drafter.answer = recycler.generate(messages, max_new_tokens=tokens).token_ids  # type: ignore[union-attr]
         recycler.matrix.copy_(before)
-        drafter.counts = counts
         if loops(drafter.answer, longest=18):
             continue
         steps += recycler.generate(messages, max_new_tokens=tokens).stats.steps  # type: ignore[union-attr]
-    ranked = sorted(drafter.counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
-    for size in SIZES:
-        kept = ranked[:size]
-        tree = {
-            "name": f"small-{size}",
-            "description": f"the {size} rank paths that greedy text takes most often",
-            "provenance": (
-                f"tools/fit_trees.py --each {each} --tokens {tokens}: {steps} steps of the bundled "
-                "model on GSM8K training questions, MBPP questions and beginnings from the books"
-            ),
-            "paths": sorted((list(path) for path, _ in kept), key=lambda p: (len(p), p)),
-        }
-        (FOLDER / f"small-{size}.json").write_text(json.dumps(tree) + "\n", encoding="utf-8")
-        expected = 1 + sum(count for _, count in kept) / steps
-        print(f"small-{size}: expected MAT {expected:.2f} on these prompts; {tree['paths']}")
+    ranked = rank(drafter.counts, steps)
+    tree = {
+        "name": "ranked",
+        "description": "rank paths that greedy text takes, the most frequent first",
+        "provenance": (
+            f"tools/fit_trees.py --each {each} --tokens {tokens}: {steps} steps of the bundled "
+            "model on GSM8K training questions, MBPP questions and beginnings from the books"
+        ),
+        "paths": [list(path) for path, _ in ranked],
+        "shares": [round(share, 5) for _, share in ranked],
+    }
+    (FOLDER / "ranked.json").write_text(json.dumps(tree) + "\n", encoding="utf-8")
+    for size in SHOWN:
+        print(f"ranked-{size}: expected MAT {1 + sum(share for _, share in ranked[:size]):.2f}")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,13 @@ from time import perf_counter
 import torch
 import transformers
 
-from measure import machine
 from token_recycling import TokenRecycling, enable
 from token_recycling.files import write_atomically
+from token_recycling.machine import describe
 from token_recycling.prompts import DEMO
 from token_recycling.text import encode
+
+TREE = "ranked-16"  # an automatic one could choose other sizes on the two sides
 
 
 def prompts_of(recycler: TokenRecycling) -> list[list[int]]:
@@ -50,13 +52,13 @@ def ratio(seconds: dict, name: str, base: str) -> dict:
 
 
 def wrapper_cost(tokens: int, rounds: int) -> dict:
-    recycler = TokenRecycling.from_pretrained(device="cpu")
+    recycler = TokenRecycling.from_pretrained(device="cpu", tree=TREE)
     recycler.model.generation_config.eos_token_id = None  # every answer has all its tokens
     prompts = prompts_of(recycler)
     for prompt in prompts:
         recycler.generate(prompt, max_new_tokens=tokens)
     hot = recycler.matrix.clone()
-    with enable(recycler.model, recycler.tokenizer) as enabled:
+    with enable(recycler.model, recycler.tokenizer, tree=TREE) as enabled:
         results = [
             one_prompt(recycler, enabled.recycler, hot, prompt, tokens, rounds)
             for prompt in prompts
@@ -127,7 +129,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     result = {
-        "machine": machine(),
+        "machine": describe(torch.device("cpu")),
         "threads": options.threads,
         "tokens": options.tokens,
         "rounds": options.rounds,

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Every figure of docs/results.md and the README: runs that were interrupted go on.
+#   bench/run.sh [NAME ...]      all runs, or those named; results in bench/results/NAME.json
+# DATA is the folder of the public question files; build/widened is made where it is missing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+DATA=${DATA:-../shared/data}
+PATH="$PWD/.venv/bin:$PATH"
+THREADS=${THREADS:-2}
+WANTED=("$@")
+
+wanted() {
+    [ ${#WANTED[@]} -eq 0 ] && return 0
+    local name
+    for name in "${WANTED[@]}"; do [ "$name" = "$1" ] && return 0; done
+    return 1
+}
+
+# run NAME OPTIONS...: a benchmark; its summary goes to bench/results
+run() {
+    local name=$1
+    shift
+    wanted "$name" || return 0
+    echo "== $name"
+    token-recycling bench "$@" --threads "$THREADS" --out "build/bench/$name" --resume
+    cp "build/bench/$name/summary.json" "bench/results/$name.json"
+}
+
+# run_widened NAME SHAPE OPTIONS...: the bundled model at the cost of SHAPE
+run_widened() {
+    local name=$1 model=build/widened/$2
+    shift 2
+    wanted "$name" || return 0
+    [ -e "$model" ] || { mkdir -p build/widened; token-recycling widen bundled --to "${model##*/}" "$model"; }
+    run "$name" -m "$model" "$@"
+}
+
+FIXED=paper@ranked-1,paper@ranked-3,paper@ranked-7,paper@ranked-15
+
+# Real shapes. bfloat16 is slow at many tokens on a CPU without instructions for it.
+run_widened qwen2.5-0.5b-float32 qwen2.5-0.5b --per-kind 1 -n 64 \
+    --decoders generate,prompt-lookup,paper@ranked-3,auto
+run_widened qwen2.5-0.5b-float32-sizes qwen2.5-0.5b --per-kind 1 -n 32 \
+    --decoders "generate,prompt-lookup,paper,auto,$FIXED"
+run_widened smollm2-135m-float32 smollm2-135m --per-kind 1 -n 48 \
+    --decoders "generate,prompt-lookup,paper,auto,$FIXED"
+
+run_widened smollm2-135m-bfloat16-auto smollm2-135m --dtype bfloat16 --per-kind 1 -n 48 \
+    --decoders generate,auto
+
+# The command with its defaults, and a shorter comparison three times: how far does it spread?
+run bundled
+for repeat in 1 2 3; do THREADS=1 run "spread-$repeat" --per-kind 4 -n 64; done
+
+# Is auto's choice the best one? Every budget, fixed.
+THREADS=1 run bundled-sizes --per-kind 2 --decoders "generate,none,$FIXED,paper@ranked-23,paper@ranked-31,paper@ranked-80,auto"
+
+THREADS=1 run_widened smollm2-135m-bfloat16 smollm2-135m --dtype bfloat16 --per-kind 1 -n 24 \
+    --decoders generate,prompt-lookup,paper,auto,paper@ranked-1,paper@ranked-3,paper@ranked-7
+
+# The paper's open questions: k, temperature, cold and hot start.
+THREADS=1 run k --per-kind 2 -n 64 --decoders generate,paper,auto --sweep k=2,4,8,16
+THREADS=1 run temperature --per-kind 2 -n 64 --decoders generate,prompt-lookup,paper,auto \
+    --sweep temperature=0,0.3,0.7,1.0
+THREADS=1 run start --per-kind 2 -n 64 --decoders generate,paper,auto --sweep start=cold,hot
+
+# The field's questions.
+THREADS=1 run public --suite "spec-bench=$DATA/spec_bench/question.jsonl" \
+    --suite "mbpp=$DATA/mbpp/question.jsonl" --suite "gsm8k=$DATA/gsm8k_test.jsonl" --per-kind 5

@@ -1,0 +1,1176 @@
+"""The benchmark: its figures by hand and by another script, and runs that are cut short."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from shutil import copytree
+from statistics import fmean, median
+from time import monotonic, sleep
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from architectures import make
+from letters import letters
+from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
+from token_recycling.bench import answers, measures, runner, tables
+from token_recycling.bench.decoders import Decoder, Turn
+from token_recycling.bench.journal import Journal
+from token_recycling.bench.memory import PeakMemory
+from token_recycling.bench.runner import Runner, conversation, digest, fitting
+from token_recycling.bench.suites import Question
+from token_recycling.bench.summary import losing, sample, summarise
+from token_recycling.bench.variants import DEFAULT, Variant, expand, parse, read_sweep
+from token_recycling.cli import main
+
+TEXTS = (
+    ("How many legs have 3 cats?",),
+    ("Tell me a story of a fox.", "Go on."),
+    ("Anna has 3 boxes with 6 pens each. How many pens has she?",),
+    ("The king had a red hat. What had he?",),
+    ("How many legs have 5 cats?",),
+)
+KINDS = ("math", "story", "math", "story", "math")
+QUESTIONS = [
+    Question("own", str(i), kind, kind, turns)
+    for i, (turns, kind) in enumerate(zip(TEXTS, KINDS), start=1)
+]
+FIXED = "prompt-lookup,paper@ranked-8"  # the sizes of auto follow the time
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def call(*arguments):
+    """Run the command line; return exit code, stdout and stderr."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as caught:
+        main(list(map(str, arguments)))
+    return caught.value.code, out.getvalue(), err.getvalue()
+
+
+def write_suite(path, questions=QUESTIONS):
+    rows = [{"id": q.id, "kind": q.kind, "turns": q.turns} for q in questions]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def bench_of(suite, out, *more):
+    return ["bench", "--suite", suite, "-o", out, "--no-tune", "--threads", 1, *more]
+
+
+def decode(first, decoders=FIXED, questions=QUESTIONS, journal=None, **options):
+    """Run without the command line; return the records and the runner."""
+    run = {"max_new_tokens": 12, "rounds": 1, "seed": 0, "raw": False, "costs": None}
+    run |= {name: options.pop(name) for name in run.keys() & options.keys()}
+    variants = expand(decoders.split(","), options.pop("sweeps", {}), **options)
+    running, journal = Runner(first, variants, **run), journal or Memory()
+    running.run(questions, journal, lambda done, total: None)
+    return journal.records, running
+
+
+class Memory:
+    """A journal that is kept nowhere."""
+
+    def __init__(self):
+        self.records = []
+
+    def state(self):
+        return {}
+
+    def add(self, record, state):
+        self.records.append(json.loads(json.dumps(record, allow_nan=False)))
+
+
+def lengths(records, name, round_=0):
+    return [[t["accept_lengths"] for t in measures.turns(r, name, round_)] for r in records]
+
+
+def rows_before(records, name):
+    return [record["variants"][name]["matrix_rows_before"] for record in records]
+
+
+def forget_nothing(monkeypatch):
+    """The negative control of whatever relies on a matrix being put back."""
+    monkeypatch.setattr(Decoder, "restore", lambda self, state: None)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "spec,expected",
+    [
+        ("generate", Variant("generate")),
+        ("generate-pld", Variant("generate-pld", lookup=True)),
+        ("auto", Variant("auto", "paper", tree="auto")),
+        ("paper", Variant("paper", "paper", tree="paper")),
+        ("paper@auto", Variant("paper@auto", "paper", tree="auto")),
+        ("paper@chain-3", Variant("paper@chain-3", "paper", tree="chain-3")),
+        ("paper@a@b.json", Variant("paper@a@b.json", "paper", tree="a@b.json")),
+        ("prompt-lookup", Variant("prompt-lookup", "prompt-lookup")),
+        ("none", Variant("none", "none")),
+    ],
+)
+def test_a_decoder_is_read(spec, expected):
+    assert parse(spec) == expected
+
+
+@pytest.mark.parametrize("spec", ["", "generat", "generate@paper", "auto@paper", "@paper", "Paper"])
+def test_no_decoder_is_named_with_those_that_there_are(spec):
+    with pytest.raises(TokenRecyclingError, match=r"no decoder .*generate-pld, auto, paper"):
+        parse(spec)
+
+
+@pytest.mark.parametrize(
+    "text,expected",
+    [
+        ("k=2,4", ("k", [2, 4])),
+        ("k= 4 ,2,,4", ("k", [4, 2])),
+        ("temperature=0,0.7,1", ("temperature", [0.0, 0.7, 1.0])),
+        ("start=cold,hot", ("start", ["cold", "hot"])),
+        ("tree=paper,auto,a=b.json", ("tree", ["paper", "auto", "a=b.json"])),
+    ],
+)
+def test_a_sweep_is_read(text, expected):
+    assert read_sweep(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "k=", "k=,", "k=x", "k=2.5", "k=0", "k=-1", "K=2", "size=3", "start=warm",
+             "temperature=nan", "temperature=-1", "temperature=inf", "temperature=1e-9",
+             "temperature=cold"],
+)  # fmt: skip
+def test_a_wrong_sweep_is_named(text):
+    with pytest.raises(TokenRecyclingError, match="--sweep is "):
+        read_sweep(text)
+
+
+def shown(variants):
+    return {v.name: (v.tree, v.k, v.temperature, v.start, v.baseline) for v in variants}
+
+
+def test_sweeps_make_every_combination_of_what_they_concern():
+    sweeps = {"k": [2, 4], "start": ["cold", "hot"]}
+    found = expand(["paper", "prompt-lookup", "generate-pld"], sweeps)
+    assert [v.name for v in found] == [
+        "generate", "paper k=2 cold", "paper k=2 hot", "paper k=4 cold", "paper k=4 hot",
+        "prompt-lookup", "generate-pld",
+    ]  # fmt: skip
+    assert shown(found)["paper k=4 cold"] == ("paper", 4, 0.0, "cold", "generate")
+
+
+def test_a_sweep_of_trees_takes_the_place_of_the_drafters_tree():
+    found = expand(["paper", "auto", "none"], {"tree": ["chain-2", "auto"]})
+    assert [v.name for v in found] == ["generate", "paper@chain-2", "auto", "none"]
+    assert found[2] == parse("auto")
+
+
+def test_every_temperature_has_a_baseline_of_its_own():
+    found = expand(["none", "generate"], {"temperature": [0.0, 0.7]})
+    assert [v.name for v in found] == ["generate T=0", "generate T=0.7", "none T=0", "none T=0.7"]
+    assert [v.baseline for v in found] == ["generate T=0", "generate T=0.7"] * 2
+    assert [v.temperature for v in found] == [0.0, 0.7, 0.0, 0.7]
+    assert {v.temperature for v in expand(["none"], {}, temperature=0.5)} == {0.5}
+
+
+def test_the_same_decoder_twice_is_one_and_two_of_one_name_are_refused():
+    assert len(expand(["paper", "paper", "generate"], {})) == 2
+    assert len(expand(["auto", "paper"], {"tree": ["auto"]})) == 2
+    with pytest.raises(TokenRecyclingError, match=r"both be called generate T=0.7"):
+        expand(["none"], {"temperature": [0.7, 0.70000001]})
+
+
+def test_a_tree_is_cut_to_the_candidates(tmp_path):
+    (tmp_path / "t.json").write_text("[[3], [0], [0, 3], [0, 0]]")
+    tree = Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).template()
+    assert tree.paths == ((0,), (0, 0))
+    (tmp_path / "t.json").write_text("[[3]]")
+    with pytest.raises(TokenRecyclingError, match=r"nothing is left of tree .*t.json with k=2"):
+        Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).template()
+
+
+def test_no_two_variants_share_an_answer_file():
+    names = [
+        "paper",
+        "paper@a b",
+        "paper@a_b",
+        "paper@A_b",
+        "paper@a/b",
+        "Paper",
+        "paper@" + "x" * 300,
+    ]
+    files = answers.file_names(names)
+    assert list(files) == names
+    assert len({name.lower() for name in files.values()}) == len(names)
+    assert files["paper"] == "paper.jsonl"
+    assert files["paper@a b"] == "paper@a_b.jsonl"
+    assert max(map(len, files.values())) < 130
+    assert not any("/" in name for name in files.values())
+
+
+# Figures
+
+
+def turn(tokens, seconds, accepted, *, nodes=(), identical=True, first=0.1, verify=0.0):
+    return {
+        "token_ids": [0] * tokens, "text": "", "seconds": seconds, "first_seconds": first,
+        "accept_lengths": accepted, "nodes": list(nodes), "identical": identical,
+        "phases": {"verify": verify, "draft": verify / 3} if verify else {},
+    }  # fmt: skip
+
+
+def record(number, suite="own", kind="math", **variants):
+    """A line of the journal; a variant is a list of rounds, a round a list of turns."""
+    return {
+        "name": f"{suite}/{number}", "suite": suite, "id": str(number), "kind": kind,
+        "category": kind, "prompt": "?", "time": 0.0,
+        "variants": {
+            name: {"matrix_rows_before": 0, "rounds": [{"turns": turns} for turns in rounds]}
+            for name, rounds in variants.items()
+        },
+    }  # fmt: skip
+
+
+HAND = [
+    record(
+        1,
+        base=[[turn(10, 1.0, [1] * 10, nodes=[1] * 10)]],
+        own=[[turn(10, 0.5, [4, 1, 4], nodes=[9, 5, 9], first=0.2, verify=0.3)]],
+    ),
+    record(
+        2,
+        base=[[turn(10, 2.0, [1] * 10, nodes=[1] * 10), turn(10, 2.0, [1] * 10, nodes=[1] * 10)]],
+        own=[[turn(10, 1.0, [3, 3, 3], nodes=[9, 9, 9], first=0.3, verify=0.6),
+              turn(1, 3.2, [], first=0.4, identical=False)]],
+    ),
+    record(
+        3,
+        base=[[turn(40, 1.0, [1] * 40, nodes=[1] * 40)]],
+        own=[[turn(40, 2.0, [1, 2] * 13, nodes=[9] * 26, first=0.1, verify=0.9)]],
+    ),
+]  # fmt: skip
+
+
+def test_the_figures_by_hand():
+    found = measures.measure(HAND, "own", "base")
+    # tokens/s: 20, 11 / 4.2, 20 against 10, 5, 40
+    assert found["tokens_per_second"] == 20
+    assert found["speedup"] == 2.0
+    assert found["speedup"] != pytest.approx(fmean([2.0, 11 / 4.2 / 5, 0.5]))  # not of ratios
+    quartiles = [(0.5 + 11 / 21) / 2, 11 / 21, (11 / 21 + 2) / 2]
+    assert found["speedup_quartiles"] == pytest.approx(quartiles)
+    assert found["slower_than_baseline"] == 2
+    assert (found["questions"], found["tokens"]) == (3, 61)
+    accepted = [4, 1, 4, 3, 3, 3, *[1, 2] * 13]
+    assert found["mat"] == pytest.approx(sum(accepted) / 32)
+    assert found["accepted_per_depth"] == pytest.approx([18 / 32, 5 / 32, 2 / 32])
+    assert found["nodes"] == pytest.approx((23 + 27 + 9 * 26) / 32)
+    assert found["identical"] == 0.75
+    assert found["ttft_seconds"] == pytest.approx(0.25)
+    assert found["c"] == pytest.approx(found["mat"] / 2)
+    assert found["phases"]["verify"] == pytest.approx(0.75)
+    assert sum(found["phases"].values()) == pytest.approx(1)
+    assert found["spec_bench"]["tokens_per_second"] == pytest.approx((20 + 11 / 4.2 + 20) / 3)
+    assert found["spec_bench"]["speedup"] == pytest.approx((20 + 11 / 4.2 + 20) / (10 + 5 + 40))
+    assert found["spec_bench"]["mat"] == found["mat"]
+    low, high = found["speedup_interval"]
+    assert low <= 2.0 <= high
+
+
+def test_the_baseline_against_itself():
+    found = measures.measure(HAND, "base", "base")
+    assert found["speedup"] == found["c"] == found["mat"] == found["nodes"] == 1
+    assert found["speedup_interval"] == [1, 1]
+    assert found["accepted_per_depth"] == []
+    assert found["phases"] is None
+
+
+def test_nothing_but_first_tokens_divides_by_nothing():
+    rows = [record(1, base=[[turn(1, 0.1, [1], nodes=[1])]], own=[[turn(1, 0.2, [])]])]
+    found = measures.measure(rows, "own", "base")
+    assert (found["mat"], found["speedup"], found["nodes"]) == (1.0, 0.5, None)
+    assert found["spec_bench"] == {"tokens_per_second": 5.0, "speedup": 0.5, "mat": 1.0}
+    json.dumps(found, allow_nan=False)
+    assert losing(rows, {"own": "base"})[0]["mat"] == 1.0
+
+
+def test_repeated_rounds_count_by_their_median_and_the_first_for_spec_bench():
+    seconds = (1.0, 4.0, 2.0)
+    own = [[turn(8, s, [8], identical=i != 2)] for i, s in enumerate(seconds)]
+    rows = [record(1, base=[[turn(8, 2.0, [1] * 8)]] * 3, own=own)]
+    found = measures.measure(rows, "own", "base")
+    assert found["tokens_per_second"] == 4
+    assert found["spec_bench"]["tokens_per_second"] == 8
+    assert found["tokens"] == 8
+    assert found["identical"] == pytest.approx(2 / 3)  # an error in a later round shows
+    ratios = [measures.speedup(rows, "own", "base", i) for i in range(3)]
+    assert ratios == [2.0, 0.5, 1.0]
+    assert measures.spread(ratios) == 1.5
+    assert measures.spread([2.0]) is None
+
+
+def test_the_interval_draws_questions_in_pairs():
+    rng = random.Random(1)
+    base = [rng.uniform(1, 100) for _ in range(60)]
+    own = [2 * x for x in base]
+    assert measures.interval(own, base) == pytest.approx([2, 2])
+    rng.shuffle(own)  # control: without the pairs it is wide
+    low, high = measures.interval(own, base)
+    assert high - low > 0.5
+    assert measures.interval([3.0], [2.0]) == [1.5, 1.5]
+
+
+def test_the_interval_is_that_of_another_bootstrap():
+    rng = random.Random(2)
+    base = [rng.uniform(80, 120) for _ in range(40)]
+    own = [x * rng.uniform(1, 3) for x in base]
+    drawn = []
+    for _ in range(2000):
+        places = rng.choices(range(40), k=40)
+        drawn.append(median(own[i] for i in places) / median(base[i] for i in places))
+    drawn.sort()
+    assert measures.interval(own, base) == pytest.approx([drawn[50], drawn[1949]], abs=0.06)
+    assert measures.interval(own, base) != pytest.approx([drawn[200], drawn[1799]], abs=0.06)
+
+
+def test_kinds_are_told_apart_by_suite_where_there_are_several():
+    one = [record(1, kind="qa"), record(2, kind="code"), record(3, kind="qa")]
+    assert {k: len(v) for k, v in measures.by_kind(one).items()} == {"qa": 2, "code": 1}
+    two = [*one, record(1, suite="other", kind="qa")]
+    counts = {kind: len(rows) for kind, rows in measures.by_kind(two).items()}
+    assert counts == {"own: qa": 2, "own: code": 1, "other: qa": 1}
+
+
+def test_what_lost_and_a_sample():
+    rows = losing(HAND, {"own": "base"})
+    assert [(row["name"], row["decoder"]) for row in rows] == [("own/3", "own"), ("own/2", "own")]
+    assert rows[0]["speedup"] == 0.5
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
+    ids = tokenizer("The king had a red hat.").input_ids[1:7]
+    shown = turn(6, 1.0, [3, 2])
+    shown["token_ids"] = ids
+    found = sample([record(1, own=[[shown]])], "own", tokenizer)
+    assert "".join(text for text, _ in found["pieces"]) == tokenizer.decode(ids)
+    assert [drafted for _, drafted in found["pieces"]] == [False, True, True, False, True, False]
+    assert sample([], "own", tokenizer) is None
+
+
+def test_an_answer_line():
+    twice = [HAND[1]["variants"]["own"]["rounds"][0]["turns"], [turn(3, 0.5, [2])]]
+    line = answers.line(record("007", own=twice), "own")
+    assert line["question_id"] == "007"  # another question than 7
+    assert answers.line(record(7, own=[]), "own")["question_id"] == 7
+    assert [answers.line(record(i, own=[]), "own")["question_id"] for i in ("٣", "9" * 5000)] == [
+        "٣", "9" * 5000,
+    ]  # fmt: skip
+    assert [choice["index"] for choice in line["choices"]] == [0, 1]
+    first = line["choices"][0]
+    assert first["new_tokens"] == [10, 1]
+    assert first["wall_time"] == [1.0, 3.2]
+    assert first["accept_lengths"] == [3, 3, 3]
+    assert first["decoding_steps"] == [3, 0]
+
+
+def test_a_table_bears_any_name():
+    text = tables.markdown((["a|b", "c"], [["1", "2"]]))
+    assert text.splitlines()[0] == "| a\\|b | c |"
+    assert tables.OVERALL["tokens a step"]({"overall": {"nodes": None}}) == "–"
+
+
+def test_the_peak_of_memory_begins_anew():
+    memory = PeakMemory(torch.device("cpu"))
+    memory.reset()
+    before = memory.read()
+    if before is None:
+        pytest.skip("this system does not say")
+    block = torch.ones(64 << 18)  # 64 MiB
+    with_it = memory.read()
+    assert with_it > before + (48 << 20)
+    del block
+    memory.reset()
+    if memory.read() == with_it:
+        pytest.skip("not allowed here")
+    assert memory.read() < with_it - (32 << 20)
+
+
+# What is decoded
+
+
+class Stub:
+    """A decoder that only notes that it was asked."""
+
+    def __init__(self, variant, asked):
+        self.variant, self.asked, self.budget, self.recycler = variant, asked, None, self
+        self.options, self.matrix, self.rows_seen = {"max_new_tokens": 4}, self, 0
+
+    def answer(self, prompt, seed):
+        self.asked.append((self.variant.name, prompt, seed))
+        return Turn([5], text=f"said {len(self.asked)}", seconds=1.0)
+
+    def state(self):
+        return {}
+
+    def restore(self, state):
+        pass
+
+
+def stubbed(first, names, **options):
+    """A runner whose decoders only note the order in which they were asked."""
+    asked = []
+    run = {"max_new_tokens": 4, "rounds": 1, "seed": 0, "raw": False, "costs": None} | options
+    running = Runner(first, [Variant(names[0])], **run)
+    running.decoders = {n: Stub(Variant(n, baseline=names[0]), asked) for n in names}
+    return running, asked
+
+
+def firsts(running, asked, questions):
+    """By kind: which decoder came first on each question, in each round."""
+    found = {}
+    for index, question in enumerate(questions):
+        begin = len(asked)
+        running.answer(question, index)
+        every = [name for name, *_ in asked[begin :: len(running.decoders)]]
+        found.setdefault(question.kind, []).append(every)
+        assert Counter(name for name, *_ in asked[begin:]) == dict.fromkeys(
+            running.decoders, len(every)
+        )
+    return found
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_every_decoder_comes_first_equally_often(bundled, rounds, monkeypatch):
+    names = ["a", "b", "c", "d"]
+    kinds = [Question("s", str(i), f"kind {i % 4}", "", ("?",)) for i in range(64)]
+
+    def even(running, asked):
+        found = firsts(running, asked, kinds)
+        every = [firsts for per_kind in found.values() for firsts in per_kind]
+        equal = all(
+            Counter(f[round_] for f in every) == dict.fromkeys(names, 16)
+            for round_ in range(rounds)
+        )
+        mixed = all(len({f[0] for f in per_kind}) == 4 for per_kind in found.values())
+        return equal and mixed
+
+    assert even(*stubbed(bundled, names, rounds=rounds))
+    control = stubbed(bundled, names, rounds=rounds)
+    monkeypatch.setattr(Runner, "order", lambda self, index, moves: list(self.decoders))
+    assert not even(*control)
+    # control: moved on by one from round to round and question to question, the kinds are uneven
+    monkeypatch.setattr(
+        Runner, "order", lambda self, i, m: [*names, *names][(i + m) % 4 : (i + m) % 4 + 4]
+    )
+    assert not even(*stubbed(bundled, names, rounds=rounds))
+
+
+def test_several_turns_go_on_from_the_baselines_answer(bundled):
+    running, asked = stubbed(bundled, ["base", "x", "y"], seed=3)
+    question = Question("s", "1", "k", "k", ("One?", "Two?", "Three?"))
+    running.answer(question, 0)
+    said = {}
+    for place, (name, prompt, seed) in enumerate(asked, start=1):
+        number = (place - 1) // 3
+        assert seed == 3 + number
+        turns = [question.turns[0]]
+        for before in range(number):
+            turns += [said["base", before], question.turns[before + 1]]
+        assert prompt == conversation(bundled, turns, raw=False)
+        said[name, number] = f"said {place}"
+    assert said["base", 0] != said["x", 0]
+    raw = bundled.tokenizer("One?\n\nsaid\n\nTwo?").input_ids
+    assert conversation(bundled, ["One?", "said", "Two?"], raw=True) == raw
+
+
+def test_a_conversation_that_grew_too_long_ends(bundled, monkeypatch):
+    running, asked = stubbed(bundled, ["base", "x"])
+    room = bundled.target.max_context
+    question = Question("s", "1", "k", "k", ("One?", "Two?", "Three?"))
+    monkeypatch.setattr(
+        Stub, "answer", lambda self, *_: asked.append(("", *_)) or Turn([5], text="word " * room)
+    )
+    found = running.answer(question, 0)
+    assert {len(v["rounds"][0]["turns"]) for v in found["variants"].values()} == {1}
+    assert len(asked) == 2
+
+
+def test_the_warm_up_leaves_no_rows(bundled, monkeypatch):
+    warmed = []
+    real = Decoder.answer
+
+    def answer(self, prompt, seed):
+        warmed.append((self.variant.name, self.options["max_new_tokens"]))
+        return real(self, prompt, seed)
+
+    monkeypatch.setattr(Decoder, "answer", answer)
+    records, running = decode(bundled, questions=QUESTIONS[:1], max_new_tokens=4)
+    names = ["generate", "prompt-lookup", "paper@ranked-8"]
+    assert warmed[:3] == [(name, runner.WARM_UP_TOKENS) for name in names]
+    assert sorted(warmed[3:]) == sorted((name, 4) for name in names)
+    assert rows_before(records, "paper@ranked-8") == [0]
+    assert running.decoders["paper@ranked-8"].recycler.matrix.rows_seen > 0
+    forget_nothing(monkeypatch)  # control
+    records, _ = decode(bundled, questions=QUESTIONS[:1], max_new_tokens=4)
+    assert rows_before(records, "paper@ranked-8") > [0]
+
+
+def test_rounds_do_the_same_work(bundled, monkeypatch):
+    name = "paper@ranked-8"
+    single, _ = decode(bundled, name, QUESTIONS[:3])
+    thrice, _ = decode(bundled, name, QUESTIONS[:3], rounds=3)
+    for round_ in range(3):
+        assert lengths(thrice, name, round_) == lengths(single, name)
+    assert rows_before(thrice, name) == rows_before(single, name)
+    assert max(n for q in lengths(single, name) for t in q for n in t) > 1
+    forget_nothing(monkeypatch)  # control: a second round knows the answers
+    twice, _ = decode(bundled, name, QUESTIONS[:3], rounds=2)
+    assert lengths(twice, name, 1) != lengths(twice, name, 0)
+
+
+def test_no_decoder_learns_from_another(bundled, monkeypatch):
+    name = "paper@ranked-8"
+    alone, _ = decode(bundled, name, QUESTIONS[:3])
+    bundled.reset()
+    several = f"generate-pld,auto,{name},none,prompt-lookup"
+    among, running = decode(bundled, several, QUESTIONS[:3])
+    assert lengths(among, name) == lengths(alone, name)
+    assert rows_before(among, name) == rows_before(alone, name)
+    recyclers = {n: d.recycler for n, d in running.decoders.items() if d.variant.drafter}
+    assert len({r.matrix.candidates.data_ptr() for r in recyclers.values()}) == 4
+    assert bundled.matrix.rows_seen == 0
+    assert recyclers["none"].matrix.rows_seen == recyclers["prompt-lookup"].matrix.rows_seen == 0
+    assert rows_before(among, "generate") == [0] * 3
+    # control: with one matrix for two they do
+    real = Decoder.__init__
+
+    def shared(self, variant, first, *rest):
+        real(self, variant, first, *rest)
+        if self.variant.drafter == "paper":
+            self.recycler.drafter.matrix = self.recycler.matrix = first.matrix
+
+    monkeypatch.setattr(Decoder, "__init__", shared)
+    among, _ = decode(bundled, f"paper@ranked-16,{name}", QUESTIONS[:3])
+    bundled.reset()
+    assert lengths(among, name) != lengths(alone, name)
+
+
+def test_cold_begins_every_question_without_rows(bundled):
+    name, cats = "paper@ranked-8", [QUESTIONS[0], QUESTIONS[4], QUESTIONS[0]]
+    records, _ = decode(bundled, f"{name},none", cats, sweeps={"start": ["cold", "hot"]})
+    assert rows_before(records, f"{name} cold") == [0] * 3
+    hot = rows_before(records, f"{name} hot")
+    assert hot[0] == 0 < hot[1]
+    assert hot == sorted(hot)
+    cold, _ = decode(bundled, name, cats, cold=True, rounds=2)
+    assert lengths(cold, name) == lengths(records, f"{name} cold")
+    assert lengths(cold, name) != lengths(records, f"{name} hot")
+
+
+def test_samples_are_those_of_generate_at_the_same_temperature(bundled, monkeypatch):
+    options = dict(decoders="prompt-lookup,auto", questions=QUESTIONS[1:2], max_new_tokens=10)
+    options |= dict(sweeps={"temperature": [0.0, 0.8]})
+    (found,), _ = decode(bundled, **options, seed=5)
+    turns = {name: row["rounds"][0]["turns"] for name, row in found["variants"].items()}
+    assert len(turns) == 6
+    assert all(each["identical"] for both in turns.values() for each in both)
+    texts = {name: [each["text"] for each in both] for name, both in turns.items()}
+    assert texts["auto T=0.8"] == texts["generate T=0.8"] != texts["generate T=0"]
+    assert texts["prompt-lookup T=0"] == texts["generate T=0"]
+    real = Decoder.answer  # control: another draw is another text
+    monkeypatch.setattr(
+        Decoder,
+        "answer",
+        lambda self, prompt, seed: real(self, prompt, seed + bool(self.variant.drafter)),
+    )
+    (found,), _ = decode(bundled, **options, seed=5)
+    flags = {name: measures.turns(found, name, 0)[0]["identical"] for name in turns}
+    assert flags == {name: not name.endswith("0.8") or "generate" in name for name in turns}
+
+
+def test_the_times_cover_the_whole_call(bundled):
+    decoders = "generate-pld,prompt-lookup,paper@ranked-8"
+    records, _ = decode(bundled, decoders, QUESTIONS[:3], max_new_tokens=20)
+    for found in records:
+        for name, row in found["variants"].items():
+            for each in row["rounds"][0]["turns"]:
+                assert 0 < each["first_seconds"] < each["seconds"]
+                assert sum(each["phases"].values()) < each["seconds"] - each["first_seconds"]
+                emitted = sum(each["accept_lengths"])
+                assert len(each["token_ids"]) == emitted + (not name.startswith("generate"))
+                assert len(each["nodes"]) == len(each["accept_lengths"]) or "pld" in name
+                assert each["identical"]
+    pld = lengths(records, "generate-pld")
+    assert max(n for q in pld for t in q for n in t) > 1
+    assert measures.measure(records, "generate-pld", "generate")["nodes"] is None
+
+
+def test_questions_that_do_not_fit_are_left_out(bundled):
+    room = bundled.target.max_context
+    whole = len(conversation(bundled, ["One?"], False))
+    fits = Question("s", "fits", "k", "k", ("One?",))
+    turns = Question("s", "turns", "k", "k", ("One?", "One?"))
+    long = Question("s", "long", "k", "k", ("word " * room,))
+    assert fitting(bundled, [fits, turns, long], room - whole, False) == ([fits], [turns, long])
+    assert fitting(bundled, [fits], room - whole + 1, False) == ([], [fits])
+    assert fitting(bundled, [turns], room // 2 - whole, False) == ([turns], [])
+
+
+def test_other_texts_and_other_kinds_are_another_run():
+    one = Question("s", "1", "k", "k", ("a", "b"))
+    others = [("s", "1", "k", "k", ("a", "c")), ("s", "1", "l", "k", ("a", "b")),
+              ("t", "1", "k", "k", ("a", "b")), ("s", "1", "k", "k", ("a",))]  # fmt: skip
+    assert len({digest([one]), *(digest([Question(*other)]) for other in others)}) == 5
+
+
+# Runs that are cut short
+
+
+def still(path):
+    """A record or a line without what changes from run to run."""
+    moving = {"seconds", "first_seconds", "phases", "time", "peak_memory_bytes", "wall_time",
+              "first_token_time", "tstamp"}  # fmt: skip
+
+    def strip(value):
+        if isinstance(value, dict):
+            return {key: strip(part) for key, part in value.items() if key not in moving}
+        return [strip(part) for part in value] if isinstance(value, list) else value
+
+    return [strip(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+FIGURES = ("questions", "tokens", "mat", "accepted_per_depth", "nodes", "identical")
+
+
+def contents(folder):
+    """Everything in a run's folder that does not depend on time."""
+    summary = json.loads((folder / "summary.json").read_text())
+    text = (folder / "tables.md").read_text()
+    state = next(folder.glob("state-*"))
+    return {
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+        "plan": (folder / "plan.json").read_bytes(),
+        "costs": (folder / "costs.json").read_bytes(),
+        "journal": still(folder / "journal.jsonl"),
+        "answers": {path.name: still(path) for path in (folder / "answers").iterdir()},
+        "state": {key: tensor.tolist() for key, tensor in load_file(state).items()},
+        "summary": {
+            name: (
+                entry["about"],
+                entry["matrix_bytes"],
+                [[m[key] for key in FIGURES] for m in (entry["overall"], *entry["kinds"].values())],
+            )
+            for name, entry in summary["decoders"].items()
+        },
+        "about": [summary[key] for key in ("questions", "left_out", "kinds", "settings", "model")],
+        "tables": [line.split(" | ")[0] for line in text.splitlines() if line.startswith("|")],
+        "report": "</html>" in (folder / "report.html").read_text(),
+    }
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    return write_suite(tmp_path_factory.mktemp("suite") / "own.jsonl")
+
+
+@pytest.fixture(scope="module")
+def finished(suite, tmp_path_factory):
+    """The folder of a run that nothing disturbed, and what it printed."""
+    folder = tmp_path_factory.mktemp("bench") / "finished"
+    code, out, err = call(*bench_of(suite, folder, "-n", 20, "--decoders", FIXED))
+    assert code == 0, err
+    assert "report: " in err
+    return folder, out
+
+
+def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
+    folder, out = finished
+    found = contents(folder)
+    assert found["files"] == sorted(
+        ["answers", "answers/generate.jsonl", "answers/paper@ranked-8.jsonl",
+         "answers/prompt-lookup.jsonl", "costs.json", "journal.jsonl", "plan.json", "report.html",
+         "state-5.safetensors", "summary.json", "tables.md"]
+    )  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert list(summary["decoders"]) == ["generate", "prompt-lookup", "paper@ranked-8"]
+    assert [q["name"] for q in summary["questions"]] == [
+        "own/1", "own/2", "own/3", "own/4", "own/5",
+    ]  # fmt: skip
+    assert summary["kinds"] == ["math", "story"]
+    for name, entry in summary["decoders"].items():
+        speedup = f"{entry['overall']['speedup']:.2f}x"
+        assert any(line.split()[:1] == [name] and speedup in line for line in out.splitlines())
+        assert speedup in (folder / "tables.md").read_text()
+        assert entry["overall"]["identical"] == 1
+        kept = still(folder / "answers" / f"{name}.jsonl")
+        assert [line["question_id"] for line in kept] == [1, 2, 3, 4, 5]
+    assert summary["decoders"]["paper@ranked-8"]["about"]["nodes"] == 9
+    assert summary["decoders"]["paper@ranked-8"]["matrix_bytes"] == 4096 * 8 * 6
+
+
+def spec_bench_speed(path, base):
+    """Spec-Bench's speed.py in a few lines; the baseline's tokens are counted, not read again."""
+
+    def speeds(file):
+        rows = [json.loads(line)["choices"][0] for line in file.read_text().splitlines()]
+        return rows, [sum(row["new_tokens"]) / sum(row["wall_time"]) for row in rows]
+
+    (rows, own), (_, plain) = speeds(path), speeds(base)
+    accepted = [n for row in rows for n in row["accept_lengths"]]
+    return fmean(own), fmean(own) / fmean(plain), fmean(accepted)  # fmt: skip
+
+
+def test_spec_benchs_own_script_agrees(finished, tmp_path):
+    folder, _ = finished
+    summary = json.loads((folder / "summary.json").read_text())
+    base = folder / "answers" / "generate.jsonl"
+    for name, entry in summary["decoders"].items():
+        path = folder / "answers" / f"{name}.jsonl"
+        expected = list(entry["overall"]["spec_bench"].values())
+        assert spec_bench_speed(path, base) == pytest.approx(expected, rel=1e-9)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for kind in summary["kinds"]:
+            for file, source in ((tmp_path / "a", path), (tmp_path / "b", base)):
+                kept = [
+                    x for x in source.read_text().splitlines() if json.loads(x)["category"] == kind
+                ]
+                file.write_text("\n".join(kept))
+            found = spec_bench_speed(tmp_path / "a", tmp_path / "b")
+            assert found == pytest.approx(list(entry["kinds"][kind]["spec_bench"].values()))
+        # control: the same times on other questions
+        times = [line["choices"][0]["wall_time"] for line in lines]
+        for line, moved in zip(lines, times[1:] + times[:1]):
+            line["choices"][0]["wall_time"] = moved
+        (tmp_path / "moved").write_text("\n".join(map(json.dumps, lines)))
+        assert spec_bench_speed(tmp_path / "moved", base)[0] != pytest.approx(expected[0], rel=1e-4)
+
+
+def wait_for_lines(path, number, seconds=60):
+    end = monotonic() + seconds
+    while not path.is_file() or path.read_bytes().count(b"\n") < number:
+        assert monotonic() < end
+        sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def killed(suite, tmp_path_factory):
+    """The folder of a run that was killed after two of five questions."""
+    folder = tmp_path_factory.mktemp("bench") / "killed"
+    arguments = list(map(str, bench_of(suite, folder, "-n", 20, "--decoders", FIXED)))
+    code = "import sys; from token_recycling.cli import main; main(sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    wait_for_lines(folder / "journal.jsonl", 2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert 2 <= (folder / "journal.jsonl").read_bytes().count(b"\n") < 5
+    assert not (folder / "summary.json").exists()
+    return folder
+
+
+def resumed(killed, suite, folder):
+    copytree(killed, folder, dirs_exist_ok=True)
+    return call(*bench_of(suite, folder, "-n", 20, "--decoders", FIXED, "--resume"))
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished, killed, suite, tmp_path):
+    code, _, err = resumed(killed, suite, tmp_path / "run")
+    assert code == 0, err
+    expected = contents(finished[0])
+    found = contents(tmp_path / "run")
+    for part in expected:
+        assert found[part] == expected[part], part
+    # a whole run is only summed up anew
+    before = (tmp_path / "run" / "journal.jsonl").read_bytes()
+    again = bench_of(suite, tmp_path / "run", "-n", 20, "--decoders", FIXED, "--resume")
+    assert call(*again)[0] == 0
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before
+    assert contents(tmp_path / "run") == expected
+
+
+def test_without_its_matrix_it_would_not(finished, killed, suite, tmp_path, monkeypatch):
+    forget_nothing(monkeypatch)
+    monkeypatch.setattr(Runner, "_warm_up", lambda self: None)
+    assert resumed(killed, suite, tmp_path / "run")[0] == 0
+    expected, found = contents(finished[0]), contents(tmp_path / "run")
+    different = {part for part in expected if found[part] != expected[part]}
+    assert different >= {"journal", "answers", "state", "summary"}
+    assert "files" not in different
+
+
+# The same at every moment at which a run can be killed, without a model's start
+
+
+PLAN = {"max_new_tokens": 12, "decoders": ["x"], "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def whole(bundled, tmp_path_factory):
+    """Folders of the same run after 2 questions and after all, and its records."""
+    folder = tmp_path_factory.mktemp("journal")
+    decode(bundled, questions=QUESTIONS[:2], journal=Journal(folder / "2", PLAN, resume=False))
+    copytree(folder / "2", folder / "5")
+    records, _ = decode(bundled, journal=Journal(folder / "5", PLAN, resume=True))
+    return folder, [strip_times(r) for r in records]
+
+
+def strip_times(found):
+    return {
+        name: (row["matrix_rows_before"], [
+            [(t["token_ids"], t["accept_lengths"], t["nodes"], t["identical"], t["text"])
+             for t in round_["turns"]] for round_ in row["rounds"]
+        ])
+        for name, row in found["variants"].items()
+    }  # fmt: skip
+
+
+def test_resumed_in_one_process(bundled, whole):
+    records, _ = decode(bundled)
+    assert [strip_times(r) for r in records] == whole[1]
+    assert [p.name for p in (whole[0] / "5").glob("state-*")] == ["state-5.safetensors"]
+
+
+def between_state_and_line(folder):
+    (folder / "state-3.safetensors").write_bytes(b"whatever was learnt")
+
+
+def between_line_and_clearing(folder):
+    (folder / "state-1.safetensors").write_bytes(b"old")
+
+
+def in_the_line(folder):
+    with (folder / "journal.jsonl").open("ab") as file:
+        file.write(b'{"name": "own/3", "suite": "ow')
+
+
+def in_the_state(folder):
+    (folder / "state-3.safetensors.123.partial").write_bytes(b"half")
+
+
+@pytest.mark.parametrize(
+    "moment", [between_state_and_line, between_line_and_clearing, in_the_line, in_the_state]
+)
+def test_killed_at_any_moment(moment, bundled, whole, tmp_path):
+    folder = copytree(whole[0] / "2", tmp_path / "run")
+    moment(folder)
+    records, _ = decode(bundled, journal=Journal(folder, PLAN, resume=True))
+    assert [strip_times(r) for r in records] == whole[1]
+    assert still(folder / "journal.jsonl") == still(whole[0] / "5" / "journal.jsonl")
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "journal.jsonl", "plan.json", "state-5.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (lambda f: (f / "state-2.safetensors").unlink(), "state-2.safetensors cannot be read"),
+        (lambda f: (f / "state-2.safetensors").write_bytes(b"x"), "state-2.*cannot be read"),
+        (lambda f: (f / "journal.jsonl").write_bytes(b"{\n"), "journal.jsonl is damaged"),
+        (lambda f: (f / "journal.jsonl").write_bytes(b"5\n"), "journal.jsonl is damaged"),
+        (lambda f: (f / "journal.jsonl").write_bytes(b"\xff\n"), "journal.jsonl is damaged"),
+        (lambda f: (f / "journal.jsonl").write_bytes(b'{"name": "x"}\n'), "other questions"),
+        (lambda f: (f / "plan.json").write_bytes(b"{"), "plan.json cannot be read"),
+        (lambda f: (f / "plan.json").write_bytes(b"5"), "plan.json cannot be read"),
+        (lambda f: (f / "plan.json").write_bytes(b"{}"), "differs in max new tokens, decoders, "),
+        (lambda f: (f / "plan.json").write_bytes(b"\xff"), "plan.json cannot be read"),
+        (lambda f: (f / "plan.json").unlink(), "holds other files"),
+    ],
+)
+def test_a_damaged_run_is_named(damage, message, bundled, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(Runner, "_warm_up", lambda self: None)
+    folder = copytree(whole[0] / "2", tmp_path / "run")
+    damage(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(TokenRecyclingError, match=message):
+        decode(bundled, journal=Journal(folder, PLAN, resume=True))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_with_a_run_or_with_other_files_is_refused(whole, tmp_path):
+    with pytest.raises(TokenRecyclingError, match="holds a run; go on with it by --resume"):
+        Journal(whole[0] / "2", PLAN, resume=False)
+    (tmp_path / "letter.txt").write_text("Dear")
+    for resume in (True, False):
+        with pytest.raises(TokenRecyclingError, match="holds other files"):
+            Journal(tmp_path, PLAN, resume=resume)
+        with pytest.raises(TokenRecyclingError, match="cannot use"):
+            Journal(tmp_path / "letter.txt", PLAN, resume=resume)
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "plan.json").write_text('{"monday": "work"}')  # another program's
+    with pytest.raises(TokenRecyclingError, match="holds other files"):
+        Journal(tmp_path / "plan", PLAN, resume=False)
+    assert (tmp_path / "plan" / "plan.json").read_text() == '{"monday": "work"}'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["letter.txt", "plan"]
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ({"max_new_tokens": 13}, "differs in max new tokens;"),
+        ({"decoders": [], "max_new_tokens": 1}, "differs in max new tokens, decoders;"),
+        ({"seed": 1}, "differs in seed;"),
+    ],
+)
+def test_another_plan_is_refused_by_name(change, named, whole):
+    Journal(whole[0] / "2", dict(PLAN), resume=True)
+    with pytest.raises(TokenRecyclingError, match=named):
+        Journal(whole[0] / "2", PLAN | change, resume=True)
+
+
+def test_a_run_without_an_answer_is_begun_anew(tmp_path):
+    Journal(tmp_path / "run", PLAN, resume=False)
+    (tmp_path / "run" / "costs.json").write_text("whatever")
+    for resume, number in ((False, 13), (True, 14)):
+        Journal(tmp_path / "run", PLAN | {"max_new_tokens": number}, resume=resume)
+        assert json.loads((tmp_path / "run" / "plan.json").read_text())["max_new_tokens"] == number
+
+
+def test_two_runs_in_one_folder_do_not_mix(whole, tmp_path):
+    folder = copytree(whole[0] / "2", tmp_path / "run")
+    one, two = (Journal(folder, PLAN, resume=True) for _ in range(2))
+    one.add({"name": "third"}, {})
+    kept = (folder / "journal.jsonl").read_bytes()
+    with pytest.raises(TokenRecyclingError, match="another run writes into"):
+        two.add({"name": "third too"}, {})
+    one.add({"name": "fourth"}, {})
+    assert (folder / "journal.jsonl").read_bytes().startswith(kept)
+    assert [r["name"] for r in Journal(folder, PLAN, resume=True).records][2:] == [
+        "third", "fourth",
+    ]  # fmt: skip
+    one = Journal(tmp_path / "new", PLAN, resume=False)
+    two = Journal(tmp_path / "new", PLAN | {"seed": 1}, resume=False)  # before there is an answer
+    with pytest.raises(TokenRecyclingError, match="another run writes into"):
+        one.add({"name": "first"}, {})
+    two.add({"name": "first"}, {})
+
+
+def test_a_full_disk_is_one_error_and_loses_nothing(bundled, whole, tmp_path):
+    resource = pytest.importorskip("resource")
+    folder = copytree(whole[0] / "2", tmp_path / "run")
+    journal = Journal(folder, PLAN, resume=True)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    state = {"x": {"y": torch.zeros(100_000)}}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
+        with pytest.raises(TokenRecyclingError, match=r"cannot write .*state-3"):
+            journal.add({"name": "third"}, state)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before["journal.jsonl"]) + 20, old[1]))
+        with pytest.raises(TokenRecyclingError, match=r"cannot write .*journal.jsonl"):
+            journal.add({"name": "third" * 100}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after["journal.jsonl"].startswith(before["journal.jsonl"])
+    assert after["state-2.safetensors"] == before["state-2.safetensors"]
+    records, _ = decode(bundled, journal=Journal(folder, PLAN, resume=True))
+    assert [strip_times(r) for r in records] == whole[1]
+
+
+# Other models
+
+
+def all_figures(records, running):
+    """The summary, which must be JSON that any reader takes."""
+    about = {"date": "", "machine": {}, "model": {}, "settings": {}, "questions": []}
+    found = summarise(records, running.decoders, curve=None, about=about)
+    json.dumps(found, allow_nan=False)
+    return found
+
+
+def test_answers_of_one_token(bundled, monkeypatch):
+    every = list(range(bundled.target.vocab_size))
+    monkeypatch.setattr(bundled.model.generation_config, "eos_token_id", every)
+    records, running = decode(bundled, ",".join(DEFAULT), max_new_tokens=8)
+    figures = all_figures(records, running)
+    for entry in figures["decoders"].values():
+        assert entry["overall"]["tokens"] == 6
+        assert entry["overall"]["mat"] == 1.0
+        assert entry["overall"]["identical"] == 1.0
+
+
+def test_one_question_one_decoder_two_tokens(bundled):
+    records, running = decode(bundled, "generate", questions=QUESTIONS[:1], max_new_tokens=2)
+    figures = all_figures(records, running)
+    assert list(figures["decoders"]) == ["generate"]
+    assert figures["sample"] is None
+    assert figures["losing"] == []
+    assert tables.by_kind(figures) == (["kind", "questions"], [["math", "1"]])
+
+
+def save(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_without_a_chat_template(suite, tmp_path):
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
+    tokenizer.chat_template = None
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=64, initializer_range=0.4,
+            eos_token_id=None,
+        )
+    )  # fmt: skip
+    folder = save(model, tokenizer, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    recycler = TokenRecycling.from_pretrained(folder, device="cpu")
+    assert recycler.tokenizer.chat_template is None
+    assert conversation(recycler, ["a", "b"], raw=False) == tokenizer("a\n\nb").input_ids
+    long = Question("own", "6", "long", "long", ("word " * 80,))
+    bench = bench_of(
+        write_suite(tmp_path / "own.jsonl", [*QUESTIONS, long]), tmp_path / "out", "-n", 20,
+        "--decoders", "generate-pld,auto", "-m", folder,
+    )  # fmt: skip
+    code, _, err = call(*bench)
+    assert code == 0, err
+    assert "left out: 1" in err
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["left_out"][0] == "own/6"
+    assert len(summary["questions"]) == 5
+    assert summary["model"]["parameters"] == sum(p.numel() for p in model.parameters())
+    assert all(entry["overall"]["identical"] == 1 for entry in summary["decoders"].values())
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba"])
+@pytest.mark.filterwarnings("ignore:.*cannot be verified by tree attention")
+def test_models_that_are_decoded_plainly(name, tmp_path):
+    model = make(name).eval()
+    if name == "mamba":  # without a limit, and with a state that no draft can be taken back from
+        assert TokenRecycling(model, letters()).target.max_context is None
+    first = TokenRecycling(model, letters())
+    questions = [
+        Question("own", str(i), "k", "k", turns)
+        for i, turns in enumerate([("abe,bi. ",), ("fo", "da")])
+    ]
+    records, running = decode(first, "none,paper@ranked-4,auto", questions=questions)
+    figures = all_figures(records, running)
+    assert all(entry["overall"]["identical"] == 1 for entry in figures["decoders"].values())
+    assert figures["decoders"]["auto"]["overall"]["mat"] == 1
+    if name == "mamba":
+        with pytest.raises(TokenRecyclingError, match="generate-pld fails with this model: ass"):
+            decode(first, "generate-pld", questions=questions)
+
+
+def test_a_short_context_and_words_that_the_tokenizer_does_not_know():
+    first = TokenRecycling(make("llama", max_position_embeddings=40).eval(), letters())
+    texts = ("abe", "QQQ", "fo")
+    questions = [Question("own", str(i), "k", "k", (text,)) for i, text in enumerate(texts)]
+    fits, others = fitting(first, questions, 4, raw=True)
+    assert [q.turns[0] for q in fits] == ["abe", "fo"]
+    assert [q.turns[0] for q in others] == ["QQQ"]
+    assert len(first.tokenizer(runner.DEMO[0]).input_ids) > 40 == first.target.max_context
+    records, running = decode(
+        first, "auto,generate-pld", questions=fits, raw=True, max_new_tokens=4
+    )
+    assert all_figures(records, running)["decoders"]["auto"]["overall"]["identical"] == 1
+
+
+# The command line
+
+
+def test_names_with_brackets_and_strokes(tmp_path):
+    odd = [
+        Question("own", "1", "[/b]", "", ("How many?",)),
+        Question("own", "2", "a|b", "", ("Why?",)),
+    ]
+    (tmp_path / "[red]|.json").write_text("[[0], [1]]")
+    decoder = f"paper@{tmp_path / '[red]|.json'}"
+    out = tmp_path / "out"
+    bench = bench_of(write_suite(tmp_path / "own.jsonl", odd), out, "-n", 2, "--decoders", decoder)
+    code, printed, err = call(*bench, "--rounds", 3)
+    assert code == 0, err
+    assert "[/b]" in printed
+    assert "[red]|.json" in printed
+    assert "| a\\|b |" in (out / "tables.md").read_text()
+    assert len(list((out / "answers").iterdir())) == 2
+    summary = json.loads((out / "summary.json").read_text())
+    assert len(summary["decoders"][decoder]["rounds"]) == 3
+
+
+def wrong_calls(folder):
+    (folder / "high.json").write_text("[[3]]")
+    (folder / "broken.jsonl").write_text("{")
+    return [
+        (["--decoders", "oracle"], "oracle"),
+        (["--decoders", "paper@no-tree"], "no-tree"),
+        (["--decoders", f"paper@{folder / 'high.json'}", "--sweep", "k=2"], "high.json with k=2"),
+        (["--sweep", "k=5000", "--decoders", "paper"], "5000"),
+        (["--sweep", "k=2", "--sweep", "k=4"], "--sweep k stands twice"),
+        (["--sweep", "colour=red"], "colour=red"),
+        (["--rounds", 0], "--rounds"),
+        (["-n", 1], "-n 2"),
+        (["--per-kind", 0], "per kind"),
+        (["--temp", "nan"], "nan"),
+        (["--temp", "inf"], "inf"),
+        (["--temp", -1], "-1"),
+        (["--seed", -1, "--temp", 1], "--seed is -1"),
+        (["--seed", 2**70], "--seed is 1180591620717411303424"),
+        (["--suite", folder / "broken.jsonl"], "broken.jsonl, line 1"),
+        (["--suite", folder / "none.jsonl"], "none.jsonl"),
+        (["-m", folder / "nowhere"], "nowhere"),
+        (["--device", "warp"], "warp"),
+        (["--threads", 0], "--threads"),
+        (["-n", 5000], "no question fits"),
+        (["-o", folder], "holds other files"),
+        (["-o", folder / "high.json"], "high.json"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(22))
+def test_wrong_input_is_one_line_and_exit_code_2(index, tmp_path):
+    (tmp_path / "files").mkdir()
+    calls = wrong_calls(tmp_path / "files")
+    assert len(calls) == 22
+    arguments, named = calls[index]
+    suite = [] if "broken" in named or "none" in named else [write_suite(tmp_path / "own.jsonl")]
+    before = sorted(tmp_path.rglob("*"))
+    given = ["--suite", *suite] if suite else []
+    code, out, err = call("bench", "--no-tune", "-o", tmp_path / "out", *given, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert named in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "more,named",
+    [
+        (["-n", 21], "max new tokens;"),
+        (["--seed", 1], "seed;"),
+        (["--temp", 0.5], "temperature, decoders;"),
+        (["--cold"], "start, decoders;"),
+        (["--decoders", "paper"], "decoders;"),
+        (["--per-kind", 1], "per kind, questions;"),
+    ],
+)
+def test_a_changed_option_is_refused_by_name(more, named, finished, suite):
+    before = {p: p.read_bytes() for p in finished[0].rglob("*") if p.is_file()}
+    bench = bench_of(suite, finished[0], "-n", 20, "--decoders", FIXED)
+    code, _, err = call(*bench, "--resume", *more)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert f"differs in {named}" in err
+    code, _, err = call(*bench)
+    assert (code, "go on with it by --resume" in err) == (2, True)
+    assert {p: p.read_bytes() for p in finished[0].rglob("*") if p.is_file()} == before

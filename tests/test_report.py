@@ -1,0 +1,296 @@
+import math
+import re
+import sys
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from token_recycling import TokenRecyclingError
+from token_recycling.bench import charts, report
+
+KINDS = ["mt_bench", "translation", "math"]
+SECTIONS = [
+    "All decoders",
+    "Speedup by kind of prompt",
+    "What is accepted, and where the time goes",
+    "Step cost and tree size",
+    "Spec-Bench's own aggregate",
+    "Where it lost",
+    "A sample",
+    "How it was measured",
+]
+
+
+def measures(speedup, drafts=True):
+    return {
+        "questions": 40,
+        "tokens": 4000,
+        "tokens_per_second": 40 * speedup,
+        "speedup": speedup,
+        "speedup_interval": [0.9 * speedup, 1.1 * speedup],
+        "speedup_quartiles": [0.8 * speedup, speedup, 1.2 * speedup],
+        "slower_than_baseline": 3,
+        "mat": 1.5 * speedup,
+        "accepted_per_depth": [0.6, 0.3, 0.1] if drafts else [],
+        "identical": 1.0,
+        "ttft_seconds": 0.125,
+        "c": 1.5,
+        "phases": dict(draft=0.05, verify=0.85, accept=0.05, observe=0.04, commit=0.01)
+        if drafts
+        else None,
+        "spec_bench": {"tokens_per_second": 44 * speedup, "speedup": speedup, "mat": 1.5},
+    }
+
+
+def decoder(speedup, drafter="paper", kinds=KINDS):
+    return {
+        "about": {
+            "drafter": drafter,
+            "tree": drafter and "small-16",
+            "k": drafter and 8,
+            "temperature": 0.0,
+            "baseline": "generate",
+        },
+        "overall": measures(speedup, bool(drafter)),
+        "kinds": {kind: measures(speedup, bool(drafter)) for kind in kinds},
+        "rounds": [speedup, speedup],
+        "spread": 0.02,
+        "peak_memory_bytes": 3 << 30,
+        "matrix_bytes": 196608 if drafter else None,
+    }
+
+
+def example(kinds=KINDS, **decoders):
+    """A whole summary: the baseline and ``decoders``, given by their speedups."""
+    speedups = decoders or {"prompt-lookup": 1.1, "paper": 0.8, "auto": 1.9}
+    names = {n: decoder(s, "prompt-lookup" if "-l" in n else "paper") for n, s in speedups.items()}
+    sizes = [1, 8, 16, 81]
+    return {
+        "format": "token-recycling-bench-1",
+        "date": "2025-06-01T12:00:00+00:00",
+        "baseline": "generate",
+        "machine": {"cpu": "A CPU", "device": "cpu", "cores": 2, "memory_bytes": 8 << 30}
+        | {"commit": "c0ffee", "command": "token-recycling bench --rounds 2"},
+        "model": {"name": "tiny", "parameters": 134_515_008, "dtype": "float32", "note": "widened"},
+        "settings": {"suites": ["builtin"], "max_new_tokens": 80, "rounds": 2, "temperature": 0.0},
+        "kinds": kinds,
+        "decoders": {"generate": decoder(1.0, None, kinds), **names},
+        "curve": {
+            "sizes": sizes,
+            "contexts": [128, 512],
+            "seconds": [[0.02 * (1 + c * s) for s in sizes] for c in (0.01, 0.02)],
+        },
+        "budget": {
+            "decoder": list(names)[-1],
+            "sizes": sizes,
+            "expected_mat": [1.0, 2.0, 2.5, 3.0],
+            "expected_speed": [40.0, 70.0, 80.0, 50.0],
+            "chosen": 16,
+        },
+        "losing": [
+            {"name": f"builtin/{i}", "kind": "math", "decoder": "paper", "speedup": 0.7 + i / 100}
+            | {"mat": 1.1, "tokens": 80, "prompt": "How many"}
+            for i in range(20)
+        ],
+        "sample": {
+            "name": "builtin/3",
+            "decoder": "auto",
+            "prompt": "Count.",
+            "pieces": [["One", False], [" two", True], [" three", True], [" four", False]],
+        },
+        "questions": [
+            {"suite": "builtin", "id": i, "kind": kinds[i % len(kinds)], "name": f"builtin/{i}"}
+            for i in range(6)
+        ],
+    }
+
+
+class Reader(HTMLParser):
+    """Checks that all elements are closed in turn, and gathers what a test asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.links, self.text = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag != "meta":
+            self.open.append(tag)
+        self.note(attributes)
+
+    def handle_startendtag(self, tag, attributes):
+        self.note(attributes)
+
+    def note(self, attributes):
+        for key, value in attributes:
+            if key == "id":
+                self.ids.append(value)
+            if key in ("src", "href", "action", "data", "srcset", "poster"):
+                self.links.append(value)
+            self.links += re.findall(r"url\((.*?)\)", value or "")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(summary):
+    """Render; return the HTML, its text, and its charts, all well-formed."""
+    html = report.render(summary)
+    reader = Reader()
+    reader.feed(html)
+    reader.close()
+    assert not reader.open
+    assert len(set(reader.ids)) == len(reader.ids)
+    assert all(link.startswith("#") and link[1:] in reader.ids for link in reader.links)
+    assert "nan" not in html
+    charts = [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", html, re.DOTALL)]
+    assert all(chart.get("role") == "img" and chart.get("aria-label") for chart in charts)
+    return html, " ".join("".join(reader.text).split()), charts
+
+
+def words(chart):
+    return [text.text for text in chart.iter("text")]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A whole summary, read."""
+    return read(example())
+
+
+def test_complete(whole):
+    summary = example()
+    html, text, charts = whole
+    assert html.startswith('<!DOCTYPE html>\n<html lang="en">')
+    assert re.findall("<h2>(.*?)</h2>", html) == SECTIONS
+    assert len(charts) == 5
+    for name in summary["decoders"]:
+        assert f'<th scope="row"><span>{name}</span></th>' in html
+    for name in ["all prompts", *KINDS, "prompt-lookup", "paper", "auto"]:
+        assert name in words(charts[0])
+    for kind in KINDS:
+        assert f'<th scope="row"><span>{kind}</span></th>' in html
+    for said in (
+        "The fastest of 2 recycled decoders, auto, decoded 1.90 times as fast as generate "
+        "(95 % interval 1.71 to 2.09). It was slower on 3 of 40 prompts, and 100 % of its answers",
+        "tiny, 135 million parameters, float32, widened; on A CPU, 2 cores",
+        "▼ 0.80×",
+        "125 ms",
+        "192 KiB",
+        "Show 8 more",
+        "builtin/19",
+        "All 6 prompts by name",
+        "2 of 4 tokens were accepted",
+        "token-recycling bench --rounds 2",
+        "c0ffee",
+    ):
+        assert said in text
+    assert "One<mark> two three</mark> four" in html
+
+
+def test_needs_nothing_but_itself(whole):
+    html, _, _ = whole
+    for outside in ("http", "src=", "@import", "<script", "<link", "<img", "<iframe"):
+        assert outside not in html
+
+
+def test_the_same_summary_gives_the_same_bytes(whole):
+    assert report.render(example()) == whole[0]
+
+
+def test_texts_are_escaped():
+    summary = example()
+    bad = "<script>alert('&')</script>"
+    summary["losing"][0]["prompt"] = summary["sample"]["prompt"] = bad
+    summary["sample"]["pieces"][1][0] = bad
+    summary["machine"]["command"] = summary["questions"][0]["name"] = bad
+    summary["model"]["name"] = bad
+    summary["decoders"][bad] = decoder(1.2)
+    summary["kinds"] = [*KINDS, bad, "$x$ \x07"]
+    html, text, charts = read(summary)
+    assert "<script" not in html
+    assert text.count(bad) >= 8
+    assert bad in words(charts[0])
+
+
+def test_parts_that_are_missing():
+    summary = example() | dict.fromkeys(("curve", "budget", "sample", "machine", "settings"))
+    summary |= {"losing": [], "questions": [], "model": {}, "date": None}
+    html, text, charts = read(summary)
+    assert len(charts) == 3
+    assert all(f"<h2>{section}</h2>" in html for section in SECTIONS)
+    for said in (
+        "None: no decoder of ours was slower",
+        "No sample was recorded",
+        "was not measured",
+    ):
+        assert said in text
+
+
+def test_figures_that_are_missing():
+    summary = example()
+    for part in summary["decoders"].values():
+        part["overall"] = dict.fromkeys(part["overall"])
+        part["kinds"] = {"math": {"speedup": math.nan, "speedup_interval": [math.nan, 2.0]}}
+    summary["decoders"]["auto"] = {"about": None, "overall": None, "kinds": None}
+    summary["curve"]["seconds"] = [None, [math.nan, 1.0, 2.0, 3.0]]
+    summary["budget"]["expected_speed"] = [math.nan, 2.0, None, math.inf]
+    summary["losing"][0]["speedup"] = math.nan
+    html, text, _ = read(summary)
+    assert "No recycled decoder was compared with generate." in text
+    row = re.search(r"<span>auto</span></th>(.*?)</tr>", html, re.DOTALL)[1]
+    assert set(re.findall(r"<td.*?>(.*?)</td>", row)) == {"–", "– of –"}
+
+
+@pytest.mark.parametrize(
+    "speedup, verdict",
+    [(1.5, "(95 % interval 1.35 to 1.65). It"), (1.0, "no clear difference."), (0.5, ": slower.")],
+)
+def test_the_headline_is_honest(speedup, verdict):
+    text = report._headline(example(auto=speedup)).replace("\N{NO-BREAK SPACE}", " ")
+    assert text.startswith(f"The decoder auto decoded {speedup:.2f} times as fast as generate")
+    assert verdict in text
+
+
+def test_one_decoder_one_kind():
+    _, _, charts = read(example(["math"], auto=1.5))
+    assert len(charts) == 5
+    assert "math" in words(charts[0])
+    _, text, _ = read(example(["math"]) | {"decoders": {"generate": decoder(1.0, None)}})
+    assert "No decoder was compared with generate." in text
+
+
+def test_a_sampled_baseline_is_not_compared_with_itself():
+    summary = example()
+    summary["decoders"]["generate T=0.7"] = decoder(1.0, None)
+    summary["decoders"]["generate T=0.7"]["about"]["baseline"] = "generate T=0.7"
+    _, _, charts = read(summary)
+    assert "generate T=0.7" not in words(charts[0])
+
+
+def test_twelve_decoders_look_different_and_each_the_same_in_all_charts():
+    names = {f"decoder {i}": 0.8 + i / 10 for i in range(12)}
+    summary = example(**names)
+    _, _, drawn = read(summary)
+    assert all(name in words(drawn[0]) and name in words(drawn[1]) for name in names)
+    assert len({tuple(charts._bar(summary, name).values()) for name in names}) == 12
+    assert len({tuple(charts._line(summary, name).values()) for name in names}) == 12
+    colours = [(charts._bar(summary, n)["color"], charts._line(summary, n)["color"]) for n in names]
+    assert all(bar == line for bar, line in colours)
+
+
+def test_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "render", lambda summary: f"<p>{summary['date']} – ✓</p>")
+    report.write({"date": "today"}, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == "<p>today – ✓</p>"
+    with pytest.raises(TokenRecyclingError, match="cannot write"):
+        report.write({"date": "today"}, tmp_path / "none" / "report.html")
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(TokenRecyclingError, match=r"pip install 'token-recycling\[plot\]'"):
+        report.render(example())

@@ -1,0 +1,160 @@
+"""Write docs/results.md from the summaries in bench/results and the text in results.md.j2.
+
+python tools/write_results.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from token_recycling.bench import measures, tables
+from token_recycling.files import write_text
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+
+def load(name: str) -> dict[str, Any]:
+    """The summary of a run."""
+    summary: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return summary
+
+
+def command(name: str) -> str:
+    """The command line of a run, with its machine."""
+    summary = load(name)
+    machine, model = summary["machine"], summary["model"]
+    words = machine["command"].replace(" --resume", "")
+    shape = f", {model['note']}" if model["note"] else ""
+    return (
+        f"`{words}`\n({len(summary['questions'])} questions; {model['parameters'] / 1e6:.1f} M "
+        f"parameters{shape}, {model['dtype']}; {machine['device_name']}, {machine['threads']} "
+        f"threads; torch {machine['torch']}, transformers {machine['transformers']}; "
+        f"{summary['date'][:10]}, commit {machine['commit'][:7]})\n"
+    )
+
+
+COLUMNS = ("decoder", "tokens/s", "speedup", "95 %", "slower on", "MAT", "c", "tokens a step")
+
+
+def overall(name: str, columns: tuple[str, ...] = (*COLUMNS, "first token", "same text")) -> str:
+    """Decoder by decoder, all questions."""
+    titles, rows = tables.overall(load(name))
+    kept = [titles.index(title) for title in columns]
+    return tables.markdown(([titles[i] for i in kept], [[row[i] for i in kept] for row in rows]))
+
+
+def kinds(name: str, *decoders: str) -> str:
+    """Kind by kind, the speedup of some decoders (all, when none is named)."""
+    titles, rows = tables.by_kind(load(name))
+    kept = [i for i, title in enumerate(titles) if i < 2 or not decoders or title in decoders]
+    return tables.markdown(([titles[i] for i in kept], [[row[i] for i in kept] for row in rows]))
+
+
+def spec_bench(name: str) -> str:
+    """Spec-Bench's own aggregate."""
+    return tables.markdown(tables.spec_bench(load(name)))
+
+
+def curve(*names: str) -> str:
+    """Step costs in steps of one token, a run a column, at the shortest context."""
+    curves = [load(name)["curve"] for name in names]
+    titles = ["tokens verified"] + [
+        f"{name} (1 token: {c['seconds'][0][0] * 1e3:.1f} ms)" for name, c in zip(names, curves)
+    ]
+    rows = [
+        [str(size), *(f"{c['seconds'][0][i] / c['seconds'][0][0]:.2f}" for c in curves)]
+        for i, size in enumerate(curves[0]["sizes"])
+    ]
+    return tables.markdown((titles, rows))
+
+
+LOW = ("poem", "names", "novelty", "languages")
+# runs in which every budget was measured, beside auto
+SWEEPS = (
+    "bundled-sizes",
+    "smollm2-135m-float32",
+    "smollm2-135m-bfloat16",
+    "qwen2.5-0.5b-float32",
+    "qwen2.5-0.5b-float32-sizes",
+)
+
+
+def repeats(*names: str) -> str:
+    """Overall speedups of repeated runs, and their spread."""
+    runs = [load(name)["decoders"] for name in names]
+    rows = []
+    for decoder in list(runs[0])[1:]:
+        found = [run[decoder]["overall"]["speedup"] for run in runs]
+        rows.append([decoder, *(f"{x:.2f}x" for x in found), f"{measures.spread(found):.1%}"])
+    return tables.markdown((["decoder", *names, "spread"], rows))
+
+
+def low_redundancy() -> str:
+    """What is lost where text repeats little."""
+    lines = []
+    for decoder in ("prompt-lookup", "paper", "auto"):
+        entry = load("bundled")["decoders"][decoder]
+        low = [entry["kinds"][kind] for kind in LOW]
+        questions = sum(kind["questions"] for kind in low)
+        slower = sum(kind["slower_than_baseline"] for kind in low)
+        speeds = ", ".join(f"{kind} {m['speedup']:.2f}x" for kind, m in zip(LOW, low))
+        lines.append(
+            f"- `{decoder}`: {speeds}; against {entry['overall']['speedup']:.2f}x overall. "
+            f"Slower than `model.generate` on {slower} of {questions}."
+        )
+    return "\n".join(lines)
+
+
+def choices() -> str:
+    """Per run: the speed of auto in relation to the best fixed budget."""
+    rows = []
+    for name in SWEEPS:
+        decoders = load(name)["decoders"]
+        speeds = {
+            decoder: entry["overall"]["tokens_per_second"]
+            for decoder, entry in decoders.items()
+            if decoder.startswith("paper@ranked") or decoder == "none"
+        }
+        best = max(speeds, key=speeds.__getitem__)
+        auto = decoders["auto"]["overall"]
+        worst = min(m["speedup"] for m in decoders["auto"]["kinds"].values())
+        rows.append(
+            [
+                name,
+                f"{best}, {speeds[best]:.1f} tokens/s",
+                f"{auto['tokens_per_second']:.1f} tokens/s",
+                f"{auto['tokens_per_second'] / speeds[best]:.3f}",
+                f"{auto['speedup']:.2f}x",
+                f"{worst:.2f}x",
+            ]
+        )
+    titles = ["run", "best fixed budget", "auto", "auto / best", "speedup of auto", "worst kind"]
+    return tables.markdown((titles, rows))
+
+
+def render() -> str:
+    """Return the text with all figures."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.globals.update(
+        load=load,
+        command=command,
+        overall=overall,
+        kinds=kinds,
+        spec_bench=spec_bench,
+        curve=curve,
+        repeats=repeats,
+        low_redundancy=low_redundancy,
+        choices=choices,
+    )
+    return environment.get_template("results.md.j2").render()
+
+
+if __name__ == "__main__":
+    write_text(ROOT / "docs" / "results.md", render())
