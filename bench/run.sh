@@ -35,28 +35,21 @@ run_widened() {
     run "$name" -m "$model" "$@"
 }
 
-FIXED=paper@ranked-1,paper@ranked-3,paper@ranked-7,paper@ranked-15
+FIXED=paper@ranked-1,paper@ranked-3,paper@ranked-7,paper@ranked-15,paper@ranked-31
 
-# Real shapes. bfloat16 is slow at many tokens on a CPU without instructions for it.
-run_widened qwen2.5-0.5b-float32 qwen2.5-0.5b --per-kind 1 -n 64 \
-    --decoders generate,prompt-lookup,paper@ranked-3,auto
-run_widened qwen2.5-0.5b-float32-sizes qwen2.5-0.5b --per-kind 1 -n 32 \
-    --decoders "generate,prompt-lookup,paper,auto,$FIXED"
-run_widened smollm2-135m-float32 smollm2-135m --per-kind 1 -n 48 \
-    --decoders "generate,prompt-lookup,paper,auto,$FIXED"
-
-run_widened smollm2-135m-bfloat16-auto smollm2-135m --dtype bfloat16 --per-kind 1 -n 48 \
-    --decoders generate,auto
+# Real shapes.
+REAL="generate,generate-pld,prompt-lookup,paper,auto,$FIXED"
+for shape in smollm2-135m qwen2.5-0.5b; do
+    run_widened "$shape-bfloat16" "$shape" --dtype bfloat16 --per-kind 2 -n 64 --decoders "$REAL"
+    run_widened "$shape-float32" "$shape" --dtype float32 --per-kind 1 -n 40 --decoders "$REAL"
+done
 
 # The command with its defaults, and a shorter comparison three times: how far does it spread?
 run bundled
 for repeat in 1 2 3; do THREADS=1 run "spread-$repeat" --per-kind 4 -n 64; done
 
 # Is auto's choice the best one? Every budget, fixed.
-THREADS=1 run bundled-sizes --per-kind 2 --decoders "generate,none,$FIXED,paper@ranked-23,paper@ranked-31,paper@ranked-80,auto"
-
-THREADS=1 run_widened smollm2-135m-bfloat16 smollm2-135m --dtype bfloat16 --per-kind 1 -n 24 \
-    --decoders generate,prompt-lookup,paper,auto,paper@ranked-1,paper@ranked-3,paper@ranked-7
+THREADS=1 run bundled-sizes --per-kind 2 --decoders "generate,none,$FIXED,paper@ranked-23,paper@ranked-80,auto"
 
 # The paper's open questions: k, temperature, cold and hot start.
 THREADS=1 run k --per-kind 2 -n 64 --decoders generate,paper,auto --sweep k=2,4,8,16

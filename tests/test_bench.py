@@ -900,6 +900,18 @@ def test_a_damaged_run_is_named(damage, message, bundled, whole, tmp_path, monke
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_an_edited_tree_is_another_plan(tmp_path):
+    tree, suite = tmp_path / "tree.json", write_suite(tmp_path / "own.jsonl", QUESTIONS[:1])
+    tree.write_text("[[0], [1]]")
+    bench = bench_of(suite, tmp_path / "out", "-n", 4, "--decoders", f"generate,paper@{tree}")
+    assert call(*bench)[0] == 0
+    assert call(*bench, "--resume")[0] == 0
+    tree.write_text("[[0], [0, 0]]")
+    code, _, err = call(*bench, "--resume")
+    assert code == 2
+    assert "differs in trees" in err
+
+
 def test_a_folder_with_a_run_or_with_other_files_is_refused(whole, tmp_path):
     with pytest.raises(TokenRecyclingError, match="holds a run; go on with it by --resume"):
         Journal(whole[0] / "2", PLAN, resume=False)
@@ -1046,6 +1058,7 @@ def test_a_model_without_a_chat_template(suite, tmp_path):
     assert "left out: 1" in err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["left_out"][0] == "own/6"
+    assert "own/6" in (tmp_path / "out" / "report.html").read_text()
     assert len(summary["questions"]) == 5
     assert summary["model"]["parameters"] == sum(p.numel() for p in model.parameters())
     assert all(entry["overall"]["identical"] == 1 for entry in summary["decoders"].values())

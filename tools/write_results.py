@@ -30,9 +30,10 @@ def command(name: str) -> str:
     machine, model = summary["machine"], summary["model"]
     words = machine["command"].replace(" --resume", "")
     shape = f", {model['note']}" if model["note"] else ""
+    sets = f" with {', '.join(machine['instructions'])}" if machine.get("instructions") else ""
     return (
         f"`{words}`\n({len(summary['questions'])} questions; {model['parameters'] / 1e6:.1f} M "
-        f"parameters{shape}, {model['dtype']}; {machine['device_name']}, {machine['threads']} "
+        f"parameters{shape}, {model['dtype']}; {machine['device_name']}{sets}, {machine['threads']} "
         f"threads; torch {machine['torch']}, transformers {machine['transformers']}; "
         f"{summary['date'][:10]}, commit {machine['commit'][:7]})\n"
     )
@@ -74,13 +75,18 @@ def curve(*names: str) -> str:
 
 
 LOW = ("poem", "names", "novelty", "languages")
+SHAPES = tuple(
+    f"{shape}-{dtype}"
+    for shape in ("smollm2-135m", "qwen2.5-0.5b")
+    for dtype in ("bfloat16", "float32")
+)
 # runs in which every budget was measured, beside auto
 SWEEPS = (
     "bundled-sizes",
-    "smollm2-135m-float32",
-    "smollm2-135m-bfloat16",
-    "qwen2.5-0.5b-float32",
-    "qwen2.5-0.5b-float32-sizes",
+    *SHAPES,
+    "avx2-smollm2-135m-float32",
+    "avx2-smollm2-135m-bfloat16",
+    "avx2-qwen2.5-0.5b-float32",
 )
 
 
@@ -152,6 +158,7 @@ def render() -> str:
         repeats=repeats,
         low_redundancy=low_redundancy,
         choices=choices,
+        shapes=SHAPES,
     )
     return environment.get_template("results.md.j2").render()
 

@@ -15,6 +15,8 @@ import transformers
 
 from token_recycling import __version__
 
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
+
 
 def processor() -> str:
     """Name of the CPU."""
@@ -24,6 +26,17 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.split(": ", 1)[-1]
     return platform.processor() or platform.machine()
+
+
+def instructions() -> list[str]:
+    """Of the instruction sets that decide what a product of matrices costs, those of the CPU."""
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return []
+    for line in info.read_text(errors="replace").splitlines():
+        if line.startswith(("flags", "Features")):
+            return [name for name in INSTRUCTIONS if name in line.split()]
+    return []
 
 
 def device_name(device: torch.device) -> str:
@@ -42,13 +55,13 @@ def synchronize(device: torch.device) -> None:
 def commit() -> str:
     """Commit of the checkout that this package was imported from, or ""."""
     folder = Path(__file__).parent
+    ask = ["git", "-C", str(folder), "rev-parse", "--show-prefix", "HEAD"]
     try:
-        found = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True
-        )
+        found = subprocess.run(ask, capture_output=True, text=True).stdout.split()
     except OSError:
         return ""
-    return found.stdout.strip()
+    # Installed in a virtual environment, it may lie within somebody else's repository.
+    return found[1] if found[:1] == [f"src/{folder.name}/"] else ""
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -58,6 +71,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": processor(),
+        "instructions": instructions(),
         "device": str(device),
         "device_name": device_name(device),
         "cores": os.cpu_count(),

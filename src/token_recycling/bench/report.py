@@ -72,6 +72,7 @@ def render(summary: dict[str, Any]) -> str:
         sample=_sample(summary.get("sample")),
         conditions=_conditions(summary),
         prompts=_prompts(summary.get("questions") or []),
+        left_out=summary.get("left_out") or [],
     )
 
 

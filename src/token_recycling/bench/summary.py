@@ -11,6 +11,7 @@ from token_recycling.bench.decoders import Decoder
 from token_recycling.bench.measures import Record
 from token_recycling.costs import CostCurve
 from token_recycling.masks import text_config
+from token_recycling.plain_target import PlainTarget
 from token_recycling.text import TextStream
 
 FORMAT = "token-recycling-bench-1"
@@ -120,6 +121,7 @@ def summarise(
             for r in range(measures.rounds(records[0], name))
         ]
         peaks = [r["variants"][name].get("peak_memory_bytes") for r in records]
+        recycles = variant.recycles and not isinstance(decoder.recycler.target, PlainTarget)
         table[name] = {
             "about": {
                 "drafter": variant.drafter,
@@ -135,7 +137,7 @@ def summarise(
             "rounds": repeated,
             "spread": measures.spread(repeated),
             "peak_memory_bytes": max((p for p in peaks if p), default=None),
-            "matrix_bytes": decoder.recycler.matrix.nbytes if variant.recycles else None,
+            "matrix_bytes": decoder.recycler.matrix.nbytes if recycles else None,
         }
     tokenizer = next(iter(decoders.values())).recycler.tokenizer
     baselines = {name: d.variant.baseline for name, d in decoders.items() if d.variant.drafter}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from datetime import datetime, timezone
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -194,11 +195,13 @@ class _Run:
         from token_recycling.bench.runner import digest
         from token_recycling.costs import identity
 
+        files = {variant.tree for variant in self.variants if Path(variant.tree).is_file()}
         return {
             "model": self.name,
             "machine": identity(self.recycler.model, self.recycler.target.device),
             **self.settings,
             "decoders": [vars(variant) for variant in self.variants],
+            "trees": {path: sha256(Path(path).read_bytes()).hexdigest() for path in files},
             "questions": digest(questions),
         }
 

@@ -32,7 +32,8 @@ Model = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, auto.")]
 Tree = Annotated[
-    str, typer.Option("--tree", help="auto, a shipped tree, chain-N or a JSON file; see `tree`.")
+    str,
+    typer.Option("--tree", help="auto, a shipped tree, ranked-N, chain-N or a file; see `tree`."),
 ]
 Drafter = Annotated[str, typer.Option("--drafter", help="paper, prompt-lookup or none.")]
 Candidates = Annotated[
