@@ -33,8 +33,9 @@ def command(name: str) -> str:
     sets = f" with {', '.join(machine['instructions'])}" if machine.get("instructions") else ""
     return (
         f"`{words}`\n({len(summary['questions'])} questions; {model['parameters'] / 1e6:.1f} M "
-        f"parameters{shape}, {model['dtype']}; {machine['device_name']}{sets}, {machine['threads']} "
-        f"threads; torch {machine['torch']}, transformers {machine['transformers']}; "
+        f"parameters{shape}, {model['dtype']}; {machine['device_name']}{sets}, "
+        f"{machine['threads']} threads; torch {machine['torch']}, "
+        f"transformers {machine['transformers']}; "
         f"{summary['date'][:10]}, commit {machine['commit'][:7]})\n"
     )
 
