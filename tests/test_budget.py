@@ -10,7 +10,13 @@ from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.accept import Accepted, GreedyAcceptor
 from token_recycling.costs import SIZES, CostCurve
 from token_recycling.decode import decode
-from token_recycling.drafters import BudgetDrafter, NoDrafter, PaperDrafter, PromptLookupDrafter
+from token_recycling.drafters import (
+    AdaptiveDrafter,
+    BudgetDrafter,
+    NoDrafter,
+    PaperDrafter,
+    PromptLookupDrafter,
+)
 from token_recycling.drafters import budget as budget_module
 from token_recycling.drafters.acceptance import EVERY, Acceptance
 from token_recycling.drafters.pace import Pace
@@ -112,7 +118,7 @@ def middling(n):
 def test_the_speed_is_that_of_the_best_size(simulate, logits, tuned, cost):
     speeds = {size: simulate(cost, logits=logits, size=size)[0] for size in (1, 8, 16, 81)}
     # A guess takes a while to correct, and may end on a size that its neighbours hardly better.
-    known, n, least = (cost, 250, 0.93) if tuned else (None, 900, 0.8)
+    known, n, least = (cost, 400, 0.93) if tuned else (None, 900, 0.8)
     speed, drafter, _ = simulate(cost, known=known, logits=logits, n=n)
     assert speed > least * max(speeds.values()), (drafter.size, speeds)
     worst = min(speeds.values())
@@ -132,7 +138,7 @@ def test_steps_down_to_plain_decoding_and_comes_back(simulate):
     _, drafter, target = simulate(cost, known=flat, n=2200, change=change)
     plain = [size == 1 for size in target.sizes]
     assert sum(plain[10:55]) < 5
-    assert sum(plain[200:295]) > 75
+    assert sum(plain[200:295]) > 60
     assert sum(plain[-30:]) < 5
     assert drafter.size > 8
 
@@ -209,8 +215,8 @@ def test_batches_with_any_sizes_are_lossless():
     """Whatever sizes are chosen, from step to step."""
 
     class Wild(BudgetDrafter):
-        def _best(self):
-            super()._best()
+        def _best(self, *offer):
+            super()._best(*offer)
             return random.randrange(len(self.sizes))
 
     random.seed(3)
@@ -238,7 +244,8 @@ def test_what_the_library_does_by_itself(bundled):
     automatic = TokenRecycling(bundled.model, bundled.tokenizer)
     assert isinstance(automatic.drafter, BudgetDrafter)
     assert automatic.template.name == "auto"
-    named = TokenRecycling(bundled.model, bundled.tokenizer, tree="paper")
+    assert isinstance(automatic.drafter.drafter, AdaptiveDrafter)
+    named = TokenRecycling(bundled.model, bundled.tokenizer, drafter="paper", tree="paper")
     assert isinstance(named.drafter, PaperDrafter)
     none = TokenRecycling(bundled.model, bundled.tokenizer, drafter="none")
     assert isinstance(none.drafter, NoDrafter)

@@ -93,7 +93,7 @@ class GreedyAcceptor:
 
     def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
         """Accept the longest path of argmaxes."""
-        choices = logits.argmax(dim=-1)
+        choices = logits.max(dim=-1).indices  # argmax, but a third of its time in bfloat16
         path, counts = longest_paths(draft, choices)
         drafted = draft.valid.sum(dim=1) - 1
         columns = [counts[:, None], drafted[:, None], choices.gather(1, path)]

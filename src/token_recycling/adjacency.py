@@ -18,6 +18,8 @@ from token_recycling.files import write_atomically
 
 FORMAT = "token-recycling-matrix-1"
 EMPTY = -1  # candidate of a row that was never seen
+NO_KEY = torch.iinfo(torch.int64).min  # of a place without a pair
+STATE = ("_candidates", "_probabilities", "_keys", "evidence")  # tensors to copy and to move
 
 
 def fingerprint(tokenizer: Any, vocab_size: int) -> str:
@@ -38,6 +40,10 @@ class AdjacencyMatrix:
 
     A row never seen holds ``EMPTY`` throughout and proposes nothing. A probability of 0 means
     that it was not recorded (the paper's drafter keeps ids only).
+
+    If asked to, it keeps rows for pairs of tokens too, in a hash table of fixed size where the
+    latest pair of a slot stays, and ``evidence`` float32 [2, f]: how often each kind of
+    candidate was right, and how often it was there (see ``calibration``).
     """
 
     def __init__(
@@ -45,10 +51,11 @@ class AdjacencyMatrix:
         vocab_size: int,
         k: int = defaults.CANDIDATES,
         *,
+        pairs: int = 0,
         device: torch.device | str = "cpu",
         fingerprint: str = "",
     ) -> None:
-        """Make an empty matrix.
+        """Make an empty matrix, with room for rows of ``pairs`` pairs.
 
         Raises:
             TokenRecyclingError: ``k`` is not within 1..``vocab_size``.
@@ -57,20 +64,34 @@ class AdjacencyMatrix:
             raise TokenRecyclingError(f"k is {k}; it must lie between 1 and {vocab_size}")
         self.vocab_size, self.k, self.fingerprint = vocab_size, k, fingerprint
         # Two rows more than the vocabulary keep shapes and indices free of special cases: token t
-        # has row t + 1; row 0 belongs to EMPTY and stays empty; the last row takes what must not
-        # be written.
-        self._candidates = torch.full((vocab_size + 2, k), EMPTY, dtype=torch.int32, device=device)
-        self._probabilities = torch.zeros((vocab_size + 2, k), dtype=torch.float16, device=device)
+        # has row t + 1; row 0 belongs to EMPTY and stays empty; row V + 1 takes what must not be
+        # written. The pairs' rows follow, and the last key is no pair's.
+        rows = vocab_size + 2 + pairs
+        self._candidates = torch.full((rows, k), EMPTY, dtype=torch.int32, device=device)
+        self._probabilities = torch.zeros((rows, k), dtype=torch.float16, device=device)
+        self._keys = torch.full((pairs + 1,), NO_KEY, device=device)
+        self.evidence = torch.zeros((2, 0), device=device)
+        self._winners = torch.empty(0, dtype=torch.int32, device=device)  # for ``_last``
 
     @property
     def candidates(self) -> Tensor:
         """int32 [V, k], best first; ``EMPTY`` where nothing was seen."""
-        return self._candidates[1:-1]
+        return self._candidates[1 : self.vocab_size + 1]
 
     @property
     def probabilities(self) -> Tensor:
         """float16 [V, k] within 0..1; 0 where not recorded."""
-        return self._probabilities[1:-1]
+        return self._probabilities[1 : self.vocab_size + 1]
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs there is room for."""
+        return len(self._keys) - 1
+
+    @property
+    def pairs_seen(self) -> int:
+        """How many pairs have a row."""
+        return int((self._keys[:-1] != NO_KEY).sum())
 
     @property
     def device(self) -> torch.device:
@@ -79,36 +100,58 @@ class AdjacencyMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the V rows: V · k · (4 + 2)."""
-        return self.candidates.nbytes + self.probabilities.nbytes
+        """Bytes of rows, keys and evidence: (V + pairs) · k · (4 + 2) + pairs · 8 + f · 8."""
+        rows = (self.vocab_size + self.pairs) * self.k * 6
+        return rows + self.pairs * 8 + self.evidence.nbytes
 
     @property
     def rows_seen(self) -> int:
         """How many tokens have a row."""
         return int((self.candidates[:, 0] != EMPTY).sum())
 
+    def keep_pairs(self, pairs: int) -> None:
+        """Make room for ``pairs`` pairs, unless there is room for some already."""
+        if self.pairs or not pairs:
+            return
+        grown = AdjacencyMatrix(self.vocab_size, self.k, pairs=pairs, device=self.device)
+        grown._candidates[: len(self._candidates)] = self._candidates
+        grown._probabilities[: len(self._candidates)] = self._probabilities
+        self._candidates, self._probabilities = grown._candidates, grown._probabilities
+        self._keys = grown._keys
+
+    def assume_probabilities(self) -> None:
+        """Where rows were recorded without, give their ranks 1/2, 1/4, …"""
+        self._probabilities.copy_(self._scores())
+
     def to(self, device: torch.device | str) -> AdjacencyMatrix:
         """Move the rows to ``device`` in place; returns itself."""
-        self._candidates = self._candidates.to(device)
-        self._probabilities = self._probabilities.to(device)
+        for name in (*STATE, "_winners"):
+            setattr(self, name, getattr(self, name).to(device))
         return self
 
     def reset(self) -> None:
-        """Forget every row (cold start)."""
+        """Forget every row and all evidence (cold start)."""
         self._candidates.fill_(EMPTY)
         self._probabilities.zero_()
+        self._keys.fill_(NO_KEY)
+        self.evidence.zero_()
 
     def copy_(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
-        """Take over the rows of ``other``, which must have the same V and k; returns itself."""
-        self._candidates.copy_(other._candidates)
-        self._probabilities.copy_(other._probabilities)
+        """Take over the rows of ``other``, which must be of the same shape; returns itself."""
+        for name in STATE:
+            getattr(self, name).copy_(getattr(other, name))
         return self
 
     def clone(self) -> AdjacencyMatrix:
         """Return an independent matrix with the same rows."""
         twin = AdjacencyMatrix(
-            self.vocab_size, self.k, device=self.device, fingerprint=self.fingerprint
+            self.vocab_size,
+            self.k,
+            pairs=self.pairs,
+            device=self.device,
+            fingerprint=self.fingerprint,
         )
+        twin.evidence = torch.zeros_like(self.evidence)
         return twin.copy_(self)
 
     def seen(self, tokens: Tensor) -> Tensor:
@@ -150,39 +193,128 @@ class AdjacencyMatrix:
         rows = tokens + 1
         if valid is not None:
             rows = rows.masked_fill(~valid, self.vocab_size + 1)
-        # Writing repeated indices has no defined winner on CUDA. Here every repetition writes the
-        # row of the last one, so that the order of the writes does not matter.
-        order = torch.arange(len(rows), device=rows.device)
-        winners = rows.new_empty(self.vocab_size + 2)  # only the places written are read
-        winners.scatter_reduce_(0, rows, order, "amax", include_self=False)
-        last = winners[rows]
+        last = self._last(rows)
         self._candidates[rows] = candidates[last].to(torch.int32)
         if probabilities is None:
             self._probabilities.index_fill_(0, rows, 0.0)
         else:
             self._probabilities[rows] = probabilities[last].to(torch.float16)
 
+    def rows(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the row of each (previous token, token), or else that of the token alone.
+
+        Args:
+            previous: int64 [...], ``EMPTY`` in front of a text.
+            tokens: int64 [...].
+
+        Returns:
+            Indices for ``fetch``, int64 [...], and bool [...]: it is the pair's row.
+        """
+        keys, slots = self._slots(previous, tokens)
+        known = self._keys[slots] == keys
+        return torch.where(known, slots + (self.vocab_size + 2), tokens + 1), known
+
+    def fetch(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return candidates int32 [..., k] and probabilities float16 [..., k] of rows."""
+        return self._candidates[rows], self._probabilities[rows]
+
+    def _slots(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Each pair's key and its place in the hash table; a prime number of them spreads best."""
+        keys = previous * self.vocab_size + tokens
+        return keys, keys.remainder(max(self.pairs, 1))
+
+    def average(
+        self,
+        previous: Tensor,
+        tokens: Tensor,
+        candidates: Tensor,
+        probabilities: Tensor,
+        valid: Tensor,
+        *,
+        keep: float,
+    ) -> None:
+        """Average new rows into those of the tokens and of the pairs; the k best of both stay.
+
+        A probability becomes keep · old + (1 - keep) · new; a row that was not there is taken as
+        it is. Of several rows for one place the last one is averaged in, and the others are lost.
+
+        Args:
+            previous: int64 [n], the token before each; ``EMPTY`` in front of a text.
+            tokens: int64 [n].
+            candidates: int [n, k] ids, best first.
+            probabilities: float32 [n, k].
+            valid: bool [n]; entries that are False write nothing.
+            keep: weight of the old row, below 1.
+        """
+        nowhere = self.vocab_size + 1
+        rows = torch.where(valid, tokens + 1, nowhere)
+        known = self._candidates[rows, 0] != EMPTY
+        candidates = candidates.to(torch.int32)
+        if self.pairs:
+            keys, slots = self._slots(previous, tokens)
+            slots = torch.where(valid, slots, self.pairs)
+            same = self._keys[slots] == keys
+            of_pairs = torch.where(valid, slots + (self.vocab_size + 2), nowhere)
+            rows, known = torch.cat([rows, of_pairs]), torch.cat([known, same])
+            candidates = candidates.repeat(2, 1)
+            probabilities = probabilities.repeat(2, 1)
+        mixed, weights = _averaged(
+            self._candidates[rows],
+            self._probabilities[rows].float(),
+            candidates,
+            probabilities,
+            keep * known[:, None].float(),
+        )
+        last = self._last(rows)
+        if self.pairs:
+            self._keys[slots] = keys[last[len(tokens) :] - len(tokens)]
+            self._keys[-1] = NO_KEY
+        self._candidates[rows] = mixed[last]
+        self._probabilities[rows] = weights[last].to(torch.float16)
+
+    def _last(self, rows: Tensor) -> Tensor:
+        """For each of ``rows`` (int64 [n]) the index of its last repetition, int64 [n].
+
+        Writing repeated indices has no defined winner on CUDA. If every repetition writes what
+        the last one does, the order of the writes does not matter.
+        """
+        if len(self._winners) != len(self._candidates):
+            self._winners = rows.new_empty(len(self._candidates), dtype=torch.int32)
+        order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        # Only the places written are read.
+        self._winners.scatter_reduce_(0, rows, order, "amax", include_self=False)
+        return self._winners[rows].long()
+
     def _scores(self) -> Tensor:
-        """float32 [V, k] to merge by: probabilities, or 2^-(rank+1) where none is recorded."""
-        recorded = self.probabilities.float()
+        """float32 [all rows, k] to merge by: probabilities, or 2^-(rank+1) where unrecorded."""
+        recorded = self._probabilities.float()
         by_rank = 0.5 ** torch.arange(1, self.k + 1, device=self.device)
         scores = torch.where(recorded.sum(dim=1, keepdim=True) > 0, recorded, by_rank)
-        return scores.masked_fill(self.candidates == EMPTY, 0.0)
+        return scores.masked_fill(self._candidates == EMPTY, 0.0)
 
     def merge(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
-        """Return a new matrix with the rows of both.
+        """Return a new matrix with the rows and the evidence of both.
 
         A row that only one has is taken as it is. Where both have one, the scores of equal
         candidates are added, the best k stay and recorded probabilities are averaged; on equal
-        scores the first matrix wins.
+        scores the first matrix wins, and so it does where two pairs want one place.
 
         Raises:
-            TokenRecyclingError: the two differ in vocabulary, tokenizer or k.
+            TokenRecyclingError: the two differ in vocabulary, tokenizer, k or room for pairs.
         """
         self._check_same(other.vocab_size, other.k, other.fingerprint, "the other matrix")
-        ids = torch.cat([self.candidates, other.candidates.to(self.device)], dim=1)
-        scores = torch.cat([self._scores(), other._scores().to(self.device)], dim=1)
-        p = torch.cat([self.probabilities, other.probabilities.to(self.device)], dim=1).float()
+        if self.pairs and other.pairs and self.pairs != other.pairs:
+            raise TokenRecyclingError(
+                f"one matrix has room for {self.pairs} pairs, the other for {other.pairs}"
+            )
+        merged, theirs = self.clone(), other.clone().to(self.device)
+        merged.keep_pairs(theirs.pairs)
+        theirs.keep_pairs(merged.pairs)
+        strange = (merged._keys != NO_KEY) & (theirs._keys != merged._keys)
+        theirs._candidates[self.vocab_size + 2 :].masked_fill_(strange[:-1, None], EMPTY)
+        ids = torch.cat([merged._candidates, theirs._candidates], dim=1)
+        scores = torch.cat([merged._scores(), theirs._scores()], dim=1)
+        p = torch.cat([merged._probabilities, theirs._probabilities], dim=1).float()
         k = self.k
         match = (ids[:, :k, None] == ids[:, None, k:]) & (ids[:, :k, None] != EMPTY)
         scores[:, :k] += (match * scores[:, None, k:]).sum(dim=2)
@@ -191,15 +323,17 @@ class AdjacencyMatrix:
         scores[:, k:].masked_fill_(repeated, -1.0)
         scores.masked_fill_(ids == EMPTY, -1.0)
         order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-        both = (self.candidates[:, :1] != EMPTY) & (ids[:, k : k + 1] != EMPTY)
-        merged = AdjacencyMatrix(
-            self.vocab_size, k, device=self.device, fingerprint=self.fingerprint
-        )
+        both = (ids[:, :1] != EMPTY) & (ids[:, k : k + 1] != EMPTY)
         taken = scores.gather(1, order) >= 0
-        merged.candidates.copy_(ids.gather(1, order).masked_fill(~taken, EMPTY))
-        merged.probabilities.copy_(
+        merged._candidates.copy_(ids.gather(1, order).masked_fill(~taken, EMPTY))
+        merged._probabilities.copy_(
             (p.gather(1, order) * torch.where(both, 0.5, 1.0)).masked_fill(~taken, 0.0)
         )
+        merged._keys.copy_(torch.where(merged._keys == NO_KEY, theirs._keys, merged._keys))
+        if merged.evidence.shape == theirs.evidence.shape:
+            merged.evidence += theirs.evidence
+        elif not merged.evidence.numel():
+            merged.evidence = theirs.evidence
         return merged
 
     def save(self, path: str | Path) -> None:
@@ -212,6 +346,15 @@ class AdjacencyMatrix:
             "candidates": self.candidates.cpu().contiguous(),
             "probabilities": self.probabilities.cpu().contiguous(),
         }
+        if self.pairs:
+            ids, p = self.fetch(slice(self.vocab_size + 2, None))
+            tensors |= {
+                "pair_keys": self._keys[:-1].cpu().contiguous(),
+                "pair_candidates": ids.cpu().contiguous(),
+                "pair_probabilities": p.cpu().contiguous(),
+            }
+        if self.evidence.numel():
+            tensors["evidence"] = self.evidence.cpu().contiguous()
         about = {"format": FORMAT, "fingerprint": self.fingerprint}
 
         def write(partial: Path) -> None:
@@ -241,20 +384,39 @@ class AdjacencyMatrix:
                 f"{path} is damaged or no matrix file ({error}); delete it or save it again"
             ) from error
         ids, p = found.get("candidates"), found.get("probabilities")
+        keys, *pairs = (
+            found.get(f"pair_{name}", torch.empty(shape, dtype=dtype))
+            for name, shape, dtype in (
+                ("keys", 0, torch.int64),
+                ("candidates", (0, 1 if ids is None else ids.shape[-1]), torch.int32),
+                ("probabilities", (0, 1 if ids is None else ids.shape[-1]), torch.float16),
+            )
+        )
+        evidence = found.get("evidence", torch.zeros(2, 0))
         if (
             about.get("format") != FORMAT
             or ids is None
             or p is None
-            or (ids.dtype, p.dtype) != (torch.int32, torch.float16)
-            or ids.ndim != 2
-            or ids.shape != p.shape
+            or not _are_rows(ids, p)
+            or not _are_rows(*pairs)
+            or (keys.dtype, keys.shape) != (torch.int64, pairs[0].shape[:1])
+            or ids.shape[1] != pairs[0].shape[1]
+            or (evidence.dtype, evidence.ndim, len(evidence)) != (torch.float32, 2, 2)
         ):
             raise TokenRecyclingError(f"{path} is no matrix of this program ({FORMAT})")
-        if bool(((ids < EMPTY) | (ids >= len(ids))).any()):
+        every = torch.cat([ids, pairs[0]])
+        if bool(((every < EMPTY) | (every >= len(ids))).any()):
             raise TokenRecyclingError(f"{path} holds candidates outside its vocabulary")
-        matrix = cls(len(ids), ids.shape[1], fingerprint=about.get("fingerprint", ""))
+        matrix = cls(
+            len(ids), ids.shape[1], pairs=len(keys), fingerprint=about.get("fingerprint", "")
+        )
         matrix.candidates.copy_(ids)
         matrix.probabilities.copy_(p)
+        matrix._keys[:-1] = keys
+        matrix._candidates[len(ids) + 2 :] = pairs[0]
+        matrix._probabilities[len(ids) + 2 :] = pairs[1]
+        # Counts that cannot be are none.
+        matrix.evidence = evidence.nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
         return matrix.to(device)
 
     def check(self, vocab_size: int, fingerprint: str, *, what: str) -> None:
@@ -277,3 +439,29 @@ class AdjacencyMatrix:
                 f"the matrix was made with another tokenizer ({self.fingerprint}) "
                 f"than that of {what} ({fingerprint})"
             )
+
+
+def _averaged(
+    old: Tensor, old_p: Tensor, new: Tensor, new_p: Tensor, keep: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the k best candidates of two rows each, and p = keep · old_p + (1 - keep) · new_p.
+
+    Args:
+        old: int32 [n, k].
+        old_p: float32 [n, k].
+        new: int32 [n, k], no id twice.
+        new_p: float32 [n, k].
+        keep: float32 [n, 1]; 0 takes the new row as it is.
+    """
+    same = (old[:, :, None] == new[:, None, :]) & (keep > 0)[:, :, None]
+    new_p = new_p * (1 - keep)
+    old_p = torch.where(keep > 0, keep * old_p + (same * new_p[:, None, :]).sum(dim=2), -1.0)
+    new_p = new_p.masked_fill(same.any(dim=1), -1.0)
+    p, order = torch.cat([old_p, new_p], dim=1).topk(old.shape[1], dim=1)
+    return torch.cat([old, new], dim=1).gather(1, order), p
+
+
+def _are_rows(ids: Tensor, p: Tensor) -> bool:
+    """True for candidates and their probabilities."""
+    types = (ids.dtype, p.dtype) == (torch.int32, torch.float16)
+    return types and ids.ndim == 2 and ids.shape == p.shape

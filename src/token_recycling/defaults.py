@@ -1,7 +1,7 @@
 """Every default of the library and the command line, stated once."""
 
 CANDIDATES = 8  # k: candidates kept per token (the paper's value)
-DRAFTER = "paper"
+DRAFTER = "adaptive"
 TREE = "auto"  # the size of the draft follows machine and text
 MOST_NODES = 80  # below the root, with an automatic tree (the paper's number)
 MAX_NEW_TOKENS = 256

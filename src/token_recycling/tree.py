@@ -257,6 +257,8 @@ class DraftTree:
         valid: bool [B, n]; a node that is False stands for no token and is never accepted, and
             neither is anything below it, which must be False too.
         max_depth: bound of ``depths``.
+        scores: float32 [B, n], how likely each node is right, none above the one before; None
+            where the drafter does not say.
     """
 
     tokens: Tensor
@@ -265,6 +267,7 @@ class DraftTree:
     ancestors: Tensor
     valid: Tensor
     max_depth: int
+    scores: Tensor | None = None
 
     def only(self, rows: Tensor) -> DraftTree:
         """Return the same draft with every node of the rows outside ``rows`` (bool [B]) invalid."""
@@ -281,6 +284,7 @@ class DraftTree:
             self.ancestors[:, :nodes, :nodes],
             self.valid[:, :nodes],
             min(self.max_depth, nodes - 1),
+            None if self.scores is None else self.scores[:, :nodes],
         )
 
     def compact(self) -> DraftTree:
@@ -303,6 +307,7 @@ class DraftTree:
             self.ancestors[:, nodes][:, :, nodes],
             self.valid[:, nodes],
             self.max_depth,
+            None if self.scores is None else self.scores[:, nodes],
         )
 
 

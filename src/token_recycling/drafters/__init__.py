@@ -7,9 +7,12 @@ entry point is a callable ``(matrix, template) -> Drafter``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
+from typing import Any
 
 from token_recycling.adjacency import AdjacencyMatrix
+from token_recycling.drafters.adaptive import AdaptiveDrafter
 from token_recycling.drafters.base import Drafter
 from token_recycling.drafters.budget import BudgetDrafter
 from token_recycling.drafters.paper import PaperDrafter
@@ -19,6 +22,7 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.tree import TreeTemplate
 
 __all__ = [
+    "AdaptiveDrafter",
     "BudgetDrafter",
     "Drafter",
     "NoDrafter",
@@ -30,10 +34,29 @@ __all__ = [
 
 Factory = Callable[[AdjacencyMatrix, TreeTemplate], Drafter]
 GROUP = "token_recycling.drafters"
+# Drafters without a part, to see what it is worth.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "pairs": {"pairs": 0},
+    "averages": {"keep": 0.0},
+    "chain": {"chain": 0},
+    "calibration": {"calibrate": False},
+}
+
+
+def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate, **options: Any) -> Drafter:
+    """A tree says how many nodes; their shape comes from the text."""
+    return AdaptiveDrafter(matrix, len(template.paths), **options)
+
+
 BUILT_IN: dict[str, Factory] = {
+    AdaptiveDrafter.name: _adaptive,
     PaperDrafter.name: PaperDrafter,
     PromptLookupDrafter.name: lambda matrix, template: PromptLookupDrafter(device=matrix.device),
     NoDrafter.name: lambda matrix, template: NoDrafter(),
+    **{
+        f"{AdaptiveDrafter.name}-no-{part}": partial(_adaptive, **options)
+        for part, options in ABLATIONS.items()
+    },
 }
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from token_recycling.accept import Accepted
+from token_recycling.accept import Accepted, bare_roots
 from token_recycling.tree import DraftTree
 
 
@@ -55,6 +55,10 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, roots: Tensor) -> DraftTree:
         """Return a draft below ``roots`` (int64 [B], the last token of every row)."""
+
+    def rest(self, roots: Tensor) -> DraftTree:
+        """Return the draft of nothing but ``roots``, for a step of plain decoding."""
+        return bare_roots(roots)
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:  # noqa: B027
         """Learn from the target's answer to every node, rejected ones too.

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from math import log
+from math import exp
 from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from token_recycling.accept import Accepted
 from token_recycling.costs import CostCurve
 from token_recycling.drafters.acceptance import Acceptance
 from token_recycling.drafters.base import Drafter
-from token_recycling.drafters.pace import Pace
+from token_recycling.drafters.pace import KNOWN, Pace
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.tree import DraftTree
 
-REVIEW = 8  # steps from one choice of the size to the next
-BETTER = 0.02  # by how much another size must promise to be faster (of a logarithm)
+REVIEW = 8  # steps for which the prices by the curve hold
 OFTEN, SELDOM, RARELY = 3, 48, 256  # steps from one that measures a size to the next
-HOPELESS = 0.3  # a size that promises less than the best by this is measured rarely
+HOPELESS = 0.3  # a size that promises less than the best by this share is measured rarely
+MEMORY = 50.0  # steps after which an old one counts 1/e in the speed reached
+LONGEST_REST = 15  # steps of plain decoding from one look at a draft to the next
 
 
 class BudgetDrafter(Drafter):
@@ -50,15 +52,26 @@ class BudgetDrafter(Drafter):
         # On a CPU the loop drops the nodes that stand for nothing.
         self._compacts = torch.device(device).type == "cpu"
         self._rows, self._context, self._steps = 1, 0.0, 0
-        self._pace: Pace | None = None
-        self._usual = self._best()
-        self._pace = Pace(len(self.sizes), self._usual, trusted=costs.measured)
-        self._size, self._begun = self._usual, 0.0
-        self._measured = [0] * len(self.sizes)  # the step that last measured each size
+        self._ends = torch.tensor(self.sizes, device=device) - 1
+        self._prices: dict[float, float] = {}  # cost of a step by tokens, at this context
+        self._ratios = self.acceptance.ratios(self.sizes)
+        mats, speeds = self.speeds()
+        best = speeds.index(max(speeds))
+        self._pace = Pace(len(self.sizes), best, trusted=costs.measured)
+        # What the text of the last steps came at: tokens, and their cost.
+        self._tokens, self._spent = mats[best], mats[best] / speeds[best]
+        self._usual = self._favourite = self._size = best
+        self._hopeful = [True] * len(self.sizes)
+        self._rest = self._rested = 0
+        self._begun = 0.0
+        self._explored = 0  # the step that last measured a size
+        self._used = [0] * len(self.sizes)  # the step that last took each size
+        self._uses = [0.0] * len(self.sizes)  # how often lately
+        self._uses[best] = KNOWN
 
     @property
     def size(self) -> int:
-        """Tokens that a usual step verifies at most, the root included."""
+        """Tokens that the last step took as best, the root included."""
         return self.sizes[self._usual]
 
     def start(self, prompts: list[list[int]]) -> None:
@@ -69,34 +82,54 @@ class BudgetDrafter(Drafter):
         self._context = float(max(map(len, prompts)))
 
     def wants(self, tokens: Tensor) -> Tensor | None:
-        """Ask the drafter, unless it will hardly draft."""
-        return None if self.size == 1 else self.drafter.wants(tokens)
+        """Ask the drafter, unless it hardly drafts."""
+        return (
+            None
+            if self._rested == LONGEST_REST or len(self.sizes) == 1
+            else self.drafter.wants(tokens)
+        )
 
     def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
         """Pass a chunk of the prompts on."""
         self.drafter.prime(tokens, logits, valid)
 
     def propose(self, roots: Tensor) -> DraftTree:
-        """Return the beginning of the whole draft."""
+        """Return the beginning of the whole draft that gains most."""
         self._begun = perf_counter()
         self._steps += 1
-        if self._steps % REVIEW == 0:
-            self._usual = self._best()
         unusual = self._unusual()
-        self._size = self._usual if unusual is None else unusual
+        if self._rest and unusual is None:
+            self._rest -= 1
+            self._size = 0
+            return self.drafter.rest(roots)
         whole = self.drafter.propose(roots)
         self.acceptance.watch(whole)
+        self._usual = self._best(*self._offer(whole))
+        self._rested = min(2 * self._rested + 1, LONGEST_REST) if self._usual == 0 else 0
+        self._rest = self._rested
+        self._size = self._usual if unusual is None else unusual
         return whole.first(self.sizes[self._size])
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Let the drafter learn, and note what the step took and emitted."""
         self.drafter.observe(draft, logits, accepted)
-        self.acceptance.follow(accepted)
-        self._context += max(map(len, accepted.tokens))
+        if self.acceptance.follow(accepted):
+            self._ratios = self.acceptance.ratios(self.sizes)
+        emitted = max(map(len, accepted.tokens))
+        self._context += emitted
         seconds = perf_counter() - self._begun
-        expected = self.costs.at(draft.tokens.numel(), self._context)
-        assert self._pace is not None
-        self._pace.note(self._size, seconds, expected, self._size == self._usual)
+        expected = self._price(draft.tokens.numel())
+        keep = 1 - 1 / MEMORY
+        self._used[self._size] = self._steps
+        self._uses = [keep * uses for uses in self._uses]
+        self._uses[self._size] += 1
+        mostly = self._uses[self._size] == max(self._uses)
+        self._pace.note(self._size, seconds, expected, usual=mostly)
+        if self._size == self._usual:
+            rows = sum(map(bool, accepted.tokens))
+            mean = sum(map(len, accepted.tokens)) / max(rows, 1)
+            self._tokens = keep * self._tokens + mean
+            self._spent = keep * self._spent + expected * exp(self._pace.correction(self._size))
 
     def speeds(self) -> tuple[list[float], list[float]]:
         """Per size: the expected MAT, and the expected tokens per unit of the cost curve."""
@@ -104,22 +137,43 @@ class BudgetDrafter(Drafter):
         speeds = []
         for size, mat in enumerate(mats):
             tokens = nodes[size] if self._compacts else self.sizes[size]
-            cost = self.costs.at(self._rows * tokens, self._context)
-            speeds.append(mat / cost)
+            speeds.append(mat / self.costs.at(self._rows * tokens, self._context))
         return mats, speeds
 
-    def _best(self) -> int:
-        """Index of the size to go on with."""
-        _, speeds = self.speeds()
-        promised = [log(speed) for speed in speeds]
-        self._now = promised
-        if self._pace is not None:
-            self._now = [p - self._pace.correction(size) for size, p in enumerate(promised)]
-        self._favourite = promised.index(max(promised))
-        best = self._now.index(max(self._now))
-        if self._pace is None or self._now[best] > self._now[self._usual] + BETTER:
-            return best
-        return self._usual
+    def _price(self, tokens: float) -> float:
+        """Cost of a step by the curve; looked up anew every ``REVIEW`` steps."""
+        if self._steps % REVIEW == 0:
+            self._prices.clear()
+        if tokens not in self._prices:
+            self._prices[tokens] = self.costs.at(tokens, self._context)
+        return self._prices[tokens]
+
+    def _offer(self, draft: DraftTree) -> tuple[list[float], list[float]]:
+        """Per size: the MAT that this draft promises, and the nodes there are. One read."""
+        promised = self.acceptance.promised(draft).mean(dim=0)
+        there = draft.valid[:, 1:].any(dim=0).float()
+        sums = pad(torch.stack([promised, there]).cumsum(dim=1), (1, 0))[:, self._ends]
+        tokens, nodes = sums.tolist()
+        mats = [1 + ratio * more for ratio, more in zip(self._ratios, tokens)]
+        return mats, [1 + count for count in nodes]
+
+    def _best(self, mats: list[float], nodes: list[float]) -> int:
+        """Index of the size that gains most over what its time brings on average.
+
+        Tokens per second over many steps are highest when every step takes the size of the
+        largest (tokens - speed · cost), with the speed reached (Dinkelbach 1967).
+        """
+        speed = self._tokens / self._spent
+        guesses, gains = [], []
+        for size, mat in enumerate(mats):
+            tokens = nodes[size] if self._compacts else self.sizes[size]
+            price = speed * self._price(self._rows * tokens)
+            guesses.append(mat - price)
+            gains.append(mat - price * exp(self._pace.correction(size)))
+        best = gains.index(max(gains))
+        self._favourite = guesses.index(max(guesses))
+        self._hopeful = [gain > gains[best] - HOPELESS * mats[best] for gain in gains]
+        return best
 
     def _unusual(self) -> int | None:
         """Index of a size to measure in this step, if it is time for one.
@@ -127,25 +181,21 @@ class BudgetDrafter(Drafter):
         Plain decoding, the neighbours of the usual size and the one that the curve alone would
         take: often until they are known, then seldom, and rarely where there is little hope.
         """
-        if self._steps - max(self._measured) < OFTEN:
+        if self._steps - self._explored < OFTEN:
             return None
         others = {0, self._usual - 1, self._usual + 1, self._favourite} - {self._usual}
         due = [
             size
             for size in others
-            if 0 <= size < len(self.sizes)
-            and self._steps - self._measured[size] >= self._pause(size)
+            if 0 <= size < len(self.sizes) and self._steps - self._used[size] >= self._pause(size)
         ]
         if not due:
             return None
-        size = min(due, key=self._measured.__getitem__)
-        self._measured[size] = self._steps
-        return size
+        self._explored = self._steps
+        return min(due, key=self._used.__getitem__)
 
     def _pause(self, size: int) -> int:
         """Steps from one measurement of ``size`` to the next."""
-        assert self._pace is not None
         if not self._pace.settled(size):
             return OFTEN
-        hopeful = self._now[size] > max(self._now) - HOPELESS
-        return SELDOM if hopeful or not size else RARELY
+        return SELDOM if self._hopeful[size] or not size else RARELY

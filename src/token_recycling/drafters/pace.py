@@ -45,13 +45,14 @@ class Pace:
             size: index of the size.
             seconds: measured.
             expected: by the curve, in any unit.
-            usual: False for a step taken to measure its size.
+            usual: True for the size that the others are measured against.
         """
         found = log(seconds / expected)
-        if usual and len(self._samples[size]) >= KNOWN:
-            self._recent.append(found - self.correction(size))
+        believed = self.correction(size)
+        known = len(self._samples[size]) >= KNOWN
+        if usual and known:
+            self._recent.append(found - believed)
         elif len(self._recent) >= KNOWN:
-            believed = self.correction(size)
             off = found - median(self._recent) - believed
             self._surprised[size] = abs(off) > SURPRISE
             self._samples[size].append(believed + min(max(off, -OUTLIER), OUTLIER))

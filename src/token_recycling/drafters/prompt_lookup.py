@@ -32,6 +32,11 @@ class PromptLookupDrafter(Drafter):
         """Take the prompts as the first context."""
         self.context = Context(prompts, self.max_ngram, self.device)
 
+    def rest(self, roots: Tensor) -> DraftTree:
+        """Take the roots into the context."""
+        self.context.append(roots[:, None], torch.ones_like(roots))
+        return super().rest(roots)
+
     def propose(self, roots: Tensor) -> DraftTree:
         """Copy what followed the best match; an empty chain where nothing matches."""
         self.context.append(roots[:, None], torch.ones_like(roots))

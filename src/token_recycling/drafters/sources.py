@@ -1,0 +1,118 @@
+"""Where candidates come from: rows of the matrix, and a chain copied from the context.
+
+A source gives candidates with a feature each, an index into the counts of ``Calibration``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from token_recycling.adjacency import EMPTY, AdjacencyMatrix
+from token_recycling.drafters.context import Continuation
+
+BINS = 32  # half octaves of a float16 up to 1: its exponent and the first bit of its mantissa
+TOKEN, PAIR, BEHIND = range(3)  # a token's row alone, a pair's, a token's row behind a pair's
+STATES = 3  # of the chain at the node: none, from a short run, from a long one
+LONG = 4  # tokens of a run that is called long
+RUNS = 9  # 0 to 8 tokens
+PLACES = 4  # 1st, 2nd, 3rd and later tokens of the chain
+RANKS = 4  # of a chain's token in the row: not there, first, second, lower
+NO_TOKEN = -2  # equal to no candidate, EMPTY neither
+
+
+class RowSource:
+    """Candidates from the rows of a token and of the pair that it ends.
+
+    Feature: which row, the chain's state at the node, rank, and the probability's half octave.
+    """
+
+    def __init__(self, matrix: AdjacencyMatrix) -> None:
+        """Read from ``matrix``."""
+        self.matrix = matrix
+        self.features = 3 * STATES * matrix.k * BINS
+        kinds = torch.arange(3 * STATES * matrix.k, device=matrix.device) * BINS
+        self._first = kinds.view(3, STATES, matrix.k)  # feature of each kind's first bin
+
+    def expected(self) -> Tensor:
+        """Expect of a candidate its probability: float32 [features], 0 where it is 0."""
+        half_octaves = torch.arange(BINS)
+        middle = 2.0 ** (half_octaves // 2 - 15) * (1.25 + 0.5 * (half_octaves % 2))
+        middle = middle.clamp(max=0.999).where(half_octaves > 0, 0.0)
+        return middle.repeat(3 * STATES * self.matrix.k)
+
+    def best(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pair's candidates, or the token's where the pair has none; off the chain.
+
+        Args:
+            previous: int64 [...].
+            tokens: int64 [...], ``EMPTY`` allowed.
+
+        Returns:
+            int32 [..., k] ids, ``EMPTY`` where there is none, and their features, int64.
+        """
+        rows, known = self.matrix.rows(previous, tokens)
+        ids, p = self.matrix.fetch(rows)
+        first = torch.where(known[..., None], self._first[PAIR, 0], self._first[TOKEN, 0])
+        return ids, _bins(p) + first
+
+    def both(self, previous: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pair's candidates and behind them the token's, each id once.
+
+        Args:
+            previous: int64 [...].
+            tokens: int64 [...].
+            state: int64 [...], of the chain.
+
+        Returns:
+            int32 [..., 2k] ids, ``EMPTY`` where there is none, and their features, int64.
+        """
+        rows, known = self.matrix.rows(previous, tokens)
+        ids, p = self.matrix.fetch(torch.stack([torch.where(known, rows, 0), tokens + 1], dim=-1))
+        of_pair, of_token = ids.unbind(-2)
+        twice = (of_pair[..., :, None] == of_token[..., None, :]).any(dim=-2)
+        ids = torch.cat([of_pair, of_token.masked_fill(twice, EMPTY)], dim=-1)
+        bins = _bins(p).flatten(-2)
+        bins[..., self.matrix.k :].masked_fill_(twice, 0)
+        behind = self._first[known.long() * BEHIND, state]
+        return ids, bins + torch.cat([self._first[PAIR, state], behind], dim=-1)
+
+
+def _bins(probabilities: Tensor) -> Tensor:
+    """Return the half octave of float16 probabilities, int64; 0 is that of 0 alone."""
+    return probabilities.view(torch.int16).long() >> 9
+
+
+class ChainSource:
+    """What followed the last tokens before (``Context.continuation``), as one branch.
+
+    Feature: the length of the run, the place in the chain, and the rank that the node's rows
+    give to the chain's token.
+    """
+
+    features = RUNS * PLACES * RANKS
+
+    def expected(self) -> Tensor:
+        """Expect more of longer runs: float32 [features]."""
+        by_run = torch.tensor([0, 0.2, 0.35, 0.5, 0.65, 0.72, 0.8, 0.85, 0.9])
+        return by_run.repeat_interleave(PLACES * RANKS)
+
+    @staticmethod
+    def state(chain: Continuation) -> Tensor:
+        """Return the chain's state at its nodes, int64 [B]."""
+        return (chain.run > 0).long() + (chain.run >= LONG)
+
+    @staticmethod
+    def of(chain: Continuation, token: Tensor, place: Tensor, candidates: Tensor) -> Tensor:
+        """Return the features of the chain's tokens.
+
+        Args:
+            chain: of B rows.
+            token: int64 [B, m], the chain's token below each node.
+            place: int64 [m], its place in the chain.
+            candidates: int64 [B, m, c], of the rows.
+        """
+        same = candidates == token[..., None]
+        rank = torch.where(same.any(dim=-1), same.long().argmax(dim=-1).clamp(max=2) + 1, 0)
+        run = chain.run[:, None].clamp(max=RUNS - 1)
+        return (run * PLACES + place.clamp(max=PLACES - 1)) * RANKS + rank
