@@ -26,6 +26,7 @@ from token_recycling.drafters.sources import (
     ChainSource,
     RowSource,
 )
+from token_recycling.explain import ExplainedDrafter, lines
 from token_recycling.prompts import DEMO
 
 V, K = 12, 3
@@ -182,9 +183,9 @@ def test_the_chains_feature():
     chain = chain_of([4, 5, 6, 7, 8], run=11)
     below = torch.tensor([[4, 5, 6, 7, 8]])
     candidates = torch.tensor([[[4, 1, 2], [1, 5, 2], [1, 2, 6], [1, 2, 3], [EMPTY] * 3]])
-    found = ChainSource.of(chain, below, torch.arange(5), candidates)
-    places, ranks = [0, 1, 2, 3, 3], [1, 2, 3, 0, 0]
-    assert found[0].tolist() == [(8 * PLACES + p) * RANKS + r for p, r in zip(places, ranks)]
+    found = ChainSource().of(chain, below, torch.arange(5), candidates)
+    places, ranks = [0, 1, 2, 2, 3], [1, 2, 3, 0, 0]
+    assert found[0].tolist() == [(7 * len(PLACES) + p) * RANKS + r for p, r in zip(places, ranks)]
     assert int(found.max()) < ChainSource.features == len(ChainSource().expected())
     runs = Continuation(
         chain.tokens.repeat(3, 1), chain.valid.repeat(3, 1), torch.tensor([0, 3, 4])
@@ -228,7 +229,7 @@ def best_first(source, logs, root, before, chain, nodes):
         if not has:
             return found, None
         below = torch.tensor([[tokens[place]]])
-        feature = ChainSource.of(chain, below, torch.tensor([place]), ids) + source.features
+        feature = ChainSource().of(chain, below, torch.tensor([place]), ids) + source.features
         return found | {tokens[place]: float(logs[feature])}, tokens[place]
 
     heap, result = [(0.0, (), before, root, 0, 0)], {}
@@ -275,7 +276,7 @@ def test_the_draft_has_the_most_likely_nodes(seed, length, nodes):
     calibration = Calibration(evidence, expected)
     tokens = torch.randint(0, V, (length,), generator=rng).tolist()
     chain = chain_of(tokens, run=int(torch.randint(1, 9, (), generator=rng)))
-    grow = Growth(source, calibration, nodes, length)
+    grow = Growth(source, ChainSource(), calibration, nodes, length)
     grow.width = 10_000  # of a level everything grows on
     root, before = torch.randint(0, V, (2,), generator=rng).tolist()
     draft = grow(torch.tensor([root]), torch.tensor([before]), chain)
@@ -361,7 +362,8 @@ def test_a_poisoned_matrix_recovers(bundled, greedy):
     poisoned = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
     matrix = poisoned.matrix
     matrix._candidates[1:].random_(0, matrix.vocab_size)
-    matrix._probabilities[1:].uniform_(0, 1)
+    matrix._probabilities.copy_(torch.randn(matrix._probabilities.shape).mul(2).softmax(dim=1))
+    matrix._candidates[0] = EMPTY
     matrix._keys[:-1] = torch.randint(0, matrix.vocab_size**2, (matrix.pairs,))
     matrix.evidence.uniform_(0, 3)
     first = mat(poisoned, *greedy)
@@ -414,3 +416,38 @@ def test_holes_are_no_tokens():
     context = Context([[1, 2]], 8)
     assert context.last(4).tolist() == [[HOLE, HOLE, 1, 2]]
     assert context.continuation(3).run.tolist() == [0]
+
+
+def test_explained_steps_say_what_was_drafted(bundled):
+    """Every node accepted is marked, sources are named, and the text is the same."""
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+    prompt = "Once upon a time there was a fox. The fox said: Once upon"
+    for _ in range(2):
+        expected = recycler.generate(prompt, max_new_tokens=40).token_ids
+    told = []
+    recycler.drafter = ExplainedDrafter(recycler.drafter, lambda *step: told.append(step))
+    answer = recycler.generate(prompt, max_new_tokens=40)
+    assert answer.token_ids == expected
+    assert [t for _, emitted in told for t in emitted] == expected[1:]
+    for nodes, emitted in told:
+        assert [node.token for node in nodes if node.accepted][1:] == emitted[:-1]
+        drawn = list(lines(nodes, emitted, str))
+        assert len(drawn) == len(nodes) + 1
+        assert sum("accepted" in line for line in drawn) == len(emitted) - 1
+    sources = {node.source for nodes, _ in told for node in nodes[1:]}
+    assert sources == {"chain", "pair", "token"}
+    wrong = [(nodes[:1], emitted) for nodes, emitted in told if len(emitted) > 1]
+    assert wrong  # or nothing was there to be marked
+
+
+def test_what_was_promised_comes(bundled, greedy):
+    """The sum of the scores is the MAT, corrected by what came of such sums before."""
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+    for _ in range(2):
+        mat(recycler, *greedy)
+    told = []
+    recycler.drafter = ExplainedDrafter(recycler.drafter, lambda *step: told.append(step))
+    mat(recycler, *greedy)
+    promised = sum(sum(node.score for node in nodes) for nodes, _ in told)
+    came = sum(len(emitted) for _, emitted in told)
+    assert 0.8 < promised / came < 1.25

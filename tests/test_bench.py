@@ -113,7 +113,7 @@ def forget_nothing(monkeypatch):
     [
         ("generate", Variant("generate")),
         ("generate-pld", Variant("generate-pld", lookup=True)),
-        ("auto", Variant("auto", "paper", tree="auto")),
+        ("auto", Variant("auto", "adaptive", tree="auto")),
         ("paper", Variant("paper", "paper", tree="paper")),
         ("paper@auto", Variant("paper@auto", "paper", tree="auto")),
         ("paper@chain-3", Variant("paper@chain-3", "paper", tree="chain-3")),
@@ -128,7 +128,9 @@ def test_a_decoder_is_read(spec, expected):
 
 @pytest.mark.parametrize("spec", ["", "generat", "generate@paper", "auto@paper", "@paper", "Paper"])
 def test_no_decoder_is_named_with_those_that_there_are(spec):
-    with pytest.raises(TokenRecyclingError, match=r"no decoder .*generate-pld, auto, paper"):
+    with pytest.raises(
+        TokenRecyclingError, match=r"no decoder .*generate-pld, auto, adaptive, paper"
+    ):
         parse(spec)
 
 
@@ -171,8 +173,8 @@ def test_sweeps_make_every_combination_of_what_they_concern():
 
 
 def test_a_sweep_of_trees_takes_the_place_of_the_drafters_tree():
-    found = expand(["paper", "auto", "none"], {"tree": ["chain-2", "auto"]})
-    assert [v.name for v in found] == ["generate", "paper@chain-2", "auto", "none"]
+    found = expand(["adaptive", "auto", "none"], {"tree": ["chain-2", "auto"]})
+    assert [v.name for v in found] == ["generate", "adaptive@chain-2", "auto", "none"]
     assert found[2] == parse("auto")
 
 
@@ -186,7 +188,7 @@ def test_every_temperature_has_a_baseline_of_its_own():
 
 def test_the_same_decoder_twice_is_one_and_two_of_one_name_are_refused():
     assert len(expand(["paper", "paper", "generate"], {})) == 2
-    assert len(expand(["auto", "paper"], {"tree": ["auto"]})) == 2
+    assert len(expand(["auto", "adaptive"], {"tree": ["auto"]})) == 2
     with pytest.raises(TokenRecyclingError, match=r"both be called generate T=0.7"):
         expand(["none"], {"temperature": [0.7, 0.70000001]})
 

@@ -133,14 +133,14 @@ def test_steps_down_to_plain_decoding_and_comes_back(simulate):
         return float(n) if dear["now"] else flat(n)
 
     def change(clock, i):
-        dear["now"] = 60 <= i < 300
+        dear["now"] = 60 <= i < 400
 
-    _, drafter, target = simulate(cost, known=flat, n=2200, change=change)
+    _, drafter, target = simulate(cost, known=flat, n=3000, change=change)
     plain = [size == 1 for size in target.sizes]
     assert sum(plain[10:55]) < 5
-    assert sum(plain[200:295]) > 60
+    assert sum(plain[250:395]) > 110
     assert sum(plain[-30:]) < 5
-    assert drafter.size > 8
+    assert drafter.size >= 8
 
 
 def test_a_slower_machine_changes_nothing(simulate):

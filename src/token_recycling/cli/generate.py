@@ -46,12 +46,18 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too, and compare text and speed.")
     ] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Show on stderr what every step drafted, and why."),
+    ] = False,
     as_json: o.Json = False,
 ) -> None:
     """Answer a prompt. The text goes to stdout, statistics to stderr.
 
     token-recycling "Tell me the story of the fox" -n 100
     """
+    if explain and (compare or as_json):
+        raise TokenRecyclingError("--explain goes with neither --compare nor --json")
     question = _question(text, prompt)
     loading = o.Loading(
         model,
@@ -70,6 +76,8 @@ def generate(
         max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop
     )
     recycler = loading.open()
+    if explain:
+        _explain(recycler)
     if compare:
         _compare(recycler, as_prompt(recycler, question, raw), options, as_json)
     else:
@@ -110,6 +118,20 @@ def _answer(
         stats = show.stream(recycler.stream(prompt, on_progress=on_progress, **options))
     if stats is not None:
         show.note(show.statistics(stats))
+
+
+def _explain(recycler: TokenRecycling) -> None:
+    """Have every step tell on stderr what it drafted."""
+    from token_recycling.explain import ExplainedDrafter, Node, lines
+
+    def text(token: int) -> str:
+        return repr(recycler.tokenizer.decode([token]))
+
+    def tell(nodes: list[Node], emitted: list[int]) -> None:
+        sys.stdout.flush()
+        show.note("\n" + "\n".join(lines(nodes, emitted, text)))
+
+    recycler.drafter = ExplainedDrafter(recycler.drafter, tell)
 
 
 def _compare(

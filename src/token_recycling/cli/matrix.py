@@ -33,6 +33,9 @@ def show(
         "vocabulary": matrix.vocab_size,
         "k": matrix.k,
         "rows_seen": matrix.rows_seen,
+        "pairs": matrix.pairs,
+        "pairs_seen": matrix.pairs_seen,
+        "evidence": float(matrix.evidence[1].sum()),
         "bytes": matrix.nbytes,
         "fingerprint": matrix.fingerprint,
         "rows": {str(t): matrix.candidates[t].tolist() for t in token or ()},
@@ -41,7 +44,9 @@ def show(
         print(json.dumps(about))
         return
     print(
-        f"{matrix.rows_seen} of {matrix.vocab_size} tokens have a row of k={matrix.k} candidates; "
+        f"{matrix.rows_seen} of {matrix.vocab_size} tokens have a row of k={matrix.k} candidates, "
+        f"and {matrix.pairs_seen} pairs of tokens (room for {matrix.pairs}); "
+        f"{matrix.evidence[1].sum():.0f} candidates counted; "
         f"{matrix.nbytes} bytes; tokenizer {matrix.fingerprint or 'unknown'}"
     )
     for t in token or ():

@@ -15,7 +15,7 @@ from token_recycling.drafters.growth import Growth
 from token_recycling.drafters.sources import NO_TOKEN, ChainSource, RowSource
 from token_recycling.tree import DraftTree, TreeTemplate
 
-WINDOW = RUN = 8  # tokens of the longest run that is looked for
+WINDOW = 16  # tokens of the longest run that is looked for
 PAIRS = 32749  # rows for pairs of tokens, a prime: 1.75 MiB with k = 8
 KEEP = 0.4  # weight of the old row in an average
 CHAIN = 16  # tokens of a chain
@@ -57,12 +57,12 @@ class AdaptiveDrafter(Drafter):
         self.matrix, self.keep, self.calibrate = matrix, keep, calibrate
         matrix.keep_pairs(pairs)
         matrix.assume_probabilities()
-        self.rows, self.chains = RowSource(matrix), ChainSource()
+        self.rows, self.chains = RowSource(matrix), ChainSource(matrix.device)
         expected = torch.cat([self.rows.expected(), self.chains.expected()])
         if matrix.evidence.shape[1] != len(expected):
             matrix.evidence = torch.zeros(2, len(expected), device=matrix.device)
         self.calibration = Calibration(matrix.evidence, expected)
-        self.growth = Growth(self.rows, self.calibration, nodes, chain)
+        self.growth = Growth(self.rows, self.chains, self.calibration, nodes, chain)
         self._chain: Continuation | None = None
         self._steps = 0
         self._shares = TreeTemplate.load("ranked").first(nodes).shares
@@ -99,6 +99,27 @@ class AdaptiveDrafter(Drafter):
         self.rest(roots)
         self._chain = self.context.continuation(self.growth.chain_length)
         return self.growth(roots, self._previous, self._chain)
+
+    def sources(self, draft: DraftTree) -> list[str]:
+        """Say "chain", "pair" or "token"; a token's row may stand in for a pair's."""
+        tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+        chain: list[int] = []
+        if self._chain is not None:
+            chain = self._chain.tokens[0][self._chain.valid[0]].tolist()
+        on_chain = [0] + [-1] * (len(tokens) - 1)  # tokens of the chain up to the node
+        found = ["root"] * len(tokens)
+        for node in range(1, len(tokens)):
+            above = parents[node]
+            depth = on_chain[above]
+            if 0 <= depth < len(chain) and tokens[node] == chain[depth]:
+                on_chain[node], found[node] = depth + 1, "chain"
+                continue
+            previous = tokens[parents[above]] if above else int(self._previous[0])
+            where = torch.tensor(previous), torch.tensor(tokens[above])
+            row, known = self.matrix.rows(*(x.to(self.matrix.device) for x in where))
+            in_pair = bool(known) and tokens[node] in self.matrix.fetch(row)[0].tolist()
+            found[node] = "pair" if in_pair else "token"
+        return found
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Count what was right, average the rows of every node, and go on in the context."""
@@ -154,6 +175,6 @@ class AdaptiveDrafter(Drafter):
         there = live[..., None] & (ids != EMPTY) & (ids != below[..., None])
         self.calibration.count(features, ids == emitted[..., None], there)
         place = torch.arange(steps, device=emitted.device)
-        of_chain = ChainSource.of(chain, below, place, ids) + self.rows.features
+        of_chain = self.chains.of(chain, below, place, ids) + self.rows.features
         self.calibration.count(of_chain, below == emitted, has)
         self.calibration.refresh()

@@ -60,6 +60,10 @@ class Drafter(ABC):
         """Return the draft of nothing but ``roots``, for a step of plain decoding."""
         return bare_roots(roots)
 
+    def sources(self, draft: DraftTree) -> list[str]:
+        """Say of each node of the first row where it came from, before it is observed."""
+        return [self.name] * draft.tokens.shape[1]
+
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:  # noqa: B027
         """Learn from the target's answer to every node, rejected ones too.
 

@@ -18,9 +18,10 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.tree import DraftTree
 
 REVIEW = 8  # steps for which the prices by the curve hold
-OFTEN, SELDOM, RARELY = 3, 48, 256  # steps from one that measures a size to the next
+OFTEN, SELDOM, RARELY = 3, 64, 512  # steps from one that measures a size to the next
 HOPELESS = 0.3  # a size that promises less than the best by this share is measured rarely
 MEMORY = 50.0  # steps after which an old one counts 1/e in the speed reached
+PATIENCE = 4  # drafts refused in a row before one is not even grown
 LONGEST_REST = 15  # steps of plain decoding from one look at a draft to the next
 
 
@@ -62,7 +63,7 @@ class BudgetDrafter(Drafter):
         self._tokens, self._spent = mats[best], mats[best] / speeds[best]
         self._usual = self._favourite = self._size = best
         self._hopeful = [True] * len(self.sizes)
-        self._rest = self._rested = 0
+        self._rest = self._refused = 0
         self._begun = 0.0
         self._explored = 0  # the step that last measured a size
         self._used = [0] * len(self.sizes)  # the step that last took each size
@@ -82,12 +83,8 @@ class BudgetDrafter(Drafter):
         self._context = float(max(map(len, prompts)))
 
     def wants(self, tokens: Tensor) -> Tensor | None:
-        """Ask the drafter, unless it hardly drafts."""
-        return (
-            None
-            if self._rested == LONGEST_REST or len(self.sizes) == 1
-            else self.drafter.wants(tokens)
-        )
+        """Ask the drafter, unless its drafts are refused."""
+        return None if self._refused > PATIENCE else self.drafter.wants(tokens)
 
     def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
         """Pass a chunk of the prompts on."""
@@ -104,11 +101,19 @@ class BudgetDrafter(Drafter):
             return self.drafter.rest(roots)
         whole = self.drafter.propose(roots)
         self.acceptance.watch(whole)
-        self._usual = self._best(*self._offer(whole))
-        self._rested = min(2 * self._rested + 1, LONGEST_REST) if self._usual == 0 else 0
-        self._rest = self._rested
+        mats, nodes = self._offer(whole)
+        self._usual = self._best(mats, nodes)
+        if self._usual:
+            self._refused = 0
+        elif nodes[-1] > 1:
+            self._refused += 1
+            self._rest = min(self._refused // PATIENCE, LONGEST_REST)
         self._size = self._usual if unusual is None else unusual
         return whole.first(self.sizes[self._size])
+
+    def sources(self, draft: DraftTree) -> list[str]:
+        """Ask the drafter."""
+        return self.drafter.sources(draft)
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Let the drafter learn, and note what the step took and emitted."""
@@ -198,4 +203,6 @@ class BudgetDrafter(Drafter):
         """Steps from one measurement of ``size`` to the next."""
         if not self._pace.settled(size):
             return OFTEN
-        return SELDOM if self._hopeful[size] or not size else RARELY
+        if self._hopeful[size]:
+            return SELDOM
+        return RARELY if size else 2 * SELDOM  # the way out must be known

@@ -42,10 +42,10 @@ class Context:
         self.lengths = torch.tensor([window + len(prompt) for prompt in prompts], device=device)
         # An n-gram's agreement as a number of ``window`` bits, the last token's the highest; its
         # leading ones are the length of the run.
-        self._weights = (2.0 ** torch.arange(window)).to(device)
-        codes = torch.arange(2**window)
+        self._weights = 2.0 ** torch.arange(window, device=device)
+        codes = torch.arange(2**window, device=device)
         breaks = (2**window - 1 - codes).clamp(min=0.5).log2().floor().long()
-        self._runs = (window - 1 - breaks).to(device)
+        self._runs = window - 1 - breaks
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Append the first ``counts`` [B] of ``tokens`` [B, t] to each row."""

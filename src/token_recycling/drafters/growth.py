@@ -28,10 +28,15 @@ class Growth:
     """
 
     def __init__(
-        self, rows: RowSource, calibration: Calibration, nodes: int, chain_length: int
+        self,
+        rows: RowSource,
+        chains: ChainSource,
+        calibration: Calibration,
+        nodes: int,
+        chain_length: int,
     ) -> None:
         """Grow drafts of ``nodes`` nodes below the root, with chains of ``chain_length``."""
-        self.rows, self.calibration = rows, calibration
+        self.rows, self.chains, self.calibration = rows, chains, calibration
         self.nodes, self.chain_length = nodes, chain_length
         self.width = max(ceil(WIDTH * nodes), min(nodes, 16))
         self.max_depth = chain_length + LEVELS
@@ -51,7 +56,7 @@ class Growth:
         has = below != NO_TOKEN
         state = ChainSource.state(chain)[:, None] * has
         ids, features = self.rows.both(before, tokens, state)
-        of_chain = ChainSource.of(chain, below, self._chain_places, ids) + self.rows.features
+        of_chain = self.chains.of(chain, below, self._chain_places, ids) + self.rows.features
         steps = logs[of_chain].masked_fill(~has, NEVER)[:, :-1].cumsum(dim=1)
         scores = pad(steps, (1, 0))
         children = scores[..., None] + logs[features]
@@ -78,17 +83,19 @@ class Growth:
         best, chosen = scores.topk(n, dim=1)
         places = torch.zeros_like(parents)
         places.scatter_(1, chosen, torch.arange(n, device=chosen.device).expand(batch, n))
-        parents = places.gather(1, parents.gather(1, chosen))
+        shares = best.exp()
+        valid = shares > HOPELESS
+        # What is not proposed hangs below the root, so that cutting finds it no parent too far.
+        parents = places.gather(1, parents.gather(1, chosen)) * valid
         # Ancestors: (identity + parents) to a power that reaches the root from every depth.
         reach = self._eye + one_hot(parents, n)
         ancestors = torch.linalg.matrix_power(reach, 2 ** ceil(log2(self.max_depth))) > 0
-        shares = best.exp()
         return DraftTree(
             tokens.gather(1, chosen).clamp(min=0),
             parents,
             ancestors.sum(dim=2) - 1,
             ancestors,
-            shares > HOPELESS,
+            valid,
             self.max_depth,
             shares,
         )

@@ -7,7 +7,8 @@ from math import log
 from statistics import median
 
 KNOWN = 3  # samples after which a size counts as measured
-SAMPLES = 5  # kept per size
+SAMPLES = 11  # kept per size
+TRUST = 5  # samples that a measured curve counts for
 RECENT = 7  # steps that tell how fast the machine is at the moment
 OUTLIER = 1.5  # a sample further off than this (of a logarithm) counts as this far off
 SURPRISE = 0.25  # a sample further off than this asks for more of them
@@ -30,7 +31,7 @@ class Pace:
         """
         self._samples: list[deque[float]] = [deque(maxlen=SAMPLES) for _ in range(sizes)]
         for size in range(sizes) if trusted else (usual,):
-            self._samples[size].extend([0.0] * KNOWN)
+            self._samples[size].extend([0.0] * (TRUST if trusted else KNOWN))
         self._surprised = [False] * sizes
         self._recent: deque[float] = deque(maxlen=RECENT)
 

@@ -15,8 +15,9 @@ BINS = 32  # half octaves of a float16 up to 1: its exponent and the first bit o
 TOKEN, PAIR, BEHIND = range(3)  # a token's row alone, a pair's, a token's row behind a pair's
 STATES = 3  # of the chain at the node: none, from a short run, from a long one
 LONG = 4  # tokens of a run that is called long
-RUNS = 9  # 0 to 8 tokens
-PLACES = 4  # 1st, 2nd, 3rd and later tokens of the chain
+# The first of each class of runs, in tokens, and what a chain's token is expected to be worth.
+RUNS = {0: 0.0, 1: 0.2, 2: 0.35, 3: 0.5, 4: 0.65, 5: 0.75, 7: 0.8, 10: 0.85, 16: 0.9}
+PLACES = (0, 1, 2, 4, 8)  # the first of each class of places in the chain
 RANKS = 4  # of a chain's token in the row: not there, first, second, lower
 NO_TOKEN = -2  # equal to no candidate, EMPTY neither
 
@@ -36,7 +37,7 @@ class RowSource:
 
     def expected(self) -> Tensor:
         """Expect of a candidate its probability: float32 [features], 0 where it is 0."""
-        half_octaves = torch.arange(BINS)
+        half_octaves = torch.arange(BINS, device=self.matrix.device)
         middle = 2.0 ** (half_octaves // 2 - 15) * (1.25 + 0.5 * (half_octaves % 2))
         middle = middle.clamp(max=0.999).where(half_octaves > 0, 0.0)
         return middle.repeat(3 * STATES * self.matrix.k)
@@ -90,20 +91,24 @@ class ChainSource:
     give to the chain's token.
     """
 
-    features = RUNS * PLACES * RANKS
+    features = len(RUNS) * len(PLACES) * RANKS
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """Have features on ``device``."""
+        self._runs = torch.tensor(list(RUNS), device=device)
+        self._places = torch.tensor(PLACES, device=device)
 
     def expected(self) -> Tensor:
         """Expect more of longer runs: float32 [features]."""
-        by_run = torch.tensor([0, 0.2, 0.35, 0.5, 0.65, 0.72, 0.8, 0.85, 0.9])
-        return by_run.repeat_interleave(PLACES * RANKS)
+        shares = torch.tensor(list(RUNS.values()), device=self._runs.device)
+        return shares.repeat_interleave(len(PLACES) * RANKS)
 
     @staticmethod
     def state(chain: Continuation) -> Tensor:
         """Return the chain's state at its nodes, int64 [B]."""
         return (chain.run > 0).long() + (chain.run >= LONG)
 
-    @staticmethod
-    def of(chain: Continuation, token: Tensor, place: Tensor, candidates: Tensor) -> Tensor:
+    def of(self, chain: Continuation, token: Tensor, place: Tensor, candidates: Tensor) -> Tensor:
         """Return the features of the chain's tokens.
 
         Args:
@@ -114,5 +119,6 @@ class ChainSource:
         """
         same = candidates == token[..., None]
         rank = torch.where(same.any(dim=-1), same.long().argmax(dim=-1).clamp(max=2) + 1, 0)
-        run = chain.run[:, None].clamp(max=RUNS - 1)
-        return (run * PLACES + place.clamp(max=PLACES - 1)) * RANKS + rank
+        run = torch.bucketize(chain.run, self._runs, right=True)[:, None] - 1
+        kind = torch.bucketize(place, self._places, right=True) - 1
+        return (run * len(PLACES) + kind) * RANKS + rank
