@@ -51,6 +51,19 @@ for repeat in 1 2 3; do THREADS=1 run "spread-$repeat" --per-kind 4 -n 64; done
 # Is auto's choice the best one? Every budget, fixed.
 THREADS=1 run bundled-sizes --per-kind 2 --decoders "generate,none,$FIXED,paper@ranked-23,paper@ranked-80,auto"
 
+# The adaptive drafter: side by side, its budget, its parts, its kinds of text.
+ADAPTIVE=generate,generate-pld,paper,paper@auto,adaptive@ranked-15,auto
+run_widened adaptive-smollm2-135m-bfloat16 smollm2-135m --dtype bfloat16 --per-kind 2 \
+    --decoders "$ADAPTIVE"
+run adaptive-bundled --decoders "$ADAPTIVE,prompt-lookup,adaptive"
+run adaptive-public --suite "spec-bench=$DATA/spec_bench/question.jsonl" \
+    --suite "gsm8k=$DATA/gsm8k_test.jsonl" --per-kind 6 --decoders generate,paper,adaptive,adaptive@ranked-15
+run adaptive-sampled --per-kind 3 --temp 0.8 --decoders generate,paper,adaptive,adaptive@ranked-15
+run_widened adaptive-low-redundancy smollm2-135m --dtype bfloat16 -n 64 \
+    --suite bench/suites/low-redundancy.jsonl --decoders generate,generate-pld,paper,auto
+PARTS=adaptive-no-pairs,adaptive-no-averages,adaptive-no-chain,adaptive-no-calibration
+run adaptive-parts --per-kind 3 --decoders "generate,paper,adaptive,$PARTS"
+
 # The paper's open questions: k, temperature, cold and hot start.
 THREADS=1 run k --per-kind 2 -n 64 --decoders generate,paper,auto --sweep k=2,4,8,16
 THREADS=1 run temperature --per-kind 2 -n 64 --decoders generate,prompt-lookup,paper,auto \

@@ -41,7 +41,7 @@ QUESTIONS = [
     Question("own", str(i), kind, kind, turns)
     for i, (turns, kind) in enumerate(zip(TEXTS, KINDS), start=1)
 ]
-FIXED = "prompt-lookup,paper@ranked-8"  # the sizes of auto follow the time
+FIXED = "prompt-lookup,paper@ranked-8,adaptive@ranked-8"  # the sizes of auto follow the time
 
 
 @pytest.fixture(autouse=True)

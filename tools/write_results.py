@@ -144,6 +144,50 @@ def choices() -> str:
     return tables.markdown((titles, rows))
 
 
+def phases(name: str, *decoders: str) -> str:
+    """Shares of a step's time."""
+    found = {d: load(name)["decoders"][d]["overall"]["phases"] for d in decoders}
+    titles = ["decoder", *next(iter(found.values()))]
+    return tables.markdown(
+        (titles, [[d, *(f"{share:.1%}" for share in row.values())] for d, row in found.items()])
+    )
+
+
+def mats(name: str, *decoders: str) -> str:
+    """MAT by kind."""
+    entries = load(name)["decoders"]
+    rows = [
+        [kind, *(f"{entries[d]['kinds'][kind]['mat']:.2f}" for d in decoders)]
+        for kind in entries[decoders[0]]["kinds"]
+    ]
+    return tables.markdown((["MAT", *decoders], rows))
+
+
+def replayed() -> str:
+    """MAT of drafters on recorded answers."""
+    rows = [
+        [name, str(row["answers"]), str(row["tokens"]), f"{row['nodes']:.1f}", f"{row['mat']:.2f}"]
+        for name, row in load("adaptive-replay")["decoders"].items()
+    ]
+    return tables.markdown((["decoder", "answers", "tokens", "tokens a step", "MAT"], rows))
+
+
+def promises() -> str:
+    """MAT promised and come, of a cold and of a hot run."""
+    rows = [
+        [
+            run,
+            str(found["steps"]),
+            f"{found['promised']:.2f}",
+            f"{found['came']:.2f}",
+            f"{found['promised'] / found['came']:.3f}",
+        ]
+        for run, found in load("adaptive-calibration")["runs"].items()
+    ]
+    titles = ["start", "steps", "promised", "came", "promised / came"]
+    return tables.markdown((titles, rows))
+
+
 def render() -> str:
     """Return the text with all figures."""
     environment = Environment(
@@ -160,6 +204,11 @@ def render() -> str:
         low_redundancy=low_redundancy,
         choices=choices,
         shapes=SHAPES,
+        phases=phases,
+        mats=mats,
+        replayed=replayed,
+        promises=promises,
+        COLUMNS_ALL=(*COLUMNS, "first token", "same text", "matrix"),
     )
     return environment.get_template("results.md.j2").render()
 

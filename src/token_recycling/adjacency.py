@@ -142,6 +142,15 @@ class AdjacencyMatrix:
             getattr(self, name).copy_(getattr(other, name))
         return self
 
+    def state(self) -> dict[str, Tensor]:
+        """Return copies of all that was learnt, on the CPU, for ``restore``."""
+        return {name.strip("_"): getattr(self, name).cpu().clone() for name in STATE}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a ``state`` of a matrix of the same shape."""
+        for name in STATE:
+            getattr(self, name).copy_(state[name.strip("_")])
+
     def clone(self) -> AdjacencyMatrix:
         """Return an independent matrix with the same rows."""
         twin = AdjacencyMatrix(

@@ -129,7 +129,7 @@ class TokenRecycling:
             model: a Transformers ``…ForCausalLM``. Its ``generate`` learns to pass streamers and
                 tokenizers on to ``custom_generate``; nothing else about it is changed.
             tokenizer: its tokenizer; without one, prompts are token ids and answers have no text.
-            drafter: "paper", "prompt-lookup", "none", a registered name, or an object.
+            drafter: "adaptive", "paper", "prompt-lookup", "none", a registered name, or an object.
             tree: "auto": as many nodes as pay, chosen while decoding; or a shipped tree,
                 "ranked-N", "chain-N", a JSON file or a template. None: "auto".
             k: candidates kept per token; None: 8, or those of ``matrix``.

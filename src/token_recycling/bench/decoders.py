@@ -139,11 +139,7 @@ class Decoder:
         """What it has learnt from the texts so far; what it knows of times is left out."""
         if self.variant.drafter is None:
             return {}
-        matrix = self.recycler.matrix
-        state = {
-            "candidates": matrix.candidates.cpu().clone(),
-            "probabilities": matrix.probabilities.cpu().clone(),
-        }
+        state = self.recycler.matrix.state()
         if self.budget is not None:
             state |= self.budget.acceptance.state()
         return state
@@ -152,8 +148,7 @@ class Decoder:
         """Go on from a ``state``."""
         if not state:
             return
-        self.recycler.matrix.candidates.copy_(state["candidates"])
-        self.recycler.matrix.probabilities.copy_(state["probabilities"])
+        self.recycler.matrix.restore(state)
         if self.budget is not None:
             self.budget.acceptance.restore(state)
 

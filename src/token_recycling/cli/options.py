@@ -35,7 +35,7 @@ Tree = Annotated[
     str,
     typer.Option("--tree", help="auto, a shipped tree, ranked-N, chain-N or a file; see `tree`."),
 ]
-Drafter = Annotated[str, typer.Option("--drafter", help="paper, prompt-lookup or none.")]
+Drafter = Annotated[str, typer.Option("--drafter", help="adaptive, paper, prompt-lookup or none.")]
 Candidates = Annotated[
     int | None, typer.Option("--top-k-candidates", help="Candidates kept per token (8).")
 ]

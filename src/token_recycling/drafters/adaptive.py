@@ -76,6 +76,7 @@ class AdaptiveDrafter(Drafter):
         """Take the prompts as the first context."""
         self.context = Context(prompts, WINDOW, self.matrix.device)
         self.calibration.refresh()
+        self._steps = 0
 
     def wants(self, tokens: Tensor) -> Tensor | None:
         """Want the tokens without a row, each where it stands last."""

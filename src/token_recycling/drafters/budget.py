@@ -159,7 +159,9 @@ class BudgetDrafter(Drafter):
         there = draft.valid[:, 1:].any(dim=0).float()
         sums = pad(torch.stack([promised, there]).cumsum(dim=1), (1, 0))[:, self._ends]
         tokens, nodes = sums.tolist()
-        mats = [1 + ratio * more for ratio, more in zip(self._ratios, tokens)]
+        # A drafter's own scores are calibrated by itself, and sooner.
+        ratios = self._ratios if draft.scores is None else [1.0] * len(tokens)
+        mats = [1 + ratio * more for ratio, more in zip(ratios, tokens)]
         return mats, [1 + count for count in nodes]
 
     def _best(self, mats: list[float], nodes: list[float]) -> int:
