@@ -12,7 +12,8 @@ from models import plain
 from token_recycling import AdjacencyMatrix, TokenRecycling
 from token_recycling.accept import Accepted
 from token_recycling.adjacency import EMPTY
-from token_recycling.drafters import AdaptiveDrafter
+from token_recycling.costs import CostCurve
+from token_recycling.drafters import AdaptiveDrafter, BudgetDrafter
 from token_recycling.drafters.calibration import PRIOR, SUREST, Calibration
 from token_recycling.drafters.context import HOLE, Context, Continuation
 from token_recycling.drafters.growth import HOPELESS, LEVELS, Growth
@@ -325,13 +326,22 @@ def test_a_batch_grows_row_by_row():
 # The whole
 
 
+def asked(bundled, questions):
+    """Prompts of chat, and the plain answers to them."""
+    prompts = [
+        bundled.tokenizer.apply_chat_template(
+            [{"role": "user", "content": q}] if isinstance(q, str) else q,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for q in questions
+    ]
+    return prompts, [plain(bundled.model, prompt, 80) for prompt in prompts]
+
+
 @pytest.fixture(scope="module")
 def greedy(bundled):
-    prompts = [bundled.tokenizer.apply_chat_template(
-        [{"role": "user", "content": p}] if isinstance(p, str) else p,
-        add_generation_prompt=True, return_dict=False,
-    ) for p in DEMO[:4]]  # fmt: skip
-    return prompts, [plain(bundled.model, prompt, 80) for prompt in prompts]
+    return asked(bundled, DEMO[:4])
 
 
 def mat(recycler, prompts, expected):
@@ -356,20 +366,36 @@ def test_it_drafts_better_than_the_paper_and_every_part_helps(bundled, greedy):
 
 
 def test_a_poisoned_matrix_recovers(bundled, greedy):
-    """Random rows and absurd evidence: the same text, and soon the same speed."""
+    """Random rows and counts: the same text, and soon the same speed."""
+    torch.manual_seed(1)
+    more = asked(bundled, DEMO[4:])
     clean = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
-    healthy = [mat(clean, *greedy) for _ in range(3)][-1]
     poisoned = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
     matrix = poisoned.matrix
     matrix._candidates[1:].random_(0, matrix.vocab_size)
-    matrix._probabilities.copy_(torch.randn(matrix._probabilities.shape).mul(2).softmax(dim=1))
-    matrix._candidates[0] = EMPTY
+    matrix._probabilities[1:].copy_(torch.randn(matrix._probabilities[1:].shape).softmax(dim=1))
     matrix._keys[:-1] = torch.randint(0, matrix.vocab_size**2, (matrix.pairs,))
-    matrix.evidence.uniform_(0, 3)
-    first = mat(poisoned, *greedy)
-    later = [mat(poisoned, *greedy) for _ in range(2)][-1]
-    assert first < later
+    matrix.evidence.uniform_(0, 1)
+    first, later = mat(poisoned, *greedy), mat(poisoned, *more)
+    healthy_first, healthy = mat(clean, *greedy), mat(clean, *more)
+    assert first < healthy_first
     assert later > 0.9 * healthy
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("chain", [0, 2, 16])
+def test_few_candidates_make_smaller_trees(k, chain):
+    matrix = AdjacencyMatrix(50, k)
+    drafter = AdaptiveDrafter(matrix, 80, chain=chain)
+    ids = (torch.arange(50)[:, None] + torch.arange(1, k + 1)) % 50
+    matrix.update(torch.arange(50), ids, torch.full((50, k), 0.9 / k))
+    drafter.start([[1, 2, 3]])
+    draft = drafter.propose(torch.tensor([4]))
+    assert draft.tokens.shape[1] == len(drafter.shares) + 1 == drafter.growth.nodes + 1
+    assert draft.valid.sum() > 1
+    budget = BudgetDrafter(drafter, CostCurve.assumed("cuda"))
+    budget.start([[1, 2, 3]])
+    assert budget.propose(torch.tensor([4])).tokens.shape[1] > 1
 
 
 def test_unseen_text_grows_no_tree(bundled):

@@ -24,7 +24,7 @@ def test_greedy_is_identical(name):
         assert sum(a.stats.accepted for a in answers) > 0
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "none"])
+@pytest.mark.parametrize("drafter", ["paper", "prompt-lookup", "none"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_other_drafters_are_identical_too(name, drafter):
     model = make(name)

@@ -48,7 +48,7 @@ class AdaptiveDrafter(Drafter):
 
         Args:
             matrix: shared by every row of a batch.
-            nodes: below the root.
+            nodes: below the root, 256 at most; fewer where so few candidates have no more.
             pairs: rows for pairs of tokens; 0: none.
             keep: weight of the old row in an average; 0: the latest row stays.
             chain: tokens copied from the context at most; 0: none.
@@ -65,7 +65,7 @@ class AdaptiveDrafter(Drafter):
         self.growth = Growth(self.rows, self.chains, self.calibration, nodes, chain)
         self._chain: Continuation | None = None
         self._steps = 0
-        self._shares = TreeTemplate.load("ranked").first(nodes).shares
+        self._shares = TreeTemplate.load("ranked").first(self.growth.nodes).shares
 
     @property
     def shares(self) -> tuple[float, ...]:

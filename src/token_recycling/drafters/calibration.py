@@ -32,7 +32,7 @@ class Calibration:
     def refresh(self) -> None:
         """Compute the shares from the counts."""
         hits, trials = self.evidence
-        shares = (hits + PRIOR * self.expected) / (trials + PRIOR)
+        shares = (hits.minimum(trials) + PRIOR * self.expected) / (trials + PRIOR)
         shares = torch.where(self.expected > 0, shares, 0.0)
         torch.log(shares.clamp(max=SUREST), out=self.logs)
 

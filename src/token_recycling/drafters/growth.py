@@ -35,10 +35,18 @@ class Growth:
         nodes: int,
         chain_length: int,
     ) -> None:
-        """Grow drafts of ``nodes`` nodes below the root, with chains of ``chain_length``."""
+        """Grow drafts of ``nodes`` nodes below the root, with chains of ``chain_length``.
+
+        With few candidates a token the levels may hold fewer; ``nodes`` says how many.
+        """
         self.rows, self.chains, self.calibration = rows, chains, calibration
-        self.nodes, self.chain_length = nodes, chain_length
+        self.chain_length = chain_length
         self.width = max(ceil(WIDTH * nodes), min(nodes, 16))
+        k = rows.matrix.k
+        levels = [chain_length, min(self.width, 2 * k * (chain_length + 1))]
+        while len(levels) <= LEVELS:
+            levels.append(min(self.width, k * levels[-1]))
+        self.nodes = nodes = min(nodes, sum(levels))
         self.max_depth = chain_length + LEVELS
         device = calibration.logs.device
         self._chain_places = torch.arange(chain_length + 1, device=device)
