@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import plain
-from token_recycling import AdjacencyMatrix, TokenRecycling
+from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.accept import Accepted
 from token_recycling.adjacency import EMPTY
 from token_recycling.costs import CostCurve
@@ -477,3 +477,99 @@ def test_what_was_promised_comes(bundled, greedy):
     promised = sum(sum(node.score for node in nodes) for nodes, _ in told)
     came = sum(len(emitted) for _, emitted in told)
     assert 0.8 < promised / came < 1.25
+
+
+# Hot start that travels
+
+
+def learnt(bundled, prompts):
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+    for prompt in prompts:
+        recycler.generate(prompt, max_new_tokens=60)
+    return recycler.matrix
+
+
+def test_one_file_holds_all_that_was_learnt(bundled, greedy, tmp_path):
+    prompts, expected = greedy
+    matrix = learnt(bundled, prompts)
+    matrix.save(tmp_path / "m.safetensors")
+    again = AdjacencyMatrix.load(tmp_path / "m.safetensors")
+    for name, tensor in matrix.state().items():
+        assert tensor.any()
+        assert again.state()[name].equal(tensor), name
+    steps = []
+    for made in (matrix, again):
+        recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", matrix=made)
+        answer = recycler.generate(prompts[0], max_new_tokens=80)
+        assert answer.token_ids == expected[0]
+        steps.append(answer.stats.steps)
+    assert steps[0] == steps[1]
+
+
+def test_two_are_merged(bundled, greedy):
+    """What only one knows is kept; counts are added; the merged one drafts for both texts."""
+    prompts, _ = greedy
+    first, second = learnt(bundled, prompts[:1]), learnt(bundled, prompts[2:3])
+    merged = first.merge(second)
+    assert merged.evidence.equal(first.evidence + second.evidence)
+    assert max(first.pairs_seen, second.pairs_seen) < merged.pairs_seen
+    assert merged.pairs_seen <= first.pairs_seen + second.pairs_seen
+    known = first._keys[:-1] != merged._keys[:-1]
+    assert (first._keys[:-1][known] == torch.iinfo(torch.int64).min).all()  # the first one wins
+    for prompt in (prompts[0], prompts[2]):
+
+        def steps(matrix, prompt=prompt):
+            recycler = TokenRecycling(
+                bundled.model, bundled.tokenizer, tree="ranked-16", matrix=matrix
+            )
+            return recycler.generate(prompt, max_new_tokens=60).stats.steps
+
+        assert steps(merged.clone()) < steps(None)
+    plain_one = AdjacencyMatrix(merged.vocab_size, merged.k)
+    assert plain_one.merge(second).pairs_seen == second.pairs_seen
+    with pytest.raises(TokenRecyclingError, match="room for"):
+        AdjacencyMatrix(merged.vocab_size, merged.k, pairs=7).merge(second)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda t: t.pop("pair_keys"),
+        lambda t: t.update(pair_keys=t["pair_keys"][:-1]),
+        lambda t: t.update(pair_candidates=t["pair_candidates"][:, :-1]),
+        lambda t: t.update(pair_candidates=t["pair_candidates"] + 10_000),
+        lambda t: t.update(pair_probabilities=t["pair_probabilities"].float()),
+        lambda t: t.update(evidence=t["evidence"][0]),
+    ],
+)
+def test_a_damaged_file_is_refused(damage, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    matrix = filled(4)
+    matrix.evidence = torch.ones(2, 5)
+    matrix.save(tmp_path / "m.safetensors")
+    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
+        about = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    damage(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "m.safetensors", metadata=about)
+    with pytest.raises(TokenRecyclingError, match=r"no matrix of this program|outside"):
+        AdjacencyMatrix.load(tmp_path / "m.safetensors")
+
+
+def test_a_file_of_the_papers_drafter_is_gone_on_with(bundled, greedy, tmp_path):
+    """Rows without probabilities are worth their ranks."""
+    prompts, expected = greedy
+    paper = TokenRecycling(bundled.model, bundled.tokenizer, drafter="paper", tree="paper")
+    assert paper.generate(prompts[0], max_new_tokens=80).token_ids == expected[0]
+    paper.matrix.save(tmp_path / "m.safetensors")
+
+    def steps(matrix):
+        recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", matrix=matrix)
+        answer = recycler.generate(prompts[0], max_new_tokens=80)
+        assert answer.token_ids == expected[0]
+        return answer.stats.steps
+
+    assert steps(tmp_path / "m.safetensors") < steps(None)

@@ -518,10 +518,11 @@ def test_the_warm_up_leaves_no_rows(bundled, monkeypatch):
 
     monkeypatch.setattr(Decoder, "answer", answer)
     records, running = decode(bundled, questions=QUESTIONS[:1], max_new_tokens=4)
-    names = ["generate", "prompt-lookup", "paper@ranked-8"]
-    assert warmed[:3] == [(name, runner.WARM_UP_TOKENS) for name in names]
-    assert sorted(warmed[3:]) == sorted((name, 4) for name in names)
+    names = ["generate", *FIXED.split(",")]
+    assert warmed[:4] == [(name, runner.WARM_UP_TOKENS) for name in names]
+    assert sorted(warmed[4:]) == sorted((name, 4) for name in names)
     assert rows_before(records, "paper@ranked-8") == [0]
+    assert rows_before(records, "adaptive@ranked-8") == [0]
     assert running.decoders["paper@ranked-8"].recycler.matrix.rows_seen > 0
     forget_nothing(monkeypatch)  # control
     records, _ = decode(bundled, questions=QUESTIONS[:1], max_new_tokens=4)
@@ -700,12 +701,13 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
     folder, out = finished
     found = contents(folder)
     assert found["files"] == sorted(
-        ["answers", "answers/generate.jsonl", "answers/paper@ranked-8.jsonl",
+        ["answers", "answers/adaptive@ranked-8.jsonl", "answers/generate.jsonl",
+         "answers/paper@ranked-8.jsonl",
          "answers/prompt-lookup.jsonl", "costs.json", "journal.jsonl", "plan.json", "report.html",
          "state-5.safetensors", "summary.json", "tables.md"]
     )  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
-    assert list(summary["decoders"]) == ["generate", "prompt-lookup", "paper@ranked-8"]
+    assert list(summary["decoders"]) == ["generate", *FIXED.split(",")]
     assert [q["name"] for q in summary["questions"]] == [
         "own/1", "own/2", "own/3", "own/4", "own/5",
     ]  # fmt: skip

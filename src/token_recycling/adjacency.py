@@ -167,6 +167,11 @@ class AdjacencyMatrix:
         """Say which of ``tokens`` (int64, any shape) have a row: bool of the same shape."""
         return self.candidates[:, 0][tokens] != EMPTY
 
+    def unseen(self, tokens: Tensor) -> Tensor:
+        """Say where ``tokens`` (int64 [B, c]) have no row, each where it stands last: bool."""
+        same = tokens[:, :, None] == tokens[:, None, :]
+        return ~(self.seen(tokens) | same.triu(diagonal=1).any(dim=2))
+
     def offsets(self, ranks: Tensor) -> Tensor:
         """Prepare candidate ranks (any shape, each below k) for ``lookup``: int32."""
         return (ranks + self.k).to(torch.int32)

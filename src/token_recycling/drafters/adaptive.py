@@ -80,8 +80,7 @@ class AdaptiveDrafter(Drafter):
 
     def wants(self, tokens: Tensor) -> Tensor | None:
         """Want the tokens without a row, each where it stands last."""
-        same = tokens[:, :, None] == tokens[:, None, :]
-        return ~(self.matrix.seen(tokens) | same.triu(diagonal=1).any(dim=2))
+        return self.matrix.unseen(tokens)
 
     def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
         """Recycle a part of the prompts; what stood before each token is not known."""

@@ -48,10 +48,7 @@ class PaperDrafter(Drafter):
 
     def wants(self, tokens: Tensor) -> Tensor | None:
         """Want the tokens without a row, each where it stands last."""
-        if not self.prime_prompt:
-            return None
-        same = tokens[:, :, None] == tokens[:, None, :]
-        return ~(self.matrix.seen(tokens) | same.triu(diagonal=1).any(dim=2))
+        return self.matrix.unseen(tokens) if self.prime_prompt else None
 
     def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
         """Recycle a chunk of the prompts."""
