@@ -136,20 +136,22 @@ class AdjacencyMatrix:
         self._keys.fill_(NO_KEY)
         self.evidence.zero_()
 
-    def copy_(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
-        """Take over the rows of ``other``, which must be of the same shape; returns itself."""
-        for name in STATE:
-            getattr(self, name).copy_(getattr(other, name))
-        return self
+    def _learnt(self) -> dict[str, Tensor]:
+        return {name.strip("_"): getattr(self, name) for name in STATE}
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of all that was learnt, on the CPU, for ``restore``."""
-        return {name.strip("_"): getattr(self, name).cpu().clone() for name in STATE}
+        return {name: tensor.cpu().clone() for name, tensor in self._learnt().items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a ``state`` of a matrix of the same shape."""
-        for name in STATE:
-            getattr(self, name).copy_(state[name.strip("_")])
+        for name, tensor in self._learnt().items():
+            tensor.copy_(state[name])
+
+    def copy_(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
+        """Take over the rows of ``other``, which must be of the same shape; returns itself."""
+        self.restore(other._learnt())
+        return self
 
     def clone(self) -> AdjacencyMatrix:
         """Return an independent matrix with the same rows."""

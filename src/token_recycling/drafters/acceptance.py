@@ -84,10 +84,7 @@ class Acceptance:
         return scores * draft.valid[:, 1:]
 
     def ratios(self, sizes: Sequence[int]) -> list[float]:
-        """Per size of a draft: right nodes for every one that was promised. Reads from the device.
-
-        Scores multiply along a path as if each were independent of the one above.
-        """
+        """Per size of a draft: right nodes for every one promised. Reads from the device."""
         ends = torch.tensor(sizes, device=self._right.device) - 1
         right = self._right + PRIOR * self._shares
         promised = self._promised + PRIOR * self._shares

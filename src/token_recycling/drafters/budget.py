@@ -28,9 +28,10 @@ LONGEST_REST = 15  # steps of plain decoding from one look at a draft to the nex
 class BudgetDrafter(Drafter):
     """Takes the first n nodes of another drafter's drafts, n by expected tokens per second.
 
-    Expected tokens come from comparing whole drafts with the text that followed
-    (``Acceptance``), costs from a curve that the steps themselves correct (``Pace``). A size of 1
-    is plain decoding: where no draft pays, none is verified.
+    Expected tokens are the sum of a draft's own scores, or, where it has none, come from
+    comparing whole drafts with the text that followed (``Acceptance``); costs come from a curve
+    that the steps themselves correct (``Pace``). A size of 1 is plain decoding: where no draft
+    pays, none is verified.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class BudgetDrafter(Drafter):
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Let the drafter learn, and note what the step took and emitted."""
         self.drafter.observe(draft, logits, accepted)
-        if self.acceptance.follow(accepted):
+        if self.acceptance.follow(accepted) and draft.scores is None:
             self._ratios = self.acceptance.ratios(self.sizes)
         emitted = max(map(len, accepted.tokens))
         self._context += emitted

@@ -34,6 +34,7 @@ class RowSource:
         self.features = 3 * STATES * matrix.k * BINS
         kinds = torch.arange(3 * STATES * matrix.k, device=matrix.device) * BINS
         self._first = kinds.view(3, STATES, matrix.k)  # feature of each kind's first bin
+        self._of_pair, self._of_token = self._first[PAIR, 0], self._first[TOKEN, 0]  # off the chain
 
     def expected(self) -> Tensor:
         """Expect of a candidate its probability: float32 [features], 0 where it is 0."""
@@ -54,7 +55,7 @@ class RowSource:
         """
         rows, known = self.matrix.rows(previous, tokens)
         ids, p = self.matrix.fetch(rows)
-        first = torch.where(known[..., None], self._first[PAIR, 0], self._first[TOKEN, 0])
+        first = torch.where(known[..., None], self._of_pair, self._of_token)
         return ids, _bins(p) + first
 
     def both(self, previous: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
