@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from models import plain
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
-from token_recycling.accept import Accepted
+from token_recycling.accept import told
 from token_recycling.adjacency import EMPTY
 from token_recycling.costs import CostCurve
 from token_recycling.drafters import AdaptiveDrafter, BudgetDrafter
@@ -415,7 +415,7 @@ def test_rest_keeps_the_context(bundled):
     assert draft.tokens.tolist() == [[7]]
     logits = torch.zeros(1, 1, 100)
     drafter.observe(
-        draft, logits, Accepted(torch.zeros(1, 1, dtype=torch.long), [[8]], [None], [0])
+        draft, logits, told(torch.zeros(1, 1, dtype=torch.long), [[8]], [None], [0])
     )
     draft = drafter.propose(torch.tensor([8]))
     assert 9 in draft.tokens[0].tolist()

@@ -7,7 +7,7 @@ import torch
 
 from models import random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError, TreeTemplate
-from token_recycling.accept import Accepted, GreedyAcceptor
+from token_recycling.accept import GreedyAcceptor, told
 from token_recycling.costs import SIZES, CostCurve
 from token_recycling.decode import decode
 from token_recycling.drafters import (
@@ -23,6 +23,7 @@ from token_recycling.drafters.pace import Pace
 from token_recycling.tree import TreeShape
 from toy import VOCABULARY, ToyTarget, next_logits, plain_greedy
 
+PATH = torch.zeros(1, 8, dtype=torch.long)
 RANKED = TreeTemplate.load("ranked", 8).first(80)
 
 
@@ -169,8 +170,8 @@ def test_acceptance_counts_what_was_never_verified():
             if (step + 1) % EVERY:
                 continue
             watched += 1
-            acceptance.follow(Accepted(None, [text[:3]], [None], [0]))
-            acceptance.follow(Accepted(None, [text[3:]], ["length"], [0]))
+            acceptance.follow(told(PATH, [text[:3]], [None], [0]))
+            acceptance.follow(told(PATH, [text[3:]], ["length"], [0]))
             hits *= 1 - 1 / 50
             for node, path in enumerate(RANKED.paths, start=1):
                 above = [RANKED.paths.index(path[:d]) + 1 for d in range(1, len(path))]
@@ -191,7 +192,7 @@ def test_rows_that_end_early_are_left_out():
     tokens = torch.full((2, 81), 7)
     for _ in range(EVERY):
         acceptance.watch(shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool)))
-    acceptance.follow(Accepted(None, [[7] * 8, [7]], [None, "eos"], [0, 0]))
+    acceptance.follow(told(PATH.repeat(2, 1), [[7] * 8, [7]], [None, "eos"], [0, 0]))
     mats, nodes = acceptance.expected([1, 81])
     assert mats[0] == nodes[0] == 1
     before = 1 + sum(RANKED.shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,27 +13,36 @@ from torch import Tensor
 from token_recycling.draws import Draw
 from token_recycling.tree import DraftTree
 
+HOLE = -1  # where there is no token
+
 # (row, token) -> why the row ends with this token, or None. Called once per token, in order.
 Stop = Callable[[int, int], "str | None"]
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a step emits.
+    """What a step emits: on the device, and as the host reads it.
+
+    Inside a fused step the host has not read anything yet, and its lists are empty.
 
     Attributes:
-        path: int64 [B, p]; ``path[b, :len(tokens[b])]`` are the nodes whose answers were taken,
-            the root first.
-        tokens: per row the emitted tokens: the accepted nodes' and the bonus token; cut where
-            the row ends; empty for a row that had ended before.
+        path: int64 [B, p]; ``path[b, :counts[b]]`` are the nodes whose answers were taken, the
+            root first.
+        emitted: int64 [B, p], the tokens after these nodes, the last one the bonus token;
+            ``HOLE`` behind them.
+        counts: int64 [B], 0 for a row that had ended before. A row that ends in this step may
+            count more than ``tokens`` has.
+        tokens: per row the emitted tokens, cut where the row ends.
         reasons: per row why it ended in this step, or None.
         drafted: per row the valid nodes below the root.
     """
 
     path: Tensor
-    tokens: list[list[int]]
-    reasons: list[str | None]
-    drafted: list[int]
+    emitted: Tensor
+    counts: Tensor
+    tokens: list[list[int]] = field(default_factory=list)
+    reasons: list[str | None] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
 
 
 class Acceptor(Protocol):
@@ -88,28 +97,73 @@ def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
     return path[:, :-1], deepest[:, 0] + 1
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """Return the target's choices int64 [B, n] by its logits [B, n, V]."""
+    return logits.max(dim=-1).indices  # argmax, but a third of its time in bfloat16
+
+
+def accept_choices(draft: DraftTree, choices: Tensor) -> Accepted:
+    """Accept the longest path of the target's choices, int64 [B, n], without the host."""
+    path, counts = longest_paths(draft, choices)
+    behind = torch.arange(path.shape[1], device=path.device) >= counts[:, None]
+    return Accepted(path, choices.gather(1, path).masked_fill(behind, HOLE), counts)
+
+
+def packed(draft: DraftTree, accepted: Accepted) -> Tensor:
+    """Put all that the host wants to know of a step into one tensor, int64 [B, p + 1]."""
+    return torch.cat([draft.valid.sum(dim=1, keepdim=True) - 1, accepted.emitted], dim=1)
+
+
+def read(
+    rows: list[list[int]], stop: Stop, active: Sequence[bool] | None = None
+) -> tuple[list[list[int]], list[str | None], list[int]]:
+    """Read ``rows`` of ``packed``: tokens, reasons and drafted nodes of each (see ``Accepted``).
+
+    ``stop`` is asked token by token, and not at all for rows that are not ``active``.
+    """
+    tokens: list[list[int]] = []
+    reasons: list[str | None] = []
+    drafted: list[int] = []
+    for row, (nodes, *emitted) in enumerate(rows):
+        kept: list[int] = []
+        reason = None
+        on = active is None or active[row]
+        for token in emitted if on else ():
+            if token == HOLE:
+                break
+            kept.append(token)
+            if reason := stop(row, token):
+                break
+        tokens.append(kept)
+        reasons.append(reason)
+        drafted.append(max(nodes, 0) if on else 0)
+    return tokens, reasons, drafted
+
+
+def accept_read(draft: DraftTree, choices: Tensor, stop: Stop) -> Accepted:
+    """Accept the longest path of ``choices``, and let the host read it."""
+    found = accept_choices(draft, choices)
+    tokens, reasons, drafted = read(packed(draft, found).tolist(), stop)
+    longest = max(1, *map(len, tokens))
+    path, emitted = found.path[:, :longest], found.emitted[:, :longest]
+    return Accepted(path, emitted, found.counts.clamp(max=longest), tokens, reasons, drafted)
+
+
 class GreedyAcceptor:
     """The target's choice is its argmax; whole trees at once, one read by the host."""
 
     def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
         """Accept the longest path of argmaxes."""
-        choices = logits.max(dim=-1).indices  # argmax, but a third of its time in bfloat16
-        path, counts = longest_paths(draft, choices)
-        drafted = draft.valid.sum(dim=1) - 1
-        columns = [counts[:, None], drafted[:, None], choices.gather(1, path)]
-        rows: list[list[int]] = torch.cat(columns, dim=1).tolist()
-        tokens: list[list[int]] = []
-        reasons: list[str | None] = []
-        for row, (count, _, *answers) in enumerate(rows):
-            kept: list[int] = []
-            reason = None
-            for token in answers[:count]:
-                kept.append(token)
-                if reason := stop(row, token):
-                    break
-            tokens.append(kept)
-            reasons.append(reason)
-        return Accepted(path, tokens, reasons, [max(row[1], 0) for row in rows])
+        return accept_read(draft, greedy(logits), stop)
+
+
+def told(
+    path: Tensor, tokens: list[list[int]], reasons: list[str | None], drafted: list[int]
+) -> Accepted:
+    """Return what the host decided, with its tensors."""
+    rows = [row + [HOLE] * (path.shape[1] - len(row)) for row in tokens]
+    emitted = torch.tensor(rows, device=path.device)
+    return Accepted(path, emitted, (emitted != HOLE).sum(dim=1), tokens, reasons, drafted)
 
 
 # (sequence int64 [1, t], logits float32 [1, V]) -> scores [1, V]
@@ -208,4 +262,5 @@ class FollowAcceptor:
                 if reason := stop(row, token):
                     reasons[row] = reason
                     break
-        return Accepted(path, tokens, reasons, [max(drafted, 0) for _, drafted in state])
+        drafted = [max(count, 0) for _, count in state]
+        return told(path, tokens, reasons, drafted)

@@ -71,7 +71,7 @@ class AdjacencyMatrix:
         self._probabilities = torch.zeros((rows, k), dtype=torch.float16, device=device)
         self._keys = torch.full((pairs + 1,), NO_KEY, device=device)
         self.evidence = torch.zeros((2, 0), device=device)
-        self._winners = torch.empty(0, dtype=torch.int32, device=device)  # for ``_last``
+        self._winners = torch.empty(rows, dtype=torch.int32, device=device)  # for ``_last``
 
     @property
     def candidates(self) -> Tensor:
@@ -117,7 +117,7 @@ class AdjacencyMatrix:
         grown._candidates[: len(self._candidates)] = self._candidates
         grown._probabilities[: len(self._candidates)] = self._probabilities
         self._candidates, self._probabilities = grown._candidates, grown._probabilities
-        self._keys = grown._keys
+        self._keys, self._winners = grown._keys, grown._winners
 
     def assume_probabilities(self) -> None:
         """Where rows were recorded without, give their ranks 1/2, 1/4, …"""
@@ -294,8 +294,6 @@ class AdjacencyMatrix:
         Writing repeated indices has no defined winner on CUDA. If every repetition writes what
         the last one does, the order of the writes does not matter.
         """
-        if len(self._winners) != len(self._candidates):
-            self._winners = rows.new_empty(len(self._candidates), dtype=torch.int32)
         order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         # Only the places written are read.
         self._winners.scatter_reduce_(0, rows, order, "amax", include_self=False)

@@ -18,6 +18,7 @@ from token_recycling.costs import CostCurve, find
 from token_recycling.decode import decode
 from token_recycling.drafters import BudgetDrafter, Drafter, NoDrafter, make_drafter
 from token_recycling.draws import RowDraws
+from token_recycling.engine import FusedEngine, FusingError
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.integrations.request import Request
 from token_recycling.integrations.transformers import generate, mend
@@ -31,6 +32,7 @@ from token_recycling.text import Prompt, TextStream, encode, is_batch
 from token_recycling.tree import TreeTemplate
 
 BUNDLED_MODEL = Path(__file__).parent / "model"
+ENGINES = ("auto", "fused", "readable")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 TOKENIZER_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "trust_remote_code")
 
@@ -120,6 +122,7 @@ class TokenRecycling:
         k: int | None = None,
         matrix: AdjacencyMatrix | str | Path | None = None,
         costs: CostCurve | None = None,
+        engine: str = defaults.ENGINE,
         exact_logits: bool = False,
         strict: bool = False,
     ) -> None:
@@ -136,6 +139,9 @@ class TokenRecycling:
             matrix: to start from, or the file of one.
             costs: what steps cost here, for an automatic tree. None: what ``token-recycling tune``
                 measured for this model and machine, else a guess; steps correct both.
+            engine: "fused": a step is compiled and, on a GPU, replayed as one graph; what that
+                cannot hold goes through the readable loop, with the same output. "readable":
+                never. "auto": fused on CUDA.
             exact_logits: compute the last projection in float32, for models in half precision:
                 rounded logits tie, and ties fall by chance (see ``exact.ExactHead``).
             strict: raise, instead of warning and decoding plainly, when the model cannot be
@@ -151,6 +157,8 @@ class TokenRecycling:
             raise TokenRecyclingError("a drafter is a name or an object of a Drafter class")
         if isinstance(matrix, str | Path):
             matrix = AdjacencyMatrix.load(matrix)
+        if engine not in ENGINES:
+            raise TokenRecyclingError(f"engine is {engine!r}; choose one of {', '.join(ENGINES)}")
         if matrix is not None and k is not None and k != matrix.k:
             raise TokenRecyclingError(f"the matrix keeps k={matrix.k} candidates, not {k}")
         k = matrix.k if matrix else defaults.CANDIDATES if k is None else k
@@ -173,6 +181,8 @@ class TokenRecycling:
                 device = self.target.device
                 drafter = BudgetDrafter(drafter, costs or find(model, device), device)
         self.drafter = drafter
+        self.engine = engine
+        self._fused: FusedEngine | None = None
         self.strict, self.exact_logits = strict, exact_logits
         self.stats = Stats()  # of all answers, added up
         self.told: set[str] = set()  # why calls of generate were decoded plainly
@@ -193,6 +203,7 @@ class TokenRecycling:
         k: int | None = None,
         matrix: AdjacencyMatrix | str | Path | None = None,
         costs: CostCurve | None = None,
+        engine: str = defaults.ENGINE,
         exact_logits: bool = False,
         strict: bool = False,
         **model_options: Any,
@@ -209,6 +220,7 @@ class TokenRecycling:
             k: see ``__init__``.
             matrix: see ``__init__``.
             costs: see ``__init__``.
+            engine: see ``__init__``.
             exact_logits: see ``__init__``.
             strict: see ``__init__``.
             **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` as they are:
@@ -250,6 +262,7 @@ class TokenRecycling:
             k=k,
             matrix=matrix,
             costs=costs,
+            engine=engine,
             exact_logits=exact_logits,
             strict=strict,
         )
@@ -262,6 +275,7 @@ class TokenRecycling:
     def forget_context(self) -> None:
         """Free the KV cache; an answer that is not finished cannot go on."""
         self.target.reset()
+        self._fused = None
         self._context = []
         self._runs += 1
 
@@ -438,6 +452,7 @@ class TokenRecycling:
             accept,
             prompts,
             rules,
+            engine=self._engine(accept),
             keep=kept,
             on_progress=on_progress,
             check=check,
@@ -451,6 +466,22 @@ class TokenRecycling:
                     self.stats.add_prefill(len(prompt) - kept, step, row)
             read = True
             yield step
+
+    def _engine(self, accept: Acceptor) -> FusedEngine | None:
+        """Return what takes the steps with ``accept``, or None: the readable loop."""
+        wanted = self.engine == "fused" or (
+            self.engine == "auto" and self.target.device.type == "cuda"
+        )
+        if not (wanted and isinstance(accept, GreedyAcceptor)):
+            return None
+        if not isinstance(self.target, TreeTarget):
+            return None
+        if self._fused is None or self._fused.given is not self.drafter:
+            try:
+                self._fused = FusedEngine(self.target, self.drafter)
+            except FusingError:
+                return None
+        return self._fused
 
     def _remembered(self, steps: Iterator[Step], prompts: list[list[int]]) -> Iterator[Step]:
         """Note what the target reads, for ``keep_context``; one thread at a time."""

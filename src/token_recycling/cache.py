@@ -153,3 +153,111 @@ def _gather(pack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
     starts = torch.tensor(lengths, device=pack.device)[:, None]
     slots = starts + torch.arange(p, device=pack.device)
     pack.scatter_(3, slots[None, :, None, :, None].expand(shape), pack.gather(3, source))
+
+
+class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer in the same memory, at the same shape, whatever is written.
+
+    Behind ``slots`` of every forward nothing is hidden: masks say what may be seen.
+    """
+
+    is_sliding = False
+    is_compileable = True
+
+    def __init__(self, cache: FixedCache, like: PreallocatedLayer) -> None:
+        super().__init__()
+        self.cache = cache
+        self.keys, self.values = (
+            states.new_zeros(cache.batch, states.shape[1], cache.slots, states.shape[3])
+            for states in (like.keys, like.values)
+        )
+        self.device, self.dtype, self.is_initialized = like.device, like.dtype, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the states of one forward to the slots of the draft; return all entries."""
+        slots = self.cache.places.to(key_states.device)
+        self.keys.index_copy_(2, slots, key_states)
+        self.values.index_copy_(2, slots, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Not known to the host; positions are given."""
+        return 0
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Length and offset of the keys."""
+        return self.cache.slots, 0
+
+    def get_max_length(self) -> int:
+        """The slots there are."""
+        return self.cache.slots
+
+    get_max_cache_shape = get_max_length
+
+
+class FixedCache(Cache):  # type: ignore[misc]
+    """A KV cache of fixed shape for a fused step: lengths live on the device, not on the host.
+
+    Attributes:
+        lengths: int64 [B], committed entries of each row.
+        places: int64 [n], slots that the draft of the current step is written to.
+    """
+
+    def __init__(self, like: RecyclingCache, batch: int, slots: int, device: torch.device) -> None:
+        """Have room for ``slots`` entries of ``batch`` rows, in layers like those of ``like``."""
+        self.batch, self.slots = batch, slots
+        super().__init__(layers=[FixedLayer(self, layer) for layer in like.layers])
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.places = self.lengths
+
+    def take(self, cache: RecyclingCache) -> None:
+        """Copy the committed entries of ``cache``."""
+        end = cache.end
+        for layer, given in zip(self.layers, cache.layers):
+            layer.keys[:, :, :end] = given.keys[:, :, :end]
+            layer.values[:, :, :end] = given.values[:, :, :end]
+        self.lengths.copy_(torch.tensor(cache.lengths))
+
+    def give(self, cache: RecyclingCache, lengths: list[int]) -> None:
+        """Copy the entries of ``lengths`` back."""
+        end = max(lengths)
+        cache.rewind([0] * self.batch)
+        cache.reserve(end)
+        for layer, taken in zip(self.layers, cache.layers):
+            taken.keys[:, :, :end] = layer.keys[:, :, :end]
+            taken.values[:, :, :end] = layer.values[:, :, :end]
+        cache.lengths = list(lengths)
+
+    def commit(self, path: Tensor, counts: Tensor) -> None:
+        """Keep the draft's entries on the accepted paths, and count them.
+
+        What lands behind a row's accepted nodes is not committed and does no harm.
+
+        Args:
+            path: int64 [B, p], the accepted nodes of each row first.
+            counts: int64 [B], how many.
+        """
+        p = path.shape[1]
+        source = self.places[path]
+        target = self.lengths[:, None] + torch.arange(p, device=path.device)
+        for layer in self.layers:
+            for entries in (layer.keys, layer.values):
+                here = entries.device
+                _move(entries, source.to(here), target.to(here))
+        self.lengths.add_(counts)
+
+
+def _move(entries: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy slots ``source`` [B, p] of ``entries`` [B, heads, slots, size] to slots ``target``."""
+    if len(entries) == 1:
+        entries.index_copy_(2, target[0], entries.index_select(2, source[0]))
+        return
+    batch, heads, _, size = entries.shape
+    shape = (batch, heads, source.shape[1], size)
+    moved = entries.gather(2, source[:, None, :, None].expand(shape))
+    entries.scatter_(2, target[:, None, :, None].expand(shape), moved)

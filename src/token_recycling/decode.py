@@ -10,6 +10,7 @@ import torch
 
 from token_recycling.accept import Acceptor, Stop, bare_roots
 from token_recycling.drafters import Drafter
+from token_recycling.engine import FusedEngine
 from token_recycling.metrics import Step
 from token_recycling.target import OnProgress, Target
 
@@ -21,6 +22,7 @@ def decode(
     prompts: list[list[int]],
     stop: Stop,
     *,
+    engine: FusedEngine | None = None,
     keep: int = 0,
     on_progress: OnProgress | None = None,
     check: Callable[[], None] = lambda: None,
@@ -36,6 +38,7 @@ def decode(
         accept: what chooses tokens.
         prompts: B lists of tokens.
         stop: says after which token a row ends.
+        engine: takes the steps as far as it can, all at once where this loop goes one by one.
         keep: tokens of a single prompt that the target has read before.
         on_progress: see ``Target.prefill``.
         check: called before every step; raises when the target was used for something else.
@@ -48,6 +51,12 @@ def decode(
     active = [reason is None for reason in step.reasons]
     roots = [tokens[-1] for tokens in step.tokens]
     yield step
+    if engine is not None:
+        texts = [prompt + tokens for prompt, tokens in zip(prompts, step.tokens)]
+        yield from engine.steps(texts, active, stop, check)
+        if any(active):
+            drafter.start([text[:-1] for text in texts])
+            roots = [text[-1] for text in texts]
     while any(active):
         check()
         with target.guard():

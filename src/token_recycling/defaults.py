@@ -7,3 +7,4 @@ MOST_NODES = 80  # below the root, with an automatic tree (the paper's number)
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 512  # prompt tokens per forward, over all rows of a batch
 CACHE_CHUNK = 256  # slots by which the KV cache grows at least
+ENGINE = "auto"  # fused steps where they pay: on CUDA

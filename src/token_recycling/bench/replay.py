@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Accepted, Stop, longest_paths
+from token_recycling.accept import Accepted, Stop, accept_read
 from token_recycling.bench.suites import Question
 from token_recycling.costs import CostCurve
 from token_recycling.decode import decode
@@ -40,16 +40,9 @@ class ForcedAcceptor:
         ahead += [NO_TOKEN] * (draft.max_depth + 1 - len(ahead))
         # A node on the right path is followed by the answer's token of its depth.
         choices = torch.tensor(ahead, device=self._device)[draft.depths]
-        path, counts = longest_paths(draft, choices)
-        count, drafted = torch.stack([counts[0], draft.valid[0].sum() - 1]).tolist()
-        tokens: list[int] = []
-        reason = None
-        for token in ahead[:count]:
-            tokens.append(token)
-            if reason := stop(0, token):
-                break
-        self._done += len(tokens)
-        return Accepted(path, [tokens], [reason], [drafted])
+        accepted = accept_read(draft, choices, stop)
+        self._done += len(accepted.tokens[0])
+        return accepted
 
 
 class NoModel:

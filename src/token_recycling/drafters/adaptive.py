@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from token_recycling import defaults
-from token_recycling.accept import Accepted
+from token_recycling.accept import HOLE, Accepted
 from token_recycling.adjacency import EMPTY, AdjacencyMatrix
 from token_recycling.drafters.base import Drafter
 from token_recycling.drafters.calibration import Calibration
-from token_recycling.drafters.context import HOLE, Context, Continuation
+from token_recycling.drafters.context import Context, Continuation
 from token_recycling.drafters.growth import Growth
 from token_recycling.drafters.sources import NO_TOKEN, ChainSource, RowSource
 from token_recycling.tree import DraftTree, TreeTemplate
@@ -33,6 +33,7 @@ class AdaptiveDrafter(Drafter):
 
     name = "adaptive"
     needs_logits = True
+    fixed_shapes = True
 
     def __init__(
         self,
@@ -77,6 +78,22 @@ class AdaptiveDrafter(Drafter):
         self.context = Context(prompts, WINDOW, self.matrix.device)
         self.calibration.refresh()
         self._steps = 0
+
+    def settle(self, prompts: list[list[int]], room: int) -> None:
+        """Take the rows' tokens into a context of fixed size."""
+        held = getattr(self, "context", None)
+        if held is not None and held.room == room and len(held.tokens) == len(prompts):
+            held.restart(prompts)
+        else:
+            self.context = Context(prompts, WINDOW, self.matrix.device, room)
+        self.calibration.refresh()
+
+    def _counts_now(self) -> bool:
+        """Every second step will do; a graph is the same at every step."""
+        if self.context.room is not None:
+            return True
+        self._steps += 1
+        return self._steps % COUNTED == 0
 
     def wants(self, tokens: Tensor) -> Tensor | None:
         """Want the tokens without a row, each where it stands last."""
@@ -123,11 +140,8 @@ class AdaptiveDrafter(Drafter):
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Count what was right, average the rows of every node, and go on in the context."""
-        counts = [len(tokens) for tokens in accepted.tokens]
-        rows = [tokens + [HOLE] * (max(counts) - len(tokens)) for tokens in accepted.tokens]
-        emitted = torch.tensor(rows, device=self.matrix.device)
-        self._steps += 1
-        if self.calibrate and self._chain is not None and self._steps % COUNTED == 0:
+        emitted = accepted.emitted
+        if self.calibrate and self._chain is not None and self._counts_now():
             self._count(emitted, self._chain)
         ids, p = self._best(logits)
         before = draft.tokens.gather(1, draft.parents)
@@ -140,8 +154,7 @@ class AdaptiveDrafter(Drafter):
             draft.valid.flatten(),
             keep=self.keep,
         )
-        kept = torch.tensor([max(count - 1, 0) for count in counts], device=emitted.device)
-        self.context.append(emitted[:, :-1], kept)
+        self.context.append(emitted[:, :-1], (accepted.counts - 1).clamp(min=0))
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the k best candidates of [..., V] logits and their shares among themselves.

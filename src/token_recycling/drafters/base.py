@@ -20,6 +20,9 @@ class Drafter(ABC):
 
     name: str
     needs_logits = False  # what the target answers, not only what it emits
+    # ``propose`` and ``observe`` are tensor functions of fixed shapes: they write in place, and
+    # neither read from the device nor look at what the host knows. So a graph can hold them.
+    fixed_shapes = False
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -32,6 +35,14 @@ class Drafter(ABC):
 
     def start(self, prompts: list[list[int]]) -> None:  # noqa: B027
         """Begin a batch of sequences."""
+
+    def settle(self, prompts: list[list[int]], room: int) -> None:  # noqa: B027
+        """Begin a batch for a fused step, in the same tensors whenever ``room`` is the same.
+
+        Args:
+            prompts: the tokens of every row so far.
+            room: tokens that a row may come to.
+        """
 
     def wants(self, tokens: Tensor) -> Tensor | None:
         """Say which tokens of a chunk of the prompts, int64 [B, c], it wants to be primed with.

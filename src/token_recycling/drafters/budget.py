@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 from time import perf_counter
 
 import torch
@@ -119,7 +119,7 @@ class BudgetDrafter(Drafter):
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Let the drafter learn, and note what the step took and emitted."""
         self.drafter.observe(draft, logits, accepted)
-        if self.acceptance.follow(accepted) and draft.scores is None:
+        if self.acceptance.follow(accepted):
             self._ratios = self.acceptance.ratios(self.sizes)
         emitted = max(map(len, accepted.tokens))
         self._context += emitted
@@ -160,9 +160,9 @@ class BudgetDrafter(Drafter):
         there = draft.valid[:, 1:].any(dim=0).float()
         sums = pad(torch.stack([promised, there]).cumsum(dim=1), (1, 0))[:, self._ends]
         tokens, nodes = sums.tolist()
-        # A drafter's own scores are calibrated by itself, and sooner.
-        ratios = self._ratios if draft.scores is None else [1.0] * len(tokens)
-        mats = [1 + ratio * more for ratio, more in zip(ratios, tokens)]
+        # A drafter calibrates its own scores, and sooner; but it may have begun with wrong counts.
+        most = inf if draft.scores is None else 1.0
+        mats = [1 + min(ratio, most) * more for ratio, more in zip(self._ratios, tokens)]
         return mats, [1 + count for count in nodes]
 
     def _best(self, mats: list[float], nodes: list[float]) -> int:

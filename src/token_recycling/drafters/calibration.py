@@ -34,7 +34,7 @@ class Calibration:
         hits, trials = self.evidence
         shares = (hits.minimum(trials) + PRIOR * self.expected) / (trials + PRIOR)
         shares = torch.where(self.expected > 0, shares, 0.0)
-        torch.log(shares.clamp(max=SUREST), out=self.logs)
+        self.logs.copy_(shares.clamp(max=SUREST).log())
 
     def count(self, features: Tensor, right: Tensor, there: Tensor) -> None:
         """Count candidates: int64 features, bool right and bool there, of one shape."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HOLE = -1  # in front of a row and behind it; equal to no token
+from token_recycling.accept import HOLE
+
 ROOM = 256  # slots by which the buffer grows at least
 
 
@@ -27,38 +28,67 @@ class Continuation:
 
 
 class Context:
-    """``tokens`` int64 [B, width] behind ``window`` holes, and ``lengths`` int64 [B] with them."""
+    """``tokens`` int64 [B, width] between holes, and ``lengths`` int64 [B] with those in front.
+
+    There are ``window`` holes in front. What is written is written in place.
+    """
 
     def __init__(
-        self, prompts: list[list[int]], window: int, device: torch.device | str = "cpu"
+        self,
+        prompts: list[list[int]],
+        window: int,
+        device: torch.device | str = "cpu",
+        room: int | None = None,
     ) -> None:
-        """Begin with ``prompts``; n-grams of up to ``window`` tokens are compared."""
-        self.window = window
-        longest = max(map(len, prompts))
-        rows = [
-            [HOLE] * window + prompt + [HOLE] * (longest - len(prompt) + ROOM) for prompt in prompts
-        ]
-        self.tokens = torch.tensor(rows, device=device)
-        self.lengths = torch.tensor([window + len(prompt) for prompt in prompts], device=device)
+        """Begin with ``prompts``; n-grams of up to ``window`` tokens are compared.
+
+        Args:
+            prompts: B lists of tokens.
+            window: tokens.
+            device: to live on.
+            room: tokens that a row may come to. Then every shape stays the same, and the host
+                reads nothing. None: the buffer grows.
+        """
+        self.window, self.room = window, room
+        width = window + (max(map(len, prompts)) + ROOM if room is None else room)
+        self.tokens = torch.empty((len(prompts), width), dtype=torch.long, device=device)
+        self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=device)
         # An n-gram's agreement as a number of ``window`` bits, the last token's the highest; its
         # leading ones are the length of the run.
         self._weights = 2.0 ** torch.arange(window, device=device)
         codes = torch.arange(2**window, device=device)
         breaks = (2**window - 1 - codes).clamp(min=0.5).log2().floor().long()
         self._runs = window - 1 - breaks
+        self.restart(prompts)
+
+    def restart(self, prompts: list[list[int]]) -> None:
+        """Begin with as many other prompts, in the same place."""
+        width = self.tokens.shape[1] - self.window
+        holes = [HOLE] * self.window
+        rows = [holes + prompt + [HOLE] * (width - len(prompt)) for prompt in prompts]
+        self.tokens.copy_(torch.tensor(rows))
+        self.lengths.copy_(torch.tensor([self.window + len(prompt) for prompt in prompts]))
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Append the first ``counts`` [B] of ``tokens`` [B, t] to each row."""
-        batch, t = tokens.shape
-        needed = int(self.lengths.max()) + t
-        if needed > self.tokens.shape[1]:
-            room = self.tokens.new_full((batch, max(needed, self.tokens.shape[1] + ROOM) * 2), HOLE)
-            room[:, : self.tokens.shape[1]] = self.tokens
+        t = tokens.shape[1]
+        places = self.lengths[:, None] + torch.arange(t, device=self.tokens.device)
+        if self.room is None:
+            self._make_room(int(self.lengths.max()) + t)
+        else:  # a row that has ended may come here too, and must not write past its end
+            places = places.clamp(max=self.tokens.shape[1] - 1)
+        kept = torch.where(places < (self.lengths + counts)[:, None], tokens, HOLE)
+        self.tokens.scatter_(1, places, kept)
+        self.lengths.add_(counts)
+        if self.room is not None:
+            self.lengths.clamp_(max=self.tokens.shape[1] - 1)
+
+    def _make_room(self, needed: int) -> None:
+        width = self.tokens.shape[1]
+        if needed > width:
+            room = self.tokens.new_full((len(self.tokens), max(needed, width + ROOM) * 2), HOLE)
+            room[:, :width] = self.tokens
             self.tokens = room
-        places = torch.arange(t, device=self.tokens.device)
-        kept = torch.where(places < counts[:, None], tokens, HOLE)
-        self.tokens.scatter_(1, self.lengths[:, None] + places, kept)
-        self.lengths = self.lengths + counts
 
     def last(self, count: int) -> Tensor:
         """Return the last ``count`` tokens of each row, int64 [B, count]."""
@@ -72,7 +102,8 @@ class Context:
             length: tokens to return.
             least: a shorter run is no match.
         """
-        used = min(int(self.lengths.max()), self.tokens.shape[1])
+        width = self.tokens.shape[1]
+        used = width if self.room is not None else min(int(self.lengths.max()), width)
         tail = self.last(self.window)
         tail = tail.masked_fill(tail == HOLE, HOLE - 1)
         grams = self.tokens[:, :used].unfold(1, self.window, 1)

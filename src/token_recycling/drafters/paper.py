@@ -20,6 +20,7 @@ class PaperDrafter(Drafter):
 
     name = "paper"
     needs_logits = True
+    fixed_shapes = True
 
     def __init__(
         self, matrix: AdjacencyMatrix, template: TreeTemplate, *, prime_prompt: bool = True

@@ -13,6 +13,7 @@ class NoDrafter(Drafter):
     """Proposes the root alone, so that every step yields one token."""
 
     name = "none"
+    fixed_shapes = True
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Return the bare roots."""

@@ -47,10 +47,4 @@ class PromptLookupDrafter(Drafter):
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Append the accepted tokens; the bonus token comes back as the next root."""
-        kept = [tokens[:-1] for tokens in accepted.tokens]
-        emitted = torch.zeros_like(draft.tokens)
-        for row, tokens in enumerate(kept):
-            emitted[row, : len(tokens)] = torch.tensor(tokens)
-        self.context.append(
-            emitted, torch.tensor([len(tokens) for tokens in kept], device=self.device)
-        )
+        self.context.append(accepted.emitted[:, :-1], (accepted.counts - 1).clamp(min=0))

@@ -1,0 +1,85 @@
+"""The decoding step as one graph: the same functions as in ``decode``, without the host."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from token_recycling.accept import accept_choices, greedy, packed
+from token_recycling.cache import FixedCache
+from token_recycling.drafters import Drafter
+from token_recycling.masks import additive_masks
+from token_recycling.target import TreeTarget
+from token_recycling.tree import DraftTree
+
+
+class FusedStep:
+    """Propose, verify, accept, observe and commit for B rows over tensors that stay in place.
+
+    Everything that a step changes is changed in place: ``roots``, the cache and its lengths, the
+    drafter's context and matrix. So the step can be compiled as one graph and replayed.
+    """
+
+    def __init__(
+        self, target: TreeTarget, drafter: Drafter, batch: int, slots: int, nodes: int
+    ) -> None:
+        """Make the step for ``batch`` rows with ``slots`` of cache, verifying ``nodes`` tokens.
+
+        The target must have read something, so that the shapes of its cache are known.
+        """
+        self.target, self.batch, self.nodes = target, batch, nodes
+        # Its own context, in tensors of its own; everything that is learnt is shared.
+        self.drafter = copy.copy(drafter)
+        self.drafter.settle([[]] * batch, slots)
+        device = target.device
+        self.cache = FixedCache(target.cache, batch, slots, device)
+        self.roots = torch.zeros(batch, dtype=torch.long, device=device)
+        self.active = torch.zeros(batch, dtype=torch.bool, device=device)
+        self._slots = torch.arange(slots, device=device)
+
+    def begin(self, texts: list[list[int]], active: list[bool]) -> None:
+        """Go on from ``texts``: all tokens of each row, the last of which was not read yet."""
+        self.cache.take(self.target.cache)
+        self.drafter.settle([text[:-1] for text in texts], self.cache.slots)
+        self.roots.copy_(torch.tensor([text[-1] for text in texts]))
+        self.active.copy_(torch.tensor(active))
+
+    def __call__(self) -> Tensor:
+        """Take a step; return what the host wants to know, int64 [B, p + 1] (see ``packed``)."""
+        draft = self.drafter.propose(self.roots).first(self.nodes).only(self.active)
+        logits = self._verify(draft)
+        accepted = accept_choices(draft, greedy(logits))
+        self.drafter.observe(draft, logits, accepted)
+        self.cache.commit(accepted.path, accepted.counts)
+        last = accepted.emitted.gather(1, (accepted.counts - 1).clamp(min=0)[:, None])[:, 0]
+        self.roots.copy_(torch.where(accepted.counts > 0, last, self.roots))
+        return packed(draft, accepted)
+
+    def _verify(self, draft: DraftTree) -> Tensor:
+        """Return the logits [B, n, V] of every node; the draft stands behind the longest row."""
+        target, n = self.target, draft.tokens.shape[1]
+        lengths = self.cache.lengths[:, None]
+        end = self.cache.lengths.max()
+        self.cache.places = end + self._slots[:n]
+        positions = lengths + draft.depths
+        if target.max_positions is not None:  # see ``TreeTarget.verify``
+            positions = positions.clamp(max=target.max_positions - 1)
+        node = (self._slots - end).expand(len(lengths), -1)
+        drafted = (node >= 0) & (node < n)
+        node = node.clamp(0, n - 1)
+        above = draft.ancestors.gather(2, node[:, None].expand(-1, n, -1))
+        visible = torch.where(drafted[:, None], above, (self._slots < lengths)[:, None])
+        key_positions = torch.where(drafted, positions.gather(1, node), self._slots)
+        masks = additive_masks(target.reaches, visible, positions, key_positions, target.dtype)
+        output = target.model(
+            input_ids=draft.tokens,
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        logits: Tensor = output.logits.to(target.device)
+        return logits
