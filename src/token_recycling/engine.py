@@ -212,5 +212,5 @@ class FusedEngine:
             except TokenRecyclingError:
                 pass  # the cache is somebody else's by now
             else:
-                with torch.no_grad():
+                with self.target.guard():
                     step.cache.give(cache, [len(text) - 1 for text in texts])
