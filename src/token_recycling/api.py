@@ -275,7 +275,6 @@ class TokenRecycling:
     def forget_context(self) -> None:
         """Free the KV cache; an answer that is not finished cannot go on."""
         self.target.reset()
-        self._fused = None
         self._context = []
         self._runs += 1
 

@@ -162,6 +162,7 @@ def _recycler(variant: Variant, first: TokenRecycling, costs: CostCurve | None) 
         first.tokenizer,
         drafter=variant.drafter or "none",
         k=variant.k,
+        engine=variant.engine,
         exact_logits=first.exact_logits,
         **options,
     )

@@ -18,6 +18,7 @@ DEFAULT = (GENERATE, LOOKUP, "prompt-lookup", "paper", AUTO)
 # Drafters that keep no matrix; a decoder of another library has none.
 NOT_RECYCLED = (None, "none", "prompt-lookup")
 FIXED_TREE = "paper"  # of a drafter named without a tree
+MODES = {"": defaults.ENGINE, "graph": "fused", "no-graph": "readable"}
 SWEEPS = ("k", "tree", "temperature", "start")
 STARTS = ("hot", "cold")
 TEMPERATURES = "a temperature is 0, or lies between 0.00001 and 100"
@@ -34,6 +35,7 @@ class Variant:
         tree: "auto", a name or a file.
         k: candidates per token.
         temperature: 0 is greedy.
+        engine: see ``TokenRecycling``.
         start: "hot": the matrix is kept from question to question; "cold": emptied before each.
         baseline: the name of what it is compared with.
     """
@@ -44,6 +46,7 @@ class Variant:
     tree: str = FIXED_TREE
     k: int = defaults.CANDIDATES
     temperature: float = 0.0
+    engine: str = defaults.ENGINE
     start: str = "hot"
     baseline: str = GENERATE
 
@@ -67,18 +70,23 @@ class Variant:
 def parse(spec: str) -> Variant:
     """Read ``generate``, ``generate-pld``, ``auto``, ``DRAFTER`` or ``DRAFTER@TREE``.
 
-    A drafter without a tree drafts as published: ``paper`` with its 80 nodes.
+    A drafter without a tree drafts as published: ``paper`` with its 80 nodes. Behind one of ours
+    may stand ``+graph`` or ``+no-graph``.
 
     Raises:
         TokenRecyclingError: there is no such decoder.
     """
     if spec in (GENERATE, LOOKUP):
         return Variant(spec, lookup=spec == LOOKUP)
-    drafter, _, tree = (defaults.DRAFTER, "", AUTO) if spec == AUTO else spec.partition("@")
-    if drafter not in names():
+    ours, _, mode = spec.partition("+")
+    drafter, _, tree = (defaults.DRAFTER, "", AUTO) if ours == AUTO else ours.partition("@")
+    if drafter not in names() or mode not in MODES:
         known = ", ".join([GENERATE, LOOKUP, AUTO, *names()])
-        raise TokenRecyclingError(f"no decoder {spec!r}; there are {known}, and DRAFTER@TREE")
-    return Variant(spec, drafter, tree=tree or FIXED_TREE)
+        raise TokenRecyclingError(
+            f"no decoder {spec!r}; there are {known}, DRAFTER@TREE, and all but the first two "
+            "with +graph or +no-graph"
+        )
+    return Variant(spec, drafter, tree=tree or FIXED_TREE, engine=MODES[mode])
 
 
 def is_temperature(value: float) -> bool:
@@ -150,6 +158,8 @@ def _set(variant: Variant, values: dict[str, Any]) -> Variant:
         name = AUTO if values["tree"] == AUTO else f"{variant.drafter}@{values['tree']}"
         if values["tree"] == AUTO and variant.drafter != defaults.DRAFTER:
             name = f"{variant.drafter}@{AUTO}"
+        mode = variant.name.partition("+")[2]
+        name += f"+{mode}" if mode else ""
     if "k" in values:
         name += f" k={values['k']}"
     if "start" in values:

@@ -28,6 +28,7 @@ def check(
     device: o.Device = None,
     dtype: o.Dtype = None,
     exact_logits: o.ExactLogits = False,
+    graph: o.Graph = None,
     tree: o.Tree = defaults.TREE,
     drafter: o.Drafter = defaults.DRAFTER,
     threads: o.Threads = None,
@@ -55,6 +56,7 @@ def check(
         threads=threads,
         strict=strict,
         exact_logits=exact_logits,
+        graph=graph,
     )
     recycler = loading.open()
     from token_recycling import check as checking

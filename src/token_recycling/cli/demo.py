@@ -14,6 +14,7 @@ from token_recycling.errors import TokenRecyclingError
 def demo(
     max_tokens: o.MaxTokens = 150,
     tree: o.Tree = defaults.TREE,
+    graph: o.Graph = None,
     threads: o.Threads = None,
 ) -> None:
     """Show an answer as it grows, then decode eight prompts plainly and recycled, in turn.
@@ -23,7 +24,7 @@ def demo(
     from token_recycling.compare import compare
     from token_recycling.prompts import DEMO
 
-    loading = o.Loading(None, "cpu", None, tree, threads=threads)
+    loading = o.Loading(None, "cpu", None, tree, threads=threads, graph=graph)
     if max_tokens < 2:
         raise TokenRecyclingError("-n must be 2 or more")
     recycler = loading.open()

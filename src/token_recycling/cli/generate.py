@@ -36,6 +36,7 @@ def generate(
     device: o.Device = None,
     dtype: o.Dtype = None,
     exact_logits: o.ExactLogits = False,
+    graph: o.Graph = None,
     tree: o.Tree = defaults.TREE,
     drafter: o.Drafter = defaults.DRAFTER,
     top_k_candidates: o.Candidates = None,
@@ -71,6 +72,7 @@ def generate(
         threads,
         strict,
         exact_logits,
+        graph,
     )
     options = o.sampling_options(
         max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop

@@ -48,6 +48,10 @@ Strict = Annotated[bool, typer.Option("--strict", help="Fail where tree attentio
 ExactLogits = Annotated[
     bool, typer.Option("--exact-logits", help="Last projection in float32, for half precision.")
 ]
+Graph = Annotated[
+    bool | None,
+    typer.Option("--graph/--no-graph", help="Steps as one graph. Left out: on CUDA."),
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as text; no chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -67,6 +71,7 @@ class Loading:
     threads: int | None = None
     strict: bool = False
     exact_logits: bool = False
+    graph: bool | None = None
 
     def open(self) -> TokenRecycling:
         """Load the model; on a terminal stderr shows that something goes on.
@@ -104,6 +109,7 @@ class Loading:
                 tree=self.tree,
                 k=self.candidates,
                 matrix=self.matrix if self.matrix and self.matrix.exists() else None,
+                engine=engine(self.graph),
                 exact_logits=self.exact_logits,
                 strict=self.strict,
             )
@@ -112,6 +118,11 @@ class Loading:
         """Save the matrix where ``--matrix`` says."""
         if self.matrix is not None:
             recycler.matrix.save(self.matrix)
+
+
+def engine(graph: bool | None) -> str:
+    """Return the engine that ``--graph`` or ``--no-graph`` asks for."""
+    return defaults.ENGINE if graph is None else "fused" if graph else "readable"
 
 
 def sampling_options(
