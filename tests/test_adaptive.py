@@ -414,9 +414,7 @@ def test_rest_keeps_the_context(bundled):
     draft = drafter.rest(torch.tensor([7]))
     assert draft.tokens.tolist() == [[7]]
     logits = torch.zeros(1, 1, 100)
-    drafter.observe(
-        draft, logits, told(torch.zeros(1, 1, dtype=torch.long), [[8]], [None], [0])
-    )
+    drafter.observe(draft, logits, told(torch.zeros(1, 1, dtype=torch.long), [[8]], [None], [0]))
     draft = drafter.propose(torch.tensor([8]))
     assert 9 in draft.tokens[0].tolist()
     assert drafter.context.last(4).tolist() == [[5, 6, 7, 8]]

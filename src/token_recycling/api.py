@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from token_recycling.costs import CostCurve, find
 from token_recycling.decode import decode
 from token_recycling.drafters import BudgetDrafter, Drafter, NoDrafter, make_drafter
 from token_recycling.draws import RowDraws
-from token_recycling.engine import FusedEngine, FusingError
+from token_recycling.engine import FusedEngine, FusingError, can_fuse
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.integrations.request import Request
 from token_recycling.integrations.transformers import generate, mend
@@ -78,7 +78,7 @@ class Chunk:
 class _Run:
     """A batch on its way: what to iterate, and what has come so far."""
 
-    steps: Iterator[Step]
+    steps: Generator[Step, None, None]
     prompts: list[list[int]]
     readers: list[TextStream] | None
     on_step: Callable[[Step], None] | None = None
@@ -338,23 +338,24 @@ class TokenRecycling:
     def _chunks(self, run: _Run) -> Iterator[Chunk]:
         assert run.readers is not None
         reader = run.readers[0]
-        for step in run.steps:
-            first = not run.tokens[0]
-            begin = len(run.tokens[0])
-            run.take(step)
-            reason = run.reasons[0]
-            if reason is not None:
-                reader.finish()
-            tokens = step.tokens[0]
-            for index, token in enumerate(tokens):
-                last = index == len(tokens) - 1
-                yield Chunk(
-                    reader.pieces[begin + index],
-                    token,
-                    from_draft=not first and not last,
-                    finish_reason=reason if last else None,
-                    stats=run.stats[0] if last and reason is not None else None,
-                )
+        with closing(run.steps) as steps:  # at once, not when the garbage is collected
+            for step in steps:
+                first = not run.tokens[0]
+                begin = len(run.tokens[0])
+                run.take(step)
+                reason = run.reasons[0]
+                if reason is not None:
+                    reader.finish()
+                tokens = step.tokens[0]
+                for index, token in enumerate(tokens):
+                    last = index == len(tokens) - 1
+                    yield Chunk(
+                        reader.pieces[begin + index],
+                        token,
+                        from_draft=not first and not last,
+                        finish_reason=reason if last else None,
+                        stats=run.stats[0] if last and reason is not None else None,
+                    )
 
     def _start(
         self,
@@ -405,7 +406,7 @@ class TokenRecycling:
         readers = None
         if stream or stop:
             readers = [TextStream(self.tokenizer, stop) for _ in encoded]
-        run = _Run(iter(()), encoded, readers, on_step)
+        run = _Run(_nothing(), encoded, readers, on_step)
         ends = {*choices[0].eos, *self._special_ids(stop)}
         rules = StopRules(limits, ends, readers)
 
@@ -471,7 +472,7 @@ class TokenRecycling:
         wanted = self.engine == "fused" or (
             self.engine == "auto" and self.target.device.type == "cuda"
         )
-        if not (wanted and isinstance(accept, GreedyAcceptor)):
+        if not (wanted and can_fuse(accept)):
             return None
         if not isinstance(self.target, TreeTarget):
             return None
@@ -482,7 +483,9 @@ class TokenRecycling:
                 return None
         return self._fused
 
-    def _remembered(self, steps: Iterator[Step], prompts: list[list[int]]) -> Iterator[Step]:
+    def _remembered(
+        self, steps: Iterator[Step], prompts: list[list[int]]
+    ) -> Generator[Step, None, None]:
         """Note what the target reads, for ``keep_context``; one thread at a time."""
         read: list[int] = []
         while True:
@@ -578,6 +581,10 @@ class TokenRecycling:
                 raise TokenRecyclingError(
                     f"token ids must lie between 0 and {self.target.vocab_size - 1}"
                 )
+
+
+def _nothing() -> Generator[Step, None, None]:
+    yield from ()
 
 
 def _template(tree: str | Path | TreeTemplate, k: int) -> TreeTemplate:

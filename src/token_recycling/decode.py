@@ -53,7 +53,7 @@ def decode(
     yield step
     if engine is not None:
         texts = [prompt + tokens for prompt, tokens in zip(prompts, step.tokens)]
-        yield from engine.steps(texts, active, stop, check)
+        yield from engine.steps(texts, active, accept, stop, check)
         if any(active):
             drafter.start([text[:-1] for text in texts])
             roots = [text[-1] for text in texts]

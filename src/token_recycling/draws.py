@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,3 +63,67 @@ class BatchDraws:
             self._blocks.popleft()
             self._first += 1
         return token
+
+
+class AheadDraws:
+    """Draws for every node of a draft at once, each by the random numbers of its place.
+
+    The block of exponential numbers that ``torch.multinomial`` would divide the weights of token
+    t by (see ``BatchDraws``) is drawn before the step, into a ring of the coming tokens. A node
+    of depth d in a step after t tokens is drawn by block t + d. So the longest path of these
+    choices is the text that plain sampling gives.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[Callable[[Any, Tensor], Tensor]],
+        ahead: int,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> None:
+        """Keep ``ahead`` blocks for every row.
+
+        Args:
+            processors: per row, from logits float32 [n, V] to scores; each row by itself.
+            ahead: blocks.
+            vocab_size: V.
+            device: of the logits.
+        """
+        self.processors = list(processors)
+        self.blocks = torch.ones(len(self.processors), ahead, vocab_size, device=device)
+        self.chosen = torch.zeros(len(self.processors), dtype=torch.long, device=device)
+
+    def begin(self, generators: Sequence[torch.Generator]) -> None:
+        """Draw from these generators, one a row, from their states now."""
+        self._generators = list(generators)
+        self._states = [generator.get_state() for generator in self._generators]
+        self._drawn = [0] * len(self._generators)
+        self.chosen.zero_()
+
+    def draw(self, row: int, count: int) -> None:
+        """Have the first ``count`` blocks of ``row`` drawn; the oldest of the ring are lost."""
+        ring = self.blocks.shape[1]
+        while self._drawn[row] < count:
+            block = self.blocks[row, self._drawn[row] % ring]
+            block.exponential_(generator=self._generators[row])
+            self._drawn[row] += 1
+
+    def rewind(self, row: int, count: int) -> None:
+        """Bring the generator of ``row`` to where plain sampling of ``count`` tokens has it."""
+        self._generators[row].set_state(self._states[row])
+        for _ in range(count):
+            self.blocks[row, 0].exponential_(generator=self._generators[row])
+
+    def __call__(self, depths: Tensor, logits: Tensor) -> Tensor:
+        """Choose a token after every node, int64 [B, n].
+
+        Args:
+            depths: int64 [B, n].
+            logits: [B, n, V].
+        """
+        places = (self.chosen[:, None] + depths) % self.blocks.shape[1]
+        chosen = []
+        for row, processors in enumerate(self.processors):
+            weights = processors(None, logits[row].float()).softmax(dim=-1)
+            chosen.append((weights / self.blocks[row, places[row]]).argmax(dim=-1))
+        return torch.stack(chosen)

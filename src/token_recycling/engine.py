@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from token_recycling.accept import Stop, read
+from token_recycling.accept import (
+    Acceptor,
+    FollowAcceptor,
+    GreedyAcceptor,
+    Processors,
+    Sequences,
+    Stop,
+    read,
+)
 from token_recycling.adjacency import STATE
 from token_recycling.drafters import BudgetDrafter, Drafter
+from token_recycling.draws import RowDraws
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.fused import FusedStep
+from token_recycling.fused import LAG, FusedStep
 from token_recycling.metrics import Step
 from token_recycling.target import TreeTarget
 
 SMALLEST = 256  # slots of the smallest cache; every further one is twice as large
 AHEAD = 64  # slots left beyond the first step, so that a cache lasts for some
-LAG = 1  # steps that the host is behind on a GPU
+BACKEND = "inductor"
 WARM_UP = 3  # runs before a capture
 KEPT = 8  # steps kept with their caches
 VARIANTS = 64  # compiled, of one function; PyTorch's own bound is 8
+# Processors that look at a node's logits alone, not at the tokens before.
+ROW_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 class FusingError(TokenRecyclingError):
     """The step of this model and drafter does not compile here."""
+
+
+def can_fuse(accept: Acceptor) -> bool:
+    """True when tokens are chosen from each node's logits alone, and draws can be made ahead."""
+    if isinstance(accept, GreedyAcceptor):
+        return True
+    return (
+        isinstance(accept, FollowAcceptor)
+        and accept.on_choice is None
+        and isinstance(accept.draw, RowDraws)
+        and None not in accept.draw.generators
+        and all(type(one) in ROW_WISE for row in accept.processors for one in cast("Any", row))
+    )
 
 
 class Runner:
@@ -41,66 +72,56 @@ class Runner:
             FusingError: it does not compile as one graph.
         """
         self.step = step
-        self._run: Callable[[], Tensor] = torch.compile(step, fullgraph=True)
         cuda = step.target.device.type == "cuda"
         self.lag = LAG if cuda else 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
         try:
-            told = self._launch()
-            if cuda:
-                told = self._capture()
+            told = self._capture() if cuda else self._run()
         except Exception as error:  # whatever compilers raise
             raise FusingError(one_line(error, 200)) from error
-        self.most = told.shape[1] - 1  # tokens that a step can emit
-        self.nodes = step.cache.places.numel()  # tokens that it verifies
-        shape = (self.lag + 1, *told.shape)
-        self._rows = torch.empty(shape, dtype=torch.long, pin_memory=cuda)
-        self._active = torch.empty(shape[:2], dtype=torch.bool, pin_memory=cuda)
-        self._events = [_event() if cuda else None for _ in range(self.lag + 1)]
+        # What the host reads and writes, for every step that may be out.
+        self._rows = torch.empty((LAG + 1, *told.shape), dtype=torch.long, pin_memory=cuda)
+        self._active = torch.empty((LAG + 1, len(told)), dtype=torch.bool, pin_memory=cuda)
         self._turn = 0
 
-    def _launch(self) -> Tensor:
+    def _run(self) -> Tensor:
         limits = {"recompile_limit": VARIANTS, "accumulated_recompile_limit": VARIANTS}
         with torch._dynamo.config.patch(limits), self.step.target.exact, torch.no_grad():
-            return self._run()
+            return self._compiled()
 
     def _capture(self) -> Tensor:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
-                self._launch()
+                self._run()
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._told = self._launch()
-        self._run = self._replay
-        return self._told
-
-    def _replay(self) -> Tensor:
-        self._graph.replay()
+            self._told = self._run()
         return self._told
 
     def launch(self, active: list[bool]) -> Callable[[], list[list[int]]]:
         """Begin a step of the ``active`` rows; return what waits for it and reads it."""
-        turn = self._turn = (self._turn + 1) % (self.lag + 1)
-        self._active[turn] = torch.tensor(active)
-        self.step.active.copy_(self._active[turn], non_blocking=True)
-        rows, event = self._rows[turn], self._events[turn]
-        rows.copy_(self._run() if event else self._launch(), non_blocking=True)
-        if event:
-            event.record()
+        turn = self._turn = (self._turn + 1) % (LAG + 1)
+        rows, on = self._rows[turn], self._active[turn]
+        on.copy_(torch.tensor(active))
+        self.step.active.copy_(on, non_blocking=True)
+        if self._graph is None:
+            rows.copy_(self._run())
+            return rows.tolist
+        self._graph.replay()
+        rows.copy_(self._told, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
 
         def wait() -> list[list[int]]:
-            if event:
-                event.synchronize()
+            event.synchronize()
             found: list[list[int]] = rows.tolist()
             return found
 
         return wait
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class FusedEngine:
@@ -118,43 +139,48 @@ class FusedEngine:
             raise FusingError(f"the drafter {drafter.name} needs the host at every step")
         if not target.takes_positions:
             raise FusingError("the model takes no positions")
-        self._runners: dict[tuple[int, int, int], Runner] = {}
-        self._places: list[Any] = []
+        self._runners: dict[Any, Runner] = {}
+        self._places: list[int] = []
 
-    @property
-    def nodes(self) -> int:
-        """Tokens that a step verifies at most, the root included."""
-        return self.given.size if isinstance(self.given, BudgetDrafter) else 10**6
+    def _nodes(self) -> int:
+        """Tokens that a step verifies, the root included."""
+        if isinstance(self.given, BudgetDrafter):
+            return self.given.size
+        probe = copy.copy(self.drafter)
+        probe.settle([[]], SMALLEST)
+        return probe.propose(torch.zeros(1, dtype=torch.long, device=self.target.device)).nodes
 
-    def _held(self) -> list[Any]:
-        """Where everything lies that a captured step reads; it must stay there."""
+    def _held(self) -> list[int]:
+        """Where everything lies that a captured step reads and that others may have moved."""
         matrix = getattr(self.drafter, "matrix", None)
         learnt = [getattr(matrix, name).data_ptr() for name in STATE] if matrix else []
         return learnt + [weight.data_ptr() for weight in self.target.model.parameters()]
 
-    def runner(self, batch: int, length: int) -> Runner:
-        """Return the step for ``batch`` rows of up to ``length`` tokens with room ahead."""
+    def _runner(self, batch: int, length: int, processors: Sequence[Processors] | None) -> Runner:
+        """Return the step for ``batch`` rows of up to ``length`` tokens, with room ahead."""
         if (places := self._held()) != self._places:
             self._runners, self._places = {}, places
+        nodes = self._nodes()
         slots = SMALLEST
-        while slots < length + min(self.nodes, 2 * SMALLEST) + AHEAD:
+        while slots < length + nodes + AHEAD:
             slots *= 2
-        key = (batch, slots, self.nodes)
-        found = self._runners.pop(key, None)
-        if found is None:
-            step = FusedStep(self.target, self.drafter, batch, slots, self.nodes)
-            found = Runner(step)
-        self._runners[key] = found  # the latest last
+        key = (batch, slots, nodes, tuple(map(_name, processors or ())))
+        runner = self._runners.pop(key, None)
+        if runner is None:
+            step = FusedStep(self.target, self.drafter, batch, slots, nodes, processors)
+            runner = Runner(step)
+        self._runners[key] = runner  # the latest last
         while len(self._runners) > KEPT:
             del self._runners[next(iter(self._runners))]
-        return found
-
-    def reset(self) -> None:
-        """Free the caches."""
-        self._runners = {}
+        return runner
 
     def steps(
-        self, texts: list[list[int]], active: list[bool], stop: Stop, check: Callable[[], None]
+        self,
+        texts: list[list[int]],
+        active: list[bool],
+        accept: Acceptor,
+        stop: Stop,
+        check: Callable[[], None],
     ) -> Iterator[Step]:
         """Decode as far as fused steps go; whatever is ``active`` then is left to others.
 
@@ -164,36 +190,49 @@ class FusedEngine:
         Args:
             texts: all tokens of every row, the last not read yet; grows in place.
             active: the rows that have not ended; changed in place.
+            accept: chose the first tokens; one that ``can_fuse``.
             stop: says after which token a row ends.
             check: raises when the target was used for something else.
         """
+        sampler = accept if isinstance(accept, FollowAcceptor) else None
         while any(active):
             try:
-                runner = self.runner(len(texts), max(map(len, texts)))
+                processors = None if sampler is None else sampler.processors
+                runner = self._runner(len(texts), max(map(len, texts)), processors)
             except FusingError as reason:
                 warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
-                return
-            yield from self._until_full(runner, texts, active, stop, check)
+                break
+            yield from self._fill(runner, texts, active, sampler, stop, check)
+        if sampler is not None:
+            sampler.sequences = Sequences(texts, self.target.device)
 
-    def _until_full(
+    def _fill(
         self,
         runner: Runner,
         texts: list[list[int]],
         active: list[bool],
+        sampler: FollowAcceptor | None,
         stop: Stop,
         check: Callable[[], None],
     ) -> Iterator[Step]:
+        """Decode until the rows have ended or the cache of ``runner`` is full."""
         cache, step = self.target.cache, runner.step
+        first = [len(text) for text in texts]
         with torch.no_grad():
             step.begin(texts, active)
+            if step.draws is not None and sampler is not None:
+                step.draws.begin(cast("Any", sampler.draw).generators)
         waiting: deque[Callable[[], list[list[int]]]] = deque()
         begun = perf_counter()
         try:
             while any(active):
                 check()
-                longest = max(map(len, texts)) + runner.most * len(waiting)
-                fits = longest + runner.nodes <= step.cache.slots
+                out = step.most * len(waiting)  # tokens that are not known yet, at most
+                fits = max(map(len, texts)) + out + step.nodes <= step.cache.slots
                 if fits:
+                    if step.draws is not None:
+                        for row, text in enumerate(texts):
+                            step.draws.draw(row, len(text) - first[row] + out + step.most)
                     waiting.append(runner.launch(active))
                 elif not waiting:
                     return
@@ -204,9 +243,12 @@ class FusedEngine:
                     texts[row] += emitted
                     active[row] = active[row] and reasons[row] is None
                 seconds = perf_counter() - begun
-                yield Step(tokens, reasons, drafted, runner.nodes, (0.0, seconds, 0.0, 0.0, 0.0))
+                yield Step(tokens, reasons, drafted, step.nodes, (0.0, seconds, 0.0, 0.0, 0.0))
                 begun = perf_counter()
         finally:
+            if step.draws is not None and any(active):
+                for row, text in enumerate(texts):
+                    step.draws.rewind(row, len(text) - first[row])
             try:
                 check()
             except TokenRecyclingError:
@@ -214,3 +256,8 @@ class FusedEngine:
             else:
                 with self.target.guard():
                     step.cache.give(cache, [len(text) - 1 for text in texts])
+
+
+def _name(processors: Processors) -> str:
+    """Name what processors of one row do, so that equal ones share a step."""
+    return repr([(type(one).__name__, vars(one)) for one in cast("Any", processors)])

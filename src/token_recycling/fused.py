@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from token_recycling.accept import accept_choices, greedy, packed
+from token_recycling.accept import Processors, accept_choices, greedy, packed
 from token_recycling.cache import FixedCache
 from token_recycling.drafters import Drafter
+from token_recycling.draws import AheadDraws
 from token_recycling.masks import additive_masks
 from token_recycling.target import TreeTarget
 from token_recycling.tree import DraftTree
+
+LAG = 1  # steps that the host may be behind
 
 
 class FusedStep:
@@ -20,16 +24,32 @@ class FusedStep:
 
     Everything that a step changes is changed in place: ``roots``, the cache and its lengths, the
     drafter's context and matrix. So the step can be compiled as one graph and replayed.
+
+    Attributes:
+        nodes: tokens that a step verifies.
+        most: tokens that a step can emit.
     """
 
     def __init__(
-        self, target: TreeTarget, drafter: Drafter, batch: int, slots: int, nodes: int
+        self,
+        target: TreeTarget,
+        drafter: Drafter,
+        batch: int,
+        slots: int,
+        nodes: int,
+        processors: Sequence[Processors] | None = None,
     ) -> None:
-        """Make the step for ``batch`` rows with ``slots`` of cache, verifying ``nodes`` tokens.
+        """Make the step.
 
-        The target must have read something, so that the shapes of its cache are known.
+        Args:
+            target: has read something, so that the shapes of its cache are known.
+            drafter: with ``fixed_shapes``.
+            batch: B.
+            slots: of the cache.
+            nodes: tokens that a step verifies at most.
+            processors: of every row, to sample by; None: take the argmax.
         """
-        self.target, self.batch, self.nodes = target, batch, nodes
+        self.target = target
         # Its own context, in tensors of its own; everything that is learnt is shared.
         self.drafter = copy.copy(drafter)
         self.drafter.settle([[]] * batch, slots)
@@ -38,6 +58,13 @@ class FusedStep:
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
         self._slots = torch.arange(slots, device=device)
+        with torch.no_grad():
+            draft = self.drafter.propose(self.roots).first(nodes)
+        self.nodes, self.most = draft.nodes, draft.max_depth + 1
+        self.draws: AheadDraws | None = None
+        if processors is not None:
+            ahead = self.most * (LAG + 1)
+            self.draws = AheadDraws(processors, ahead, target.vocab_size, device)
 
     def begin(self, texts: list[list[int]], active: list[bool]) -> None:
         """Go on from ``texts``: all tokens of each row, the last of which was not read yet."""
@@ -50,16 +77,19 @@ class FusedStep:
         """Take a step; return what the host wants to know, int64 [B, p + 1] (see ``packed``)."""
         draft = self.drafter.propose(self.roots).first(self.nodes).only(self.active)
         logits = self._verify(draft)
-        accepted = accept_choices(draft, greedy(logits))
+        choices = greedy(logits) if self.draws is None else self.draws(draft.depths, logits)
+        accepted = accept_choices(draft, choices)
         self.drafter.observe(draft, logits, accepted)
         self.cache.commit(accepted.path, accepted.counts)
         last = accepted.emitted.gather(1, (accepted.counts - 1).clamp(min=0)[:, None])[:, 0]
+        if self.draws is not None:
+            self.draws.chosen.add_(accepted.counts)
         self.roots.copy_(torch.where(accepted.counts > 0, last, self.roots))
         return packed(draft, accepted)
 
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft stands behind the longest row."""
-        target, n = self.target, draft.tokens.shape[1]
+        target, n = self.target, draft.nodes
         lengths = self.cache.lengths[:, None]
         end = self.cache.lengths.max()
         self.cache.places = end + self._slots[:n]

@@ -269,6 +269,11 @@ class DraftTree:
     max_depth: int
     scores: Tensor | None = None
 
+    @property
+    def nodes(self) -> int:
+        """Nodes of a row, the root included."""
+        return self.tokens.shape[1]
+
     def only(self, rows: Tensor) -> DraftTree:
         """Return the same draft with every node of the rows outside ``rows`` (bool [B]) invalid."""
         return replace(self, valid=self.valid & rows[:, None])

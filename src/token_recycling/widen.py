@@ -68,6 +68,16 @@ SHAPES: dict[str, dict[str, int]] = {
         vocab_size=32000,
         tie_word_embeddings=False,
     ),
+    "llama-8b": dict(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    ),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What makes a checkpoint whole besides its weights and config.json.

@@ -47,7 +47,7 @@ class Growth:
         while len(levels) <= LEVELS:
             levels.append(min(self.width, k * levels[-1]))
         self.nodes = nodes = min(nodes, sum(levels))
-        self.max_depth = chain_length + LEVELS
+        self.max_depth = min(chain_length + LEVELS, nodes)
         device = calibration.logs.device
         self._chain_places = torch.arange(chain_length + 1, device=device)
         self._chain_parents = (self._chain_places - 1).clamp(min=0)

@@ -1,0 +1,275 @@
+"""The step as one graph: same text, one compilation, the host one step behind.
+
+The default suite captures the graph and runs its operations as they are: one cold compilation by
+Inductor takes a minute on two cores. `make test-fused` runs the same tests compiled.
+"""
+
+import os
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from architectures import make
+from models import plain, random_prompts
+from token_recycling import TokenRecycling, TokenRecyclingError, engine, fused
+from token_recycling.cache import FixedCache
+from token_recycling.tree import DraftTree
+
+PROMPTS = random_prompts([20, 7, 33, 1])
+TREE = "ranked-15"
+SAMPLED = {
+    "temperature": {"temperature": 0.7},
+    "top-k": {"temperature": 1.0, "top_k": 5},
+    "top-p": {"temperature": 1.3, "top_p": 0.8, "top_k": 0},
+    "min-p": {"temperature": 1.1, "min_p": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _backend(monkeypatch):
+    monkeypatch.setattr(engine, "BACKEND", os.environ.get("FUSED_BACKEND", "aot_eager"))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make("llama")
+
+
+def recycling(model, **options):
+    return TokenRecycling(model, **({"tree": TREE, "engine": "fused", "strict": True} | options))
+
+
+def runners(recycler):
+    return list(recycler._fused._runners.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])
+def test_one_graph_gives_the_same_text(name, monkeypatch):
+    """200 tokens; grouped queries, windows, one row and four."""
+    monkeypatch.setattr(engine, "SMALLEST", 512)
+    model = make(name)
+    expected = [plain(model, prompt, 200) for prompt in PROMPTS]
+    assert len(set(map(tuple, expected))) == 4
+    recycler = recycling(model)
+    for prompts, wanted in ((PROMPTS[:1], expected[:1]), (PROMPTS, expected)):
+        torch._dynamo.reset()
+        counters.clear()
+        for _ in range(2):  # cold, then hot and with other lengths
+            answers = recycler.generate(prompts, max_new_tokens=200)
+            assert [a.token_ids for a in answers] == wanted
+        assert counters["stats"]["unique_graphs"] == 1
+        assert sum(a.stats.accepted for a in answers) > 0
+    assert len(runners(recycler)) == 2  # one for each number of rows
+
+
+def test_steps_are_those_of_the_readable_loop(llama):
+    taken = {}
+    for mode in ("fused", "readable"):
+        steps = []
+        recycler = recycling(llama, drafter="paper", engine=mode)
+        recycler.generate(PROMPTS, max_new_tokens=60, on_step=steps.append)
+        taken[mode] = [(step.tokens, step.reasons) for step in steps]
+    assert taken["fused"] == taken["readable"]
+
+
+def test_a_full_cache_is_followed_by_a_larger_one(llama, monkeypatch):
+    monkeypatch.setattr(engine, "SMALLEST", 64)
+    recycler = recycling(llama)
+    expected = [plain(llama, prompt, 150) for prompt in PROMPTS]
+    assert [a.token_ids for a in recycler.generate(PROMPTS, max_new_tokens=150)] == expected
+    assert {runner.step.cache.slots for runner in runners(recycler)} == {128, 256}
+
+
+def test_the_host_may_be_one_step_behind(llama, monkeypatch):
+    """As on a GPU: steps that were begun too much are no part of the answer."""
+    expected = [plain(llama, prompt, 60) for prompt in PROMPTS]
+    ends = expected[1][25]
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", [ends])
+    expected = [plain(llama, prompt, 60) for prompt in PROMPTS]
+    assert len({len(tokens) for tokens in expected}) > 1  # rows that end at different times
+    recycler = recycling(llama)
+    recycler.generate(PROMPTS, max_new_tokens=2)
+    (runner,) = runners(recycler)
+    launched = []
+    runner.lag = 1
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda active: launched.append(active) or launch(active))
+    steps = []
+    answers = recycler.generate(PROMPTS, max_new_tokens=60, on_step=steps.append)
+    assert [a.token_ids for a in answers] == expected
+    assert len(launched) == len(steps)  # the prefill is no launch, and one is left over
+    answers = recycler.generate(PROMPTS, max_new_tokens=60, temperature=0.9, seed=3)
+    runner.lag = 0
+    again = recycler.generate(PROMPTS, max_new_tokens=60, temperature=0.9, seed=3)
+    assert [a.token_ids for a in again] == [a.token_ids for a in answers]
+
+
+@pytest.mark.parametrize("mix", SAMPLED)
+def test_the_same_seed_draws_the_same_text(mix):
+    model = make("qwen3")
+    recycler = recycling(model, drafter="paper")
+    accepted = 0
+    for seed in range(4):
+        prompt = PROMPTS[seed]
+        torch.manual_seed(seed)
+        expected = plain(model, prompt, 40, do_sample=True, **SAMPLED[mix])
+        answer = recycler.generate(prompt, max_new_tokens=40, seed=seed, **SAMPLED[mix])
+        assert answer.token_ids == expected
+        accepted += answer.stats.accepted
+    assert accepted > 0
+    assert runners(recycler)[0].step.draws is not None
+
+
+def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
+    monkeypatch.setattr(engine, "SMALLEST", 64)
+    options = {"max_new_tokens": 120, "temperature": 0.9, "seed": 7}
+    readable = recycling(llama, engine="readable").generate(PROMPTS, **options)
+    recycler = recycling(llama)
+    answers = recycler.generate(PROMPTS, **options)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in readable]
+    assert len(runners(recycler)) > 1
+    other = recycler.generate(PROMPTS, **(options | {"temperature": 1.5}))
+    assert [a.token_ids for a in other] != [a.token_ids for a in answers]
+
+
+def test_what_a_graph_cannot_hold_is_decoded_without(llama):
+    for options in ({"repetition_penalty": 1.3}, {"temperature": 0.9}):  # no seed: PyTorch's own
+        recycler = recycling(llama)
+        torch.manual_seed(5)
+        expected = plain(llama, PROMPTS[0], 30, do_sample="temperature" in options, **options)
+        torch.manual_seed(5)
+        assert recycler.generate(PROMPTS[0], max_new_tokens=30, **options).token_ids == expected
+        assert recycler._fused is None
+    recycler = recycling(llama, drafter="prompt-lookup")
+    assert recycler.generate(PROMPTS[0], max_new_tokens=30).token_ids == plain(
+        llama, PROMPTS[0], 30
+    )
+    assert recycler._fused is None
+
+
+def test_without_a_compiler_there_is_a_warning_and_the_same_text(llama, monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("no compiler here")
+
+    recycler = recycling(llama)
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: broken)
+    for options in ({}, {"temperature": 0.8, "seed": 2}):
+        with pytest.warns(UserWarning, match="without a graph: .*no compiler here"):
+            answer = recycler.generate(PROMPTS[0], max_new_tokens=40, **options)
+        readable = recycling(llama, engine="readable")
+        expected = readable.generate(PROMPTS[0], max_new_tokens=40, **options)
+        assert answer.token_ids == expected.token_ids
+
+
+def test_when_the_next_cache_fails_the_readable_loop_goes_on(llama, monkeypatch):
+    monkeypatch.setattr(engine, "SMALLEST", 64)
+    made = engine.Runner.__init__
+    count = []
+
+    def once(self, step):
+        count.append(step)
+        if len(count) > 1:
+            raise engine.FusingError("out of memory")
+        made(self, step)
+
+    for options in ({}, {"temperature": 0.8, "seed": 2}):
+        count.clear()
+        recycler = recycling(llama)
+        monkeypatch.setattr(engine.Runner, "__init__", once)
+        with pytest.warns(UserWarning, match="out of memory"):
+            answer = recycler.generate(PROMPTS[0], max_new_tokens=150, **options)
+        readable = recycling(llama, engine="readable")
+        expected = readable.generate(PROMPTS[0], max_new_tokens=150, **options)
+        assert answer.token_ids == expected.token_ids
+        assert len(count) == 2
+
+
+def test_a_stream_that_is_left_leaves_a_context_to_go_on_from(llama):
+    recycler = recycling(llama)
+    tokens = []
+    stream = recycler.stream(PROMPTS[0], max_new_tokens=50)
+    for chunk in stream:
+        tokens.append(chunk.token_id)
+        if len(tokens) == 20:
+            break
+    stream.close()
+    longer = PROMPTS[0] + tokens + [5]
+    assert recycler._common_context([longer]) >= len(PROMPTS[0]) + 19
+    answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)
+    assert answer.token_ids == plain(llama, longer, 30)
+    assert answer.stats.prompt_tokens < 5
+
+
+def test_a_stream_that_another_answer_overtook_does_no_harm(llama):
+    recycler = recycling(llama)
+    stream = recycler.stream(PROMPTS[0], max_new_tokens=50)
+    first = [next(stream).token_id for _ in range(10)]
+    longer = PROMPTS[0] + first[:8] + [5]
+    answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)
+    assert answer.token_ids == plain(llama, longer, 30)
+    with pytest.raises(TokenRecyclingError, match="has begun another"):
+        list(stream)
+    again = longer + answer.token_ids + [6]
+    answer = recycler.generate(again, max_new_tokens=30, keep_context=True)
+    assert answer.token_ids == plain(llama, again, 30)
+
+
+def test_a_matrix_that_moves_is_followed(llama):
+    """A captured step reads fixed places; what was moved away must not be read any more."""
+    recycler = recycling(llama, drafter="paper")
+    expected = plain(llama, PROMPTS[0], 40)
+    assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
+    (before,) = runners(recycler)
+    recycler.matrix._candidates = recycler.matrix._candidates.clone()
+    assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
+    (after,) = runners(recycler)
+    assert after is not before
+
+
+def test_an_unknown_engine_is_refused(llama):
+    with pytest.raises(TokenRecyclingError, match="choose one of auto, fused, readable"):
+        TokenRecycling(llama, engine="rocket")
+
+
+def test_auto_reads_on_a_cpu(llama):
+    recycler = TokenRecycling(llama, strict=True)
+    recycler.generate(PROMPTS[0], max_new_tokens=5)
+    assert recycler._fused is None
+
+
+def _commits_nothing(self, path, counts):
+    self.lengths.add_(counts)
+
+
+def _sees_everything(draft):
+    draft.ancestors.fill_(True)
+
+
+def _stands_in_a_row(draft):
+    draft.depths.copy_(torch.arange(draft.depths.shape[1]).expand_as(draft.depths))
+
+
+@pytest.mark.parametrize("what", ["commit", "mask", "positions"])
+def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
+    expected = [plain(llama, prompt, 60) for prompt in PROMPTS]
+    recycler = recycling(llama)
+    torch._dynamo.reset()  # what was compiled is not compiled again
+    if what == "commit":
+        monkeypatch.setattr(FixedCache, "commit", _commits_nothing)
+    else:
+        breaks = _sees_everything if what == "mask" else _stands_in_a_row
+        verify = fused.FusedStep._verify
+
+        def broken(self, draft):
+            wrong = DraftTree(**{**vars(draft), "ancestors": draft.ancestors.clone()})
+            wrong = DraftTree(**{**vars(wrong), "depths": draft.depths.clone()})
+            breaks(wrong)
+            return verify(self, wrong)
+
+        monkeypatch.setattr(fused.FusedStep, "_verify", broken)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it must compile, and be wrong
+        found = [recycler.generate(p, max_new_tokens=60).token_ids for p in PROMPTS]
+    assert found != expected
