@@ -4,7 +4,7 @@ BIN := .venv/bin
 DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lossless test-models test-versions test-quantised
+.PHONY: help setup demo test test-lossless test-models test-versions test-quantised test-fused
 .PHONY: lint format models train trees bench clean
 
 help: ## Show this list.
@@ -28,6 +28,10 @@ test: .venv/ready ## Run the tests (under ten minutes on two cores).
 
 test-lossless: .venv/ready ## The long identity test: 60 prompts x 200 tokens x every tree, B = 1 and 5.
 	$(BIN)/python -m pytest -m long
+
+test-fused: .venv/ready ## The step as one graph, compiled by Inductor, and the GPU suite's dry run.
+	FUSED_BACKEND=inductor $(BIN)/python -m pytest tests/test_fused.py
+	$(BIN)/python bench/gpu_suite.py --dry-run --out build/gpu-dry-run.json
 
 test-models: .venv/ready ## Examine every architecture of Transformers; fails if one is not as expected.
 	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
