@@ -53,12 +53,14 @@ THREADS=1 run bundled-sizes --per-kind 2 --decoders "generate,none,$FIXED,paper@
 
 # The adaptive drafter: side by side, its budget, its parts, its kinds of text.
 ADAPTIVE=generate,generate-pld,paper,paper@auto,adaptive@ranked-15,auto
+ADAPTIVE+=,adaptive@ranked-15+graph,auto+graph,none+graph
 run_widened adaptive-smollm2-135m-bfloat16 smollm2-135m --dtype bfloat16 --per-kind 2 \
     --decoders "$ADAPTIVE"
 run adaptive-bundled --decoders "$ADAPTIVE,prompt-lookup,adaptive"
 run adaptive-public --suite "spec-bench=$DATA/spec_bench/question.jsonl" \
     --suite "gsm8k=$DATA/gsm8k_test.jsonl" --per-kind 6 --decoders generate,paper,adaptive,adaptive@ranked-15
-run adaptive-sampled --per-kind 3 --temp 0.8 --decoders generate,paper,adaptive,adaptive@ranked-15
+run adaptive-sampled --per-kind 3 --temp 0.8 \
+    --decoders generate,paper,adaptive,adaptive@ranked-15,adaptive@ranked-15+graph,auto,auto+graph
 run_widened adaptive-low-redundancy smollm2-135m --dtype bfloat16 -n 64 \
     --suite bench/suites/low-redundancy.jsonl --decoders generate,generate-pld,paper,auto
 PARTS=adaptive-no-pairs,adaptive-no-averages,adaptive-no-chain,adaptive-no-calibration

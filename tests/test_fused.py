@@ -13,8 +13,9 @@ from torch._dynamo.utils import counters
 
 from architectures import make
 from models import plain, random_prompts
-from token_recycling import TokenRecycling, TokenRecyclingError, engine, fused
+from token_recycling import TokenRecycling, TokenRecyclingError, engine, fused, throttle
 from token_recycling.cache import FixedCache
+from token_recycling.costs import CostCurve
 from token_recycling.tree import DraftTree
 
 PROMPTS = random_prompts([20, 7, 33, 1])
@@ -226,6 +227,56 @@ def test_a_matrix_that_moves_is_followed(llama):
     assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
     (after,) = runners(recycler)
     assert after is not before
+
+
+def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
+    """And are tried again; greedy and sampled text stay what they were."""
+    dear = CostCurve((1, 8), (64,), ((1.0, 50.0),))
+    cheap = CostCurve((1, 8), (64,), ((1.0, 1.01),))
+    for options in ({}, {"temperature": 0.8, "seed": 2}):
+        options = {"max_new_tokens": 200, **options}
+        readable = recycling(llama, engine="readable").generate(PROMPTS[0], **options)
+        sizes = {}
+        for costs in (cheap, dear):
+            steps = []
+            recycler = recycling(llama, tree="auto", costs=costs)
+            recycler.drafter._usual = 1  # begins with drafts, however dear
+            answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
+            assert answer.token_ids == readable.token_ids
+            sizes[costs] = [step.nodes for step in steps[1:]]
+        assert set(sizes[cheap]) == {8}
+        plainly = sizes[dear].index(1)
+        assert plainly == throttle.TRIAL
+        assert set(sizes[dear][plainly : plainly + throttle.REST]) == {1}
+        assert sizes[dear][plainly + throttle.REST] == 8
+
+
+def test_the_rest_grows_until_drafts_pay():
+    held = throttle.Throttle(8, CostCurve((1, 8), (64,), ((1.0, 2.0),)))
+
+    def taken(tokens, steps):
+        found = []
+        for _ in range(steps):
+            found.append(held.nodes)
+            held.note(tokens if held.nodes > 1 else 1.0, 1, 64.0)
+        return found
+
+    trial, rest = [8] * throttle.TRIAL, throttle.REST
+    cycle = [*trial, *[1] * rest, *trial, *[1] * 2 * rest]
+    assert taken(1.9, len(cycle)) == cycle
+    assert taken(2.1, 100) == [8] * 100
+    assert 1 in taken(1.0, 100)
+
+
+def test_another_default_device(llama):
+    expected = plain(llama, PROMPTS[0], 30)
+    recycler = recycling(llama)
+    torch.set_default_device("meta")
+    try:
+        answer = recycler.generate(PROMPTS[0], max_new_tokens=30)
+    finally:
+        torch.set_default_device("cpu")
+    assert answer.token_ids == expected
 
 
 def test_an_unknown_engine_is_refused(llama):

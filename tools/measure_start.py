@@ -39,7 +39,9 @@ def poison(matrix: AdjacencyMatrix) -> None:
     matrix.evidence[0] = matrix.evidence.amin(dim=0)
 
 
-def measure(model: str | None, dtype: str | None, per_kind: int, new_tokens: int) -> dict[str, object]:
+def measure(
+    model: str | None, dtype: str | None, per_kind: int, new_tokens: int
+) -> dict[str, object]:
     """Return tokens, steps and seconds of each start, early and later."""
     torch.manual_seed(0)
     hot = TokenRecycling.from_pretrained(model, dtype=dtype, device="cpu")

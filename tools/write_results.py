@@ -188,6 +188,30 @@ def promises() -> str:
     return tables.markdown((titles, rows))
 
 
+def starts(name: str) -> str:
+    """What other starts come at, relative to a hot one, before and after 500 tokens."""
+    found = load(name)["tokens, steps, seconds"]
+
+    def rate(parts: list[list[float]], over: int) -> float:
+        return sum(part[0] for part in parts) / sum(part[over] for part in parts)
+
+    rows = []
+    for start, parts in found.items():
+        row = [start]
+        for which in ("early", "later"):
+            own, hot = parts[which], found["hot"][which]
+            row += [
+                f"{rate([own], 1):.2f}",
+                f"{rate([own], 2):.0f}",
+                "" if start == "other order" else f"{rate([own], 2) / rate([hot], 2):.2f}",
+            ]
+        own, hot = list(parts.values()), list(found["hot"].values())
+        row.append(f"{rate(own, 2) / rate(hot, 2):.2f}")
+        rows.append(row)
+    early, later = ("MAT", "tokens/s", "of hot"), ("MAT after", "tokens/s after", "of hot after")
+    return tables.markdown((["start", *early, *later, "of hot, all"], rows))
+
+
 def render() -> str:
     """Return the text with all figures."""
     environment = Environment(
@@ -208,6 +232,7 @@ def render() -> str:
         mats=mats,
         replayed=replayed,
         promises=promises,
+        starts=starts,
         COLUMNS_ALL=(*COLUMNS, "first token", "same text", "matrix"),
     )
     return environment.get_template("results.md.j2").render()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,8 @@ class TokenRecycling:
                 drafter = BudgetDrafter(drafter, costs or find(model, device), device)
         self.drafter = drafter
         self.engine = engine
+        # Entered while a step is compiled, which takes a minute or more the first time.
+        self.compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._fused: FusedEngine | None = None
         self.strict, self.exact_logits = strict, exact_logits
         self.stats = Stats()  # of all answers, added up
@@ -478,7 +480,7 @@ class TokenRecycling:
             return None
         if self._fused is None or self._fused.given is not self.drafter:
             try:
-                self._fused = FusedEngine(self.target, self.drafter)
+                self._fused = FusedEngine(self.target, self.drafter, self.compiling)
             except FusingError:
                 return None
         return self._fused

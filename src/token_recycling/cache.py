@@ -221,7 +221,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         for layer, given in zip(self.layers, cache.layers):
             layer.keys[:, :, :end] = given.keys[:, :, :end]
             layer.values[:, :, :end] = given.values[:, :, :end]
-        self.lengths.copy_(torch.tensor(cache.lengths))
+        self.lengths.copy_(torch.tensor(cache.lengths, device="cpu"))
 
     def give(self, cache: RecyclingCache, lengths: list[int]) -> None:
         """Copy the entries of ``lengths`` back."""

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.fused import LAG, FusedStep
 from token_recycling.metrics import Step
 from token_recycling.target import TreeTarget
+from token_recycling.throttle import Throttle
 
 SMALLEST = 256  # slots of the smallest cache; every further one is twice as large
 AHEAD = 64  # slots left beyond the first step, so that a cache lasts for some
@@ -81,8 +83,9 @@ class Runner:
         except Exception as error:  # whatever compilers raise
             raise FusingError(one_line(error, 200)) from error
         # What the host reads and writes, for every step that may be out.
-        self._rows = torch.empty((LAG + 1, *told.shape), dtype=torch.long, pin_memory=cuda)
-        self._active = torch.empty((LAG + 1, len(told)), dtype=torch.bool, pin_memory=cuda)
+        place: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
+        self._rows = torch.empty((LAG + 1, *told.shape), dtype=torch.long, **place)
+        self._active = torch.empty((LAG + 1, len(told)), dtype=torch.bool, **place)
         self._turn = 0
 
     def _run(self) -> Tensor:
@@ -106,7 +109,7 @@ class Runner:
         """Begin a step of the ``active`` rows; return what waits for it and reads it."""
         turn = self._turn = (self._turn + 1) % (LAG + 1)
         rows, on = self._rows[turn], self._active[turn]
-        on.copy_(torch.tensor(active))
+        on.copy_(torch.tensor(active, device="cpu"))
         self.step.active.copy_(on, non_blocking=True)
         if self._graph is None:
             rows.copy_(self._run())
@@ -127,28 +130,42 @@ class Runner:
 class FusedEngine:
     """Decodes with the fused steps of one target and drafter, each made when first needed."""
 
-    def __init__(self, target: TreeTarget, drafter: Drafter) -> None:
+    def __init__(
+        self,
+        target: TreeTarget,
+        drafter: Drafter,
+        compiling: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         """Decode with ``drafter``; one that follows the clock lends its drafter and its size.
+
+        Args:
+            target: the model.
+            drafter: with ``fixed_shapes``, or around one.
+            compiling: entered while a step is made, which may take minutes the first time.
 
         Raises:
             FusingError: the drafter needs the host, or the model takes no positions.
         """
-        self.target, self.given = target, drafter
+        self.target, self.given, self.compiling = target, drafter, compiling
         self.drafter = drafter.drafter if isinstance(drafter, BudgetDrafter) else drafter
         if not self.drafter.fixed_shapes:
             raise FusingError(f"the drafter {drafter.name} needs the host at every step")
         if not target.takes_positions:
             raise FusingError("the model takes no positions")
+        self._throttle: Throttle | None = None
+        if isinstance(drafter, BudgetDrafter):
+            self._throttle = Throttle(drafter.size, drafter.costs)
+        probe = copy.copy(self.drafter)
+        probe.settle([[]], SMALLEST)
+        roots = torch.zeros(1, dtype=torch.long, device=target.device)
+        self._whole = probe.propose(roots).nodes
         self._runners: dict[Any, Runner] = {}
         self._places: list[int] = []
 
-    def _nodes(self) -> int:
-        """Tokens that a step verifies, the root included."""
-        if isinstance(self.given, BudgetDrafter):
-            return self.given.size
-        probe = copy.copy(self.drafter)
-        probe.settle([[]], SMALLEST)
-        return probe.propose(torch.zeros(1, dtype=torch.long, device=self.target.device)).nodes
+    @property
+    def nodes(self) -> int:
+        """Tokens that the next step should verify, the root included."""
+        return self._whole if self._throttle is None else self._throttle.nodes
 
     def _held(self) -> list[int]:
         """Where everything lies that a captured step reads and that others may have moved."""
@@ -160,15 +177,15 @@ class FusedEngine:
         """Return the step for ``batch`` rows of up to ``length`` tokens, with room ahead."""
         if (places := self._held()) != self._places:
             self._runners, self._places = {}, places
-        nodes = self._nodes()
-        slots = SMALLEST
+        nodes, slots = self.nodes, SMALLEST
         while slots < length + nodes + AHEAD:
             slots *= 2
         key = (batch, slots, nodes, tuple(map(_name, processors or ())))
         runner = self._runners.pop(key, None)
         if runner is None:
             step = FusedStep(self.target, self.drafter, batch, slots, nodes, processors)
-            runner = Runner(step)
+            with self.compiling():
+                runner = Runner(step)
         self._runners[key] = runner  # the latest last
         while len(self._runners) > KEPT:
             del self._runners[next(iter(self._runners))]
@@ -215,7 +232,7 @@ class FusedEngine:
         stop: Stop,
         check: Callable[[], None],
     ) -> Iterator[Step]:
-        """Decode until the rows have ended or the cache of ``runner`` is full."""
+        """Decode until the rows have ended, the cache is full, or another size is wanted."""
         cache, step = self.target.cache, runner.step
         first = [len(text) for text in texts]
         with torch.no_grad():
@@ -228,20 +245,25 @@ class FusedEngine:
             while any(active):
                 check()
                 out = step.most * len(waiting)  # tokens that are not known yet, at most
-                fits = max(map(len, texts)) + out + step.nodes <= step.cache.slots
-                if fits:
+                longest = max(map(len, texts))
+                room = longest + out + step.nodes <= step.cache.slots
+                goes_on = room and step.nodes == self.nodes
+                if goes_on:
                     if step.draws is not None:
                         for row, text in enumerate(texts):
                             step.draws.draw(row, len(text) - first[row] + out + step.most)
                     waiting.append(runner.launch(active))
                 elif not waiting:
                     return
-                if fits and len(waiting) <= runner.lag:
+                if goes_on and len(waiting) <= runner.lag:
                     continue
                 tokens, reasons, drafted = read(waiting.popleft()(), stop, active)
                 for row, emitted in enumerate(tokens):
                     texts[row] += emitted
                     active[row] = active[row] and reasons[row] is None
+                if self._throttle is not None:
+                    count = max(1, sum(map(bool, tokens)))
+                    self._throttle.note(sum(map(len, tokens)) / count, len(texts), longest)
                 seconds = perf_counter() - begun
                 yield Step(tokens, reasons, drafted, step.nodes, (0.0, seconds, 0.0, 0.0, 0.0))
                 begun = perf_counter()

@@ -59,7 +59,7 @@ class FusedStep:
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
         self._slots = torch.arange(slots, device=device)
         with torch.no_grad():
-            draft = self.drafter.propose(self.roots).first(nodes)
+            draft = self._propose(nodes)
         self.nodes, self.most = draft.nodes, draft.max_depth + 1
         self.draws: AheadDraws | None = None
         if processors is not None:
@@ -70,12 +70,13 @@ class FusedStep:
         """Go on from ``texts``: all tokens of each row, the last of which was not read yet."""
         self.cache.take(self.target.cache)
         self.drafter.settle([text[:-1] for text in texts], self.cache.slots)
-        self.roots.copy_(torch.tensor([text[-1] for text in texts]))
-        self.active.copy_(torch.tensor(active))
+        roots = torch.tensor([text[-1] for text in texts], device="cpu")
+        self.roots.copy_(roots)
+        self.active.copy_(torch.tensor(active, device="cpu"))
 
     def __call__(self) -> Tensor:
         """Take a step; return what the host wants to know, int64 [B, p + 1] (see ``packed``)."""
-        draft = self.drafter.propose(self.roots).first(self.nodes).only(self.active)
+        draft = self._propose(self.nodes).only(self.active)
         logits = self._verify(draft)
         choices = greedy(logits) if self.draws is None else self.draws(draft.depths, logits)
         accepted = accept_choices(draft, choices)
@@ -86,6 +87,11 @@ class FusedStep:
             self.draws.chosen.add_(accepted.counts)
         self.roots.copy_(torch.where(accepted.counts > 0, last, self.roots))
         return packed(draft, accepted)
+
+    def _propose(self, nodes: int) -> DraftTree:
+        if nodes == 1:
+            return self.drafter.rest(self.roots)
+        return self.drafter.propose(self.roots).first(nodes)
 
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft stands behind the longest row."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from token_recycling import defaults
-from token_recycling.cli.progress import loading_shown
+from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Loading:
             TreeTemplate.load(
                 self.tree, defaults.CANDIDATES if self.candidates is None else self.candidates
             )
-        with loading_shown(self.model or "the bundled model"):
+        with busy_shown(f"loading {self.model or 'the bundled model'}"):
             import torch
             from transformers.utils import logging
 
@@ -101,7 +102,7 @@ class Loading:
             logging.disable_progress_bar()
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            return TokenRecycling.from_pretrained(
+            recycler = TokenRecycling.from_pretrained(
                 self.model,
                 device=self.device,
                 dtype=self.dtype,
@@ -113,6 +114,8 @@ class Loading:
                 exact_logits=self.exact_logits,
                 strict=self.strict,
             )
+        recycler.compiling = partial(busy_shown, "compiling the step, once for this model")
+        return recycler
 
     def save(self, recycler: TokenRecycling) -> None:
         """Save the matrix where ``--matrix`` says."""

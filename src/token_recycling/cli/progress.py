@@ -12,14 +12,14 @@ from token_recycling import defaults
 
 
 @contextmanager
-def loading_shown(what: str) -> Iterator[None]:
-    """Show a spinner on stderr while loading, if it is a terminal."""
+def busy_shown(what: str) -> Iterator[None]:
+    """Show a spinner on stderr while ``what`` goes on, if it is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(f"loading {what} …"):
+    with Console(stderr=True).status(f"{what} …"):
         yield
 
 

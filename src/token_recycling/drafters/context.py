@@ -66,8 +66,9 @@ class Context:
         width = self.tokens.shape[1] - self.window
         holes = [HOLE] * self.window
         rows = [holes + prompt + [HOLE] * (width - len(prompt)) for prompt in prompts]
-        self.tokens.copy_(torch.tensor(rows))
-        self.lengths.copy_(torch.tensor([self.window + len(prompt) for prompt in prompts]))
+        self.tokens.copy_(torch.tensor(rows, device="cpu"))
+        lengths = [self.window + len(prompt) for prompt in prompts]
+        self.lengths.copy_(torch.tensor(lengths, device="cpu"))
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Append the first ``counts`` [B] of ``tokens`` [B, t] to each row."""
