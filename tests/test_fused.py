@@ -231,24 +231,26 @@ def test_a_matrix_that_moves_is_followed(llama):
 
 def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
     """And are tried again; greedy and sampled text stay what they were."""
-    dear = CostCurve((1, 8), (64,), ((1.0, 50.0),))
-    cheap = CostCurve((1, 8), (64,), ((1.0, 1.01),))
+    curves = {
+        "dear": CostCurve((1, 8), (64,), ((1.0, 50.0),)),
+        "cheap": CostCurve((1, 8), (64,), ((1.0, 1.01),)),
+    }
     for options in ({}, {"temperature": 0.8, "seed": 2}):
         options = {"max_new_tokens": 200, **options}
         readable = recycling(llama, engine="readable").generate(PROMPTS[0], **options)
         sizes = {}
-        for costs in (cheap, dear):
+        for price, costs in curves.items():
             steps = []
             recycler = recycling(llama, tree="auto", costs=costs)
             recycler.drafter._usual = 1  # begins with drafts, however dear
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == readable.token_ids
-            sizes[costs] = [step.nodes for step in steps[1:]]
-        assert set(sizes[cheap]) == {8}
-        plainly = sizes[dear].index(1)
+            sizes[price] = [step.nodes for step in steps[1:]]
+        assert set(sizes["cheap"]) == {8}
+        plainly = sizes["dear"].index(1)
         assert plainly == throttle.TRIAL
-        assert set(sizes[dear][plainly : plainly + throttle.REST]) == {1}
-        assert sizes[dear][plainly + throttle.REST] == 8
+        assert set(sizes["dear"][plainly : plainly + throttle.REST]) == {1}
+        assert sizes["dear"][plainly + throttle.REST] == 8
 
 
 def test_the_rest_grows_until_drafts_pay():
