@@ -270,6 +270,15 @@ def test_the_rest_grows_until_drafts_pay():
     assert 1 in taken(1.0, 100)
 
 
+def test_the_caller_may_be_in_inference_mode(llama):
+    expected = plain(llama, PROMPTS[0], 30)
+    recycler = recycling(llama)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert recycler.generate(PROMPTS[0], max_new_tokens=30).token_ids == expected
+        assert recycler.generate(PROMPTS[0], max_new_tokens=30).token_ids == expected
+
+
 def test_another_default_device(llama):
     expected = plain(llama, PROMPTS[0], 30)
     recycler = recycling(llama)

@@ -26,6 +26,7 @@ from token_recycling.accept import (
     Processors,
     Sequences,
     Stop,
+    ordinary_tensors,
     read,
 )
 from token_recycling.adjacency import STATE
@@ -90,7 +91,7 @@ class Runner:
 
     def _run(self) -> Tensor:
         limits = {"recompile_limit": VARIANTS, "accumulated_recompile_limit": VARIANTS}
-        with torch._dynamo.config.patch(limits), self.step.target.exact, torch.no_grad():
+        with torch._dynamo.config.patch(limits), self.step.target.exact, ordinary_tensors():
             return self._compiled()
 
     def _capture(self) -> Tensor:
@@ -155,10 +156,11 @@ class FusedEngine:
         self._throttle: Throttle | None = None
         if isinstance(drafter, BudgetDrafter):
             self._throttle = Throttle(drafter.size, drafter.costs)
-        probe = copy.copy(self.drafter)
-        probe.settle([[]], SMALLEST)
-        roots = torch.zeros(1, dtype=torch.long, device=target.device)
-        self._whole = probe.propose(roots).nodes
+        with ordinary_tensors():
+            probe = copy.copy(self.drafter)
+            probe.settle([[]], SMALLEST)
+            roots = torch.zeros(1, dtype=torch.long, device=target.device)
+            self._whole = probe.propose(roots).nodes
         self._runners: dict[Any, Runner] = {}
         self._places: list[int] = []
 
@@ -183,8 +185,8 @@ class FusedEngine:
         key = (batch, slots, nodes, tuple(map(_name, processors or ())))
         runner = self._runners.pop(key, None)
         if runner is None:
-            step = FusedStep(self.target, self.drafter, batch, slots, nodes, processors)
-            with self.compiling():
+            with ordinary_tensors(), self.compiling():  # the caller may be in inference mode
+                step = FusedStep(self.target, self.drafter, batch, slots, nodes, processors)
                 runner = Runner(step)
         self._runners[key] = runner  # the latest last
         while len(self._runners) > KEPT:
@@ -235,7 +237,7 @@ class FusedEngine:
         """Decode until the rows have ended, the cache is full, or another size is wanted."""
         cache, step = self.target.cache, runner.step
         first = [len(text) for text in texts]
-        with torch.no_grad():
+        with ordinary_tensors():
             step.begin(texts, active)
             if step.draws is not None and sampler is not None:
                 step.draws.begin(cast("Any", sampler.draw).generators)

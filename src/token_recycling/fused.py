@@ -58,8 +58,7 @@ class FusedStep:
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
         self._slots = torch.arange(slots, device=device)
-        with torch.no_grad():
-            draft = self._propose(nodes)
+        draft = self._propose(nodes)
         self.nodes, self.most = draft.nodes, draft.max_depth + 1
         self.draws: AheadDraws | None = None
         if processors is not None:
