@@ -14,8 +14,10 @@ from torch._dynamo.utils import counters
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError, engine, fused, throttle
+from token_recycling.accept import GreedyAcceptor
 from token_recycling.cache import FixedCache
 from token_recycling.costs import CostCurve
+from token_recycling.stop import StopRules
 from token_recycling.tree import DraftTree
 
 PROMPTS = random_prompts([20, 7, 33, 1])
@@ -270,9 +272,80 @@ def test_the_rest_grows_until_drafts_pay():
     assert 1 in taken(1.0, 100)
 
 
+def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
+    """It kept the whole step that ended it; the others' drafts stand behind that."""
+    monkeypatch.setattr(engine, "AHEAD", 0)
+    monkeypatch.setattr(engine, "SMALLEST", 64)
+    recycler = recycling(llama, drafter="paper", tree="chain-8")
+    long, short = PROMPTS[2], PROMPTS[3]
+    texts = {new: plain(llama, long, new) for new in range(14, 24)}
+    expected = plain(llama, short, 60)
+    cut = 0
+    for new, wanted in texts.items():  # one of these ends within a path next to the cache's end
+        stops = StopRules([new, 60], set(), None)
+        steps = list(recycler.steps([long, short], GreedyAcceptor(), stops))
+        found = [[t for step in steps for t in step.tokens[row]] for row in (0, 1)]
+        assert found == [wanted, expected]
+        cut += 1
+    assert cut == 10
+    assert recycler._fused is not None
+
+
+def test_closing_an_old_stream_does_not_disturb_a_new_one(llama):
+    options = {"max_new_tokens": 40, "temperature": 0.9, "seed": 11}
+    recycler = recycling(llama)
+    expected = recycler.generate(PROMPTS[0], **options).token_ids
+    old = recycler.stream(PROMPTS[1], **(options | {"seed": 12}))
+    next(old), next(old)
+    new = recycler.stream(PROMPTS[0], **options)
+    tokens = [next(new).token_id for _ in range(2)]
+    old.close()
+    assert tokens + [chunk.token_id for chunk in new] == expected
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_layers_that_share_entries(name):
+    model = make(name)
+    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
+    if not shared:
+        pytest.skip("this configuration shares none")
+    recycler = recycling(model)
+    found = [recycler.generate(prompt, max_new_tokens=40).token_ids for prompt in PROMPTS[:2]]
+    assert found == [plain(model, prompt, 40) for prompt in PROMPTS[:2]]
+    assert runners(recycler)
+
+
+def test_what_failed_is_not_tried_again(llama, monkeypatch):
+    tried = []
+
+    def failing(self, step):
+        tried.append(step)
+        raise engine.FusingError("no")
+
+    monkeypatch.setattr(engine.Runner, "__init__", failing)
+    recycler = recycling(llama)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="without a graph: no"):
+            recycler.generate(PROMPTS[0], max_new_tokens=5)
+    assert len(tried) == 1
+
+
+def test_without_memory_it_goes_on_without_a_graph(llama, monkeypatch):
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(engine, "FusedStep", full)
+    recycler = recycling(llama)
+    with pytest.warns(UserWarning, match="no memory for a cache of 1 x 256 tokens"):
+        answer = recycler.generate(PROMPTS[0], max_new_tokens=30)
+    assert answer.token_ids == plain(llama, PROMPTS[0], 30)
+
+
 def test_the_caller_may_be_in_inference_mode(llama):
     expected = plain(llama, PROMPTS[0], 30)
-    recycler = recycling(llama)
+    with torch.inference_mode():
+        recycler = recycling(llama)
+        assert recycler.generate(PROMPTS[0], max_new_tokens=30).token_ids == expected
     for _ in range(2):
         with torch.inference_mode():
             assert recycler.generate(PROMPTS[0], max_new_tokens=30).token_ids == expected

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from token_recycling import defaults
-from token_recycling.accept import Acceptor, FollowAcceptor, GreedyAcceptor, Stop
+from token_recycling.accept import (
+    Acceptor,
+    FollowAcceptor,
+    GreedyAcceptor,
+    Stop,
+    ordinary_tensors,
+)
 from token_recycling.adjacency import AdjacencyMatrix, fingerprint
 from token_recycling.costs import CostCurve, find
 from token_recycling.decode import decode
@@ -156,7 +162,8 @@ class TokenRecycling:
         elif not isinstance(drafter, str):
             raise TokenRecyclingError("a drafter is a name or an object of a Drafter class")
         if isinstance(matrix, str | Path):
-            matrix = AdjacencyMatrix.load(matrix)
+            with ordinary_tensors():
+                matrix = AdjacencyMatrix.load(matrix)
         if engine not in ENGINES:
             raise TokenRecyclingError(f"engine is {engine!r}; choose one of {', '.join(ENGINES)}")
         if matrix is not None and k is not None and k != matrix.k:
@@ -168,18 +175,19 @@ class TokenRecycling:
 
         self.target = open_target(model, strict=strict, exact_logits=exact_logits)
         name = fingerprint(tokenizer, self.target.vocab_size)
-        if matrix is None:
-            matrix = AdjacencyMatrix(self.target.vocab_size, k, fingerprint=name)
-        matrix.check(self.target.vocab_size, name, what="this model")
-        self.matrix = matrix.to(self.target.device)
         self.template = template
-        if isinstance(self.target, PlainTarget):
-            drafter = NoDrafter()
-        elif isinstance(drafter, str):
-            drafter = make_drafter(drafter, self.matrix, template)
-            if automatic and drafter.shares:
-                device = self.target.device
-                drafter = BudgetDrafter(drafter, costs or find(model, device), device)
+        with ordinary_tensors():  # the caller may be in inference mode, and later not
+            if matrix is None:
+                matrix = AdjacencyMatrix(self.target.vocab_size, k, fingerprint=name)
+            matrix.check(self.target.vocab_size, name, what="this model")
+            self.matrix = matrix.to(self.target.device)
+            if isinstance(self.target, PlainTarget):
+                drafter = NoDrafter()
+            elif isinstance(drafter, str):
+                drafter = make_drafter(drafter, self.matrix, template)
+                if automatic and drafter.shares:
+                    device = self.target.device
+                    drafter = BudgetDrafter(drafter, costs or find(model, device), device)
         self.drafter = drafter
         self.engine = engine
         # Entered while a step is compiled, which takes a minute or more the first time.

@@ -167,6 +167,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, cache: FixedCache, like: PreallocatedLayer) -> None:
         super().__init__()
         self.cache = cache
+        if not like.is_initialized:  # it reads another layer's entries
+            return
         self.keys, self.values = (
             states.new_zeros(cache.batch, states.shape[1], cache.slots, states.shape[3])
             for states in (like.keys, like.values)
@@ -180,9 +182,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the states of one forward to the slots of the draft; return all entries."""
-        slots = self.cache.places.to(key_states.device)
-        self.keys.index_copy_(2, slots, key_states)
-        self.values.index_copy_(2, slots, value_states)
+        self.keys.index_copy_(2, self.cache.places, key_states)
+        self.values.index_copy_(2, self.cache.places, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -212,13 +213,17 @@ class FixedCache(Cache):  # type: ignore[misc]
         """Have room for ``slots`` entries of ``batch`` rows, in layers like those of ``like``."""
         self.batch, self.slots = batch, slots
         super().__init__(layers=[FixedLayer(self, layer) for layer in like.layers])
+        self._filled = [n for n, layer in enumerate(self.layers) if layer.is_initialized]
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.places = self.lengths
+
+    def _pairs(self, cache: RecyclingCache) -> list[tuple[Any, Any]]:
+        return [(self.layers[n], cache.layers[n]) for n in self._filled]
 
     def take(self, cache: RecyclingCache) -> None:
         """Copy the committed entries of ``cache``."""
         end = cache.end
-        for layer, given in zip(self.layers, cache.layers):
+        for layer, given in self._pairs(cache):
             layer.keys[:, :, :end] = given.keys[:, :, :end]
             layer.values[:, :, :end] = given.values[:, :, :end]
         self.lengths.copy_(torch.tensor(cache.lengths, device="cpu"))
@@ -228,7 +233,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         end = max(lengths)
         cache.rewind([0] * self.batch)
         cache.reserve(end)
-        for layer, taken in zip(self.layers, cache.layers):
+        for layer, taken in self._pairs(cache):
             taken.keys[:, :, :end] = layer.keys[:, :, :end]
             taken.values[:, :, :end] = layer.values[:, :, :end]
         cache.lengths = list(lengths)
@@ -242,22 +247,11 @@ class FixedCache(Cache):  # type: ignore[misc]
             path: int64 [B, p], the accepted nodes of each row first.
             counts: int64 [B], how many.
         """
-        p = path.shape[1]
         source = self.places[path]
-        target = self.lengths[:, None] + torch.arange(p, device=path.device)
-        for layer in self.layers:
-            for entries in (layer.keys, layer.values):
-                here = entries.device
-                _move(entries, source.to(here), target.to(here))
+        target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+        rows = torch.arange(self.batch, device=path.device)[:, None]
+        for n in self._filled:
+            for entries in (self.layers[n].keys, self.layers[n].values):
+                # Not ``scatter``: compiled, it copies the whole cache.
+                entries[rows, :, target] = entries[rows, :, source]
         self.lengths.add_(counts)
-
-
-def _move(entries: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy slots ``source`` [B, p] of ``entries`` [B, heads, slots, size] to slots ``target``."""
-    if len(entries) == 1:
-        entries.index_copy_(2, target[0], entries.index_select(2, source[0]))
-        return
-    batch, heads, _, size = entries.shape
-    shape = (batch, heads, source.shape[1], size)
-    moved = entries.gather(2, source[:, None, :, None].expand(shape))
-    entries.scatter_(2, target[:, None, :, None].expand(shape), moved)

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from token_recycling.accept import (
+    HOLE,
     Acceptor,
     FollowAcceptor,
     GreedyAcceptor,
@@ -42,7 +44,7 @@ SMALLEST = 256  # slots of the smallest cache; every further one is twice as lar
 AHEAD = 64  # slots left beyond the first step, so that a cache lasts for some
 BACKEND = "inductor"
 WARM_UP = 3  # runs before a capture
-KEPT = 8  # steps kept with their caches
+KEPT = 4  # steps kept with their caches
 VARIANTS = 64  # compiled, of one function; PyTorch's own bound is 8
 # Processors that look at a node's logits alone, not at the tokens before.
 ROW_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -75,12 +77,18 @@ class Runner:
             FusingError: it does not compile as one graph.
         """
         self.step = step
-        cuda = step.target.device.type == "cuda"
+        device = step.target.device
+        cuda = device.type == "cuda"
+        # Streams, captures and events are those of the current device.
+        self._there = partial(torch.cuda.device, device) if cuda else nullcontext
         self.lag = LAG if cuda else 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
         try:
-            told = self._capture() if cuda else self._run()
+            with self._there():
+                told = self._capture() if cuda else self._run()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever compilers raise
             raise FusingError(one_line(error, 200)) from error
         # What the host reads and writes, for every step that may be out.
@@ -90,8 +98,11 @@ class Runner:
         self._turn = 0
 
     def _run(self) -> Tensor:
-        limits = {"recompile_limit": VARIANTS, "accumulated_recompile_limit": VARIANTS}
-        with torch._dynamo.config.patch(limits), self.step.target.exact, ordinary_tensors():
+        with (
+            torch._dynamo.config.patch(recompile_limit=VARIANTS),
+            self.step.target.exact,
+            ordinary_tensors(),
+        ):
             return self._compiled()
 
     def _capture(self) -> Tensor:
@@ -102,7 +113,7 @@ class Runner:
                 self._run()
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
             self._told = self._run()
         return self._told
 
@@ -111,14 +122,15 @@ class Runner:
         turn = self._turn = (self._turn + 1) % (LAG + 1)
         rows, on = self._rows[turn], self._active[turn]
         on.copy_(torch.tensor(active, device="cpu"))
-        self.step.active.copy_(on, non_blocking=True)
-        if self._graph is None:
-            rows.copy_(self._run())
-            return rows.tolist
-        self._graph.replay()
-        rows.copy_(self._told, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        with self._there():
+            self.step.active.copy_(on, non_blocking=True)
+            if self._graph is None:
+                rows.copy_(self._run())
+                return rows.tolist
+            self._graph.replay()
+            rows.copy_(self._told, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
 
         def wait() -> list[list[int]]:
             event.synchronize()
@@ -145,8 +157,13 @@ class FusedEngine:
             compiling: entered while a step is made, which may take minutes the first time.
 
         Raises:
-            FusingError: the drafter needs the host, or the model takes no positions.
+            FusingError: a graph cannot hold the drafter or the model.
         """
+        model = target.model
+        if {weight.device for weight in model.parameters()} != {target.device}:
+            raise FusingError("the model lies on several devices")
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise FusingError("adapters may be switched where a graph does not see it")
         self.target, self.given, self.compiling = target, drafter, compiling
         self.drafter = drafter.drafter if isinstance(drafter, BudgetDrafter) else drafter
         if not self.drafter.fixed_shapes:
@@ -162,36 +179,63 @@ class FusedEngine:
             roots = torch.zeros(1, dtype=torch.long, device=target.device)
             self._whole = probe.propose(roots).nodes
         self._runners: dict[Any, Runner] = {}
-        self._places: list[int] = []
+        self._failed: dict[Any, FusingError] = {}
+        self._places: list[Any] = []
 
     @property
     def nodes(self) -> int:
         """Tokens that the next step should verify, the root included."""
         return self._whole if self._throttle is None else self._throttle.nodes
 
-    def _held(self) -> list[int]:
-        """Where everything lies that a captured step reads and that others may have moved."""
+    def _held(self) -> list[Any]:
+        """Where everything lies that a captured step reads, and how it is to be computed.
+
+        Others may have changed it, and a replay would not notice.
+        """
         matrix = getattr(self.drafter, "matrix", None)
         learnt = [getattr(matrix, name).data_ptr() for name in STATE] if matrix else []
-        return learnt + [weight.data_ptr() for weight in self.target.model.parameters()]
+        weights = [weight.data_ptr() for weight in self.target.model.parameters()]
+        copied = getattr(self.target.exact, "weight", None)  # of the last projection
+        modes = [torch.is_autocast_enabled(), torch.get_float32_matmul_precision()]
+        return [learnt, weights, None if copied is None else copied.data_ptr(), modes]
 
     def _runner(self, batch: int, length: int, processors: Sequence[Processors] | None) -> Runner:
-        """Return the step for ``batch`` rows of up to ``length`` tokens, with room ahead."""
+        """Return the step for ``batch`` rows of up to ``length`` tokens, with room ahead.
+
+        Raises:
+            FusingError: it cannot be made.
+        """
         if (places := self._held()) != self._places:
-            self._runners, self._places = {}, places
+            self._runners, self._failed, self._places = {}, {}, places
         nodes, slots = self.nodes, SMALLEST
         while slots < length + nodes + AHEAD:
             slots *= 2
         key = (batch, slots, nodes, tuple(map(_name, processors or ())))
+        if key in self._failed:
+            raise self._failed[key]
         runner = self._runners.pop(key, None)
         if runner is None:
-            with ordinary_tensors(), self.compiling():  # the caller may be in inference mode
-                step = FusedStep(self.target, self.drafter, batch, slots, nodes, processors)
-                runner = Runner(step)
+            try:
+                runner = self._make(batch, slots, nodes, processors)
+            except FusingError as reason:
+                self._failed[key] = reason
+                raise
         self._runners[key] = runner  # the latest last
         while len(self._runners) > KEPT:
             del self._runners[next(iter(self._runners))]
         return runner
+
+    def _make(
+        self, batch: int, slots: int, nodes: int, processors: Sequence[Processors] | None
+    ) -> Runner:
+        with ordinary_tensors(), self.compiling():  # the caller may be in inference mode
+            for _ in range(2):
+                try:
+                    step = FusedStep(self.target, self.drafter, batch, slots, nodes, processors)
+                    return Runner(step)
+                except torch.OutOfMemoryError:
+                    self._runners = {}  # they hold caches of their own
+        raise FusingError(f"there is no memory for a cache of {batch} x {slots} tokens")
 
     def steps(
         self,
@@ -220,7 +264,7 @@ class FusedEngine:
                 runner = self._runner(len(texts), max(map(len, texts)), processors)
             except FusingError as reason:
                 warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
-                break
+                break  # Python shows the same warning once
             yield from self._fill(runner, texts, active, sampler, stop, check)
         if sampler is not None:
             sampler.sequences = Sequences(texts, self.target.device)
@@ -237,6 +281,7 @@ class FusedEngine:
         """Decode until the rows have ended, the cache is full, or another size is wanted."""
         cache, step = self.target.cache, runner.step
         first = [len(text) for text in texts]
+        held = list(first)  # as the device has it: a row that ended may have gone on there
         with ordinary_tensors():
             step.begin(texts, active)
             if step.draws is not None and sampler is not None:
@@ -247,7 +292,7 @@ class FusedEngine:
             while any(active):
                 check()
                 out = step.most * len(waiting)  # tokens that are not known yet, at most
-                longest = max(map(len, texts))
+                longest = max(held)
                 room = longest + out + step.nodes <= step.cache.slots
                 goes_on = room and step.nodes == self.nodes
                 if goes_on:
@@ -259,9 +304,13 @@ class FusedEngine:
                     return
                 if goes_on and len(waiting) <= runner.lag:
                     continue
-                tokens, reasons, drafted = read(waiting.popleft()(), stop, active)
+                rows = waiting.popleft()()
+                tokens, reasons, drafted = read(rows, stop, active)
                 for row, emitted in enumerate(tokens):
+                    if active[row] and not emitted:
+                        raise TokenRecyclingError("a step emitted nothing; use --no-graph")
                     texts[row] += emitted
+                    held[row] += sum(token != HOLE for token in rows[row][1:])
                     active[row] = active[row] and reasons[row] is None
                 if self._throttle is not None:
                     count = max(1, sum(map(bool, tokens)))
@@ -270,14 +319,14 @@ class FusedEngine:
                 yield Step(tokens, reasons, drafted, step.nodes, (0.0, seconds, 0.0, 0.0, 0.0))
                 begun = perf_counter()
         finally:
-            if step.draws is not None and any(active):
-                for row, text in enumerate(texts):
-                    step.draws.rewind(row, len(text) - first[row])
             try:
                 check()
             except TokenRecyclingError:
-                pass  # the cache is somebody else's by now
+                pass  # the cache is somebody else's by now, and the draws may be
             else:
+                if step.draws is not None and any(active):
+                    for row, text in enumerate(texts):
+                        step.draws.rewind(row, len(text) - first[row])
                 with self.target.guard():
                     step.cache.give(cache, [len(text) - 1 for text in texts])
 
