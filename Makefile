@@ -30,6 +30,7 @@ test-lossless: .venv/ready ## The long identity test: 60 prompts x 200 tokens x 
 	$(BIN)/python -m pytest -m long
 
 test-fused: .venv/ready ## The step as one graph, compiled by Inductor, and the GPU suite's dry run.
+	$(BIN)/python -m pytest -m fused
 	FUSED_BACKEND=inductor $(BIN)/python -m pytest tests/test_fused.py -k one_graph
 	$(BIN)/python bench/gpu_suite.py --dry-run --out build/gpu-dry-run.json
 

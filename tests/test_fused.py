@@ -14,9 +14,10 @@ from torch._dynamo.utils import counters
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError, engine, fused, throttle
-from token_recycling.accept import GreedyAcceptor
+from token_recycling.accept import GreedyAcceptor, chains
 from token_recycling.cache import FixedCache
 from token_recycling.costs import CostCurve
+from token_recycling.drafters import Drafter
 from token_recycling.stop import StopRules
 from token_recycling.tree import DraftTree
 
@@ -38,6 +39,10 @@ def _backend(monkeypatch):
 @pytest.fixture(scope="module")
 def llama():
     return make("llama")
+
+
+# Several compilations each; `make test-fused` runs them.
+several = pytest.mark.fused
 
 
 def recycling(model, **options):
@@ -77,6 +82,7 @@ def test_steps_are_those_of_the_readable_loop(llama):
     assert taken["fused"] == taken["readable"]
 
 
+@several
 def test_a_full_cache_is_followed_by_a_larger_one(llama, monkeypatch):
     monkeypatch.setattr(engine, "SMALLEST", 64)
     recycler = recycling(llama)
@@ -125,6 +131,7 @@ def test_the_same_seed_draws_the_same_text(mix):
     assert runners(recycler)[0].step.draws is not None
 
 
+@several
 def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
     monkeypatch.setattr(engine, "SMALLEST", 64)
     options = {"max_new_tokens": 120, "temperature": 0.9, "seed": 7}
@@ -166,6 +173,7 @@ def test_without_a_compiler_there_is_a_warning_and_the_same_text(llama, monkeypa
         assert answer.token_ids == expected.token_ids
 
 
+@several
 def test_when_the_next_cache_fails_the_readable_loop_goes_on(llama, monkeypatch):
     monkeypatch.setattr(engine, "SMALLEST", 64)
     made = engine.Runner.__init__
@@ -231,6 +239,7 @@ def test_a_matrix_that_moves_is_followed(llama):
     assert after is not before
 
 
+@several
 def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
     """And are tried again; greedy and sampled text stay what they were."""
     curves = {
@@ -272,23 +281,41 @@ def test_the_rest_grows_until_drafts_pay():
     assert 1 in taken(1.0, 100)
 
 
+class Prophet(Drafter):
+    """Drafts the next eight tokens of texts that it knows."""
+
+    name, fixed_shapes = "prophet", True
+
+    def __init__(self, texts):
+        longest = max(map(len, texts))
+        self.texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+
+    def settle(self, prompts, room):
+        self.read = torch.tensor([len(prompt) for prompt in prompts])
+
+    def propose(self, roots):
+        places = (self.read[:, None] + torch.arange(1, 9)).clamp(max=self.texts.shape[1] - 1)
+        return chains(torch.cat([roots[:, None], self.texts.gather(1, places)], dim=1))
+
+    def observe(self, draft, logits, accepted):
+        self.read.add_(accepted.counts)
+
+
 def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
-    """It kept the whole step that ended it; the others' drafts stand behind that."""
+    """It keeps the whole step that ended it, and the others' drafts stand behind that."""
     monkeypatch.setattr(engine, "AHEAD", 0)
     monkeypatch.setattr(engine, "SMALLEST", 64)
-    recycler = recycling(llama, drafter="paper", tree="chain-8")
-    long, short = PROMPTS[2], PROMPTS[3]
-    texts = {new: plain(llama, long, new) for new in range(14, 24)}
-    expected = plain(llama, short, 60)
-    cut = 0
-    for new, wanted in texts.items():  # one of these ends within a path next to the cache's end
-        stops = StopRules([new, 60], set(), None)
-        steps = list(recycler.steps([long, short], GreedyAcceptor(), stops))
-        found = [[t for step in steps for t in step.tokens[row]] for row in (0, 1)]
-        assert found == [wanted, expected]
-        cut += 1
-    assert cut == 10
-    assert recycler._fused is not None
+    prompts = [PROMPTS[2], PROMPTS[3]]
+    full = [plain(llama, prompt, 60) for prompt in prompts]
+    drafter = Prophet([[*prompt, *text] for prompt, text in zip(prompts, full, strict=True)])
+    recycler = recycling(llama, drafter=drafter)
+    for new in range(14, 23):  # the last step is cut everywhere, next to the cache's end too
+        steps = recycler.steps(prompts, GreedyAcceptor(), StopRules([new, 60], set(), None))
+        taken = [step.tokens for step in steps]
+        found = [[token for tokens in taken for token in tokens[row]] for row in (0, 1)]
+        assert found == [full[0][:new], full[1]]
+        assert len(taken) < 20
+    assert len(runners(recycler)) > 1
 
 
 def test_closing_an_old_stream_does_not_disturb_a_new_one(llama):
@@ -303,6 +330,7 @@ def test_closing_an_old_stream_does_not_disturb_a_new_one(llama):
     assert tokens + [chunk.token_id for chunk in new] == expected
 
 
+@several
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_layers_that_share_entries(name):
     model = make(name)
@@ -352,6 +380,7 @@ def test_the_caller_may_be_in_inference_mode(llama):
         assert recycler.generate(PROMPTS[0], max_new_tokens=30).token_ids == expected
 
 
+@several
 def test_another_default_device(llama):
     expected = plain(llama, PROMPTS[0], 30)
     recycler = recycling(llama)
