@@ -35,6 +35,7 @@ def chat(
     top_k_candidates: o.Candidates = None,
     matrix: o.Matrix = None,
     cold: o.Cold = False,
+    graph: o.Graph = None,
     threads: o.Threads = None,
     strict: o.Strict = False,
 ) -> None:
@@ -43,7 +44,17 @@ def chat(
     Ctrl-C ends an answer early.
     """
     loading = o.Loading(
-        model, device, dtype, tree, drafter, top_k_candidates, matrix, cold, threads, strict
+        model,
+        device,
+        dtype,
+        tree,
+        drafter,
+        top_k_candidates,
+        matrix,
+        cold,
+        threads,
+        strict,
+        graph=graph,
     )
     options = o.sampling_options(
         max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop
