@@ -122,9 +122,7 @@ class Bench:
 
     def runner(self, drafter: Drafter, nodes: int, context: int) -> Runner:
         """Compile a step that stands behind ``context`` random tokens."""
-        slots = 256
-        while slots < context + nodes:
-            slots *= 2
+        slots = engine.slots_for(context + nodes)
         self.target.prefill([self.tokens[:context]])
         runner = Runner(FusedStep(self.target, drafter, 1, slots, nodes))
         with torch.no_grad():
@@ -266,9 +264,7 @@ class Bench:
     def _model_only(self, nodes: int, context: int) -> Callable[[], Any]:
         """The forward of a chain of ``nodes`` as a graph of its own."""
         self.target.prefill([self.tokens[:context]])
-        slots = 256
-        while slots < context + nodes:
-            slots *= 2
+        slots = engine.slots_for(context + nodes)
         step = FusedStep(self.target, NoDrafter(), 1, slots, 1)
         step.cache.take(self.target.cache)
         tokens = torch.tensor([self.tokens[:nodes]], device=self.device)

@@ -67,6 +67,14 @@ def can_fuse(accept: Acceptor) -> bool:
     )
 
 
+def slots_for(tokens: int) -> int:
+    """Slots of the smallest cache that has room for ``tokens``."""
+    slots = SMALLEST
+    while slots < tokens:
+        slots *= 2
+    return slots
+
+
 class Runner:
     """Runs a ``FusedStep`` over and over: compiled as one graph, and on a GPU captured."""
 
@@ -207,9 +215,8 @@ class FusedEngine:
         """
         if (places := self._held()) != self._places:
             self._runners, self._failed, self._places = {}, {}, places
-        nodes, slots = self.nodes, SMALLEST
-        while slots < length + nodes + AHEAD:
-            slots *= 2
+        nodes = self.nodes
+        slots = slots_for(length + nodes + AHEAD)
         key = (batch, slots, nodes, tuple(map(_name, processors or ())))
         if key in self._failed:
             raise self._failed[key]

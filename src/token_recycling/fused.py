@@ -58,7 +58,7 @@ class FusedStep:
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
         self._slots = torch.arange(slots, device=device)
-        draft = self._propose(nodes)
+        draft = self.drafter.draft(self.roots, nodes)
         self.nodes, self.most = draft.nodes, draft.max_depth + 1
         self.draws: AheadDraws | None = None
         if processors is not None:
@@ -75,7 +75,7 @@ class FusedStep:
 
     def __call__(self) -> Tensor:
         """Take a step; return what the host wants to know, int64 [B, p + 1] (see ``packed``)."""
-        draft = self._propose(self.nodes).only(self.active)
+        draft = self.drafter.draft(self.roots, self.nodes).only(self.active)
         logits = self._verify(draft)
         choices = greedy(logits) if self.draws is None else self.draws(draft.depths, logits)
         accepted = accept_choices(draft, choices)
@@ -87,20 +87,13 @@ class FusedStep:
         self.roots.copy_(torch.where(accepted.counts > 0, last, self.roots))
         return packed(draft, accepted)
 
-    def _propose(self, nodes: int) -> DraftTree:
-        if nodes == 1:
-            return self.drafter.rest(self.roots)
-        return self.drafter.propose(self.roots).first(nodes)
-
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft stands behind the longest row."""
         target, n = self.target, draft.nodes
         lengths = self.cache.lengths[:, None]
         end = self.cache.lengths.max()
         self.cache.places = end + self._slots[:n]
-        positions = lengths + draft.depths
-        if target.max_positions is not None:  # see ``TreeTarget.verify``
-            positions = positions.clamp(max=target.max_positions - 1)
+        positions = target.positions(lengths, draft)
         node = (self._slots - end).expand(len(lengths), -1)
         drafted = (node >= 0) & (node < n)
         node = node.clamp(0, n - 1)

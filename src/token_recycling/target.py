@@ -311,6 +311,15 @@ class TreeTarget:
         assert ends is not None
         return ends
 
+    def positions(self, lengths: Tensor, draft: DraftTree) -> Tensor:
+        """Return each node's position, int64 [B, n], behind ``lengths`` int64 [B, 1]."""
+        positions = lengths + draft.depths
+        if self.max_positions is None:
+            return positions
+        # A node behind the last position can be drafted but never emitted: the length limit
+        # ends the row before. It must only not reach past a table of learned positions.
+        return positions.clamp(max=self.max_positions - 1)
+
     @_guarded
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node in one forward."""
@@ -318,11 +327,7 @@ class TreeTarget:
         lengths = torch.tensor(self.cache.lengths, device=self.device)[:, None]
         slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)
         committed = (slots < lengths)[:, None].expand(batch, n, -1)
-        positions = lengths + draft.depths
-        if self.max_positions is not None:
-            # A node behind the last position can be drafted but never emitted: the length limit
-            # ends the row before. It must only not reach past a table of learned positions.
-            positions = positions.clamp(max=self.max_positions - 1)
+        positions = self.positions(lengths, draft)
         return self._forward(
             draft.tokens,
             positions,

@@ -18,7 +18,6 @@ from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.machine import synchronize
 from token_recycling.target import TreeTarget
-from token_recycling.tree import DraftTree
 
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 ROUNDS = 7  # of which the median counts
@@ -120,17 +119,13 @@ class _Bench:
         self.context = context
         self.root = torch.tensor([prompt[-1]], device=self.target.device)
 
-    def _draft(self, size: int) -> DraftTree:
-        return self.drafter.propose(self.root).first(size)
-
     def step(self, size: int) -> float:
         """Take a step that verifies ``size`` tokens; return its seconds."""
         target = self.target
         with target.guard():
             synchronize(target.device)
             begin = perf_counter()
-            # Where plain decoding wins, the loop does not grow a draft at all.
-            draft = self.drafter.rest(self.root) if size == 1 else self._draft(size)
+            draft = self.drafter.draft(self.root, size)
             logits = target.verify(draft)
             accepted = self.accept(draft, logits, lambda row, token: None)
             self.drafter.observe(draft, logits, accepted)

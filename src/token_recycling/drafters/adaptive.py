@@ -140,9 +140,8 @@ class AdaptiveDrafter(Drafter):
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Count what was right, average the rows of every node, and go on in the context."""
-        emitted = accepted.emitted
         if self.calibrate and self._chain is not None and self._counts_now():
-            self._count(emitted, self._chain)
+            self._count(accepted.emitted, self._chain)
         ids, p = self._best(logits)
         before = draft.tokens.gather(1, draft.parents)
         before[:, 0] = self._previous
@@ -154,7 +153,7 @@ class AdaptiveDrafter(Drafter):
             draft.valid.flatten(),
             keep=self.keep,
         )
-        self.context.append(emitted[:, :-1], (accepted.counts - 1).clamp(min=0))
+        self.context.follow(accepted)
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the k best candidates of [..., V] logits and their shares among themselves.

@@ -71,6 +71,13 @@ class Drafter(ABC):
         """Return the draft of nothing but ``roots``, for a step of plain decoding."""
         return bare_roots(roots)
 
+    def draft(self, roots: Tensor, nodes: int) -> DraftTree:
+        """Return the first ``nodes`` nodes, the root included, of a draft below ``roots``.
+
+        A draft of one node is not grown at all.
+        """
+        return self.rest(roots) if nodes == 1 else self.propose(roots).first(nodes)
+
     def sources(self, draft: DraftTree) -> list[str]:
         """Say of each node of the first row where it came from, before it is observed."""
         return [self.name] * draft.tokens.shape[1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from token_recycling.accept import HOLE
+from token_recycling.accept import HOLE, Accepted
 
 ROOM = 256  # slots by which the buffer grows at least
 
@@ -83,6 +83,10 @@ class Context:
         self.lengths.add_(counts)
         if self.room is not None:
             self.lengths.clamp_(max=self.tokens.shape[1] - 1)
+
+    def follow(self, accepted: Accepted) -> None:
+        """Append what a step emitted; its last token comes back as the next root."""
+        self.append(accepted.emitted[:, :-1], (accepted.counts - 1).clamp(min=0))
 
     def _make_room(self, needed: int) -> None:
         width = self.tokens.shape[1]

@@ -47,4 +47,4 @@ class PromptLookupDrafter(Drafter):
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Append the accepted tokens; the bonus token comes back as the next root."""
-        self.context.append(accepted.emitted[:, :-1], (accepted.counts - 1).clamp(min=0))
+        self.context.follow(accepted)
