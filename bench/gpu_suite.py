@@ -7,7 +7,7 @@ The models are the bundled one widened to real shapes: its text, at their cost. 
 its figures as soon as it has them; what fails is written down with its reason, and the rest goes
 on. Parts: exact (fused against the readable loop), costs (a step by nodes and context, with the
 plain step against bytes / bandwidth), speeds (tokens per second, side by side, in turns), phases
-(where a step's time goes).
+(where a step's time goes), kernels (ways to attend to a tree and to take the k best logits).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gpu_kernels
 import torch
 
 from token_recycling import TokenRecycling, engine
@@ -55,7 +56,7 @@ TINY = dict(
 NODES = (1, 16, 32, 64, 81)
 CONTEXTS = (256, 1024, 2048, 8192)
 REPEATS = 30
-PARTS = ("exact", "costs", "speeds", "phases")
+PARTS = ("exact", "costs", "speeds", "phases", "kernels")
 IDLE = [False]  # a row that has ended costs what others do, and its context does not grow
 NEAR = 0.05  # a gap of logits that half precision may turn round
 
@@ -261,6 +262,16 @@ class Bench:
             }
         return found
 
+    def kernels(self, contexts: tuple[int, ...]) -> dict[str, Any]:
+        """Ways to attend and to take the k best logits, with this model's heads and vocabulary."""
+        config, dtype = self.target.config, self.target.dtype
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        seconds = partial(seconds_of, device=self.device, repeats=REPEATS)
+        return {
+            "attention": gpu_kernels.attention(heads, dtype, self.device, seconds, contexts),
+            "top-k": gpu_kernels.top_k(self.target.vocab_size, dtype, self.device, seconds),
+        }
+
     def _model_only(self, nodes: int, context: int) -> Callable[[], Any]:
         """The forward of a chain of ``nodes`` as a graph of its own."""
         self.target.prefill([self.tokens[:context]])
@@ -344,6 +355,7 @@ def main() -> None:
                     "costs": partial(bench.costs, speed),
                     "speeds": partial(bench.speeds, new_tokens, rounds),
                     "phases": partial(bench.phases, contexts[1]),
+                    "kernels": partial(bench.kernels, contexts if dry else gpu_kernels.CONTEXTS),
                 }
                 for part in options.parts.split(","):
                     try:
@@ -383,6 +395,8 @@ def table(found: dict[str, Any]) -> str:
                 lines += ["", "| way | tokens/s | of generate |", "|---|---|---|"]
                 base = rates.get("generate", 1.0)
                 lines += [f"| {n} | {r:.1f} | {r / base:.2f}x |" for n, r in rates.items()]
+            for name in ("attention", "top-k"):
+                lines += kernel_table(name, parts.get("kernels", {}).get(name, []))
             if "same" in parts.get("exact", {}):
                 lines += ["", f"fused against readable: {parts['exact']}"]
             for nodes, row in parts.get("phases", {}).items():
@@ -392,6 +406,22 @@ def table(found: dict[str, Any]) -> str:
                         f"of it not the model {row['rest']:.1%}"
                     )
     return "\n".join(lines)
+
+
+def kernel_table(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Microseconds of every way, a line for each size."""
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    if not ways:
+        return []
+    sizes: dict[tuple[Any, int], dict[str, str]] = {}
+    for row in rows:
+        text = f"{row['seconds'] * 1e6:.0f}" if "seconds" in row else "failed"
+        sizes.setdefault((row.get("context", ""), row["nodes"]), {})[row["way"]] = text
+    head = f"| {name}: context | nodes | {' | '.join(f'{way}, us' for way in ways)} |"
+    lines = ["", head, "|---" * (2 + len(ways)) + "|"]
+    for (context, nodes), found in sizes.items():
+        lines.append(f"| {context} | {nodes} | {' | '.join(found[way] for way in ways)} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ class Runner:
         with (
             torch._dynamo.config.patch(recompile_limit=VARIANTS),
             self.step.target.exact,
+            self.step.target.packed,
             ordinary_tensors(),
         ):
             return self._compiled()

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from token_recycling import defaults
+from token_recycling.attention import PackedHeads
 from token_recycling.cache import RecyclingCache
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.masks import additive_masks, input_device, layer_reaches, text_config
@@ -214,6 +215,7 @@ class TreeTarget:
         self.guard = gradient_guard(model)
         self.config = text_config(model.config)
         self.device: torch.device = input_device(model)
+        self.packed = PackedHeads(self.config)
         self.vocab_size = int(self.config.vocab_size)
         slots = slot_limit(model.config)
         self.max_context = _least(context_limit(model.config), slots)
@@ -328,12 +330,13 @@ class TreeTarget:
         slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)
         committed = (slots < lengths)[:, None].expand(batch, n, -1)
         positions = self.positions(lengths, draft)
-        return self._forward(
-            draft.tokens,
-            positions,
-            torch.cat([committed, draft.ancestors], dim=2),
-            torch.cat([slots, positions], dim=1),
-        )
+        with self.packed:
+            return self._forward(
+                draft.tokens,
+                positions,
+                torch.cat([committed, draft.ancestors], dim=2),
+                torch.cat([slots, positions], dim=1),
+            )
 
     @_guarded
     def commit(self, path: Tensor, counts: list[int]) -> None:

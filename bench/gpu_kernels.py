@@ -1,0 +1,138 @@
+"""Ways to attend to a tree, and to take the k best logits, side by side; used by gpu_suite.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from token_recycling.attention import packed_attention
+
+Seconds = Callable[[Callable[[], Any]], float]
+CONTEXTS = (256, 2048, 8192, 32768)
+NODES = (1, 16, 32, 64, 81)
+PIECES = 64  # of a row of logits, for top-k in two stages
+
+
+class _Layer(nn.Module):
+    """What an attention function asks of the layer that calls it."""
+
+    is_causal = False
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = group
+
+
+def attention(
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: Seconds,
+    contexts: tuple[int, ...] = CONTEXTS,
+    nodes: tuple[int, ...] = NODES,
+) -> list[dict[str, Any]]:
+    """Time every way to attend with a mask over a tree, and its error against float64.
+
+    Args:
+        heads: query heads, KV heads and their size.
+        dtype: of queries, keys and values.
+        device: to run on.
+        seconds: times a call.
+        contexts: committed tokens.
+        nodes: of the tree, the root included.
+
+    Returns:
+        A row for each context, number of nodes and way.
+    """
+    many, few, size = heads
+    rows = []
+    for context in contexts:
+        for n in nodes:
+            slots = context + n
+            query = torch.randn(1, many, n, size, dtype=dtype, device=device)
+            key, value = torch.randn(2, 1, few, slots, size, dtype=dtype, device=device)
+            visible = torch.ones(1, n, slots, dtype=torch.bool, device=device)
+            visible[:, :, context:] = torch.rand(1, n, n, device=device) < 0.3
+            mask = torch.zeros(1, 1, n, slots, dtype=dtype, device=device)
+            mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
+            exact = _exact(query, key, value, mask)
+            for name, way in _ways(query, key, value, mask, visible).items():
+                row: dict[str, Any] = {"context": context, "nodes": n, "way": name}
+                try:
+                    with torch.no_grad():
+                        found = way()
+                        if isinstance(found, Tensor):
+                            row["error"] = float((found.double() - exact).abs().max())
+                        row["seconds"] = seconds(way)
+                except Exception as error:
+                    row["failed"] = str(error)[:200]
+                rows.append(row)
+    return rows
+
+
+def _ways(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, visible: Tensor
+) -> dict[str, Callable[[], Any]]:
+    """Attention as [1, n, heads, size], and what one of the ways needs once for all layers."""
+    layer = _Layer(query.shape[1] // key.shape[1])
+    compiles = query.device.type == "cuda"
+    flex = torch.compile(flex_attention, dynamic=False) if compiles else flex_attention
+    blocks = _blocks(visible)
+    return {
+        "repeated": lambda: sdpa_attention_forward(layer, query, key, value, mask)[0],
+        "grouped": lambda: sdpa(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2),
+        "packed": lambda: packed_attention(layer, query, key, value, mask)[0],
+        "flex": lambda: flex(query, key, value, block_mask=blocks, enable_gqa=True).transpose(1, 2),
+        "flex's block mask": lambda: _blocks(visible),
+    }
+
+
+def _blocks(visible: Tensor) -> Any:
+    def allowed(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return visible[batch, q, kv]
+
+    return create_block_mask(allowed, 1, None, *visible.shape[1:], device=visible.device)
+
+
+def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """The same in float64, [1, n, heads, size]."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(group, 1) for x in (key, value))
+    return sdpa(query.double(), key, value, attn_mask=mask.double()).transpose(1, 2)
+
+
+def two_stages(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """``torch.topk`` of the last dimension, by the k best of each of ``PIECES`` pieces."""
+    *rows, size = logits.shape
+    width = -(-size // PIECES)
+    padded = nn.functional.pad(logits, (0, PIECES * width - size), value=-torch.inf)
+    values, places = padded.view(*rows, PIECES, width).topk(min(k, width), dim=-1)
+    begins = torch.arange(0, PIECES * width, width, device=logits.device)[:, None]
+    best, which = values.flatten(-2).topk(k, dim=-1)
+    return best, (places + begins).flatten(-2).gather(-1, which)
+
+
+def top_k(
+    vocabulary: int, dtype: torch.dtype, device: torch.device, seconds: Seconds, k: int = 8
+) -> list[dict[str, Any]]:
+    """Time the k best of every node's logits against reading them once."""
+    rows = []
+    for n in NODES:
+        logits = torch.randn(n, vocabulary, device=device).to(dtype)
+        ways: dict[str, Callable[[Tensor], Any]] = {
+            "read once": lambda rows: rows.amax(dim=-1),
+            "topk": lambda rows: rows.topk(k, dim=-1),
+            "two stages": lambda rows: two_stages(rows, k),
+        }
+        assert torch.equal(two_stages(logits, k)[0], logits.topk(k, dim=-1)[0])
+        for name, way in ways.items():
+            with torch.no_grad():
+                rows.append({"nodes": n, "way": name, "seconds": seconds(partial(way, logits))})
+    return rows
