@@ -278,6 +278,39 @@ class DraftTree:
         """Return the same draft with every node of the rows outside ``rows`` (bool [B]) invalid."""
         return replace(self, valid=self.valid & rows[:, None])
 
+    def best_branch(self, logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Go down from the root, always to the child that is likeliest.
+
+        Args:
+            logits: [B, n, V], the target's answer to every node; None: of siblings the first,
+                which in a draft that stands best first is the likeliest to the drafter.
+
+        Returns:
+            The nodes gone by, int64 [B, max_depth + 1], the root first; 0 behind the last. And
+            how many, int64 [B]; 1 where nothing hangs below the root.
+        """
+        batch, n = self.tokens.shape
+        nodes = torch.arange(n, device=self.tokens.device)
+        if logits is None:
+            worth = -nodes.expand(batch, n).float()
+        else:
+            rows = torch.arange(batch, device=nodes.device)[:, None]
+            worth = logits[rows, self.parents, self.tokens].float()
+        below = self.valid.clone()
+        below[:, 0] = False
+        worth = worth.masked_fill(~below, -torch.inf)
+        # Of siblings the one of most worth, and of equals the first.
+        siblings = (self.parents[:, :, None] == self.parents[:, None, :]) & below[:, None, :]
+        above = worth[:, None, :] > worth[:, :, None]
+        before = (worth[:, None, :] == worth[:, :, None]) & (nodes < nodes[:, None])
+        off = ~below | (siblings & (above | before)).any(dim=2)
+        off[:, 0] = False
+        on = ~(self.ancestors & off[:, None, :]).any(dim=2)
+        columns = self.depths.masked_fill(~on, self.max_depth + 1)
+        path = nodes.new_zeros(batch, self.max_depth + 2)
+        path.scatter_(1, columns, nodes.expand(batch, n))
+        return path[:, :-1], on.sum(dim=1)
+
     def first(self, nodes: int) -> DraftTree:
         """Return the draft of the first ``nodes`` nodes, the root included."""
         if nodes >= self.tokens.shape[1]:

@@ -10,7 +10,7 @@ from token_recycling.accept import HOLE, Accepted
 from token_recycling.adjacency import EMPTY, AdjacencyMatrix
 from token_recycling.drafters.base import Drafter
 from token_recycling.drafters.calibration import Calibration
-from token_recycling.drafters.context import Context, Continuation
+from token_recycling.drafters.context import Context, Continuation, none_of
 from token_recycling.drafters.growth import Growth
 from token_recycling.drafters.sources import NO_TOKEN, ChainSource, RowSource
 from token_recycling.tree import DraftTree, TreeTemplate
@@ -86,7 +86,30 @@ class AdaptiveDrafter(Drafter):
             held.restart(prompts)
         else:
             self.context = Context(prompts, WINDOW, self.matrix.device, room)
+        self._roots = self._previous = torch.zeros_like(self.context.lengths)
+        self._chain = None
         self.calibration.refresh()
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the rows' contexts, and what the last draft hung on."""
+        batch, context = len(self.context.tokens), self.context
+        chain = self._chain or none_of(batch, self.growth.chain_length, context.tokens.device)
+        return {
+            "tokens": context.tokens,
+            "lengths": context.lengths,
+            "roots": self._roots,
+            "previous": self._previous,
+            "chain": chain.tokens,
+            "chain_valid": chain.valid,
+            "chain_run": chain.run,
+        }
+
+    def hold(self, rows: dict[str, Tensor]) -> None:
+        """Go on with other rows, whose contexts get room for a step."""
+        context = self.context.of(rows["tokens"], rows["lengths"])
+        self.context = context.slid(self.growth.max_depth + 2)
+        self._roots, self._previous = rows["roots"], rows["previous"]
+        self._chain = Continuation(rows["chain"], rows["chain_valid"], rows["chain_run"])
 
     def _counts_now(self) -> bool:
         """Every second step will do; a graph is the same at every step."""

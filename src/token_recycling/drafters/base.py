@@ -44,6 +44,16 @@ class Drafter(ABC):
             room: tokens that a row may come to.
         """
 
+    def held(self) -> dict[str, Tensor]:
+        """Return what it keeps of each row, a tensor [B, …] each; the rest is of all rows.
+
+        For batches whose rows come and go (see ``serving``), after ``settle``.
+        """
+        return {}
+
+    def hold(self, rows: dict[str, Tensor]) -> None:  # noqa: B027
+        """Go on with other rows: what ``held`` returned, of B rows that need not be the same."""
+
     def wants(self, tokens: Tensor) -> Tensor | None:
         """Say which tokens of a chunk of the prompts, int64 [B, c], it wants to be primed with.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,12 @@ class Continuation:
     tokens: Tensor
     valid: Tensor
     run: Tensor
+
+
+def none_of(batch: int, length: int, device: torch.device | str) -> Continuation:
+    """Return the continuation of ``batch`` rows without a match."""
+    tokens = torch.zeros((batch, length), dtype=torch.long, device=device)
+    return Continuation(tokens, tokens.bool(), tokens.new_zeros(batch))
 
 
 class Context:
@@ -69,6 +76,23 @@ class Context:
         self.tokens.copy_(torch.tensor(rows, device="cpu"))
         lengths = [self.window + len(prompt) for prompt in prompts]
         self.lengths.copy_(torch.tensor(lengths, device="cpu"))
+
+    def of(self, tokens: Tensor, lengths: Tensor) -> Context:
+        """Return a context of other rows, int64 [B, width] and [B], of the same width."""
+        other = copy.copy(self)
+        other.tokens, other.lengths = tokens, lengths
+        return other
+
+    def slid(self, margin: int) -> Context:
+        """Return a context where every row has room for ``margin`` tokens more.
+
+        Rows that have not forget their first half. Only where there is ``room``.
+        """
+        width = self.tokens.shape[1]
+        shift = (self.lengths > width - margin) * (width // 2)
+        places = torch.arange(width, device=self.tokens.device) + shift[:, None]
+        tokens = self.tokens.gather(1, places.clamp(max=width - 1))
+        return self.of(tokens.masked_fill(places >= width, HOLE), self.lengths - shift)
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Append the first ``counts`` [B] of ``tokens`` [B, t] to each row."""

@@ -1,0 +1,219 @@
+"""Drafting for engines: requests that come and go get the drafts that they would get alone."""
+
+import random
+
+import pytest
+import torch
+
+from token_recycling import AdjacencyMatrix, TokenRecyclingError
+from token_recycling.accept import HOLE, accept_choices, greedy
+from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
+from token_recycling.drafters.context import Context
+from token_recycling.serving import RequestDrafter, ServingOptions
+from token_recycling.tree import TreeTemplate
+from toy import VOCABULARY, ToyTarget, next_logits
+
+NODES = 13
+K = 4
+
+
+def make(name, requests=8, chain=False, context=256):
+    matrix = AdjacencyMatrix(VOCABULARY, K)
+    if name == "adaptive":
+        drafter = AdaptiveDrafter(matrix, 24 if chain else NODES - 1)
+    else:
+        drafter = PaperDrafter(matrix, TreeTemplate.load(f"ranked-{NODES - 1}", K))
+    return RequestDrafter(drafter, requests, NODES, "cpu", context=context, chain=chain)
+
+
+def plain_text(prompt, tokens):
+    text = list(prompt)
+    for _ in range(tokens):
+        text.append(int(next_logits(text).argmax()))
+    return text[len(prompt) :]
+
+
+class Engine:
+    """Serves requests at random: some of them at a time, some drafts cut, some requests dropped."""
+
+    def __init__(self, drafter, seed, tokens=60):
+        self.drafter, self.rng, self.tokens = drafter, random.Random(seed), tokens
+        self.texts, self.prompts, self.rows, self.drops = {}, {}, 0, 0
+
+    def join(self, place, prompt):
+        """What an engine does when it has read a prompt: one answer to its last token."""
+        first = int(next_logits(prompt).argmax())
+        self.drafter.begin([place], [prompt[:-1]])
+        at = torch.tensor([place])
+        self.drafter.propose(at, torch.tensor([prompt[-1]]), 1)
+        self.drafter.observe(
+            at, next_logits(prompt)[None, None], torch.tensor([1]), torch.tensor([[first]])
+        )
+        self.prompts[place], self.texts[place] = prompt, [*prompt, first]
+
+    def step(self, places):
+        at = torch.tensor(places)
+        roots = torch.tensor([self.texts[p][-1] for p in places])
+        nodes = self.rng.choice([1, 4, NODES])
+        draft = self.drafter.propose(at, roots, nodes)
+        target = ToyTarget()
+        target.prefill([self.texts[p][:-1] for p in places])
+        logits = target.verify(draft)
+        scheduled = torch.tensor([self.rng.randint(1, draft.nodes) for _ in places])
+        there = torch.arange(draft.nodes) < scheduled[:, None]
+        draft.valid.logical_and_(there)
+        accepted = accept_choices(draft, greedy(logits))
+        self.drafter.observe(at, logits, scheduled, accepted.emitted)
+        for place, emitted in zip(places, accepted.emitted.tolist()):
+            self.texts[place] += [token for token in emitted if token != HOLE]
+        self.rows += len(places)
+
+    def run(self, requests, at_once=5):
+        waiting, free, done = list(requests), list(range(8)), []
+        self.rng.shuffle(free)
+        while waiting or self.texts:
+            while waiting and len(self.texts) < at_once:
+                self.join(free.pop(), waiting.pop())
+            live = list(self.texts)
+            self.step(self.rng.sample(live, self.rng.randint(1, len(live))))
+            for place in live:
+                new = self.texts[place][len(self.prompts[place]) :]
+                dropped = self.rng.random() < 0.01
+                if len(new) >= self.tokens or dropped:
+                    self.drops += dropped
+                    done.append((self.prompts[place], new))
+                    del self.texts[place]
+                    free.append(place)
+        return done
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("name", ["adaptive", "paper"])
+def test_requests_come_and_go(name, chain):
+    rng = random.Random(7)
+    requests = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(24)]
+    engine = Engine(make(name, chain=chain), seed=3)
+    done = engine.run(requests)
+    assert len(done) == 24
+    assert engine.drops
+    for prompt, new in done:
+        assert new == plain_text(prompt, len(new))
+    emitted = sum(len(new) - 1 for _, new in done)
+    assert emitted > 1.2 * engine.rows  # and drafts were right
+
+
+def alone(steps, drafter, prompt):
+    """Drafts of one request in the ordinary way, with a context of fixed size."""
+    text, found = list(prompt), []
+    drafter.settle([text[:-1]], 256)
+    for _ in range(steps):
+        draft = drafter.propose(torch.tensor([text[-1]]))
+        found.append(draft.tokens[0].masked_fill(~draft.valid[0], HOLE).tolist())
+        target = ToyTarget()
+        target.prefill([text[:-1]])
+        logits = target.verify(draft)
+        accepted = accept_choices(draft, greedy(logits))
+        drafter.observe(draft, logits, accepted)
+        text += [token for token in accepted.emitted[0].tolist() if token != HOLE]
+    return found
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_request_is_drafted_for_as_if_alone(mixed):
+    """Others in between change nothing but what is learnt; the control mixes up two requests."""
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    expected = alone(12, AdaptiveDrafter(AdjacencyMatrix(VOCABULARY, K), NODES - 1), prompt)
+    requests = make("adaptive")
+    requests.begin([2, 5], [prompt[:-1], [7, 7, 7, 7]])
+    text, found = list(prompt), []
+    for step in range(12):
+        place = torch.tensor([5 if mixed and step == 6 else 2])
+        draft = requests.propose(place, torch.tensor([text[-1]]), NODES)
+        found.append(draft.tokens[0].masked_fill(~draft.valid[0], HOLE).tolist())
+        target = ToyTarget()
+        target.prefill([text[:-1]])
+        logits = target.verify(draft)
+        accepted = accept_choices(draft, greedy(logits))
+        requests.observe(place, logits, torch.tensor([draft.nodes]), accepted.emitted)
+        text += [token for token in accepted.emitted[0].tolist() if token != HOLE]
+    assert (found == expected) is not mixed
+
+
+def test_a_long_text_forgets_its_beginning():
+    context = Context([list(range(1, 90)), [5, 6]], 4, room=100)
+    slid = context.slid(20)
+    assert slid.lengths.tolist() == [4 + 89 - 52, 4 + 2]
+    assert slid.last(3).tolist() == [[87, 88, 89], [HOLE, 5, 6]]
+    assert slid.tokens[0, : int(slid.lengths[0])].tolist() == list(range(1, 90))[48:]
+    assert bool((slid.tokens[0, int(slid.lengths[0]) :] == HOLE).all())
+    engine = Engine(make("adaptive"), seed=1, tokens=600)
+    for prompt, new in engine.run([[1, 2, 3], [4, 5]]):
+        assert new == plain_text(prompt, len(new))
+
+
+@pytest.mark.parametrize("by_target", [False, True])
+def test_the_best_branch(by_target):
+    generator = torch.Generator().manual_seed(5)
+    drafter = make("adaptive").drafter
+    matrix = drafter.matrix
+    for _ in range(4):
+        tokens = torch.arange(VOCABULARY)
+        ids = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:K] for _ in tokens])
+        p = torch.rand(VOCABULARY, K, generator=generator).sort(1, descending=True).values
+        valid = torch.ones(VOCABULARY, dtype=torch.bool)
+        matrix.average(tokens.roll(1), tokens, ids, p, valid, keep=0.5)
+    drafter.settle([[1, 2], [2, 3], [5]], 256)
+    draft = drafter.propose(torch.tensor([4, 5, 6]))
+    logits = torch.randn(3, draft.nodes, VOCABULARY, generator=generator)
+    path, counts = draft.best_branch(logits if by_target else None)
+    for row in range(3):
+        right = [0]
+        while True:
+            children = [
+                node
+                for node in range(1, draft.nodes)
+                if draft.parents[row, node] == right[-1] and draft.valid[row, node]
+            ]
+            if not children:
+                break
+            worth = logits[row, right[-1]]
+            key = (lambda n: -worth[draft.tokens[row, n]]) if by_target else (lambda n: n)  # noqa: B023
+            right.append(min(children, key=key))
+        assert path[row, : int(counts[row])].tolist() == right
+    assert counts.max() > 2
+
+
+def test_drafts_shrink_with_the_batch():
+    options = ServingOptions.parse({"budget": "64"})
+    assert [options.nodes_for(n, 33) for n in (1, 2, 4, 16, 64, 500)] == [33, 32, 16, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"trees": "paper"}, "no option 'trees'"),
+        ({"budget": "many"}, "budget is 'many'"),
+        ({"budget": 0}, "1 token at least"),
+        ({"context": 10}, "256 tokens at least"),
+    ],
+)
+def test_bad_options_are_refused(given, says):
+    with pytest.raises(TokenRecyclingError, match=says):
+        ServingOptions.parse(given)
+
+
+def test_bad_drafters_are_refused(tmp_path):
+    with pytest.raises(TokenRecyclingError, match="room for 7"):
+        ServingOptions(tree="ranked-8").make(VOCABULARY, 7, "cpu")
+    with pytest.raises(TokenRecyclingError, match="needs the host"):
+        ServingOptions(drafter=PromptLookupDrafter.name).make(VOCABULARY, 7, "cpu")
+    AdjacencyMatrix(VOCABULARY + 1, 8).save(tmp_path / "matrix")
+    with pytest.raises(TokenRecyclingError, match="has 13 tokens, the model 12"):
+        ServingOptions(matrix=str(tmp_path / "matrix")).make(VOCABULARY, 7, "cpu")
+
+
+def test_options_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TOKEN_RECYCLING_DRAFTER", "paper")
+    monkeypatch.setenv("TOKEN_RECYCLING_BUDGET", "99")
+    options = ServingOptions.from_environment()
+    assert (options.drafter, options.budget, options.tree) == ("paper", 99, None)
