@@ -181,8 +181,12 @@ class RequestDrafter:
         else:
             draft = self.drafter.propose(roots).first(nodes)
         self._rows.write(places, self.drafter.held())
-        self._drafts.write(places, _padded(draft, self.nodes))
+        self.keep(places, draft)
         return draft
+
+    def keep(self, places: Tensor, draft: DraftTree) -> None:
+        """Take ``draft`` for what was proposed at ``places``."""
+        self._drafts.write(places, _padded(draft, self.nodes))
 
     def drafts(self, places: Tensor) -> DraftTree:
         """Return what was proposed last at ``places``, padded to the nodes of the largest draft."""

@@ -1,0 +1,184 @@
+"""What vLLM calls for drafts: class ``Proposer``, one in every worker process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tp_group
+
+from token_recycling.accept import HOLE
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.integrations.versions import check_version
+from token_recycling.integrations.vllm import PACKAGES, TESTED, hooks, tree_attention
+from token_recycling.integrations.vllm.step import VerifiedStep
+from token_recycling.serving import RequestDrafter, ServingOptions
+from token_recycling.tree import DraftTree
+
+MODES = ("chain", "tree")
+CHAIN_FROM = 16  # nodes at least of the tree whose likeliest branch is the chain
+
+
+class Proposer:
+    """Drafts for the requests of one worker, and learns from the logits that the hooks catch.
+
+    vLLM makes it with its configuration, calls ``load_model`` once and ``propose`` after every
+    step. Options stand in ``additional_config["token_recycling"]``: ``mode`` ("chain" or
+    "tree") and those of ``serving.ServingOptions``.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Read the options, and put the hooks in place.
+
+        Raises:
+            TokenRecyclingError: this vLLM, an option, or the model with ``mode=tree`` cannot be
+                used; the message says why.
+        """
+        check_version("vLLM", PACKAGES, TESTED)
+        options = dict((vllm_config.additional_config or {}).get("token_recycling", {}))
+        mode = options.pop("mode", "chain")
+        if mode not in MODES:
+            raise TokenRecyclingError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        self.tree = mode == "tree"
+        self.options = ServingOptions.parse(options)
+        if self.tree:
+            tree_attention.check_model(vllm_config)
+            tree_attention.register()
+        hooks.install(self.tree)
+        most: int = vllm_config.speculative_config.num_speculative_tokens
+        self.nodes = most + 1
+        self.device = torch.device(vllm_config.device_config.device)
+        grown = most if self.tree else max(CHAIN_FROM, 2 * most)
+        vocabulary: int = vllm_config.model_config.get_vocab_size()
+        self.limit: int = vllm_config.model_config.max_model_len
+        requests: int = vllm_config.scheduler_config.max_num_seqs
+        self.requests = RequestDrafter(
+            self.options.make(vocabulary, grown, self.device),
+            requests,
+            self.nodes,
+            self.device,
+            context=self.options.context,
+            chain=not self.tree,
+        )
+        self._free = list(range(requests))
+        self._places: dict[str, int] = {}
+        self._lengths: dict[str, int] = {}  # tokens of each request that are known here
+        self.step: VerifiedStep | None = None
+
+    def load_model(self, model: Any) -> None:
+        """Do nothing: there is no draft model."""
+
+    def place(self, request: str) -> int | None:
+        """Where a request's drafts are kept, or None when there are none yet."""
+        return self._places.get(request)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+        **others: Any,
+    ) -> list[list[int]]:
+        """Learn from the step that has ended and draft for the next.
+
+        Args:
+            sampled_token_ids: of each row of the batch what it got; none in the middle of a
+                prompt.
+            num_tokens_no_spec: tokens of each row, these included.
+            token_ids_cpu: [rows, max_model_len].
+            slot_mappings: not used.
+            **others: not used.
+
+        Returns:
+            Drafts of each row. In a tree they stand parents first, so that vLLM may cut them.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        step, self.step = self.step, None
+        if step is None:
+            return drafts
+        self._forget(step)
+        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        if not rows:
+            return drafts
+        emitted = [sampled_token_ids[row] for row in rows]
+        lengths = [int(num_tokens_no_spec[row]) for row in rows]
+        requests = [step.requests[row] for row in rows]
+        for row, request, length, tokens in zip(rows, requests, lengths, emitted):
+            before = length - len(tokens)
+            if self._lengths.get(request) != before:
+                self._begin(request, token_ids_cpu[row, :before].tolist())
+            self._lengths[request] = length
+        places = torch.tensor([self._places[request] for request in requests], device=self.device)
+        self.requests.observe(
+            places,
+            step.answers(rows),
+            torch.tensor([step.nodes[row] for row in rows], device=self.device),
+            _holed(emitted).to(self.device),
+        )
+        nodes = self.options.nodes_for(len(rows), self.nodes)
+        if nodes == 1:  # nothing is drafted, but the root belongs to the text
+            self._rest(places, emitted)
+            return drafts
+        roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)
+        draft = self._same_everywhere(places, self.requests.propose(places, roots, nodes))
+        found = draft.tokens[:, 1:].tolist()
+        used = _used(draft.valid[:, 1:]).tolist()
+        for i, row in enumerate(rows):
+            ends = lengths[i] >= self.limit
+            if not ends and not (self.tree and step.structured(row)):
+                drafts[row] = found[i][: used[i]]
+        return drafts
+
+    def _rest(self, places: Tensor, emitted: list[list[int]]) -> None:
+        roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)
+        self.requests.propose(places, roots, 1)
+
+    def _begin(self, request: str, text: list[int]) -> None:
+        """Take a request in: it has read ``text`` and answered to its last token."""
+        if request not in self._places:
+            self._places[request] = self._free.pop()
+        place = self._places[request]
+        self.requests.begin([place], [text[:-1]])
+        self._rest(torch.tensor([place], device=self.device), [text])
+
+    def _forget(self, step: VerifiedStep) -> None:
+        """Free the places of requests that have ended."""
+        for request in [known for known in self._places if not step.lives(known)]:
+            self._free.append(self._places.pop(request))
+            self._lengths.pop(request, None)
+
+    def _same_everywhere(self, places: Tensor, draft: DraftTree) -> DraftTree:
+        """Take the first rank's drafts on every tensor-parallel rank: they verify one tree."""
+        group = get_tp_group()
+        if group.world_size == 1 or not self.tree:
+            return draft
+        parts = [draft.tokens, draft.parents, draft.depths, draft.valid.long()]
+        both = torch.cat([torch.stack(parts, dim=1), draft.ancestors.long()], dim=1).contiguous()
+        both = group.broadcast(both, src=0)
+        tokens, parents, depths, valid = both[:, :4].unbind(dim=1)
+        draft = replace(
+            draft,
+            tokens=tokens,
+            parents=parents,
+            depths=depths,
+            valid=valid.bool(),
+            ancestors=both[:, 4:].bool(),
+        )
+        self.requests.keep(places, draft)
+        return draft
+
+
+def _holed(rows: list[list[int]]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([row + [HOLE] * (longest - len(row)) for row in rows])
+
+
+def _used(valid: Tensor) -> Tensor:
+    """Nodes up to the last valid one, int64 [B], of bool [B, n]."""
+    places = torch.arange(1, valid.shape[1] + 1, device=valid.device)
+    return (valid * places).amax(dim=1)

@@ -1,0 +1,163 @@
+"""Tree attention for vLLM on a CPU, in plain PyTorch, and what ``mode=tree`` cannot be used with.
+
+vLLM's own kernels know causal masks only. This one reads the same paged cache, request by
+request. It is exact and not fast: it makes trees usable where speed is not the question.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from token_recycling.errors import TokenRecyclingError
+
+# Of the step in preparation: per row the ancestors bool [n, n] of its draft, or None.
+trees: list[Tensor | None] | None = None
+
+
+def check_model(vllm_config: Any) -> None:
+    """Refuse models and settings with which trees would be computed wrongly.
+
+    Raises:
+        TokenRecyclingError: the reason.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    reasons = {
+        "there is tree attention for CPU_ATTN only yet": not current_platform.is_cpu(),
+        "the model's attention is MLA": model.use_mla,
+        "its positions are M-RoPE": model.uses_mrope,
+        "it has layers whose state cannot branch": model.is_hybrid or model.is_attention_free,
+        "the model is spread over a pipeline": parallel.pipeline_parallel_size > 1,
+        "the cache is quantised": vllm_config.cache_config.cache_dtype not in ("auto", "float32"),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise TokenRecyclingError(f"mode=tree cannot be used: {reason}. Use mode=chain")
+
+
+def register() -> None:
+    """Put this backend in the place of vLLM's for CPUs, in this process."""
+    name = f"{TreeBackend.__module__}.{TreeBackend.__qualname__}"
+    register_backend(AttentionBackendEnum.CPU_ATTN, name)
+
+
+def copy_slots(cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy entries of a cache [blocks, heads, slots, 2 x size] between slots, int64 [m] each."""
+    size = cache.shape[2]
+    cache[target // size, :, target % size] = cache[source // size, :, source % size]
+
+
+class TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Hands the masks of a step to its layers."""
+
+    def build(self, *args: Any, **options: Any) -> Any:
+        """Build what vLLM builds, and the masks."""
+        metadata = super().build(*args, **options)
+        metadata.trees = trees
+        return metadata
+
+
+class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """Attends request by request. A slot of the cache holds a key and behind it its value."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        kinds = {
+            "ALiBi": self.alibi_slopes is not None,
+            "capped scores": bool(self.logits_soft_cap),
+            "sinks": self.sinks is not None,
+            f"attention of kind {self.attn_type}": self.attn_type != "decoder",
+        }
+        for kind, used in kinds.items():
+            if used:
+                raise TokenRecyclingError(f"mode=tree cannot be used: {kind}. Use mode=chain")
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write keys and values [t, heads, size] into their slots."""
+        size = kv_cache.shape[2]
+        entries = torch.cat([key, value], dim=-1)[: len(slot_mapping)]
+        kv_cache[slot_mapping // size, :, slot_mapping % size] = entries.to(kv_cache.dtype)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *others: Any,
+        **more: Any,
+    ) -> Tensor:
+        """Write the attention of ``query`` [t, heads, size] to ``output``."""
+        if attn_metadata is None:  # warming up
+            return output
+        starts = attn_metadata.query_start_loc.tolist()
+        lengths = attn_metadata.seq_lens.tolist()
+        slots = kv_cache.shape[2]
+        drafts = attn_metadata.trees or []
+        for row, length in enumerate(lengths):
+            begin, end = starts[row : row + 2]
+            if begin == end:
+                continue
+            blocks = attn_metadata.block_table[row, : -(-length // slots)].long()
+            entries = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+            keys, values = entries.to(query.dtype).chunk(2, dim=-1)
+            tree = drafts[row] if row < len(drafts) else None
+            found = scaled_dot_product_attention(
+                query[begin:end].transpose(0, 1)[None],
+                keys[None],
+                values[None],
+                attn_mask=visible(end - begin, length, tree, self.sliding_window),
+                scale=self.scale,
+                enable_gqa=self.num_heads != self.num_kv_heads,
+            )
+            output[begin:end].view(end - begin, self.num_heads, -1).copy_(found[0].transpose(0, 1))
+        return output
+
+
+def visible(queries: int, length: int, tree: Tensor | None, window: int) -> Tensor:
+    """Return which of ``length`` entries the last ``queries`` of them see: bool [q, length].
+
+    Args:
+        queries: tokens of the step.
+        length: tokens in all.
+        tree: bool [n, n], ancestors of the last n; None: a plain text.
+        window: tokens that a token sees, itself included; negative: all.
+    """
+    positions = torch.arange(length)
+    mask = positions <= positions[length - queries :, None]
+    if tree is not None:
+        n = len(tree)
+        mask[-n:, -n:] = tree
+        positions[-n:] = length - n + tree.sum(dim=1) - 1
+    if window >= 0:
+        mask &= positions > positions[length - queries :, None] - window
+    return mask
+
+
+class TreeBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """vLLM's backend for CPUs, with trees."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttention]:
+        """Attention."""
+        return TreeAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeMetadataBuilder]:
+        """What it needs to know of a step."""
+        return TreeMetadataBuilder
