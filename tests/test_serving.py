@@ -43,8 +43,8 @@ class Engine:
     def join(self, place, prompt):
         """What an engine does when it has read a prompt: one answer to its last token."""
         first = int(next_logits(prompt).argmax())
-        self.drafter.begin([place], [prompt[:-1]])
         at = torch.tensor([place])
+        self.drafter.begin(at, [prompt[:-1]])
         self.drafter.propose(at, torch.tensor([prompt[-1]]), 1)
         self.drafter.observe(
             at, next_logits(prompt)[None, None], torch.tensor([1]), torch.tensor([[first]])
@@ -124,7 +124,7 @@ def test_a_request_is_drafted_for_as_if_alone(mixed):
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     expected = alone(12, AdaptiveDrafter(AdjacencyMatrix(VOCABULARY, K), NODES - 1), prompt)
     requests = make("adaptive")
-    requests.begin([2, 5], [prompt[:-1], [7, 7, 7, 7]])
+    requests.begin(torch.tensor([2, 5]), [prompt[:-1], [7, 7, 7, 7]])
     text, found = list(prompt), []
     for step in range(12):
         place = torch.tensor([5 if mixed and step == 6 else 2])

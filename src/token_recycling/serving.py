@@ -159,10 +159,10 @@ class RequestDrafter:
         whole = drafter.propose(torch.zeros(1, dtype=torch.long, device=self.device))
         self.max_depth = min(whole.max_depth, nodes - 1)
 
-    def begin(self, places: list[int], texts: list[list[int]]) -> None:
+    def begin(self, places: Tensor, texts: list[list[int]]) -> None:
         """Give ``places`` to requests: of each all tokens but the last, which is the next root."""
         self.drafter.settle([text[-self.context // 2 :] for text in texts], self.context)
-        self._rows.write(torch.tensor(places, device=self.device), self.drafter.held())
+        self._rows.write(places, self.drafter.held())
 
     def propose(self, places: Tensor, roots: Tensor, nodes: int) -> DraftTree:
         """Draft below ``roots`` int64 [B], the last tokens of the requests at ``places`` int64 [B].
@@ -208,6 +208,18 @@ class RequestDrafter:
         counts = (emitted >= 0).sum(dim=1)
         self.drafter.observe(draft, logits, Accepted(torch.zeros_like(emitted), emitted, counts))
         self._rows.write(places, self.drafter.held())
+
+
+def packed_draft(draft: DraftTree) -> Tensor:
+    """Put a draft into one tensor, int64 [B, 4 + n, n], to be sent to other ranks."""
+    parts = [draft.tokens, draft.parents, draft.depths, draft.valid.long()]
+    return torch.cat([torch.stack(parts, dim=1), draft.ancestors.long()], dim=1).contiguous()
+
+
+def unpacked_draft(packed: Tensor, max_depth: int) -> DraftTree:
+    """Return the draft that was put into ``packed``."""
+    tokens, parents, depths, valid = packed[:, :4].unbind(dim=1)
+    return DraftTree(tokens, parents, depths, packed[:, 4:].bool(), valid.bool(), max_depth)
 
 
 def _likeliest(draft: DraftTree) -> DraftTree:

@@ -3,6 +3,33 @@
 from __future__ import annotations
 
 
+def apply_version(package: str, number: str | None) -> None:
+    """Pretend that another version of a package is installed."""
+    if number is None:
+        return
+    from token_recycling.integrations import versions
+
+    whole = versions.version
+    versions.version = lambda name: number if name == package else whole(name)
+
+
+def hide_the_package() -> None:
+    """Make an environment without Token Recycling of this process."""
+    import importlib.metadata as metadata
+    import sys
+
+    for name in [name for name in sys.modules if name.startswith("token_recycling")]:
+        del sys.modules[name]
+    sys.modules["token_recycling"] = None  # importing it fails
+    whole = metadata.entry_points
+
+    def entry_points(**selection):
+        found = whole(**selection)
+        return [point for point in found if not point.value.startswith("token_recycling")]
+
+    metadata.entry_points = entry_points
+
+
 def apply_vllm(name: str | None) -> None:
     """Break the step of ``mode=tree``."""
     if name is None:
@@ -25,3 +52,29 @@ def apply_vllm(name: str | None) -> None:
         tree_attention.visible = lambda q, length, tree, window: whole_mask(q, length, None, window)
     else:
         raise ValueError(name)
+
+
+def apply_sglang(name: str) -> None:
+    """Break the step of ``TOKEN_RECYCLING``; called in the scheduler's process."""
+    import torch
+    from sglang.srt.speculative import ngram_worker
+
+    from token_recycling.integrations.sglang import worker
+
+    if name == "no commit":
+        ngram_worker.move_accept_tokens_to_target_kvcache = lambda *arguments: None
+        return
+    whole = worker.NgramVerifyInput
+
+    def broken(**given):
+        if name == "no depth positions" and given.get("positions") is not None:
+            n = given["draft_token_num"]
+            rows = given["positions"].view(-1, n)
+            given["positions"] = (rows[:, :1] + torch.arange(n)).flatten()
+        elif name == "no mask" and given.get("custom_mask") is not None:
+            n = given["draft_token_num"]
+            rows = len(given["custom_mask"]) // (n * n)
+            given["custom_mask"] = torch.ones(n, n, dtype=torch.bool).tril().repeat(rows, 1, 1).flatten()
+        return whole(**given)
+
+    worker.NgramVerifyInput = broken

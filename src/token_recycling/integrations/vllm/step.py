@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 PLACEHOLDER = -1  # what vLLM fills up requests with that enter a batch of decoding ones
 
 

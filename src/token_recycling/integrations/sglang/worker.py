@@ -1,0 +1,250 @@
+"""The worker that SGLang's scheduler steps: drafts trees, verifies them with SGLang's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.ngram_worker import NGRAMWorker
+from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
+from torch import Tensor
+
+from token_recycling.accept import HOLE
+from token_recycling.integrations.sglang.trees import full_masks, links
+from token_recycling.integrations.versions import check_signature
+from token_recycling.serving import RequestDrafter, ServingOptions, packed_draft, unpacked_draft
+from token_recycling.tree import DraftTree
+
+
+class Worker(NGRAMWorker):  # type: ignore[misc]
+    """Where SGLang's n-gram worker asks a corpus on the host, this asks the drafter.
+
+    Everything stays on the device; a request's place is its place in SGLang's own pool.
+    """
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        """Read the options.
+
+        Raises:
+            TokenRecyclingError: they make no sense, or SGLang is another one.
+        """
+        BaseSpecWorker.__init__(self)
+        check_signature(
+            NGRAMWorker.forward_batch_generation, "self", "batch", "on_publish", "pp_proxy_tensors"
+        )
+        check_signature(NGRAMWorker._prepare_for_speculative_decoding, "self", "batch")
+        self.options = ServingOptions.from_environment()
+        self.server_args = server_args
+        self.enable_overlap = not get_schedule().disable_overlap_schedule
+        self._target_worker = target_worker
+        self._watched = _WatchedTarget(target_worker)
+        self.model_runner = target_worker.model_runner
+        self.page_size = get_schedule().page_size
+        self.topk = get_spec().speculative_eagle_topk
+        self.speculative_num_steps = get_spec().speculative_num_steps
+        self.width: int = get_spec().speculative_num_draft_tokens  # nodes of a draft at most
+        self.draft_token_num = self.speculative_num_draft_tokens = self.width
+        self.device = get_device().device
+        self.adaptive_controller = None
+        self.grammar_tree_host: Any = None
+        self.ngram_corpus = _NoCorpus()
+        self._prev_decode_rids: set[str] = set()
+
+    @property
+    def target_worker(self) -> Any:
+        """The target, whose logits are seen on their way."""
+        return self._watched
+
+    def clear_cache_pool(self) -> None:
+        """Keep what was learnt: it holds for any cache."""
+
+    def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
+        """Refuse a corpus of the n-gram algorithm.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("TOKEN_RECYCLING learns from the target; it takes no corpus")
+
+    def _init_preallocated_tensors(self) -> None:
+        places = self.req_to_token_pool.req_to_token.shape[0]
+        drafter = self.options.make(
+            self.model_runner.model_config.vocab_size, self.width - 1, self.device
+        )
+        self.requests = RequestDrafter(
+            drafter, places, self.width, self.device, context=self.options.context
+        )
+
+    def _nodes_for(self, requests: int) -> int:
+        """Nodes of each draft; captured graphs have one width."""
+        runner = getattr(self.model_runner, "decode_cuda_graph_runner", None)
+        if runner is not None and requests <= max(getattr(runner, "capture_bs", None) or [0]):
+            return self.width
+        return self.options.nodes_for(requests, self.width)
+
+    def _prepare_for_speculative_decoding(self, batch: Any) -> None:
+        """Turn a decoding batch into one that verifies trees."""
+        if not batch.forward_mode.is_decode():
+            return
+        n, rows = self.draft_token_num, len(batch.reqs)
+        before = batch.spec_info
+        tokens = before.accept_tokens.view(rows, -1).long()
+        roots = tokens.gather(1, before.accept_lens.long()[:, None] - 1)[:, 0]
+        places = batch.req_pool_indices.long()
+        draft = self._same_everywhere(places, self.requests.propose(places, roots, n))
+        if batch.has_grammar:  # SGLang walks the tree on the host
+            self.grammar_tree_host = (
+                draft.ancestors.flatten().cpu().numpy(),
+                draft.tokens.flatten().cpu().numpy(),
+            )
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = draft.tokens.flatten()
+        batch.out_cache_loc = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=batch.req_to_token_pool.req_to_token,
+            start_offset=batch.seq_lens,
+            end_offset=batch.seq_lens + n,
+            batch_size=rows,
+            draft_token_num=n,
+            device=self.device,
+        )
+        prepare_mamba_track_for_verify(batch)
+        children, siblings = links(draft)
+        on_cpu = torch.device(self.device).type == "cpu"
+        batch.spec_info = NgramVerifyInput(
+            draft_token=batch.input_ids,
+            # SGLang's kernels for CPUs take the nodes alone, others the whole context.
+            custom_mask=draft.ancestors.flatten()
+            if on_cpu
+            else full_masks(draft, batch.seq_lens, batch.seq_lens_cpu),
+            positions=(batch.seq_lens.long()[:, None] + draft.depths).flatten(),
+            retrieve_index=torch.arange(rows * n, device=self.device).view(rows, n),
+            retrieve_next_token=children,
+            retrieve_next_sibling=siblings,
+            draft_token_num=n,
+        )
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        """Take a step of the scheduler's batch: prompts, or a tree for each request."""
+        rows, verifies = len(batch.reqs), batch.forward_mode.is_decode()
+        places = batch.req_pool_indices.long() if rows else None
+        self.draft_token_num = n = self._nodes_for(rows) if verifies else self.width
+        self._watched.logits = None
+        result = super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
+        self.draft_token_num = self.width
+        if places is None:
+            return result
+        with torch.inference_mode(False), torch.no_grad():
+            if verifies:
+                self._learn(places, result, n)
+            else:
+                self._begin(batch, result)
+        return self._widened(result, n) if verifies and n < self.width else result
+
+    def _learn(self, places: Tensor, result: GenerationBatchResult, n: int) -> None:
+        """Take in what the target said to every node, and what was accepted."""
+        rows = len(places)
+        lengths = result.accept_lens.long()
+        tokens = result.next_token_ids.view(rows, n).long()
+        behind = torch.arange(n, device=self.device) >= lengths[:, None]
+        assert self._watched.logits is not None
+        logits = self._watched.logits.view(rows, n, -1)
+        emitted = tokens.masked_fill(behind, HOLE)
+        self.requests.observe(places, logits, torch.full_like(lengths, n), emitted)
+
+    def _begin(self, batch: Any, result: GenerationBatchResult) -> None:
+        """Take in the requests whose prompts have been read to the end."""
+        read = [
+            row
+            for row, request in enumerate(batch.reqs)
+            if request.extend_end >= len(request.origin_input_ids) + len(request.output_ids)
+        ]
+        if not read or not batch.forward_mode.is_extend():
+            return
+        texts = [_text(batch.reqs[row], self.options.context) for row in read]
+        index = torch.tensor(read, device=self.device)
+        places = batch.req_pool_indices.long()[index]
+        self.requests.begin(places, [text[:-1] for text in texts])
+        roots = torch.tensor([text[-1] for text in texts], device=self.device)
+        self.requests.propose(places, roots, 1)
+        logits = self._watched.logits
+        # Sampling has changed them already, unless there was nothing to change.
+        if logits is None or len(logits) != len(batch.reqs) or not _untouched(batch):
+            return
+        emitted = result.next_token_ids.long()[index][:, None]
+        self.requests.observe(places, logits[index][:, None], torch.ones_like(places), emitted)
+
+    def _widened(self, result: GenerationBatchResult, n: int) -> GenerationBatchResult:
+        """Give what a narrow step emitted the width that SGLang keeps between steps."""
+        after = result.next_draft_input
+        tokens = after.accept_tokens.view(-1, n)
+        wide = torch.nn.functional.pad(tokens, (0, self.width - n)).flatten()
+        result.next_token_ids = wide
+        result.next_draft_input = NgramVerifyInput(
+            draft_token_num=self.width,
+            new_seq_lens=after.new_seq_lens,
+            accept_tokens=wide,
+            accept_lens=after.accept_lens,
+        )
+        return result
+
+    def _update_ngram_corpus(self, batch: Any) -> None:
+        """There is no corpus."""
+
+    def _same_everywhere(self, places: Tensor, draft: DraftTree) -> DraftTree:
+        """Take the first rank's drafts on every tensor-parallel rank: they verify one tree."""
+        group = get_parallel().tp_group
+        if group is None or group.world_size == 1:
+            return draft
+        draft = unpacked_draft(group.broadcast(packed_draft(draft), src=0), draft.max_depth)
+        self.requests.keep(places, draft)
+        return draft
+
+
+class _NoCorpus:
+    """In the place of the n-gram worker's corpus."""
+
+    def erase_match_state(self, requests: list[str]) -> None:
+        """There is none."""
+
+
+class _WatchedTarget:
+    """The target worker, with a look at the logits before anything changes them."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self.logits: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def forward_batch_generation(self, batch: Any, *args: Any, **options: Any) -> Any:
+        result = self._target.forward_batch_generation(batch, *args, **options)
+        output = result.logits_output
+        if output is not None and output.next_token_logits is not None:
+            logits = output.next_token_logits
+            self.logits = logits if _untouched(batch) else logits.clone()
+        return result
+
+
+def _untouched(batch: Any) -> bool:
+    """True when neither penalties nor a grammar nor sampling writes into the logits."""
+    sampling = batch.sampling_info
+    changes = (sampling.acc_additive_penalties, sampling.acc_scaling_penalties, sampling.logit_bias)
+    plain = all(change is None for change in changes) and not batch.has_grammar
+    return bool(plain and sampling.is_all_greedy)
+
+
+def _text(request: Any, most: int) -> list[int]:
+    """The last tokens of a request, those of its prompt as the tokeniser wrote them."""
+    output = list(request.output_ids[-most:])
+    prompt = request.origin_input_ids_unpadded
+    return [*prompt[len(prompt) - max(0, most - len(output)) :], *output][-most:]

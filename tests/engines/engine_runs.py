@@ -1,0 +1,104 @@
+"""Run an engine in a process of its own, once per configuration, and compare what came."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+MODEL = Path(__file__).parents[2] / "src" / "token_recycling" / "model"
+# In two halves, for tensor parallelism; the bundled model has three heads.
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+}
+LIMIT = 400  # seconds of a run
+
+
+def widened(folder: Path) -> Path:
+    """The bundled model with four heads over two KV heads: the same text."""
+    from token_recycling.widen import widen
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "shape.json").write_text(json.dumps(SHAPE))
+    widen("bundled", str(folder / "shape.json"), folder / "model", dtype="float32")
+    return folder / "model"
+
+
+@cache
+def _served(driver: str, options: str, folder: Path, environment: tuple) -> dict:
+    out = folder / f"{abs(hash((driver, options)))}.json"
+    command = [sys.executable, str(FOLDER / driver), options, str(out)]
+    run = subprocess.run(
+        command,
+        cwd=FOLDER,
+        env=os.environ | dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    found = json.loads(out.read_text()) if out.exists() else {}
+    return found | {"log": run.stdout + run.stderr, "code": run.returncode}
+
+
+def serve(driver: str, folder: Path, environment: dict | None = None, **options) -> dict:
+    """Return what a driver wrote, with ``log`` and ``code``; the same options run once."""
+    options.setdefault("model", str(MODEL))
+    text = json.dumps(options, sort_keys=True)
+    return _served(driver, text, folder, tuple(sorted((environment or {}).items())))
+
+
+def served(*arguments, **options) -> dict:
+    """Like ``serve``, and it must have gone well."""
+    found = serve(*arguments, **options)
+    assert found["code"] == 0, found["log"][-3000:]
+    return found
+
+
+def same(plain: dict, ours: dict) -> int:
+    """How many requests have the same text; of aborted ones as far as both go."""
+    pairs = zip(plain["texts"], ours["texts"], strict=True)
+    return sum(
+        a[: min(len(a), len(b))] == b[: min(len(a), len(b))] and min(len(a), len(b)) > 0
+        for a, b in pairs
+    )
+
+
+def mat(found: dict) -> float:
+    """Tokens of a step after the first of each request, which must have come one by one."""
+    requests = len(found["texts"])
+    tokens = sum(map(len, found["texts"])) - requests
+    return tokens / (found["steps"] - requests)
+
+
+def library_mat(requests: list[dict], tree: str) -> float:
+    """The library's own, request by request."""
+    from token_recycling import TokenRecycling
+
+    recycler = TokenRecycling.from_pretrained(str(MODEL), tree=tree, engine="readable")
+    accepted = steps = 0
+    for request in requests:
+        stats = recycler.generate(request["prompt"], max_new_tokens=request["tokens"]).stats
+        accepted, steps = accepted + stats.accepted, steps + stats.steps
+    return 1 + accepted / steps
+
+
+def one_by_one(tokens: int = 120) -> list[dict]:
+    """The plan's requests without aborts, longer."""
+    from requests_plan import plan
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    found = plan(lambda text: tokenizer(text)["input_ids"], tokens=tokens)
+    return [request | {"abort": None} for request in found]
