@@ -5,6 +5,7 @@ DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-lossless test-models test-versions test-quantised test-fused
+.PHONY: test-vllm test-sglang
 .PHONY: lint format models train trees bench clean
 
 help: ## Show this list.
@@ -62,6 +63,21 @@ build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target build/quantised -r $<
 	touch $@
+
+# Engines bring other versions of everything, so each has a virtual environment of its own.
+build/%/ready: tests/requirements/%.txt pyproject.toml
+	$(PYTHON) -m venv build/$*
+	build/$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	build/$*/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+test-vllm: build/vllm/ready ## Test the plug-in for vLLM, on a CPU.
+	LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so OMP_NUM_THREADS=2 \
+		build/vllm/bin/python -m pytest -p no:cacheprovider -s tests/engines/test_vllm.py
+
+test-sglang: build/sglang/ready ## Test the plug-in for SGLang, on a CPU with stand-ins for its kernels.
+	OMP_NUM_THREADS=2 build/sglang/bin/python -m pytest -p no:cacheprovider -s \
+		tests/engines/test_sglang.py
 
 lint: .venv/ready ## Check style and types.
 	$(BIN)/ruff check .

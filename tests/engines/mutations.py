@@ -74,7 +74,9 @@ def apply_sglang(name: str) -> None:
         elif name == "no mask" and given.get("custom_mask") is not None:
             n = given["draft_token_num"]
             rows = len(given["custom_mask"]) // (n * n)
-            given["custom_mask"] = torch.ones(n, n, dtype=torch.bool).tril().repeat(rows, 1, 1).flatten()
+            given["custom_mask"] = (
+                torch.ones(n, n, dtype=torch.bool).tril().repeat(rows, 1, 1).flatten()
+            )
         return whole(**given)
 
     worker.NgramVerifyInput = broken

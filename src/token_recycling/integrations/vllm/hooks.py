@@ -29,15 +29,15 @@ def install(tree: bool) -> None:
     """Wrap the methods, once in a process.
 
     Args:
-        tree: those of ``mode=tree`` too.
+        tree: for ``mode=tree`` too.
 
     Raises:
         EngineVersionError: vLLM has changed one of them.
     """
     _wrap(_catching_logits, *SAMPLE_TOKENS)
+    _wrap(_sampling, *SAMPLE)
     if tree:
         _wrap(_placing_trees, *PREPARE_INPUTS)
-        _wrap(_walking_trees, *SAMPLE)
 
 
 def _wrap(around: Callable[..., Any], name: str, *parameters: str) -> None:
@@ -87,12 +87,20 @@ def _placing_trees(method: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_inputs
 
 
-def _walking_trees(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand each tree's best path to vLLM's own sampler, as the chain that it verifies."""
+def _sampling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand each tree's best path to vLLM's own sampler, as the chain that it verifies.
+
+    A batch without drafts is sampled as without speculation: on CPUs vLLM's rejection sampler
+    fails where there is nothing to verify and a request has a top-k.
+    """
 
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         proposer = _ours(self)
-        if proposer is None or not proposer.tree or spec_decode_metadata is None:
+        if proposer is None or spec_decode_metadata is None:
+            return method(self, logits, spec_decode_metadata)
+        if not any(spec_decode_metadata.num_draft_tokens):
+            return method(self, logits, None)
+        if not proposer.tree:
             return method(self, logits, spec_decode_metadata)
         with tree_step.walked(self, proposer, logits, spec_decode_metadata) as chain:
             return method(self, *chain)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
+from vllm.platforms import current_platform
 
 from token_recycling.accept import HOLE
 from token_recycling.errors import TokenRecyclingError
@@ -49,6 +50,7 @@ class Proposer:
         most: int = vllm_config.speculative_config.num_speculative_tokens
         self.nodes = most + 1
         self.device = torch.device(vllm_config.device_config.device)
+        self._on_cpu = current_platform.is_cpu()
         grown = most if self.tree else max(CHAIN_FROM, 2 * most)
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
@@ -128,10 +130,16 @@ class Proposer:
         found = draft.tokens[:, 1:].tolist()
         used = _used(draft.valid[:, 1:]).tolist()
         for i, row in enumerate(rows):
-            ends = lengths[i] >= self.limit
-            if not ends and not (self.tree and step.structured(row)):
+            if lengths[i] < self.limit and self._may_draft(step, row):
                 drafts[row] = found[i][: used[i]]
         return drafts
+
+    def _may_draft(self, step: VerifiedStep, row: int) -> bool:
+        """False where vLLM would not verify a draft as it should."""
+        if self.tree and step.structured(row):
+            return False
+        # On CPUs vLLM's rejection sampler does not keep the distribution, whoever drafts.
+        return not (self._on_cpu and step.sampled(row))
 
     def _rest(self, places: Tensor, emitted: list[list[int]]) -> None:
         roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)

@@ -65,5 +65,13 @@ class VerifiedStep:
 
     def structured(self, row: int) -> bool:
         """True when a grammar checks the row's drafts, which it can do along a chain only."""
-        params = self._runner.requests[self.requests[row]].sampling_params
+        params = self._params(row)
         return params is not None and params.structured_outputs is not None
+
+    def sampled(self, row: int) -> bool:
+        """True when the row's tokens are drawn, not the likeliest."""
+        params = self._params(row)
+        return params is not None and params.temperature > 0
+
+    def _params(self, row: int) -> Any:
+        return self._runner.requests[self.requests[row]].sampling_params

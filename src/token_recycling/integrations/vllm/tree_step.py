@@ -53,6 +53,8 @@ def place(runner: Any, proposer: Proposer, metadata: Any) -> None:
 def walked(runner: Any, proposer: Proposer, logits: Tensor, metadata: Any) -> Iterator[Any]:
     """Give logits and metadata of the best path of every tree, as if it alone had been drafted.
 
+    Where no path goes beyond its root the metadata are None.
+
     The path goes on to whichever child the target finds likeliest, so it depends on the tokens
     before it alone, and verifying it by rejection sampling keeps the distribution.
     """
@@ -77,21 +79,22 @@ def walked(runner: Any, proposer: Proposer, logits: Tensor, metadata: Any) -> It
     for row, nodes, found in zip(rows, paths, tokens):
         drafts[row] = found[1 : len(nodes)]
         kept[row] = [step.starts[row] + node for node in nodes]
+    index = torch.tensor([i for row in kept for i in row], device=logits.device)
+    if not any(drafts):
+        yield logits[index], None
+        return
     numbers = np.array(list(map(len, drafts)), dtype=np.int32)
     chain = runner._calc_spec_decode_metadata(numbers, np.cumsum(numbers + 1, dtype=np.int32))
     flat = [token for row in drafts for token in row]
     ids = torch.tensor(flat, dtype=torch.int32, device=logits.device)
-    index = torch.tensor([i for row in kept for i in row], device=logits.device)
     # Penalties count the drafts in front of each token.
     in_front = runner.input_batch.spec_token_ids
-    before = [in_front[row] for row in rows]
-    for row in rows:
-        in_front[row] = drafts[row]
+    before = in_front[: len(drafts)]
+    in_front[: len(drafts)] = drafts
     try:
         yield logits[index], replace(chain, draft_token_ids=ids)
     finally:
-        for row, whole in zip(rows, before):
-            in_front[row] = whole
+        in_front[: len(drafts)] = before
 
 
 def _first_tokens(runner: Any, metadata: Any) -> list[int]:

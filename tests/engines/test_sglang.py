@@ -1,0 +1,107 @@
+"""SGLang with the plug-in writes what SGLang writes. `make test-sglang` runs this.
+
+SGLang's CPU kernels have no wheel; those of `sgl_kernel_on_cpu`, a test fixture, stand in.
+"""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from engine_runs import MODEL, library_mat, mat, same, serve, served
+from requests_plan import COUNT, sets
+
+NODES = 25  # of a draft, the root included
+OURS = {"speculative_algorithm": "TOKEN_RECYCLING", "speculative_num_draft_tokens": NODES}
+FOLDER = Path(__file__).parent
+ON_CPU = {
+    "PYTHONPATH": f"{FOLDER / 'sgl_kernel_on_cpu'}:{FOLDER}",
+    "SGLANG_USE_CPU_ENGINE": "1",
+}
+FIRST, SECOND = ["one by one", "plan"], ["turns"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sglang")
+
+
+@pytest.fixture(scope="session")
+def plain(folder):
+    return served("run_sglang.py", folder, ON_CPU, lives=[FIRST + SECOND])
+
+
+@pytest.fixture(scope="session")
+def ours(folder):
+    return served("run_sglang.py", folder, ON_CPU, lives=[FIRST, SECOND], engine=OURS)
+
+
+def test_the_text_is_the_same(plain, ours):
+    """32 requests, 8 at once, prompts in chunks of 64, shared beginnings, aborts in the middle."""
+    assert same(plain["plan"], ours["plan"]) == COUNT
+    assert sum(map(len, ours["plan"]["texts"])) > 1000
+
+
+def test_the_plug_in_is_loaded_again_in_a_new_scheduler(plain, ours):
+    """And a second turn reads what trees have written into the cache."""
+    assert same(plain["turns"], ours["turns"]) == 16
+    assert all(accepted > 1 for accepted in ours["turns"]["accepted"])
+    assert sum(cached > 60 for cached in ours["turns"]["cached"][8:]) >= 6
+
+
+def test_it_accepts_what_the_library_accepts(plain, ours):
+    assert same(plain["one by one"], ours["one by one"]) == COUNT
+    requests = sets(str(MODEL))["one by one"]["requests"]
+    library = library_mat(requests, f"ranked-{NODES - 1}")
+    found = mat(ours["one by one"])
+    print(f"\nMAT: library {library:.3f}, sglang {found:.3f}")
+    assert found == pytest.approx(library, rel=0.03)
+    assert found > 1.5
+
+
+def test_acceptance_is_in_sglangs_own_figures(plain, ours):
+    alone = ours["one by one"]
+    assert sum(alone["verified"]) > 0
+    assert max(alone["accepted"]) > 3
+    assert not any(plain["plan"]["accepted"])
+
+
+@pytest.mark.parametrize("fault", ["no commit", "no depth positions", "no mask"])
+def test_faults_show(folder, plain, fault):
+    environment = ON_CPU | {"TOKEN_RECYCLING_TEST_FAULT": fault}
+    broken = served("run_sglang.py", folder, environment, lives=[["plan"]], engine=OURS)
+    assert same(plain["plan"], broken["plan"]) < COUNT // 2
+
+
+def test_drafts_shrink_with_the_batch(folder, plain):
+    """8 requests share 40 tokens a step, so that drafts have 5 nodes, and 1 alone has 25."""
+    environment = ON_CPU | {"TOKEN_RECYCLING_BUDGET": "40"}
+    found = served("run_sglang.py", folder, environment, lives=[["plan"]], engine=OURS)
+    assert same(plain["plan"], found["plan"]) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("environment", "engine", "says"),
+    [
+        ({"TOKEN_RECYCLING_BUDGET": "lots"}, OURS, "budget is 'lots', no number"),
+        ({}, OURS | {"page_size": 16}, "page_size(16) > 1"),
+    ],
+)
+def test_bad_options_are_said(folder, environment, engine, says):
+    found = serve("run_sglang.py", folder, ON_CPU | environment, lives=[[]], engine=engine)
+    assert says in found["log"]
+    assert "exit code 0" not in found["log"]
+
+
+def test_an_unknown_version_is_said(folder):
+    environment = ON_CPU | {"TOKEN_RECYCLING_TEST_VERSION": "9.9.9"}
+    found = serve("run_sglang.py", folder, environment, lives=[[]], engine=OURS)
+    assert "was tested with SGLang 0.5.23; this is sglang 9.9.9" in found["log"]
+    assert "exit code 0" not in found["log"]
+
+
+def test_without_the_package_sglang_works(folder, plain):
+    """SGLang loads no plug-in of that name, and it cannot be imported."""
+    found = served("run_sglang.py", folder, ON_CPU, lives=[["plan"]], without=True)
+    assert same(plain["plan"], found["plan"]) == COUNT
