@@ -1,6 +1,8 @@
 """Drafting for engines: requests that come and go get the drafts that they would get alone."""
 
+import importlib
 import random
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -9,7 +11,14 @@ from token_recycling import AdjacencyMatrix, TokenRecyclingError
 from token_recycling.accept import HOLE, accept_choices, greedy
 from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
 from token_recycling.drafters.context import Context
-from token_recycling.serving import RequestDrafter, ServingOptions
+from token_recycling.integrations import versions
+from token_recycling.integrations.sglang.trees import full_masks, links
+from token_recycling.serving import (
+    RequestDrafter,
+    ServingOptions,
+    packed_draft,
+    unpacked_draft,
+)
 from token_recycling.tree import TreeTemplate
 from toy import VOCABULARY, ToyTarget, next_logits
 
@@ -217,3 +226,86 @@ def test_options_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("TOKEN_RECYCLING_BUDGET", "99")
     options = ServingOptions.from_environment()
     assert (options.drafter, options.budget, options.tree) == ("paper", 99, None)
+
+
+def grown(batch, seed=0):
+    """Drafts of a matrix with random rows, with nodes that stand for nothing among them."""
+    generator = torch.Generator().manual_seed(seed)
+    requests = make("paper", requests=batch)
+    tokens = torch.randperm(VOCABULARY, generator=generator)[: VOCABULARY * 2 // 3]
+    rows = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:K] for _ in tokens])
+    requests.drafter.matrix.update(tokens, rows)
+    return requests.propose(torch.arange(batch), tokens[:batch], NODES)
+
+
+def test_links_lead_to_every_node_that_counts():
+    draft = grown(3)
+    children, siblings = links(draft)
+    assert not bool(draft.valid.all())
+    for row in range(3):
+        reached = set()
+        for node in range(draft.nodes):
+            below = int(children[row, node])
+            while below != -1:
+                assert int(draft.parents[row, below]) == node
+                assert below not in reached
+                reached.add(below)
+                below = int(siblings[row, below])
+        assert reached == set(draft.valid[row].nonzero()[1:, 0].tolist())
+
+
+def test_full_masks_are_the_context_and_the_ancestors():
+    draft, lengths = grown(3), torch.tensor([5, 1, 9])
+    flat = full_masks(draft, lengths, lengths)
+    at = 0
+    for row, length in enumerate(lengths.tolist()):
+        whole = torch.cat([torch.ones(NODES, length, dtype=torch.bool), draft.ancestors[row]], 1)
+        assert torch.equal(flat[at : at + whole.numel()], whole.flatten())
+        at += whole.numel()
+    assert at == len(flat)
+
+
+def test_a_draft_is_the_same_on_another_rank():
+    draft = grown(3)
+    sent = unpacked_draft(packed_draft(draft), draft.max_depth)
+    for name in ("tokens", "parents", "depths", "ancestors", "valid"):
+        assert torch.equal(getattr(sent, name), getattr(draft, name))
+
+
+@pytest.mark.parametrize(
+    ("installed", "anyway", "refused"),
+    [
+        ("0.32.0", "", False),
+        ("0.32.9", "", False),
+        ("0.33.0", "", True),
+        ("0.33.0", "1", False),
+        (None, "", True),
+        ("0.3", "", True),
+    ],
+)
+def test_untested_versions_are_refused(installed, anyway, refused, monkeypatch):
+    def version(package):
+        if installed is None or package == "engine":
+            raise PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr(versions, "version", version)
+    monkeypatch.setenv(versions.ANY, anyway)
+    if not refused:
+        versions.check_version("Engine", ["engine", "engine-cpu"], ["0.32"])
+        return
+    with pytest.raises(versions.EngineVersionError, match=r"was tested with Engine 0\.32; this is"):
+        versions.check_version("Engine", ["engine", "engine-cpu"], ["0.32"])
+
+
+def test_changed_signatures_are_refused():
+    versions.check_signature(plain_text, "prompt", "tokens")
+    with pytest.raises(versions.EngineVersionError, match="plain_text takes prompt, tokens, not"):
+        versions.check_signature(plain_text, "prompt")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_without_the_engine_the_plug_in_is_only_a_warning(engine, caplog):
+    module = importlib.import_module(f"token_recycling.integrations.{engine}")
+    module.register()
+    assert "this is none" in caplog.text
