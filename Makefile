@@ -76,8 +76,8 @@ test-vllm: build/vllm/ready ## Test the plug-in for vLLM, on a CPU.
 		build/vllm/bin/python -m pytest -p no:cacheprovider -s tests/engines/test_vllm.py
 
 test-sglang: build/sglang/ready ## Test the plug-in for SGLang, on a CPU with stand-ins for its kernels.
-	OMP_NUM_THREADS=2 build/sglang/bin/python -m pytest -p no:cacheprovider -s \
-		tests/engines/test_sglang.py
+	PYTHONPATH=$(CURDIR)/tests/engines/sgl_kernel_on_cpu:$(CURDIR)/tests/engines OMP_NUM_THREADS=2 \
+		build/sglang/bin/python -m pytest -p no:cacheprovider -s tests/engines/test_sglang.py
 
 lint: .venv/ready ## Check style and types.
 	$(BIN)/ruff check .

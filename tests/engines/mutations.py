@@ -25,7 +25,10 @@ def hide_the_package() -> None:
 
     def entry_points(**selection):
         found = whole(**selection)
-        return [point for point in found if not point.value.startswith("token_recycling")]
+        if not selection:
+            return found
+        kept = (point for point in found if not point.value.startswith("token_recycling"))
+        return metadata.EntryPoints(kept)
 
     metadata.entry_points = entry_points
 

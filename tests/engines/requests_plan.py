@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from token_recycling.bench.suites import load
-from token_recycling.prompts import DEMO
-
 COUNT = 32
 SHARED = 90  # tokens of a common beginning
 
 
 def texts() -> list[str]:
     """Questions in the bundled model's language, some of them long."""
+    from token_recycling.bench.suites import load  # an engine's processes import this module, too
+    from token_recycling.prompts import DEMO
+
     return [*DEMO, *(question.turns[0] for question in load("builtin"))]
 
 

@@ -62,8 +62,10 @@ def test_it_accepts_what_the_library_accepts(plain, ours):
 
 def test_acceptance_is_in_sglangs_own_figures(plain, ours):
     alone = ours["one by one"]
-    assert sum(alone["verified"]) > 0
-    assert max(alone["accepted"]) > 3
+    # A request of one token verifies nothing, and has no such figures.
+    verified = [count for count in alone["verified"] if count]
+    assert sum(verified) == alone["steps"] - COUNT
+    assert max(accepted for accepted in alone["accepted"] if accepted) > 3
     assert not any(plain["plan"]["accepted"])
 
 
