@@ -52,6 +52,7 @@ async def serve(engine, asked: dict) -> dict:
         "steps": sum(one["steps"] for one in ordered),
         "accepted": [one["meta"].get("spec_accept_length") for one in ordered],
         "verified": [one["meta"].get("spec_verify_ct") for one in ordered],
+        "retracted": [one["meta"].get("num_retractions", 0) for one in ordered],
         "cached": [one["meta"].get("cached_tokens", 0) for one in ordered],
     }
 

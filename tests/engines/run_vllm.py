@@ -86,12 +86,18 @@ def main() -> None:
     }
     engine = LLMEngine.from_engine_args(EngineArgs(**args | options["engine"]))
     found = {name: serve(engine, asked[name]) for name in options["sets"]}
-    metrics = {
-        metric.name.removeprefix("vllm:spec_decode_"): metric.value
+    figures = {
+        metric.name.removeprefix("vllm:"): metric.value
         for metric in get_metrics_snapshot()
-        if "spec_decode" in metric.name and hasattr(metric, "value")
+        if hasattr(metric, "value")
     }
-    Path(sys.argv[2]).write_text(json.dumps(found | {"metrics": metrics}))
+    metrics = {
+        name.removeprefix("spec_decode_"): value
+        for name, value in figures.items()
+        if name.startswith("spec_decode_")
+    }
+    found |= {"metrics": metrics, "preempted": figures["num_preemptions"]}
+    Path(sys.argv[2]).write_text(json.dumps(found))
     if options.get("process"):
         engine.engine_core.shutdown()
 

@@ -83,6 +83,14 @@ def test_drafts_shrink_with_the_batch(folder, plain):
     assert same(plain["plan"], found["plan"]) == COUNT
 
 
+def test_requests_that_are_put_off(folder, plain):
+    """The cache is too small for all of them, so SGLang ends some and begins them again."""
+    small = OURS | {"max_total_tokens": 1200}
+    found = served("run_sglang.py", folder, ON_CPU, lives=[["plan"]], engine=small)
+    assert sum(found["plan"]["retracted"]) > 0
+    assert same(plain["plan"], found["plan"]) == COUNT
+
+
 @pytest.mark.parametrize(
     ("environment", "engine", "says"),
     [

@@ -15,7 +15,7 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
-from token_recycling.accept import HOLE
+from token_recycling.accept import HOLE, ordinary_tensors
 from token_recycling.integrations.sglang.trees import full_masks, links
 from token_recycling.integrations.versions import check_signature
 from token_recycling.serving import RequestDrafter, ServingOptions, packed_draft, unpacked_draft
@@ -97,7 +97,8 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         tokens = before.accept_tokens.view(rows, -1).long()
         roots = tokens.gather(1, before.accept_lens.long()[:, None] - 1)[:, 0]
         places = batch.req_pool_indices.long()
-        draft = self._same_everywhere(places, self.requests.propose(places, roots, n))
+        with ordinary_tensors():
+            draft = self._same_everywhere(places, self.requests.propose(places, roots, n))
         if batch.has_grammar:  # SGLang walks the tree on the host
             self.grammar_tree_host = (
                 draft.ancestors.flatten().cpu().numpy(),
@@ -142,7 +143,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.draft_token_num = self.width
         if places is None:
             return result
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_tensors():
             if verifies:
                 self._learn(places, result, n)
             else:

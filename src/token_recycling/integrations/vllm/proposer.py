@@ -112,7 +112,7 @@ class Proposer:
         for row, request, length, tokens in zip(rows, requests, lengths, emitted):
             before = length - len(tokens)
             if self._lengths.get(request) != before:
-                self._begin(request, token_ids_cpu[row, :before].tolist())
+                self._begin(request, token_ids_cpu[row, :before].tolist(), step)
             self._lengths[request] = length
         places = torch.tensor([self._places[request] for request in requests], device=self.device)
         self.requests.observe(
@@ -145,9 +145,11 @@ class Proposer:
         roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)
         self.requests.propose(places, roots, 1)
 
-    def _begin(self, request: str, text: list[int]) -> None:
+    def _begin(self, request: str, text: list[int], step: VerifiedStep) -> None:
         """Take a request in: it has read ``text`` and answered to its last token."""
         if request not in self._places:
+            if not self._free:  # requests that vLLM has put off keep theirs, until it is needed
+                self._drop(next(known for known in self._places if known not in step.requests))
             self._places[request] = self._free.pop()
         place = torch.tensor([self._places[request]], device=self.device)
         self.requests.begin(place, [text[:-1]])
@@ -156,8 +158,11 @@ class Proposer:
     def _forget(self, step: VerifiedStep) -> None:
         """Free the places of requests that have ended."""
         for request in [known for known in self._places if not step.lives(known)]:
-            self._free.append(self._places.pop(request))
-            self._lengths.pop(request, None)
+            self._drop(request)
+
+    def _drop(self, request: str) -> None:
+        self._free.append(self._places.pop(request))
+        self._lengths.pop(request, None)
 
     def _same_everywhere(self, places: Tensor, draft: DraftTree) -> DraftTree:
         """Take the first rank's drafts on every tensor-parallel rank: they verify one tree."""

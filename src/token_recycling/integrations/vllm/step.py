@@ -12,14 +12,16 @@ PLACEHOLDER = -1  # what vLLM fills up requests with that enter a batch of decod
 
 
 def drafted(runner: Any, metadata: Any) -> list[int]:
-    """Return the rows of the batch that verify drafts of ours."""
+    """Return the rows of the batch that verify drafts of ours that are still known."""
     if metadata is None:
         return []
-    scheduled = runner.input_batch.spec_token_ids
+    batch = runner.input_batch
     return [
         row
         for row, drafts in enumerate(metadata.num_draft_tokens)
-        if drafts and scheduled[row][0] != PLACEHOLDER
+        if drafts
+        and batch.spec_token_ids[row][0] != PLACEHOLDER
+        and runner.drafter.place(batch.req_ids[row]) is not None
     ]
 
 
