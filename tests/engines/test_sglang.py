@@ -76,9 +76,16 @@ def test_faults_show(folder, plain, fault):
     assert same(plain["plan"], broken["plan"]) < COUNT // 2
 
 
-def test_drafts_shrink_with_the_batch(folder, plain):
-    """8 requests share 40 tokens a step, so that drafts have 5 nodes, and 1 alone has 25."""
-    environment = ON_CPU | {"TOKEN_RECYCLING_BUDGET": "40"}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"BUDGET": "40"},  # 8 requests get 5 nodes each, and 1 alone 25
+        {"BUDGET": "6", "CANDIDATES": "1"},  # 8 get roots only; a chain has fewer nodes than 25
+        {"DRAFTER": "paper", "TREE": "ranked-15"},
+    ],
+)
+def test_the_text_is_the_same_with_other_options(folder, plain, options):
+    environment = ON_CPU | {f"TOKEN_RECYCLING_{name}": value for name, value in options.items()}
     found = served("run_sglang.py", folder, environment, lives=[["plan"]], engine=OURS)
     assert same(plain["plan"], found["plan"]) == COUNT
 

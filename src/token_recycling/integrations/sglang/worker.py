@@ -98,7 +98,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         roots = tokens.gather(1, before.accept_lens.long()[:, None] - 1)[:, 0]
         places = batch.req_pool_indices.long()
         with ordinary_tensors():
-            draft = self._same_everywhere(places, self.requests.propose(places, roots, n))
+            self.requests.propose(places, roots, n)
+            # A drafter with few candidates may find fewer nodes; SGLang wants n of each.
+            draft = self._same_everywhere(places, self.requests.drafts(places).first(n))
         if batch.has_grammar:  # SGLang walks the tree on the host
             self.grammar_tree_host = (
                 draft.ancestors.flatten().cpu().numpy(),
