@@ -221,6 +221,18 @@ def test_bad_drafters_are_refused(tmp_path):
         ServingOptions(matrix=str(tmp_path / "matrix")).make(VOCABULARY, 7, "cpu")
 
 
+def test_few_candidates_make_smaller_drafts():
+    options = ServingOptions.parse({"candidates": 1})
+    drafter = options.make(VOCABULARY, 60, "cpu")
+    requests = RequestDrafter(drafter, 2, 61, "cpu", context=256)
+    places = torch.tensor([1])
+    requests.begin(places, [[1, 2, 3]])
+    draft = requests.propose(places, torch.tensor([1]), 61)
+    assert draft.nodes < 61
+    assert requests.drafts(places).nodes == 61
+    assert torch.equal(requests.drafts(places).first(draft.nodes).valid, draft.valid)
+
+
 def test_options_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("TOKEN_RECYCLING_DRAFTER", "paper")
     monkeypatch.setenv("TOKEN_RECYCLING_BUDGET", "99")

@@ -92,7 +92,8 @@ class ServingOptions:
                 raise TokenRecyclingError(
                     f"{self.matrix} has {matrix.vocab_size} tokens, the model {vocab_size}"
                 )
-        template = TreeTemplate.load(self.tree or f"ranked-{nodes}", matrix.k)
+        most = len(TreeTemplate.load("ranked", matrix.k).paths)
+        template = TreeTemplate.load(self.tree or f"ranked-{min(nodes, most)}", matrix.k)
         if len(template.paths) > nodes:
             raise TokenRecyclingError(
                 f"the tree {template.name} has {len(template.paths)} nodes below the root, the "
