@@ -221,6 +221,16 @@ def test_bad_drafters_are_refused(tmp_path):
         ServingOptions(matrix=str(tmp_path / "matrix")).make(VOCABULARY, 7, "cpu")
 
 
+def test_a_matrix_file_is_gone_on_with(tmp_path):
+    matrix = AdjacencyMatrix(VOCABULARY, K)
+    matrix.update(torch.tensor([3]), torch.tensor([[7, 8, 9, 10]]))
+    matrix.save(tmp_path / "matrix")
+    options = ServingOptions(drafter="paper", tree="ranked-4", matrix=str(tmp_path / "matrix"))
+    requests = RequestDrafter(options.make(VOCABULARY, 4, "cpu"), 1, 5, "cpu", context=256)
+    draft = requests.propose(torch.tensor([0]), torch.tensor([3]), 5)
+    assert {7, 8} <= set(draft.tokens[0][draft.valid[0]].tolist())
+
+
 def test_few_candidates_make_smaller_drafts():
     options = ServingOptions.parse({"candidates": 1})
     drafter = options.make(VOCABULARY, 60, "cpu")
