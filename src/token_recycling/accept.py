@@ -90,11 +90,7 @@ def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
     depth = draft.depths.masked_fill(cut, -1)
     deepest, best = depth.max(dim=1, keepdim=True)
     on_path = draft.ancestors.gather(1, best[:, :, None].expand(batch, 1, n))[:, 0]
-    # Every node on the path goes to the column of its depth, all others to one beyond the last.
-    columns = draft.depths.masked_fill(~on_path, draft.max_depth + 1)
-    nodes = torch.arange(n, device=choices.device).expand(batch, n)
-    path = choices.new_zeros(batch, draft.max_depth + 2).scatter_(1, columns, nodes)
-    return path[:, :-1], deepest[:, 0] + 1
+    return draft.path_of(on_path), deepest[:, 0] + 1
 
 
 def greedy(logits: Tensor) -> Tensor:

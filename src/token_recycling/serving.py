@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -175,12 +175,10 @@ class RequestDrafter:
         """
         self.drafter.hold(self._rows.read(places))
         nodes = min(nodes, self.nodes)
-        if nodes == 1:
-            draft = self.drafter.rest(roots)
-        elif self.chain:
+        if self.chain and nodes > 1:
             draft = _likeliest(self.drafter.propose(roots)).first(nodes)
         else:
-            draft = self.drafter.propose(roots).first(nodes)
+            draft = self.drafter.draft(roots, nodes)
         self._rows.write(places, self.drafter.held())
         self.keep(places, draft)
         return draft
@@ -203,9 +201,7 @@ class RequestDrafter:
             emitted: int64 [B, t], what each request got; ``accept.HOLE`` behind the last.
         """
         self.drafter.hold(self._rows.read(places))
-        draft = self.drafts(places).first(logits.shape[1])
-        there = torch.arange(draft.nodes, device=self.device) < nodes[:, None]
-        draft = replace(draft, valid=draft.valid & there)
+        draft = self.drafts(places).first(logits.shape[1]).up_to(nodes)
         counts = (emitted >= 0).sum(dim=1)
         self.drafter.observe(draft, logits, Accepted(torch.zeros_like(emitted), emitted, counts))
         self._rows.write(places, self.drafter.held())
@@ -226,9 +222,7 @@ def unpacked_draft(packed: Tensor, max_depth: int) -> DraftTree:
 def _likeliest(draft: DraftTree) -> DraftTree:
     """Return the branch that is likeliest to the drafter, as a draft of its own."""
     path, counts = draft.best_branch()
-    branch = chains(draft.tokens.gather(1, path))
-    behind = torch.arange(path.shape[1], device=path.device) >= counts[:, None]
-    return replace(branch, valid=~behind)
+    return chains(draft.tokens.gather(1, path)).up_to(counts)
 
 
 def _padded(draft: DraftTree, nodes: int) -> dict[str, Tensor]:

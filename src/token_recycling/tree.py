@@ -278,6 +278,24 @@ class DraftTree:
         """Return the same draft with every node of the rows outside ``rows`` (bool [B]) invalid."""
         return replace(self, valid=self.valid & rows[:, None])
 
+    def up_to(self, counts: Tensor) -> DraftTree:
+        """Return the same draft with only the first ``counts`` (int64 [B]) nodes of a row valid."""
+        there = torch.arange(self.nodes, device=self.tokens.device) < counts[:, None]
+        return replace(self, valid=self.valid & there)
+
+    def path_of(self, on: Tensor) -> Tensor:
+        """Return the nodes of a path by depth, int64 [B, max_depth + 1]; 0 behind the last.
+
+        Args:
+            on: bool [B, n], the nodes of one path of each row.
+        """
+        batch, n = self.tokens.shape
+        # Every node on the path goes to the column of its depth, all others to one beyond the last.
+        columns = self.depths.masked_fill(~on, self.max_depth + 1)
+        nodes = torch.arange(n, device=on.device).expand(batch, n)
+        path = nodes.new_zeros(batch, self.max_depth + 2).scatter_(1, columns, nodes)
+        return path[:, :-1]
+
     def best_branch(self, logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Go down from the root, always to the child that is likeliest.
 
@@ -306,10 +324,7 @@ class DraftTree:
         off = ~below | (siblings & (above | before)).any(dim=2)
         off[:, 0] = False
         on = ~(self.ancestors & off[:, None, :]).any(dim=2)
-        columns = self.depths.masked_fill(~on, self.max_depth + 1)
-        path = nodes.new_zeros(batch, self.max_depth + 2)
-        path.scatter_(1, columns, nodes.expand(batch, n))
-        return path[:, :-1], on.sum(dim=1)
+        return self.path_of(on), on.sum(dim=1)
 
     def first(self, nodes: int) -> DraftTree:
         """Return the draft of the first ``nodes`` nodes, the root included."""

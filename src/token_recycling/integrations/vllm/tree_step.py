@@ -66,8 +66,7 @@ def walked(runner: Any, proposer: Proposer, logits: Tensor, metadata: Any) -> It
     answers = step.answers(rows)
     draft = proposer.requests.drafts(_places(runner, proposer, rows)).first(answers.shape[1])
     counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)
-    there = torch.arange(draft.nodes, device=logits.device) < counts[:, None]
-    draft = replace(draft, valid=draft.valid & there)
+    draft = draft.up_to(counts)
     path, lengths = draft.best_branch(answers)
     tokens = draft.tokens.gather(1, path).tolist()
     paths = [nodes[:length] for nodes, length in zip(path.tolist(), lengths.tolist())]
