@@ -5,6 +5,7 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.compare import plain_generate
+from token_recycling.kept import REREAD
 from token_recycling.prompts import DEMO
 from token_recycling.text import encode
 
@@ -98,9 +99,9 @@ def forwards(recycler, monkeypatch):
     """The number of tokens of every forward, as they come."""
     sizes, forward = [], recycler.target._forward
 
-    def counting(tokens, *rest):
+    def counting(tokens, *rest, **options):
         sizes.append(tokens.shape[1])
-        return forward(tokens, *rest)
+        return forward(tokens, *rest, **options)
 
     monkeypatch.setattr(recycler.target, "_forward", counting)
     return sizes
@@ -121,8 +122,10 @@ def test_a_conversation_is_not_read_twice(recycler, forwards):
     forwards.clear()
     kept = recycler.generate(longer, max_new_tokens=40, keep_context=True)
     assert kept.token_ids == fresh.token_ids
-    assert forwards[0] <= length - len(encode(recycler.tokenizer, QUESTION))
-    assert kept.stats.prompt_tokens == forwards[0]
+    reread, read = forwards[:2]
+    assert reread == REREAD
+    assert read <= length - len(encode(recycler.tokenizer, QUESTION))
+    assert kept.stats.prompt_tokens == read
 
 
 def test_going_on_after_every_emitted_token(recycler, forwards):
@@ -132,7 +135,7 @@ def test_going_on_after_every_emitted_token(recycler, forwards):
     longer = [*prompt, *first.token_ids, 50, 60]
     forwards.clear()
     kept = recycler.generate(longer, max_new_tokens=20, keep_context=True)
-    assert forwards[0] == 3
+    assert forwards[:2] == [REREAD, 3]
     assert kept.token_ids == recycler.generate(longer, max_new_tokens=20).token_ids
 
 
@@ -168,7 +171,9 @@ def test_a_stop_string_that_is_a_special_token(recycler):
     assert answer.token_ids == whole.token_ids
 
 
-@pytest.mark.parametrize("option", ["max_time", "num_return_sequences", "max_length", "do_sample"])
+@pytest.mark.parametrize(
+    "option", ["attention_mask", "num_return_sequences", "max_length", "do_sample"]
+)
 def test_options_that_would_be_ignored_are_refused(recycler, option):
     with pytest.raises(TokenRecyclingError, match=f"{option} is no option here"):
         recycler.generate(QUESTION, **{option: 1})

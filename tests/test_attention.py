@@ -3,11 +3,12 @@
 import pytest
 import torch
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from architectures import make
 from models import plain, random_prompts
-from token_recycling import TokenRecycling, attention
-from token_recycling.attention import PackedHeads, packed_attention
+from token_recycling import TokenRecycling
+from token_recycling.attention import install, pack_queries, packed_attention
 
 
 def reference(query, key, value, mask, scale):
@@ -34,12 +35,14 @@ def test_packed_heads_compute_the_same(heads, shared, batch):
     module = torch.nn.Module()
     module.num_key_value_groups = heads // shared
     module.is_causal = True
-    found, _ = packed_attention(module, query, key, value, mask, scaling=0.3)
+    pack_queries(mask)
+    call = (sdpa_attention_forward, module)
+    found, _ = packed_attention(*call, query, key, value, mask, scaling=0.3)
     right = reference(query, key, value, mask, 0.3)
     assert found.shape == (batch, q, heads, size)
     assert (found - right).abs().max() < 1e-5
     if heads != shared:  # the control: queries packed in another order are not the same
-        rolled = packed_attention(module, query.roll(1, 2), key, value, mask, scaling=0.3)[0]
+        rolled = packed_attention(*call, query.roll(1, 2), key, value, mask, scaling=0.3)[0]
         assert (rolled - right).abs().max() > 0.1
 
 
@@ -48,30 +51,49 @@ def test_steps_pack_and_prompts_do_not(engine, monkeypatch):
     model = make("qwen3", attn_implementation="sdpa")
     seen = []
 
-    def watched(module, query, key, *others, **options):
-        if query.shape[1] != key.shape[1]:
-            seen.append(query.shape[2])
-        return packed_attention(module, query, key, *others, **options)
+    def stock(module, query, key, value, mask, **options):
+        seen.append(-query.shape[2])
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    def watched(module, query, *others, **options):
+        seen.append(query.shape[2])
+        return packed_attention(stock, module, query, *others, **options)
 
     monkeypatch.setattr("token_recycling.engine.BACKEND", "eager")
-    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, watched)
+    monkeypatch.setattr("token_recycling.attention.install", lambda: None)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", watched)
     torch._dynamo.reset()
     [prompt] = random_prompts([20])
     recycler = TokenRecycling(model, tree="ranked-8", engine=engine)
     seen.clear()  # the probe's
     answer = recycler.generate(prompt, max_new_tokens=12)
+    packed = [n for n in seen if n > 0 and seen.count(n) > seen.count(-n)]
+    assert packed
+    assert max(packed) <= 9
+    assert seen.count(20) == seen.count(-20) > 0  # the prompt
+    seen.clear()
     assert answer.token_ids == plain(model, prompt, 12)
-    assert seen
-    assert max(seen) <= 9
-    assert model.config._attn_implementation == "sdpa"
+    assert all(seen.count(n) == seen.count(-n) for n in seen)
 
 
-def test_the_model_is_given_back_after_an_error():
-    model = make("qwen3", attn_implementation="sdpa")
-    packed = PackedHeads(model.config)
-    with pytest.raises(ZeroDivisionError), packed:
-        1 / (model.config._attn_implementation != attention.NAME)
-    assert model.config._attn_implementation == "sdpa"
-    eager = make("qwen3", attn_implementation="eager")
-    with PackedHeads(eager.config):
-        assert eager.config._attn_implementation == "eager"
+def test_masks_of_others_are_left_to_what_was_there_before():
+    before = AttentionInterface._global_mapping["sdpa"]
+    seen = []
+
+    def stock(*args, **options):
+        seen.append(args)
+        return None, None
+
+    AttentionInterface.register("sdpa", stock)
+    try:
+        install()
+        install()
+        ours = AttentionInterface._global_mapping["sdpa"]
+        mask = torch.zeros(1, 1, 3, 5)
+        query, key = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8)
+        ours(torch.nn.Module(), query, key, key, mask)
+        assert len(seen) == 1
+        assert ours(torch.nn.Module(), query, key, key, pack_queries(mask))[0].shape == (1, 3, 4, 8)
+        assert len(seen) == 1
+    finally:
+        AttentionInterface.register("sdpa", before)

@@ -120,7 +120,7 @@ class TestTheModelIsAnotherOne:
         assert found[0, :16].tolist() == expected[0, :16].tolist()
 
     def test_something_that_is_no_model(self):
-        with pytest.raises(TokenRecyclingError, match="the one inside it"):
+        with pytest.raises(TokenRecyclingError, match="no model of Transformers"):
             enable(torch.nn.Linear(2, 2))
 
 
@@ -297,8 +297,11 @@ class TestInputs:
 
     def test_time_ends_all_rows_of_a_batch_at_once(self, model):
         ids = torch.tensor(random_prompts([5, 5]))
-        with enable(model), pytest.warns(PlainDecodingWarning, match="MaxTimeCriteria"):
-            model.generate(ids, max_time=100.0, max_new_tokens=5)
+        with enable(model, strict=True):
+            found = model.generate(ids, max_time=100.0, max_new_tokens=5)
+            assert torch.equal(found, stock(model, ids, max_new_tokens=5))
+            found = model.generate(ids, max_time=1e-9, max_new_tokens=5)
+        assert torch.equal(found, stock(model, ids, max_new_tokens=1))
 
     def test_hub_methods_are_stocks_for_a_plain_target_too(self):
         model = make("mpt")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -94,8 +94,21 @@ def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Return the target's choices int64 [B, n] by its logits [B, n, V]."""
+    """Return the target's choices int64 [B, n] by its logits [B, n, V].
+
+    In float64 ``generate`` rounds to float32 first, and what is equal then is a tie.
+    """
+    if logits.dtype == torch.float64:
+        logits = logits.float()
     return logits.max(dim=-1).indices  # argmax, but a third of its time in bfloat16
+
+
+def overflowed(logits: Tensor) -> Tensor:
+    """Return bool []: hidden states that are not finite reached the logits [B, n, V].
+
+    A projection spreads them over the whole vocabulary, so one token tells.
+    """
+    return logits[..., :1].isnan().any()
 
 
 def accept_choices(draft: DraftTree, choices: Tensor) -> Accepted:
@@ -173,6 +186,13 @@ def ordinary_tensors() -> Iterator[None]:
     """Make tensors that may be written to and kept, inside inference mode too."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Keep a caller's autocast away from what is not the model's own computation."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 class Sequences:

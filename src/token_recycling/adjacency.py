@@ -70,7 +70,7 @@ class AdjacencyMatrix:
         self._candidates = torch.full((rows, k), EMPTY, dtype=torch.int32, device=device)
         self._probabilities = torch.zeros((rows, k), dtype=torch.float16, device=device)
         self._keys = torch.full((pairs + 1,), NO_KEY, device=device)
-        self.evidence = torch.zeros((2, 0), device=device)
+        self.evidence = torch.zeros((2, 0), dtype=torch.float32, device=device)
         self._winners = torch.empty(rows, dtype=torch.int32, device=device)  # for ``_last``
 
     @property
@@ -302,7 +302,8 @@ class AdjacencyMatrix:
     def _scores(self) -> Tensor:
         """float32 [all rows, k] to merge by: probabilities, or 2^-(rank+1) where unrecorded."""
         recorded = self._probabilities.float()
-        by_rank = 0.5 ** torch.arange(1, self.k + 1, device=self.device)
+        ranks = torch.arange(1, self.k + 1, dtype=torch.float32, device=self.device)
+        by_rank = 0.5**ranks
         scores = torch.where(recorded.sum(dim=1, keepdim=True) > 0, recorded, by_rank)
         return scores.masked_fill(self._candidates == EMPTY, 0.0)
 
@@ -406,7 +407,7 @@ class AdjacencyMatrix:
                 ("probabilities", (0, 1 if ids is None else ids.shape[-1]), torch.float16),
             )
         )
-        evidence = found.get("evidence", torch.zeros(2, 0))
+        evidence = found.get("evidence", torch.zeros(2, 0, dtype=torch.float32))
         if (
             about.get("format") != FORMAT
             or ids is None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from token_recycling.drafters import BudgetDrafter, Drafter, NoDrafter, make_dra
 from token_recycling.draws import RowDraws
 from token_recycling.engine import FusedEngine, FusingError, can_fuse
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.integrations.criteria import CriteriaRules, looks_at_batch
 from token_recycling.integrations.request import Request
 from token_recycling.integrations.transformers import generate, mend
+from token_recycling.kept import KeptContext
 from token_recycling.metrics import Stats, Step
 from token_recycling.plain_target import PlainTarget
 from token_recycling.probe import open_target
@@ -36,6 +39,8 @@ from token_recycling.stop import StopRules
 from token_recycling.target import OnProgress, TreeTarget, check_prompts
 from token_recycling.text import Prompt, TextStream, encode, is_batch
 from token_recycling.tree import TreeTemplate
+from token_recycling.turns import Turns
+from token_recycling.unwrap import model_inside
 
 BUNDLED_MODEL = Path(__file__).parent / "model"
 ENGINES = ("auto", "fused", "readable")
@@ -115,7 +120,9 @@ class TokenRecycling:
     """A model that decodes several tokens per forward, without a change in any of them.
 
     The adjacency matrix in ``matrix`` is kept from call to call (hot start); ``reset`` forgets
-    it. One answer at a time: a stream that is gone on with after another answer has begun raises.
+    it. One answer at a time: calls of other threads wait for their turn, and a stream that is gone
+    on with after another answer has begun raises. A copy or a pickle is independent; it has what
+    was learnt, and no context.
     """
 
     def __init__(
@@ -130,13 +137,16 @@ class TokenRecycling:
         costs: CostCurve | None = None,
         engine: str = defaults.ENGINE,
         exact_logits: bool = False,
+        queue: bool = True,
         strict: bool = False,
     ) -> None:
         """Wrap a model that is already loaded.
 
         Args:
-            model: a Transformers ``…ForCausalLM``. Its ``generate`` learns to pass streamers and
-                tokenizers on to ``custom_generate``; nothing else about it is changed.
+            model: a Transformers ``…ForCausalLM``, or what has one inside: a pipeline, a model of
+                peft, … Its ``generate`` learns to pass streamers and tokenizers on to
+                ``custom_generate``, and some of its linear layers to compute in another way for a
+                recycler's forwards; to everybody else it is what it was.
             tokenizer: its tokenizer; without one, prompts are token ids and answers have no text.
             drafter: "adaptive", "paper", "prompt-lookup", "none", a registered name, or an object.
             tree: "auto": as many nodes as pay, chosen while decoding; or a shipped tree,
@@ -150,17 +160,25 @@ class TokenRecycling:
                 never. "auto": fused on CUDA.
             exact_logits: compute the last projection in float32, for models in half precision:
                 rounded logits tie, and ties fall by chance (see ``exact.ExactHead``).
+            queue: calls from several threads wait for each other, in their order. False: while one
+                is answered, ``generate`` of an enabled model decodes others plainly, and other
+                calls raise.
             strict: raise, instead of warning and decoding plainly, when the model cannot be
                 verified by tree attention.
 
         Raises:
             TokenRecyclingError: tree, drafter, k or matrix do not fit.
         """
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer = model_inside(model), tokenizer
+        model = self.model
         if isinstance(drafter, Drafter):
             matrix = getattr(drafter, "matrix", None) or matrix
         elif not isinstance(drafter, str):
             raise TokenRecyclingError("a drafter is a name or an object of a Drafter class")
+        if not (k is None or (isinstance(k, Integral) and not isinstance(k, bool))):
+            raise TokenRecyclingError(f"k is {k!r}; it must be a whole number")
+        if not (matrix is None or isinstance(matrix, str | Path | AdjacencyMatrix)):
+            raise TokenRecyclingError(f"matrix is {matrix!r}; give an AdjacencyMatrix or its file")
         if isinstance(matrix, str | Path):
             with ordinary_tensors():
                 matrix = AdjacencyMatrix.load(matrix)
@@ -195,11 +213,19 @@ class TokenRecycling:
         self._fused: FusedEngine | None = None
         self.strict, self.exact_logits = strict, exact_logits
         self.stats = Stats()  # of all answers, added up
-        self.told: set[str] = set()  # why calls of generate were decoded plainly
-        self._context: list[int] = []  # the tokens that the target read last, for one row
+        self.warned: set[str] = set()  # why calls of generate were decoded plainly
+        self.turns, self.queue = Turns(), queue
+        self._context: KeptContext | None = None  # what the target has read of a single row
         self._runs = 0  # begun so far; only the last one may go on
-        self._free = [True]  # popped by the call of generate that decodes; pop is atomic
         mend(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins without a context and without compiled steps."""
+        return {**self.__dict__, "_fused": None, "_context": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        mend(self.model)
 
     @classmethod
     def from_pretrained(
@@ -215,6 +241,7 @@ class TokenRecycling:
         costs: CostCurve | None = None,
         engine: str = defaults.ENGINE,
         exact_logits: bool = False,
+        queue: bool = True,
         strict: bool = False,
         **model_options: Any,
     ) -> TokenRecycling:
@@ -232,6 +259,7 @@ class TokenRecycling:
             costs: see ``__init__``.
             engine: see ``__init__``.
             exact_logits: see ``__init__``.
+            queue: see ``__init__``.
             strict: see ``__init__``.
             **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` as they are:
                 ``device_map``, ``quantization_config``, ``attn_implementation``, …
@@ -274,6 +302,7 @@ class TokenRecycling:
             costs=costs,
             engine=engine,
             exact_logits=exact_logits,
+            queue=queue,
             strict=strict,
         )
 
@@ -285,7 +314,7 @@ class TokenRecycling:
     def forget_context(self) -> None:
         """Free the KV cache; an answer that is not finished cannot go on."""
         self.target.reset()
-        self._context = []
+        self._context = None
         self._runs += 1
 
     def generate(
@@ -306,8 +335,9 @@ class TokenRecycling:
         batch = is_batch(prompt)
         prompts: Any = list(prompt) if batch else [prompt]
         run = self._start(prompts, stream=False, **options)
-        for step in run.steps:
-            run.take(step)
+        with self._turn(), closing(run.steps) as steps:
+            for step in steps:
+                run.take(step)
         answers = []
         for row, tokens in enumerate(run.tokens):
             if run.readers is not None:
@@ -349,7 +379,11 @@ class TokenRecycling:
         assert run.readers is not None
         reader = run.readers[0]
         with closing(run.steps) as steps:  # at once, not when the garbage is collected
-            for step in steps:
+            while True:
+                with self._turn():
+                    step = next(steps, None)
+                if step is None:
+                    return
                 first = not run.tokens[0]
                 begin = len(run.tokens[0])
                 run.take(step)
@@ -388,37 +422,40 @@ class TokenRecycling:
         given = generate_options(
             max_new_tokens=max_new_tokens, temperature=temperature, **processors
         )
-        stop = [stop] if isinstance(stop, str) else list(stop or ())
-        if not all(isinstance(text, str) and text for text in stop):
-            raise TokenRecyclingError("a stop string must be a text that is not empty")
-        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
-            raise TokenRecyclingError(f"seed is {seed}; it must be a whole number below 2^63")
+        stop = _stop_strings(stop)
+        if seed is not None:
+            if not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+                raise TokenRecyclingError(f"seed is {seed}; it must be a whole number below 2^63")
+            seed = int(seed)
         if stop and self.tokenizer is None:
             raise TokenRecyclingError("stop strings need a tokenizer")
         encoded = [encode(self.tokenizer, prompt) for prompt in prompts]
         self._check_ids(encoded)
-        choices = [prepare(self.model, prompt, given) for prompt in encoded]
+        requests = [prepare(self.model, self.tokenizer, prompt, given) for prompt in encoded]
+        if reason := _looks_across(requests):
+            raise TokenRecyclingError(f"this call cannot be recycled: {reason}; use one prompt")
         accept: Acceptor
-        if all(choice.is_plain_greedy for choice in choices):
+        if all(request.is_plain_greedy for request in requests):
             accept = GreedyAcceptor()
         else:
             accept = FollowAcceptor(
                 encoded,
-                [choice.processors for choice in choices],
+                [request.processors for request in requests],
                 RowDraws(self._generators(seed, len(encoded))) if temperature else None,
                 self.target.device,
             )
         room = self.target.max_context
-        limits = [
-            max_new_tokens if room is None else min(max_new_tokens, room - len(prompt))
-            for prompt in encoded
-        ]
+        most = given["max_new_tokens"]
+        limits = [most if room is None else min(most, room - len(prompt)) for prompt in encoded]
         readers = None
         if stream or stop:
             readers = [TextStream(self.tokenizer, stop) for _ in encoded]
         run = _Run(_nothing(), encoded, readers, on_step)
-        ends = {*choices[0].eos, *self._special_ids(stop)}
-        rules = StopRules(limits, ends, readers)
+        criteria = [
+            CriteriaRules(request.criteria, request.rows(), self.target.device)
+            for request in requests
+        ]
+        rules = StopRules(limits, self._special_ids(stop), readers, criteria)
 
         def keep() -> int:  # asked when decoding begins: the context may change until then
             run.kept = self._common_context(encoded) if keep_context else 0
@@ -455,7 +492,7 @@ class TokenRecycling:
                 )
 
         kept = keep()
-        self._context = []
+        self._context = None
         steps = decode(
             self.target,
             self.drafter,
@@ -496,20 +533,29 @@ class TokenRecycling:
     def _remembered(
         self, steps: Iterator[Step], prompts: list[list[int]]
     ) -> Generator[Step, None, None]:
-        """Note what the target reads, for ``keep_context``; one thread at a time."""
+        """Note what the target reads of a single prompt, for ``keep_context``."""
         read: list[int] = []
-        while True:
-            with self.claim() as claimed:
-                if not claimed:
-                    raise TokenRecyclingError("the model is answering in another thread")
-                step = next(steps, None)
-                if step is None:
-                    return
+        runs = self._runs + 1
+        with suppress(GeneratorExit):  # a stream that nobody goes on with
+            for step in steps:
                 if len(prompts) == 1:
                     read = read or list(prompts[0])
                     read += step.tokens[0]
-                    self._context = read
-            yield step
+                yield step
+        if read and self._runs == runs and isinstance(self.target, TreeTarget):
+            self._context = KeptContext(self.target, read[:-1])
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the turn of this thread.
+
+        Raises:
+            TokenRecyclingError: the model is answering, in this thread or while there is no queue.
+        """
+        with self.turns.turn(wait=self.queue) as mine:
+            if not mine:
+                raise TokenRecyclingError("the model is in the middle of another answer")
+            yield
 
     def __call__(
         self,
@@ -535,29 +581,16 @@ class TokenRecycling:
         """
         if model is not self.model:
             raise TokenRecyclingError("this recycler was made for another model object")
-        request = Request(
+        request = Request.of_call(
             input_ids,
             logits_processor,
             stopping_criteria,
             generation_config,
-            inputs,
             synced_gpus,
             own_cache,
+            **inputs,
         )
         return generate(self, request, streamer, inputs_tensor)
-
-    @contextmanager
-    def claim(self) -> Iterator[bool]:
-        """Take the target for a call of ``generate`` or a step; False while another has it."""
-        try:
-            self._free.pop()
-        except IndexError:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            self._free.append(True)
 
     def _special_ids(self, stop: list[str]) -> set[int]:
         """Ids of the stop strings that are special tokens; the text does not show those."""
@@ -565,15 +598,10 @@ class TokenRecycling:
         return {added[text] for text in stop if text in added}
 
     def _common_context(self, prompts: list[list[int]]) -> int:
-        """Tokens at the beginning of a single prompt that the target has in its cache."""
-        if len(prompts) != 1 or not isinstance(self.target, TreeTarget):
+        """Tokens at the beginning of a single prompt that need not be read again."""
+        if len(prompts) != 1 or self._context is None:
             return 0
-        same = 0
-        for a, b in zip(self._context, prompts[0][:-1]):
-            if a != b:
-                break
-            same += 1
-        return min(same, self.target.cache.end)
+        return self._context.common(prompts[0][:-1])
 
     def _generators(self, seed: int | None, rows: int) -> list[torch.Generator | None]:
         """Row b of a batch draws as a single prompt with seed + b does."""
@@ -591,6 +619,28 @@ class TokenRecycling:
                 raise TokenRecyclingError(
                     f"token ids must lie between 0 and {self.target.vocab_size - 1}"
                 )
+
+
+def _stop_strings(stop: Any) -> list[str]:
+    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(strings, list | tuple | set) or not all(
+        isinstance(text, str) and text for text in strings
+    ):
+        raise TokenRecyclingError(
+            f"stop is {stop!r}; it must be a text that is not empty, or a list"
+        )
+    return list(strings)
+
+
+def _looks_across(requests: list[Request]) -> str | None:
+    """Say why prompts decoded as a batch would not give what each gives alone, or None."""
+    first, rows = requests[0], len(requests)
+    if rows == 1:
+        return None
+    for criterion in first.criteria:
+        if looks_at_batch(criterion):
+            return f"{type(criterion).__name__} may look at the whole batch"
+    return first.looks_across(rows)
 
 
 def _nothing() -> Generator[Step, None, None]:

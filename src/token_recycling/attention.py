@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME = "token_recycling_packed"
+MARK = "token_recycling_packs"  # attribute of a mask whose queries are to be packed
 UNKNOWN = ("position_bias", "softcap")  # what changes the products; Transformers sees to it
+Attention = Callable[..., "tuple[Tensor, Tensor | None]"]
 
 
 def packed_attention(
+    stock: Attention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend with the queries of a group of heads side by side, as more queries of one head.
 
     Where there is a mask, Transformers' own way is to repeat keys and values for every head of
-    the group: that copies the whole cache. Here only the mask is repeated.
+    the group: that copies the whole cache. Here only the mask is repeated. Without the mark of
+    ``pack_queries`` on the mask this is ``stock``.
 
     Args:
+        stock: the attention function in whose place this one stands.
         module: the layer.
         query: [B, heads, q, size].
         key: [B, heads / group, s, size].
@@ -39,15 +43,13 @@ def packed_attention(
     Returns:
         [B, q, heads, size], and no weights.
     """
+    if attention_mask is None or getattr(attention_mask, MARK, False) is not True:
+        return stock(module, query, key, value, attention_mask, **others)
     batch, heads, q, size = query.shape
     group = heads // key.shape[1]
-    shared = attention_mask is not None and attention_mask.shape[1] == 1
+    shared = attention_mask.shape[1] == 1
     if group == 1 or not shared or any(others.get(name) is not None for name in UNKNOWN):
-        found: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **others
-        )
-        return found
-    assert attention_mask is not None
+        return stock(module, query, key, value, attention_mask, **others)
     packed = query.reshape(batch, key.shape[1], group * q, size)
     mask = attention_mask[..., : key.shape[2]].repeat(1, 1, group, 1)
     scale = others.get("scaling")
@@ -55,30 +57,23 @@ def packed_attention(
     return out.reshape(batch, heads, q, -1).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def install() -> None:
+    """Let sdpa look for the mark on its masks, in this process and from now on.
+
+    Model code looks its attention function up by the name in the model's configuration, which
+    all threads share, so the request to pack travels with the mask instead. For masks of others
+    nothing changes.
+    """
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if getattr(stock, "func", None) is not packed_attention:
+        AttentionInterface.register("sdpa", partial(packed_attention, stock))
 
 
-class PackedHeads:
-    """While entered, a model whose attention is sdpa packs its heads.
+def pack_queries(masks: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    """Mark ``masks`` (see ``masks.additive_masks``), so that sdpa packs the queries under them.
 
     Only for forwards of few tokens: in a long one the mask would outgrow the keys.
     """
-
-    def __init__(self, config: Any) -> None:
-        """Switch the model of this (text) ``config``."""
-        self.config = config
-
-    def __enter__(self) -> None:
-        self._switched = getattr(self.config, "_attn_implementation", None) == "sdpa"
-        if self._switched:
-            self.config._attn_implementation = NAME
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._switched:
-            self.config._attn_implementation = "sdpa"
+    for mask in masks.values() if isinstance(masks, dict) else (masks,):
+        setattr(mask, MARK, True)
+    return masks

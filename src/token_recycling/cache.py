@@ -132,6 +132,19 @@ class RecyclingCache(Cache):  # type: ignore[misc]
                 _gather(pack, path[:, :p].to(pack.device), end, self.lengths)
         self.lengths = [n + more for n, more in zip(self.lengths, counts)]
 
+    def entries(self, begin: int, end: int) -> list[Tensor]:
+        """Copy the keys and values of all layers in slots ``begin`` to ``end`` - 1."""
+        filled = [layer for layer in self.layers if layer.is_initialized]
+        both = [entries for layer in filled for entries in (layer.keys, layer.values)]
+        return [entries[:, :, begin:end].clone() for entries in both]
+
+    def clear_drafts(self) -> None:
+        """Write zeros behind every row's committed entries: a masked NaN is still a NaN."""
+        for layer in self.layers:
+            for entries in (layer.keys, layer.values) if layer.is_initialized else ():
+                for row, length in enumerate(self.lengths):
+                    entries[row, :, length:] = 0
+
     def rewind(self, lengths: list[int]) -> None:
         """Forget each row's entries from ``lengths[b]`` on."""
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths)]
@@ -237,6 +250,12 @@ class FixedCache(Cache):  # type: ignore[misc]
             taken.keys[:, :, :end] = layer.keys[:, :, :end]
             taken.values[:, :, :end] = layer.values[:, :, :end]
         cache.lengths = list(lengths)
+
+    def clear(self) -> None:
+        """Write zeros everywhere: a masked NaN is still a NaN."""
+        for n in self._filled:
+            self.layers[n].keys.zero_()
+            self.layers[n].values.zero_()
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """Keep the draft's entries on the accepted paths, and count them.

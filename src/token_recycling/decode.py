@@ -7,8 +7,9 @@ from itertools import pairwise
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
-from token_recycling.accept import Acceptor, Stop, bare_roots
+from token_recycling.accept import Acceptor, Stop, bare_roots, overflowed, without_autocast
 from token_recycling.drafters import Drafter
 from token_recycling.engine import FusedEngine
 from token_recycling.metrics import Step
@@ -55,7 +56,8 @@ def decode(
         texts = [prompt + tokens for prompt, tokens in zip(prompts, step.tokens)]
         yield from engine.steps(texts, active, accept, stop, check)
         if any(active):
-            drafter.start([text[:-1] for text in texts])
+            with without_autocast(target.device):
+                drafter.start([text[:-1] for text in texts])
             roots = [text[-1] for text in texts]
     while any(active):
         check()
@@ -77,9 +79,19 @@ def _read(
 ) -> Step:
     """Read the prompts and choose the first tokens."""
     begin = perf_counter()
-    drafter.start(prompts)
+
+    def wants(tokens: Tensor) -> Tensor | None:
+        with without_autocast(target.device):
+            return drafter.wants(tokens)
+
+    def prime(tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
+        with without_autocast(target.device):
+            drafter.prime(tokens, logits, valid)
+
+    with without_autocast(target.device):
+        drafter.start(prompts)
     logits = target.prefill(
-        prompts, on_prompt=drafter.prime, wants=drafter.wants, on_progress=on_progress, keep=keep
+        prompts, on_prompt=prime, wants=wants, on_progress=on_progress, keep=keep
     )
     ends = bare_roots(torch.tensor([prompt[-1] for prompt in prompts], device=target.device))
     accepted = accept(ends, logits[:, None], stop)
@@ -97,17 +109,25 @@ def _advance(
 ) -> Step:
     """Take one step: the rows that are not ``active`` take part but emit and teach nothing."""
     laps = [perf_counter()]
-    draft = drafter.propose(torch.tensor(roots, device=target.device))
+    with without_autocast(target.device):
+        draft = drafter.propose(torch.tensor(roots, device=target.device))
     if not all(active):
         draft = draft.only(torch.tensor(active, device=target.device))
     if target.device.type == "cpu":
         draft = draft.compact()
     laps.append(perf_counter())
     logits = target.verify(draft)
+    if draft.nodes > 1 and bool(overflowed(logits)):
+        # A draft that overflows spoils every node of the forward, which is masked by a weight of
+        # 0, and 0 · NaN is NaN. Plain decoding would not have read it.
+        draft = draft.first(1)
+        target.clear_drafts()
+        logits = target.verify(draft)
     laps.append(perf_counter())
     accepted = accept(draft, logits, stop)
     laps.append(perf_counter())
-    drafter.observe(draft, logits, accepted)
+    with without_autocast(target.device):
+        drafter.observe(draft, logits, accepted)
     laps.append(perf_counter())
     target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
     laps.append(perf_counter())

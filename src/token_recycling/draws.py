@@ -38,9 +38,15 @@ class BatchDraws:
     so a block is drawn when the first row gets there and kept until the last one has.
     """
 
-    def __init__(self, batch: int) -> None:
-        """Draw for ``batch`` rows from PyTorch's own random state."""
+    def __init__(self, batch: int, *, ahead: bool = False) -> None:
+        """Draw for ``batch`` rows from PyTorch's own random state.
+
+        Args:
+            batch: rows.
+            ahead: some rows may draw tokens that are dropped in the end (see ``rewind``).
+        """
         self._drawn = [0] * batch
+        self._states: list[Tensor] | None = [] if ahead else None  # before each block
         self._blocks: deque[Tensor] = deque()
         self._first = 0  # index of the oldest block kept
 
@@ -56,6 +62,8 @@ class BatchDraws:
         index = self._drawn[row] - self._first
         if index == len(self._blocks):
             shape = (len(self._drawn), weights.shape[-1])
+            if self._states is not None:
+                self._states.append(_random(weights.device).get_rng_state())
             self._blocks.append(weights.new_empty(shape).exponential_())
         token = (weights / self._blocks[index][row]).argmax(dim=-1)
         self._drawn[row] += 1
@@ -63,6 +71,16 @@ class BatchDraws:
             self._blocks.popleft()
             self._first += 1
         return token
+
+    def rewind(self, count: int, device: torch.device) -> None:
+        """Bring the random state to where plain sampling of ``count`` tokens a row has it."""
+        if self._states is not None and count < len(self._states):
+            _random(device).set_rng_state(self._states[count])
+
+
+def _random(device: torch.device) -> Any:
+    """The module that keeps the random state of a kind of device."""
+    return torch.random if device.type == "cpu" else getattr(torch, device.type)
 
 
 class AheadDraws:
@@ -90,7 +108,8 @@ class AheadDraws:
             device: of the logits.
         """
         self.processors = list(processors)
-        self.blocks = torch.ones(len(self.processors), ahead, vocab_size, device=device)
+        shape = (len(self.processors), ahead, vocab_size)
+        self.blocks = torch.ones(shape, dtype=torch.float32, device=device)
         self.chosen = torch.zeros(len(self.processors), dtype=torch.long, device=device)
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:

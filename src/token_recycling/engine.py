@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
@@ -109,7 +110,6 @@ class Runner:
         with (
             torch._dynamo.config.patch(recompile_limit=VARIANTS),
             self.step.target.exact,
-            self.step.target.packed,
             ordinary_tensors(),
         ):
             return self._compiled()
@@ -171,8 +171,9 @@ class FusedEngine:
         model = target.model
         if {weight.device for weight in model.parameters()} != {target.device}:
             raise FusingError("the model lies on several devices")
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise FusingError("adapters may be switched where a graph does not see it")
+        written = getattr(model.get_output_embeddings(), "out_features", target.vocab_size)
+        if written != target.vocab_size:
+            raise FusingError("its projection is wider than its vocabulary")
         self.target, self.given, self.compiling = target, drafter, compiling
         self.drafter = drafter.drafter if isinstance(drafter, BudgetDrafter) else drafter
         if not self.drafter.fixed_shapes:
@@ -214,6 +215,8 @@ class FusedEngine:
         Raises:
             FusingError: it cannot be made.
         """
+        if has_adapters(self.target.model):
+            raise FusingError("adapters may be switched where a graph does not see it")
         if (places := self._held()) != self._places:
             self._runners, self._failed, self._places = {}, {}, places
         nodes = self.nodes
@@ -273,7 +276,8 @@ class FusedEngine:
             except FusingError as reason:
                 warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
                 break  # Python shows the same warning once
-            yield from self._fill(runner, texts, active, sampler, stop, check)
+            if not (yield from self._fill(runner, texts, active, sampler, stop, check)):
+                break
         if sampler is not None:
             sampler.sequences = Sequences(texts, self.target.device)
 
@@ -285,8 +289,12 @@ class FusedEngine:
         sampler: FollowAcceptor | None,
         stop: Stop,
         check: Callable[[], None],
-    ) -> Iterator[Step]:
-        """Decode until the rows have ended, the cache is full, or another size is wanted."""
+    ) -> Generator[Step, None, bool]:
+        """Decode until the rows have ended, the cache is full, or another size is wanted.
+
+        Returns:
+            False after a forward that overflowed: the readable loop is to go on.
+        """
         cache, step = self.target.cache, runner.step
         first = [len(text) for text in texts]
         held = list(first)  # as the device has it: a row that ended may have gone on there
@@ -296,6 +304,7 @@ class FusedEngine:
                 step.draws.begin(cast("Any", sampler.draw).generators)
         waiting: deque[Callable[[], list[list[int]]]] = deque()
         begun = perf_counter()
+        spoiled = False
         try:
             while any(active):
                 check()
@@ -309,14 +318,15 @@ class FusedEngine:
                             step.draws.draw(row, len(text) - first[row] + out + step.most)
                     waiting.append(runner.launch(active))
                 elif not waiting:
-                    return
+                    return True
                 if goes_on and len(waiting) <= runner.lag:
                     continue
                 rows = waiting.popleft()()
                 tokens, reasons, drafted = read(rows, stop, active)
+                spoiled = any(on and not emitted for on, emitted in zip(active, tokens))
+                if spoiled:
+                    return False
                 for row, emitted in enumerate(tokens):
-                    if active[row] and not emitted:
-                        raise TokenRecyclingError("a step emitted nothing; use --no-graph")
                     texts[row] += emitted
                     held[row] += sum(token != HOLE for token in rows[row][1:])
                     active[row] = active[row] and reasons[row] is None
@@ -337,6 +347,18 @@ class FusedEngine:
                         step.draws.rewind(row, len(text) - first[row])
                 with self.target.guard():
                     step.cache.give(cache, [len(text) - 1 for text in texts])
+            if spoiled:
+                with self.target.guard():
+                    step.cache.clear()
+        return True
+
+
+def has_adapters(model: Any) -> bool:
+    """True when a layer of ``model`` is one of peft's, however it came there."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # not imported: there can be none
+    if tuners is None:
+        return False
+    return any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
 
 
 def _name(processors: Processors) -> str:

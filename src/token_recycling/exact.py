@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -10,14 +13,34 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.override import Override
+
+ROWS = 4096  # of the weight that are compared at once
+
+
+def version(weight: Tensor) -> tuple[int, int]:
+    """Return what most writes to ``weight`` change; those through ``.data`` do not."""
+    return weight.data_ptr(), -1 if weight.is_inference() else weight._version
+
+
+_thread = threading.local()  # .heads: the ``ExactHead`` objects that this thread has entered
+
+
+class UnchangedHead(nullcontext[None]):
+    """In place of an ``ExactHead``: a projection as it is."""
+
+    def refresh(self) -> None:
+        """Do nothing: there is no copy."""
 
 
 class ExactHead:
-    """While entered, a model's logits come out in float32, from hidden states as they are.
+    """While a thread has entered it, a model's logits come out in float32 in that thread.
 
     Half precision rounds logits to eight or eleven bits, so the best two often tie or change
     places between two kernels. In float32 only the rounding of the hidden states is left. The
     price is a float32 copy of the projection's weights, and reading it at every forward.
+
+    The layer's ``forward`` is replaced once and for all; other threads get the class's.
     """
 
     def __init__(self, model: Any) -> None:
@@ -31,31 +54,55 @@ class ExactHead:
         if type(self.head) is not torch.nn.Linear or weight is None or weight.is_meta:
             kind = type(self.head).__name__
             raise TokenRecyclingError(f"exact logits need a plain linear projection, not {kind}")
-        self._entered = 0
         self._copy()
+        self._install()
+
+    def _install(self) -> None:
+        present = self.head.__dict__.get("forward")
+        if not (isinstance(present, Override) and present.covers(self.head, _forward)):
+            self.head.forward = Override(self.head, "forward", partial(_forward, present), present)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._install()  # the layer of a copy has its class's ``forward``
 
     def _version(self) -> list[Any]:
-        """What changes when the weights do."""
+        """What most changes of the weights change."""
         given = (self.head.weight, self.head.bias)
-        return [(w.data_ptr(), w._version, w.device, w.shape) for w in given if w is not None]
+        return [(*version(w), w.device, w.shape) for w in given if w is not None]
 
     def _copy(self) -> None:
         bias = self.head.bias
-        self.weight = self.head.weight.detach().float()
-        self.bias = None if bias is None else bias.detach().float()
+        self.weight = self.head.weight.detach().to(torch.float32, copy=True)
+        self.bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
         self._copied = self._version()
 
+    def refresh(self) -> None:
+        """Copy the weights again if a single one has changed; called before every answer.
+
+        A write through ``.data``, as merging an adapter does, leaves no trace but the values.
+        """
+        pairs = [(self.head.weight, self.weight)]
+        if self.head.bias is not None and self.bias is not None:
+            pairs.append((self.head.bias, self.bias))
+        same = self._copied == self._version() and all(
+            torch.equal(given.detach().float(), kept)
+            for weight, copy in pairs
+            for given, kept in zip(weight.split(ROWS), copy.split(ROWS))
+        )
+        if not same:
+            self._copy()
+
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Project ``hidden`` [B, q, d] to logits float32 [B, q, V]."""
-        return linear(hidden.to(self.weight.device).float(), self.weight, self.bias)
+        """Project ``hidden`` [B, q, d] to logits float32 [B, q, V], under autocast too."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return linear(hidden.to(self.weight.device).float(), self.weight, self.bias)
 
     def __enter__(self) -> ExactHead:
-        if not self._entered:
-            if self._copied != self._version():  # trained, loaded or merged meanwhile
-                self._copy()
-            self._before = self.head.__dict__.get("forward")
-            self.head.forward = self
-        self._entered += 1
+        heads = getattr(_thread, "heads", ())
+        if self not in heads and self._copied != self._version():
+            self._copy()  # trained or loaded meanwhile
+        _thread.heads = (*heads, self)
         return self
 
     def __exit__(
@@ -64,10 +111,14 @@ class ExactHead:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._entered -= 1
-        if self._entered:
-            return
-        if self._before is None:
-            del self.head.forward
-        else:
-            self.head.forward = self._before
+        _thread.heads = _thread.heads[:-1]
+
+
+def _forward(before: Any, stock: Any, hidden: Tensor) -> Tensor:
+    """``forward`` of a projection: exact for a thread that has entered its ``ExactHead``."""
+    for entered in getattr(_thread, "heads", ()):
+        if entered.head is stock.__self__:
+            exact: Tensor = entered(hidden)
+            return exact
+    found: Tensor = stock(hidden) if before is None else before(hidden)
+    return found

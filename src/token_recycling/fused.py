@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Processors, accept_choices, greedy, packed
+from token_recycling.accept import Processors, accept_choices, greedy, overflowed, packed
+from token_recycling.attention import pack_queries
 from token_recycling.cache import FixedCache
 from token_recycling.drafters import Drafter
 from token_recycling.draws import AheadDraws
@@ -75,11 +76,16 @@ class FusedStep:
 
     def __call__(self) -> Tensor:
         """Take a step; return what the host wants to know, int64 [B, p + 1] (see ``packed``)."""
-        draft = self.drafter.draft(self.roots, self.nodes).only(self.active)
+        device = self.target.device
+        with torch.autocast(device.type, enabled=False):
+            draft = self.drafter.draft(self.roots, self.nodes).only(self.active)
         logits = self._verify(draft)
+        # Nothing is emitted, learnt or kept of a forward that overflowed (see ``decode``).
+        draft = draft.only(self.active & ~overflowed(logits))
         choices = greedy(logits) if self.draws is None else self.draws(draft.depths, logits)
         accepted = accept_choices(draft, choices)
-        self.drafter.observe(draft, logits, accepted)
+        with torch.autocast(device.type, enabled=False):
+            self.drafter.observe(draft, logits, accepted)
         self.cache.commit(accepted.path, accepted.counts)
         last = accepted.emitted.gather(1, (accepted.counts - 1).clamp(min=0)[:, None])[:, 0]
         if self.draws is not None:
@@ -101,6 +107,7 @@ class FusedStep:
         visible = torch.where(drafted[:, None], above, (self._slots < lengths)[:, None])
         key_positions = torch.where(drafted, positions.gather(1, node), self._slots)
         masks = additive_masks(target.reaches, visible, positions, key_positions, target.dtype)
+        pack_queries(masks)
         output = target.model(
             input_ids=draft.tokens,
             attention_mask=masks,

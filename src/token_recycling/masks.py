@@ -22,6 +22,19 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def vocabulary(model: Any) -> int:
+    """Return how many tokens ``model`` can both write and read.
+
+    That is ``vocab_size`` of its configuration, but for a model whose embeddings and projection
+    are both wider, or whose embeddings are narrower.
+    """
+    size = int(text_config(model.config).vocab_size)
+    written = getattr(model.get_output_embeddings(), "out_features", None)
+    read = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    size = max(size, written or 0)
+    return int(min(size, read or size))
+
+
 def input_device(model: Any) -> torch.device:
     """Return where ``model`` takes its tokens: the weights of an offloaded layer lie elsewhere."""
     embeddings = model.get_input_embeddings()

@@ -10,8 +10,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter, functional
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+from token_recycling.override import Override, replaceable
 
 # MKL multiplies 2 to 6 rows by a float32 weight in twice the time of one when asked for x W^T, and
 # in hardly more when asked for W x^T. With more rows only large weights gain.
@@ -22,7 +25,7 @@ TRIAL = (4096, 1024)  # a weight larger than a core's cache
 TRIAL_ROWS = 4
 PAYS = 0.9  # of the time at most, or it stays as it was
 
-_linear = functional.linear
+_thread = threading.local()  # .entered: how often this thread is inside ``NarrowProducts``
 
 
 def gains(rows: int, elements: int) -> bool:
@@ -30,40 +33,55 @@ def gains(rows: int, elements: int) -> bool:
     return rows > 1 and any(rows <= most and elements >= least for most, least in GAINS)
 
 
-def _turned(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``functional.linear``, for few float32 rows on a CPU as (W x^T)^T.
+def turned(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``linear`` as (W x^T)^T."""
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    product = torch.mm(weight, rows.T).T.contiguous()
+    if bias is not None:
+        product += bias
+    return product.view(*inputs.shape[:-1], weight.shape[0])
+
+
+def _fits(inputs: Tensor, weight: Tensor) -> bool:
+    """True for few float32 rows on a CPU.
 
     Quantised weights are subclasses with a ``linear`` of their own; they keep it.
     """
-    if (
+    return (
         type(inputs) is Tensor
         and type(weight) in (Tensor, Parameter)
         and inputs.device.type == "cpu"
         and inputs.dtype == weight.dtype == torch.float32
-        and weight.ndim == 2
         and gains(inputs.numel() // inputs.shape[-1], weight.numel())
-    ):
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        product = torch.mm(weight, rows.T).T.contiguous()
-        if bias is not None:
-            product += bias
-        return product.view(*inputs.shape[:-1], weight.shape[0])
-    return _linear(inputs, weight, bias)
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _forward(stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of a linear layer: the faster way round for a thread that asks for it."""
+    if not torch.compiler.is_compiling() and getattr(_thread, "entered", 0):
+        layer: nn.Linear = stock.__self__
+        if _fits(inputs, layer.weight):
+            return turned(inputs, layer.weight, layer.bias)
+    found: Tensor = stock(inputs)
+    return found
 
 
 class NarrowProducts:
-    """While entered, linear layers use the faster way round; for all threads of the process.
+    """While a thread has entered it, the linear layers of a model use the faster way round.
 
-    The result is the same up to float32's rounding, as between any two kernels.
+    The result is the same up to float32's rounding, as between any two kernels. The layers'
+    ``forward`` is replaced once and for all; other threads and other callers get the class's.
     """
 
-    _lock = threading.Lock()
-    _entered = 0
+    def __init__(self, model: nn.Module) -> None:
+        """Prepare the linear layers of ``model``."""
+        for layer in model.modules():
+            if type(layer) is nn.Linear and replaceable(layer):
+                layer.forward = Override(layer, "forward", _forward)  # type: ignore[method-assign]
 
     def __enter__(self) -> None:
-        with self._lock:
-            NarrowProducts._entered += 1
-            functional.linear = _turned  # type: ignore[assignment]
+        _thread.entered = getattr(_thread, "entered", 0) + 1
 
     def __exit__(
         self,
@@ -71,10 +89,7 @@ class NarrowProducts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._lock:
-            NarrowProducts._entered -= 1
-            if not NarrowProducts._entered:
-                functional.linear = _linear
+        _thread.entered -= 1
 
 
 def pays() -> bool:
@@ -85,11 +100,12 @@ def pays() -> bool:
 @lru_cache
 def _tried(threads: int) -> bool:
     with torch.inference_mode():
-        weight, rows = torch.rand(TRIAL), torch.rand(TRIAL_ROWS, TRIAL[1])
-        times: dict[Any, list[float]] = {_linear: [], _turned: []}
+        place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        weight, rows = torch.rand(TRIAL, **place), torch.rand(TRIAL_ROWS, TRIAL[1], **place)
+        times: dict[Any, list[float]] = {linear: [], turned: []}
         for _ in range(7):
             for way, found in times.items():
                 begin = perf_counter()
-                way(rows, weight)
+                way(rows, weight, None)
                 found.append(perf_counter() - begin)
-    return median(times[_turned]) < PAYS * median(times[_linear])
+    return median(times[turned]) < PAYS * median(times[linear])

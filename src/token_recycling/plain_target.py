@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 
-from token_recycling.masks import input_device, text_config
+from token_recycling.exact import ExactHead, UnchangedHead
+from token_recycling.masks import input_device, text_config, vocabulary
 from token_recycling.target import (
     OnProgress,
     OnPrompt,
@@ -34,14 +34,14 @@ class PlainTarget:
     Prompts of different length are padded on the left, as ``generate`` wants them.
     """
 
-    def __init__(self, model: Any, exact: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, model: Any, exact: ExactHead | UnchangedHead | None = None) -> None:
         """Wrap ``model``; its logits are computed inside ``exact``."""
-        self.model, self.exact = model, exact or nullcontext()
+        self.model, self.exact = model, exact or UnchangedHead()
         self.guard = gradient_guard(model)
         self.device: torch.device = input_device(model)
-        self.vocab_size = int(text_config(model.config).vocab_size)
+        self.vocab_size = vocabulary(model)
         self.max_context = context_limit(model.config)
-        self._takes = inspect.signature(model.forward).parameters.keys()
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.reset()
 
     def reset(self) -> None:
@@ -59,6 +59,7 @@ class PlainTarget:
         keep: int = 0,
     ) -> Tensor:
         """Read the prompts anew, in one forward, whatever ``keep`` says."""
+        self.exact.refresh()
         check_prompts(prompts, self.max_context)
         longest = max(map(len, prompts))
         ids = torch.zeros((len(prompts), longest), dtype=torch.long, device="cpu")
@@ -81,6 +82,9 @@ class PlainTarget:
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Do nothing: the roots are in the cache already."""
+
+    def clear_drafts(self) -> None:
+        """Do nothing: there are no drafts."""
 
     def _first_state(self, mask: Tensor) -> dict[str, Any]:
         """Return what ``generate`` gives the model before its first forward."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,7 @@ def open_target(model: Any, *, strict: bool = False, exact_logits: bool = False)
         raise TokenRecyclingError(f"{kind} is no model of Transformers; give the one inside it")
     if getattr(model.config, "is_encoder_decoder", False):
         raise TokenRecyclingError("models with an encoder are not supported")
-    exact = ExactHead(model) if exact_logits else nullcontext()
+    exact = ExactHead(model) if exact_logits else None
     training = model.training
     try:
         model.eval()

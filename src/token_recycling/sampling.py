@@ -1,36 +1,16 @@
-"""How a model's ``generate`` would choose tokens: its own processors and end-of-sequence ids."""
+"""How a model's ``generate`` would decode: its own processors and stopping criteria."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.integrations.request import KNOWN_INPUTS, Collector, Request
 from token_recycling.masks import input_device
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What Transformers prepared for one prompt.
-
-    Attributes:
-        processors: its ``LogitsProcessorList``; empty for plain greedy decoding.
-        do_sample: sample, or take the argmax.
-        eos: the ids that end a sequence.
-    """
-
-    processors: Any  # (ids [1, t], logits [1, V]) -> scores [1, V]; its length is their number
-    do_sample: bool
-    eos: tuple[int, ...]
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """True when a token is the argmax of the bare logits."""
-        return not self.do_sample and len(self.processors) == 0
-
 
 # Transformers warns when these are given to a greedy run.
 SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -44,12 +24,22 @@ RANGES = {
     "top_k": (0, INFINITY),
     "repetition_penalty": (1e-6, INFINITY),
 }
+WHOLE = ("max_new_tokens", "top_k")
 
 # Options of ``generate`` that would change the answer and are not kept here, and what to do.
 REFUSED = {
     "do_sample": "set temperature",
     "max_length": "set max_new_tokens",
-    "max_time": "leave a stream early",
+    "inputs_embeds": "give the prompt as tokens",
+    "attention_mask": "prompts are not padded here",
+    "position_ids": "prompts are not padded here",
+    "past_key_values": "set keep_context",
+    "use_cache": "there is always a cache",
+    "return_dict_in_generate": "call model.generate with custom_generate",
+    "output_scores": "call model.generate with custom_generate",
+    "output_logits": "call model.generate with custom_generate",
+    "output_attentions": "call model.generate with custom_generate",
+    "output_hidden_states": "call model.generate with custom_generate",
     "stopping_criteria": "leave a stream early",
     "stop_strings": "set stop",
     "streamer": "use stream()",
@@ -69,13 +59,19 @@ def generate_options(
         TokenRecyclingError: a number is out of range (Transformers ignores some of these).
     """
     given = {name: value for name, value in processors.items() if value is not None}
-    numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, **given}
+    numbers: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    numbers |= given
     for name, (low, high) in RANGES.items():
-        value = numbers.get(name, low)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TokenRecyclingError(f"{name} is {value!r}; it must be a number")
+        value: Any = numbers.get(name, low)
+        whole = name in WHOLE
+        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+            kind = "a whole number" if whole else "a number"
+            raise TokenRecyclingError(f"{name} is {value!r}; it must be {kind}")
         if not low <= value <= high:
             raise TokenRecyclingError(f"{name} is {value}; it must lie between {low} and {high}")
+        if name in given:  # numpy's numbers are not Transformers' numbers
+            given[name] = int(value) if whole else float(value)
+    max_new_tokens, temperature = int(numbers["max_new_tokens"]), float(numbers["temperature"])
     given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
     if 0 < temperature < 1e-5:
         raise TokenRecyclingError(f"temperature is {temperature}; use 0, or 1e-5 and more")
@@ -87,39 +83,35 @@ def generate_options(
     return {"max_new_tokens": max_new_tokens, **given}
 
 
-def prepare(model: Any, prompt: list[int], options: dict[str, Any]) -> Choice:
+def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Request:
     """Let ``model.generate`` prepare itself for ``prompt`` and return what it prepared.
 
     Options that are not given come from the model's ``generation_config``, as ever. The call
-    ends before anything is decoded: ``custom_generate`` gets the finished preparations.
+    ends before anything is decoded.
 
     Raises:
-        TokenRecyclingError: Transformers refuses an option.
+        TokenRecyclingError: Transformers refuses an option, or it cannot be recycled; the message
+            names it.
     """
-    prepared: list[Choice] = []
-
-    def take(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **others: Any,
-    ) -> Tensor:
-        eos = generation_config.eos_token_id
-        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        if generation_config.num_beams != 1:
-            raise TokenRecyclingError("beam search is not supported; set num_beams=1")
-        prepared.append(Choice(logits_processor, bool(generation_config.do_sample), tuple(ids)))
-        return input_ids
-
+    collector = Collector()
     ids = torch.tensor([prompt], device=input_device(model))
-    given = {"attention_mask": torch.ones_like(ids), "use_cache": False, **options}
+    given = {"attention_mask": torch.ones_like(ids), "use_cache": True, **options}
     try:
-        model.generate(ids, custom_generate=take, **given)
+        model.generate(ids, custom_generate=collector, tokenizer=tokenizer, **given)
     except TokenRecyclingError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         line = one_line(error)
         raise TokenRecyclingError(f"Transformers refuses these options: {line}") from error
-    return prepared[0]
+    # What a model prepares for itself the targets see to.
+    own = KNOWN_INPUTS | options.keys()
+    inputs = {name: value for name, value in collector.request.inputs.items() if name in own}
+    request = replace(collector.request, inputs=inputs)
+    if reason := request.obstacle(None):  # what is too long ends at the model's context
+        raise TokenRecyclingError(f"this call cannot be recycled: {reason}")
+    if request.batch > 1:
+        more = f"num_return_sequences is {request.batch}"
+        raise TokenRecyclingError(f"{more}; {REFUSED['num_return_sequences']}")
+    if request.rows() != [prompt]:
+        raise TokenRecyclingError("token_healing changes the prompt; leave it out")
+    return request

@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from token_recycling import defaults
-from token_recycling.attention import PackedHeads
+from token_recycling import attention, defaults
 from token_recycling.cache import RecyclingCache
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.masks import additive_masks, input_device, layer_reaches, text_config
+from token_recycling.exact import ExactHead, UnchangedHead
+from token_recycling.masks import (
+    additive_masks,
+    input_device,
+    layer_reaches,
+    text_config,
+    vocabulary,
+)
 from token_recycling.narrow import MOST_ROWS, NarrowProducts, pays
+from token_recycling.training import is_repeatable, train_time_behaviour
 from token_recycling.tree import DraftTree
 
 # (tokens [B, w], logits [B, w, V], valid [B, w]) of some tokens of a chunk of the prompts
@@ -44,7 +51,11 @@ class Target(Protocol):
     device: torch.device
     vocab_size: int
     max_context: int | None
-    exact: AbstractContextManager[Any]
+
+    @property
+    def exact(self) -> ExactHead | UnchangedHead:
+        """What its forwards compute their logits inside."""
+
     guard: Callable[[], AbstractContextManager[Any]]
 
     def prefill(
@@ -75,6 +86,9 @@ class Target(Protocol):
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Keep the first ``counts[b]`` nodes of ``path[b]`` (int64 [B, p]) of the last draft."""
+
+    def clear_drafts(self) -> None:
+        """Overwrite what is not committed, so that it cannot spoil a later forward."""
 
     def reset(self) -> None:
         """Forget the context and free its memory."""
@@ -205,30 +219,42 @@ class TreeTarget:
     Use ``probe.open_target`` to make one: it makes sure that the model computes trees right.
     """
 
-    def __init__(self, model: Any, exact: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, model: Any, exact: ExactHead | None = None) -> None:
         """Wrap ``model``; its logits are computed inside ``exact`` (see ``ExactHead``).
 
         Raises:
             TokenRecyclingError: its configuration names layers that cannot branch.
         """
-        self.model, self.exact = model, exact or nullcontext()
+        self.model, self.exact = model, exact or UnchangedHead()
         self.guard = gradient_guard(model)
         self.config = text_config(model.config)
         self.device: torch.device = input_device(model)
-        self.packed = PackedHeads(self.config)
-        self.vocab_size = int(self.config.vocab_size)
+        attention.install()
+        self.vocab_size = vocabulary(model)
         slots = slot_limit(model.config)
         self.max_context = _least(context_limit(model.config), slots)
         self.max_positions = _least(position_limit(model.config), slots)
         self.reaches = layer_reaches(model.config)
-        self._takes = inspect.signature(model.forward).parameters.keys()
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.takes_positions = "position_ids" in self._takes
-        self.narrow = self.device.type == "cpu" and self.dtype == torch.float32 and pays()
+        narrow = self.device.type == "cpu" and self.dtype == torch.float32 and pays()
+        self.narrow = NarrowProducts(model) if narrow else None
         self.primed = primed_share(model) if "logits_to_keep" in self._takes else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class samples in a way of its own")
+        self._repeatable: bool | None = None  # in training mode, once that was tried
         if reason := self.changed():
             raise TokenRecyclingError(reason)
+        self.reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins without a context."""
+        return {name: value for name, value in self.__dict__.items() if name != "cache"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.narrow is not None:  # the layers of a copy have their class's ways
+            self.narrow = NarrowProducts(self.model)
         self.reset()
 
     @property
@@ -242,14 +268,25 @@ class TreeTarget:
         attention = getattr(self.config, "_attn_implementation", None) or "eager"
         if attention not in ATTENTION:
             return f"its attention is {attention}, which takes no tree; choose sdpa or eager"
-        if self.model.training:
-            return "it is in training mode; call model.eval()"
-        if self.vocab_size != int(self.config.vocab_size):
+        if self.vocab_size != vocabulary(self.model):
             return "its vocabulary has changed"
+        if reason := self._trains():
+            return f"it is in training mode, and {reason}; call model.eval()"
         if self.device != input_device(self.model):
             return f"it has moved from {self.device}"
         own = [name for name in DECODING if name in self.model.__dict__]
         return f"the object has a {own[0]} of its own" if own else None
+
+    def _trains(self) -> str | None:
+        """Say why training mode matters, or None where it computes the same."""
+        if reason := train_time_behaviour(self.model):
+            return reason
+        if not self.model.training:
+            return None
+        if self._repeatable is None:
+            with self.guard():
+                self._repeatable = is_repeatable(self.model, self.vocab_size, self.device)
+        return None if self._repeatable else "it does not compute a text alike twice"
 
     def reset(self) -> None:
         """Forget the context and free its memory."""
@@ -268,6 +305,7 @@ class TreeTarget:
         """Read the prompts (see ``Target.prefill``)."""
         if reason := self.changed():
             raise TokenRecyclingError(f"the model cannot be used: {reason}")
+        self.exact.refresh()
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
         batch, longest = len(prompts), max(map(len, prompts))
@@ -313,6 +351,32 @@ class TreeTarget:
         assert ends is not None
         return ends
 
+    @_guarded
+    def reread(self, tokens: list[int], begin: int) -> float:
+        """Read ``tokens`` of a single row again, from slot ``begin`` on, and forget what follows.
+
+        Returns:
+            How far keys and values are from those that the cache held, in units of their root
+            mean square; the largest of all layers. Infinite where they cannot be compared.
+        """
+        end = begin + len(tokens)
+        held = self.cache.entries(begin, end)
+        self.cache.rewind([begin])
+        slots = torch.arange(end, device=self.device)
+        positions = slots[begin:][None]
+        visible = (slots <= slots[begin:, None])[None]
+        ids = torch.tensor([tokens], device=self.device)
+        self._forward(ids, positions, visible, slots[None], [len(tokens) - 1], packs=True)
+        self.cache.lengths = [end]
+        found = self.cache.entries(begin, end)
+        worst = 0.0
+        for before, now in zip(held, found):
+            far = (before.float() - now.float()).square().mean().sqrt()
+            size = now.float().square().mean().sqrt()
+            off = float(far / size.clamp(min=1e-9))
+            worst = max(worst, off if off == off else float("inf"))  # NaN is far, too
+        return worst
+
     def positions(self, lengths: Tensor, draft: DraftTree) -> Tensor:
         """Return each node's position, int64 [B, n], behind ``lengths`` int64 [B, 1]."""
         positions = lengths + draft.depths
@@ -330,18 +394,23 @@ class TreeTarget:
         slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)
         committed = (slots < lengths)[:, None].expand(batch, n, -1)
         positions = self.positions(lengths, draft)
-        with self.packed:
-            return self._forward(
-                draft.tokens,
-                positions,
-                torch.cat([committed, draft.ancestors], dim=2),
-                torch.cat([slots, positions], dim=1),
-            )
+        return self._forward(
+            draft.tokens,
+            positions,
+            torch.cat([committed, draft.ancestors], dim=2),
+            torch.cat([slots, positions], dim=1),
+            packs=True,
+        )
 
     @_guarded
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Keep the first ``counts[b]`` nodes of ``path[b]`` of the last draft."""
         self.cache.commit(path, counts)
+
+    @_guarded
+    def clear_drafts(self) -> None:
+        """Overwrite what is not committed (see ``RecyclingCache.clear_drafts``)."""
+        self.cache.clear_drafts()
 
     def _forward(
         self,
@@ -350,18 +419,19 @@ class TreeTarget:
         visible: Tensor,
         key_positions: Tensor,
         keep: list[int] | None = None,
+        *,
+        packs: bool = False,
     ) -> Tensor:
         """Run the model over ``tokens`` [B, q]; the logits of all, or of the indices in ``keep``.
 
         ``visible`` is bool [B, q, s] and ``key_positions`` int64 [B, s] over all slots up to and
-        including the new ones.
+        including the new ones. ``packs``: see ``attention.pack_queries``.
         """
         self.cache.reserve(tokens.shape[1])
+        masks = additive_masks(self.reaches, visible, positions, key_positions, self.dtype)
         inputs: dict[str, Any] = {
             "input_ids": tokens,
-            "attention_mask": additive_masks(
-                self.reaches, visible, positions, key_positions, self.dtype
-            ),
+            "attention_mask": attention.pack_queries(masks) if packs else masks,
             "position_ids": positions,
         }
         if not self.takes_positions:
@@ -369,8 +439,8 @@ class TreeTarget:
         sliced = keep is not None and "logits_to_keep" in self._takes
         if sliced:  # a chunk in which no prompt ends needs one row of logits at most
             inputs["logits_to_keep"] = torch.tensor(keep or [0], device=self.device)
-        few = self.narrow and 1 < tokens.numel() <= MOST_ROWS
-        with self.exact, NarrowProducts() if few else nullcontext():
+        few = 1 < tokens.numel() <= MOST_ROWS
+        with self.exact, self.narrow if few and self.narrow is not None else nullcontext():
             output = self.model(
                 **inputs, past_key_values=self.cache, use_cache=True, return_dict=True
             )

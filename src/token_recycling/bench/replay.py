@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from token_recycling.costs import CostCurve
 from token_recycling.decode import decode
 from token_recycling.drafters import Drafter
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.exact import UnchangedHead
 from token_recycling.metrics import Step
 from token_recycling.target import OnProgress, OnPrompt, Target, Wants
 from token_recycling.tree import DraftTree
@@ -52,7 +53,7 @@ class NoModel:
         """Have ``vocab_size`` tokens."""
         self.vocab_size, self.device = vocab_size, torch.device("cpu")
         self.max_context: int | None = None
-        self.exact: AbstractContextManager[Any] = nullcontext()
+        self.exact = UnchangedHead()
         self.guard: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
 
     def prefill(
@@ -72,6 +73,9 @@ class NoModel:
         return torch.zeros(*draft.tokens.shape, 0)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Do nothing."""
+
+    def clear_drafts(self) -> None:
         """Do nothing."""
 
     def reset(self) -> None:

@@ -24,7 +24,7 @@ class Acceptance:
 
     def __init__(self, shares: Sequence[float], device: torch.device | str) -> None:
         """Expect ``shares``, per node below the root how often right, until seen otherwise."""
-        self._shares = torch.tensor(shares, device=device)
+        self._shares = torch.tensor(shares, dtype=torch.float32, device=device)
         self._right = torch.zeros_like(self._shares)  # decayed counts
         self._promised = torch.zeros_like(self._shares)
         self._there = torch.zeros_like(self._shares)
@@ -108,7 +108,7 @@ class Acceptance:
 
     def state(self) -> dict[str, Tensor]:
         """What was learnt, for ``restore``."""
-        watched = torch.tensor([self._watched])
+        watched = torch.tensor([self._watched], dtype=torch.float32)
         counts = {"right": self._right, "promised": self._promised, "there": self._there}
         return {"watched": watched} | {name: count.cpu() for name, count in counts.items()}
 

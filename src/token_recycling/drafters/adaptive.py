@@ -13,12 +13,14 @@ from token_recycling.drafters.calibration import Calibration
 from token_recycling.drafters.context import Context, Continuation, none_of
 from token_recycling.drafters.growth import Growth
 from token_recycling.drafters.sources import NO_TOKEN, ChainSource, RowSource
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.tree import DraftTree, TreeTemplate
 
 WINDOW = 16  # tokens of the longest run that is looked for
 PAIRS = 32749  # rows for pairs of tokens, a prime: 1.75 MiB with k = 8
 KEEP = 0.4  # weight of the old row in an average
 CHAIN = 16  # tokens of a chain
+MOST_NODES = 256
 COUNTED = 2  # steps from one that calibrates to the next
 
 
@@ -54,19 +56,27 @@ class AdaptiveDrafter(Drafter):
             keep: weight of the old row in an average; 0: the latest row stays.
             chain: tokens copied from the context at most; 0: none.
             calibrate: count how often candidates are right; else expect their probabilities.
+
+        Raises:
+            TokenRecyclingError: ``nodes`` is not within 1..256.
         """
+        if not 1 <= nodes <= MOST_NODES:
+            raise TokenRecyclingError(f"nodes is {nodes}; it must lie between 1 and {MOST_NODES}")
         self.matrix, self.keep, self.calibrate = matrix, keep, calibrate
         matrix.keep_pairs(pairs)
         matrix.assume_probabilities()
         self.rows, self.chains = RowSource(matrix), ChainSource(matrix.device)
         expected = torch.cat([self.rows.expected(), self.chains.expected()])
         if matrix.evidence.shape[1] != len(expected):
-            matrix.evidence = torch.zeros(2, len(expected), device=matrix.device)
+            matrix.evidence = torch.zeros(
+                2, len(expected), dtype=torch.float32, device=matrix.device
+            )
         self.calibration = Calibration(matrix.evidence, expected)
         self.growth = Growth(self.rows, self.chains, self.calibration, nodes, chain)
         self._chain: Continuation | None = None
         self._steps = 0
-        self._shares = TreeTemplate.load("ranked").first(self.growth.nodes).shares
+        ranked = TreeTemplate.load("ranked").shares[: self.growth.nodes]
+        self._shares = ranked + ranked[-1:] * (self.growth.nodes - len(ranked))
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -124,7 +134,8 @@ class AdaptiveDrafter(Drafter):
 
     def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
         """Recycle a part of the prompts; what stood before each token is not known."""
-        ids, p = self._best(logits)
+        ids, p, finite = self._best(logits)
+        valid = valid & finite
         self.matrix.update(tokens.flatten(), ids.flatten(0, 1), p.flatten(0, 1), valid.flatten())
 
     def rest(self, roots: Tensor) -> DraftTree:
@@ -165,7 +176,7 @@ class AdaptiveDrafter(Drafter):
         """Count what was right, average the rows of every node, and go on in the context."""
         if self.calibrate and self._chain is not None and self._counts_now():
             self._count(accepted.emitted, self._chain)
-        ids, p = self._best(logits)
+        ids, p, finite = self._best(logits)
         before = draft.tokens.gather(1, draft.parents)
         before[:, 0] = self._previous
         self.matrix.average(
@@ -173,20 +184,23 @@ class AdaptiveDrafter(Drafter):
             draft.tokens.flatten(),
             ids.flatten(0, 1),
             p.flatten(0, 1),
-            draft.valid.flatten(),
+            (draft.valid & finite).flatten(),
             keep=self.keep,
         )
         self.context.follow(accepted)
 
-    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the k best candidates of [..., V] logits and their shares among themselves.
 
-        The sum over the whole vocabulary would cost more than it tells.
+        The sum over the whole vocabulary would cost more than it tells. The last tensor, bool
+        [...], is False where logits have overflowed and there are no shares.
         """
+        logits = logits[..., : self.matrix.vocab_size]
         if logits.device.type == "cpu":
             logits = logits.float()  # sorting half precision takes longer than this copy
         values, ids = logits.topk(self.matrix.k, dim=-1)
-        return ids, values.float().softmax(dim=-1)
+        shares = values.float().softmax(dim=-1)
+        return ids, shares, shares.isfinite().all(dim=-1)
 
     def _count(self, emitted: Tensor, chain: Continuation) -> None:
         """Count which candidates were right along the text: ``emitted`` int64 [B, t], holes last.

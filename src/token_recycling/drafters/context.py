@@ -62,9 +62,9 @@ class Context:
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=device)
         # An n-gram's agreement as a number of ``window`` bits, the last token's the highest; its
         # leading ones are the length of the run.
-        self._weights = 2.0 ** torch.arange(window, device=device)
+        self._weights = 2.0 ** torch.arange(window, dtype=torch.float32, device=device)
         codes = torch.arange(2**window, device=device)
-        breaks = (2**window - 1 - codes).clamp(min=0.5).log2().floor().long()
+        breaks = (2**window - 1 - codes).float().clamp(min=0.5).log2().floor().long()
         self._runs = window - 1 - breaks
         self.restart(prompts)
 

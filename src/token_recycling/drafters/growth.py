@@ -51,7 +51,7 @@ class Growth:
         device = calibration.logs.device
         self._chain_places = torch.arange(chain_length + 1, device=device)
         self._chain_parents = (self._chain_places - 1).clamp(min=0)
-        self._eye = torch.eye(nodes + 1, device=device)
+        self._eye = torch.eye(nodes + 1, dtype=torch.float32, device=device)
         self._eye[0, 0] = 0.0  # the root is its own parent, and is counted as such
 
     def __call__(self, roots: Tensor, previous: Tensor, chain: Continuation) -> DraftTree:

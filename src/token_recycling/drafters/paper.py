@@ -71,5 +71,6 @@ class PaperDrafter(Drafter):
         self._recycle(draft.tokens, logits, draft.valid)
 
     def _recycle(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
-        best = torch.topk(logits, self.matrix.k, dim=-1).indices
-        self.matrix.update(tokens.flatten(), best.flatten(0, 1), valid=valid.flatten())
+        values, ids = torch.topk(logits[..., : self.matrix.vocab_size], self.matrix.k, dim=-1)
+        valid = valid & values[..., 0].isfinite()  # where logits have overflowed nothing is ranked
+        self.matrix.update(tokens.flatten(), ids.flatten(0, 1), valid=valid.flatten())

@@ -39,7 +39,8 @@ class RowSource:
     def expected(self) -> Tensor:
         """Expect of a candidate its probability: float32 [features], 0 where it is 0."""
         half_octaves = torch.arange(BINS, device=self.matrix.device)
-        middle = 2.0 ** (half_octaves // 2 - 15) * (1.25 + 0.5 * (half_octaves % 2))
+        odd = (half_octaves % 2).float()
+        middle = 2.0 ** (half_octaves // 2 - 15).float() * (1.25 + 0.5 * odd)
         middle = middle.clamp(max=0.999).where(half_octaves > 0, 0.0)
         return middle.repeat(3 * STATES * self.matrix.k)
 
@@ -101,7 +102,7 @@ class ChainSource:
 
     def expected(self) -> Tensor:
         """Expect more of longer runs: float32 [features]."""
-        shares = torch.tensor(list(RUNS.values()), device=self._runs.device)
+        shares = torch.tensor(list(RUNS.values()), dtype=torch.float32, device=self._runs.device)
         return shares.repeat_interleave(len(PLACES) * RANKS)
 
     @staticmethod

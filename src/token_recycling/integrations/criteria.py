@@ -1,4 +1,4 @@
-"""The stopping criteria of a ``generate`` call, asked token by token, row by row."""
+"""The stopping criteria of a ``generate`` call, asked as plain decoding asks them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -19,6 +20,11 @@ from token_recycling.accept import Sequences
 # These look at every row by itself. One of another class may look at the whole batch, and time
 # ends all rows of a batch at the same token.
 ROW_BY_ROW = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+
+
+def looks_at_batch(criterion: Any) -> bool:
+    """True for a criterion that wants all rows of a batch at the same token."""
+    return type(criterion) not in ROW_BY_ROW
 
 
 class CriteriaRules:
@@ -34,12 +40,12 @@ class CriteriaRules:
         criteria: Sequence[Any],
         rows: Sequence[Sequence[int]],
         device: torch.device | str,
-        scores: Callable[[], Any],
+        scores: Callable[[], Any] = lambda: None,
     ) -> None:
         """Set the rules.
 
         Args:
-            criteria: the prepared ``StoppingCriteriaList``.
+            criteria: the prepared ``StoppingCriteriaList``, or a part of it.
             rows: ids so far per row, the padding included; criteria count it.
             device: where criteria expect the ids.
             scores: called for what criteria get as ``scores``.
@@ -78,3 +84,63 @@ class CriteriaRules:
         if self._lengths[row] >= self._limit or time.time() > self._deadline:
             return "length"
         return None
+
+
+class ColumnRules:
+    """Rules of a batch with criteria that look at all rows at once.
+
+    Plain decoding asks them after every column of new tokens. Rows of recycled decoding are not
+    in step, so what a row is ahead is held back: a column is asked about once every row has
+    reached it, or has ended before. Then ``emit`` gets the column's tokens, one a row.
+    """
+
+    def __init__(
+        self,
+        own: CriteriaRules,
+        criteria: Sequence[Any],
+        input_ids: Tensor,
+        pad: int,
+        emit: Callable[[int, int, bool], None],
+    ) -> None:
+        """Set the rules.
+
+        Args:
+            own: those of each row.
+            criteria: those of the whole batch.
+            input_ids: int64 [B, L], the padded prompts.
+            pad: what stands in a row that has ended.
+            emit: called with row, token and whether the row ends with it.
+        """
+        self._own, self._criteria, self._pad, self._emit = own, criteria, pad, emit
+        self._ids = input_ids
+        batch = input_ids.shape[0]
+        self._ahead: list[list[tuple[int, str | None]]] = [[] for _ in range(batch)]
+        self._ended = [False] * batch  # as plain decoding has it, at the column asked about last
+
+    def __call__(self, row: int, token: int) -> str | None:
+        """Return why ``row`` ends with ``token``, or has ended before it, else None."""
+        if self._ended[row]:
+            return "stop"
+        reason = self._own(row, token)
+        self._ahead[row].append((token, reason))
+        while not all(self._ended) and self._column_is_known():
+            self._ask()
+        return "stop" if reason is None and self._ended[row] else reason
+
+    def _column_is_known(self) -> bool:
+        return all(ended or ahead for ended, ahead in zip(self._ended, self._ahead))
+
+    def _ask(self) -> None:
+        column = [
+            (self._pad, None) if ended else ahead.pop(0)
+            for ended, ahead in zip(self._ended, self._ahead)
+        ]
+        tokens = torch.tensor([[token] for token, _ in column], device=self._ids.device)
+        self._ids = torch.cat([self._ids, tokens], dim=1)
+        stops = torch.zeros(len(column), dtype=torch.bool, device=self._ids.device)
+        for criterion in self._criteria:  # all of them: they may count their calls
+            stops = stops | torch.as_tensor(criterion(self._ids, None), device=stops.device)
+        for row, ((token, reason), stopped) in enumerate(zip(column, stops.tolist())):
+            if not self._ended[row]:
+                self._ended[row] = stopped or reason is not None
+                self._emit(row, token, self._ended[row])

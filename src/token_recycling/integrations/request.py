@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor
 from transformers.generation import GenerationMode, LogitsProcessorList
 
-from token_recycling.integrations.criteria import ROW_BY_ROW
 from token_recycling.integrations.handover import extendable
 
 OWN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -69,6 +68,28 @@ class Request:
     synced_gpus: bool
     own_cache: bool  # the user gave a cache, to be filled
 
+    @classmethod
+    def of_call(
+        cls,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        own_cache: bool = False,
+        **inputs: Any,
+    ) -> Request:
+        """Take what ``generate`` hands to a decoding method, by the names that it uses."""
+        return cls(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs,
+            synced_gpus,
+            own_cache,
+        )
+
     @property
     def batch(self) -> int:
         """Rows."""
@@ -116,6 +137,11 @@ class Request:
             return rows
         return [row[len(row) - n :] for row, n in zip(rows, mask.long().sum(dim=1).tolist())]
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """True when a token is the argmax of the bare logits."""
+        return not self.config.do_sample and len(self.processors) == 0
+
     def row_processors(self, row: int) -> Any:
         """Return the processors for one row of the batch alone."""
         own = LogitsProcessorList()
@@ -128,7 +154,9 @@ class Request:
         return own
 
     def obstacle(self, max_positions: int | None) -> str | None:
-        """Say why this call must go to the stock path, or None.
+        """Say why this call cannot be recycled, or None: the one list of what is not served.
+
+        ``enable`` takes the call to the stock path then, ``TokenRecycling.generate`` refuses it.
 
         Args:
             max_positions: positions that the model has, if it ends there.
@@ -139,7 +167,7 @@ class Request:
             or self._other_cache()
             or self._padding()
             or self._beyond(max_positions)
-            or self._whole_batch()
+            or self.looks_across(self.batch)
         )
 
     def _other_method(self) -> str | None:
@@ -214,18 +242,34 @@ class Request:
             return f"its length may go beyond the {max_positions} positions of the model"
         return None
 
-    def _whole_batch(self) -> str | None:
-        if self.batch == 1:
+    def looks_across(self, rows: int) -> str | None:
+        """Say why ``rows`` rows decoded at once would not be what each is alone, or None."""
+        if rows == 1:
             return None
         for processor in self.processors:
             if type(processor) not in ROW_BY_ROW_PROCESSORS:
                 return f"{type(processor).__name__} may look at the whole batch"
-        for criterion in self.criteria:
-            if type(criterion) not in ROW_BY_ROW:
-                return f"{type(criterion).__name__} may look at the whole batch"
         ends = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         if not ends and any(hasattr(c, "stop_strings") for c in self.criteria):
             return "without an end-of-sequence id, a row of a batch goes on after its stop string"
         if self.wants("output_scores", "output_logits"):
             return "a batch's scores are asked for, and a row that ended has scores of its padding"
         return None
+
+
+class Collector:
+    """A decoding method that decodes nothing: it keeps what ``generate`` has prepared for it."""
+
+    request: Request
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        **prepared: Any,
+    ) -> Tensor:
+        """Take the call; ``generate`` calls this."""
+        self.request = Request.of_call(input_ids, **prepared)
+        return input_ids

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -30,10 +29,11 @@ from token_recycling.accept import (
 )
 from token_recycling.draws import BatchDraws
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
-from token_recycling.integrations.criteria import CriteriaRules
+from token_recycling.integrations.criteria import ColumnRules, CriteriaRules, looks_at_batch
 from token_recycling.integrations.handover import hand_out, read_padding, take_in
-from token_recycling.integrations.request import Request
+from token_recycling.integrations.request import Collector, Request
 from token_recycling.metrics import Stats
+from token_recycling.override import Override
 from token_recycling.target import TreeTarget
 
 if TYPE_CHECKING:
@@ -45,12 +45,13 @@ def enable(model: Any, tokenizer: Any = None, **options: Any) -> Enabled:
     """Let ``model.generate`` recycle, and with it ``pipeline`` and everything else that calls it.
 
     Args:
-        model: a Transformers ``…ForCausalLM``. Its own ``generate`` is covered on this instance
-            until ``disable``; a copy or a pickle of the model has the stock one.
+        model: a Transformers ``…ForCausalLM``, or what has one inside: a pipeline, a model of
+            peft, a compiled one, … Its own ``generate`` is covered on this instance until
+            ``disable``; a copy or a pickle of the model has the stock one.
         tokenizer: its tokenizer, for the fingerprint of a saved matrix.
         **options: those of ``TokenRecycling``: ``drafter``, ``tree``, ``k``, ``matrix``,
-            ``exact_logits``, and ``strict``, to raise where a model or a call cannot be served,
-            instead of decoding it plainly with a ``PlainDecodingWarning``.
+            ``exact_logits``, ``queue``, and ``strict``, to raise where a model or a call cannot
+            be served, instead of decoding it plainly with a ``PlainDecodingWarning``.
 
     Returns:
         What to call ``disable`` on; a context manager too.
@@ -75,25 +76,39 @@ class Enabled:
         self.recycler = recycler
         model = recycler.model
         before = model.__dict__.get("generate")
-        if before is not None and not isinstance(before, _Override):
+        if before is not None and not isinstance(before, Override):
             raise TokenRecyclingError(
                 "the model brings a generate of its own; give it custom_generate instead"
             )
         # Enabled twice, the later one serves alone.
-        self._override = _Override(model, "generate", functools.partial(_covered, recycler), before)
-        model.generate = self._override
+        self._overrides = [self._cover("generate", _covered)]
+        for name in CONTINUOUS:
+            if hasattr(type(model), name):
+                self._overrides.append(self._cover(name, _continuous))
+
+    def _cover(self, name: str, call: Callable[..., Any]) -> Override:
+        model = self.recycler.model
+        call = functools.partial(call, self.recycler)
+        override = Override(model, name, call, model.__dict__.get(name))
+        setattr(model, name, override)
+        return override
+
+    def __reduce__(self) -> Any:
+        """A copy is one of a copied model, enabled where this one is."""
+        return _enabled_again, (self.recycler, self._overrides[0].call is not None)
 
     def disable(self) -> None:
         """Give the model its ``generate`` back; do nothing the second time."""
-        self._override.call = None
         model = self.recycler.model
-        current = model.__dict__.get("generate")
-        while isinstance(current, _Override) and current.call is None:
-            current = current.before
-        if current is not None:
-            model.generate = current
-        else:
-            model.__dict__.pop("generate", None)
+        for override in self._overrides:
+            override.call = None
+            current = model.__dict__.get(override.__name__)
+            while isinstance(current, Override) and current.call is None:
+                current = current.before
+            if current is not None:
+                setattr(model, override.__name__, current)
+            else:
+                model.__dict__.pop(override.__name__, None)
 
     @property
     def stats(self) -> Stats:
@@ -117,34 +132,21 @@ class Enabled:
         self.disable()
 
 
-class _Override:
-    """A method of one model object, in place of its class's.
+def _enabled_again(recycler: TokenRecycling, on: bool) -> Enabled:
+    enabled = Enabled(recycler)
+    if not on:
+        enabled.disable()
+    return enabled
 
-    Attributes:
-        call: gets the class's method, bound, and the arguments; None: that method alone.
-        before: what was there earlier.
-    """
 
-    def __init__(
-        self, model: Any, name: str, call: Callable[..., Any] | None, before: Any = None
-    ) -> None:
-        self._model = weakref.ref(model)  # a cycle would keep the model's memory
-        self.call, self.before = call, before
-        self.__name__, self.__doc__ = name, getattr(type(model), name).__doc__
-        self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
+# Continuous batching: a cache, a scheduler and a sampler of its own, into which no tree fits.
+CONTINUOUS = ("generate_batch", "init_continuous_batching")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model()
-        stock = getattr(type(model), self.__name__).__get__(model)
-        return stock(*args, **kwargs) if self.call is None else self.call(stock, *args, **kwargs)
 
-    def __reduce__(self) -> Any:
-        """A copy of the model gets the method of its class."""
-        return _Override, (self._model(), self.__name__, None)
-
-    def covers(self, model: Any) -> bool:
-        """False for what a copy of a model got instead of its original's."""
-        return self.call is not None and self._model() is model
+def _continuous(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Say that continuous batching is decoded plainly."""
+    _tell(recycler, "continuous batching has a cache and a loop of its own")
+    return stock(*args, **kw)
 
 
 # Options of the decoding methods that Transformers keeps on the hub.
@@ -182,8 +184,8 @@ def mend(model: Any) -> None:
     """
     name = "_extract_generation_mode_kwargs"
     present = model.__dict__.get(name)
-    if not (isinstance(present, _Override) and present.covers(model)):
-        setattr(model, name, _Override(model, name, _extract))
+    if not (isinstance(present, Override) and present.covers(model)):
+        setattr(model, name, Override(model, name, _extract))
 
 
 def _extract(
@@ -194,7 +196,7 @@ def _extract(
 ) -> dict[str, Any]:
     from token_recycling.api import TokenRecycling
 
-    if not isinstance(custom_generate, TokenRecycling):
+    if not isinstance(custom_generate, TokenRecycling | Collector):
         return stock(custom_generate, kwargs, *others)
     found = stock(None, kwargs, *others)
     found["own_cache"] = kwargs.get("past_key_values") is not None
@@ -233,11 +235,12 @@ def generate(
         if isinstance(target, TreeTarget):
             reason = target.changed() or request.obstacle(target.max_positions)
             if reason is None:
-                with recycler.claim() as claimed:
-                    if claimed:
+                with recycler.turns.turn(wait=recycler.queue) as mine:
+                    if mine:
                         return _recycle(recycler, target, request, streamer)
                 reason = "another answer of this model is not finished"
             _tell(recycler, reason)
+        target.exact.refresh()
         with target.exact:
             return _stock(recycler.model, request, streamer, inputs_tensor)
 
@@ -247,8 +250,8 @@ def _tell(recycler: TokenRecycling, reason: str) -> None:
     message = f"this call of generate cannot be recycled: {reason}"
     if recycler.strict:
         raise TokenRecyclingError(message)
-    if reason not in recycler.told:
-        recycler.told.add(reason)
+    if reason not in recycler.warned:
+        recycler.warned.add(reason)
         warnings.warn(f"{message}; it is decoded plainly", PlainDecodingWarning, stacklevel=2)
 
 
@@ -328,26 +331,39 @@ def _recycle(
     config, rows = request.config, request.rows()
     kept, answer = _Scores(request), _Answer(request, streamer)
     accept: Acceptor = GreedyAcceptor()
-    if config.do_sample or len(request.processors) or kept.wanted:
+    across = [one for one in request.criteria if request.batch > 1 and looks_at_batch(one)]
+    own = [one for one in request.criteria if one not in across]
+    draws = BatchDraws(request.batch, ahead=bool(across)) if config.do_sample else None
+    if not request.is_plain_greedy or kept.wanted:
         accept = FollowAcceptor(
             rows,
             [request.row_processors(row) for row in range(request.batch)],
-            BatchDraws(request.batch) if config.do_sample else None,
+            draws,
             target.device,
             kept.keep if kept.wanted else None,
         )
-    rules = CriteriaRules(request.criteria, rows, answer.input_ids.device, lambda: kept.scores)
+    device = answer.input_ids.device
+    rules = CriteriaRules(own, rows, device, lambda: kept.scores)
+    columns = ColumnRules(rules, across, request.input_ids, answer.pad, answer.emit)
 
     def stop(row: int, token: int) -> str | None:
         with ordinary_tensors():  # criteria and streamers are other people's code
+            if across:
+                return columns(row, token)
             reason = rules(row, token)
             answer.emit(row, token, reason is not None)
             return reason
 
     if request.cached:
         target.cache = take_in(request.cache, len(target.cache.layers), target.dtype)
-    for _ in recycler.steps(request.prompts(), accept, stop, keep=lambda: request.cached):
+    prompts = request.prompts()
+    for _ in recycler.steps(prompts, accept, stop, keep=lambda: request.cached):
         pass
+    if across:  # rows may have gone on behind their ends
+        read = [len(prompt) + len(new) - 1 for prompt, new in zip(prompts, answer.tokens)]
+        target.cache.rewind(read)
+        if draws is not None:
+            draws.rewind(max(map(len, answer.tokens)), target.device)
     if streamer is not None:
         streamer.end()
     cache = None

@@ -1,0 +1,61 @@
+"""The model inside what people hand over: a pipeline, a wrapper, a compiled model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationMixin
+
+from token_recycling.errors import TokenRecyclingError
+
+# Where wrappers keep the model that they call: torch.compile, distributed ones, pipelines and
+# harnesses.
+ATTRIBUTES = ("_orig_mod", "module", "model")
+DEEPEST = 4  # wrappers around wrappers
+
+
+def model_inside(given: Any) -> Any:
+    """Return the model of Transformers that ``given`` is, or calls.
+
+    Raises:
+        TokenRecyclingError: there is none, or it is not clear which; the message says what to give.
+    """
+    if isinstance(given, str | Path):
+        raise TokenRecyclingError(
+            f"{str(given)!r} is no model object; load it with "
+            "AutoModelForCausalLM.from_pretrained, or use TokenRecycling.from_pretrained"
+        )
+    found = given
+    for _ in range(DEEPEST):
+        if isinstance(found, GenerationMixin):
+            return found
+        inner = _inside(found)
+        if inner is None:
+            break
+        found = inner
+    kind = type(given).__name__
+    names = [name for name, value in _attributes(given) if isinstance(value, GenerationMixin)]
+    if names:
+        there = " or ".join(f".{name}" for name in sorted(names))
+        raise TokenRecyclingError(f"{kind} is no model of Transformers; give it its {there}")
+    raise TokenRecyclingError(
+        f"{kind} is no model of Transformers that writes text; give an …ForCausalLM"
+    )
+
+
+def _inside(wrapper: Any) -> Any:
+    base = getattr(wrapper, "get_base_model", None)  # peft's
+    if callable(base):
+        return base()
+    for name in ATTRIBUTES:
+        inner = getattr(wrapper, name, None)
+        if inner is not None and inner is not wrapper and not isinstance(inner, str):
+            return inner
+    return None
+
+
+def _attributes(thing: Any) -> list[tuple[str, Any]]:
+    own = dict(getattr(thing, "__dict__", {}))
+    own.update(own.pop("_modules", None) or {})
+    return list(own.items())
