@@ -59,7 +59,7 @@ def _fits(inputs: Tensor, weight: Tensor) -> bool:
 
 def _forward(stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of a linear layer: the faster way round for a thread that asks for it."""
-    if not torch.compiler.is_compiling() and getattr(_thread, "entered", 0):
+    if not torch.compiler.is_compiling() and vars(_thread).get("entered"):
         layer: nn.Linear = stock.__self__
         if _fits(inputs, layer.weight):
             return turned(inputs, layer.weight, layer.bias)

@@ -58,20 +58,21 @@ def generate_options(
     Raises:
         TokenRecyclingError: a number is out of range (Transformers ignores some of these).
     """
-    given = {name: value for name, value in processors.items() if value is not None}
-    numbers: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    numbers |= given
+    numbers = {name: value for name, value in processors.items() if value is not None}
+    numbers |= {"max_new_tokens": max_new_tokens, "temperature": temperature}
     for name, (low, high) in RANGES.items():
-        value: Any = numbers.get(name, low)
+        if name not in numbers:
+            continue
+        value: Any = numbers[name]
         whole = name in WHOLE
         if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
             kind = "a whole number" if whole else "a number"
             raise TokenRecyclingError(f"{name} is {value!r}; it must be {kind}")
-        if not low <= value <= high:
+        # numpy's numbers are not Transformers' numbers
+        numbers[name] = int(value) if whole else float(value)
+        if not low <= numbers[name] <= high:
             raise TokenRecyclingError(f"{name} is {value}; it must lie between {low} and {high}")
-        if name in given:  # numpy's numbers are not Transformers' numbers
-            given[name] = int(value) if whole else float(value)
-    max_new_tokens, temperature = int(numbers["max_new_tokens"]), float(numbers["temperature"])
+    given, temperature = numbers, numbers.pop("temperature")
     given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
     if 0 < temperature < 1e-5:
         raise TokenRecyclingError(f"temperature is {temperature}; use 0, or 1e-5 and more")
@@ -80,7 +81,7 @@ def generate_options(
     else:
         given = {name: value for name, value in given.items() if name not in SAMPLING_ONLY}
         given.update(do_sample=False)
-    return {"max_new_tokens": max_new_tokens, **given}
+    return given
 
 
 def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Request:
