@@ -217,7 +217,7 @@ def test_bad_drafters_are_refused(tmp_path):
     with pytest.raises(TokenRecyclingError, match="needs the host"):
         ServingOptions(drafter=PromptLookupDrafter.name).make(VOCABULARY, 7, "cpu")
     AdjacencyMatrix(VOCABULARY + 1, 8).save(tmp_path / "matrix")
-    with pytest.raises(TokenRecyclingError, match="has 13 tokens, the model 12"):
+    with pytest.raises(TokenRecyclingError, match="has 13 tokens and the engine"):
         ServingOptions(matrix=str(tmp_path / "matrix")).make(VOCABULARY, 7, "cpu")
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from token_recycling import defaults
-from token_recycling.errors import TokenRecyclingError
-from token_recycling.files import write_atomically
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.files import is_file, write_atomically
 
 FORMAT = "token-recycling-matrix-1"
 EMPTY = -1  # candidate of a row that was never seen
@@ -388,35 +388,33 @@ class AdjacencyMatrix:
             TokenRecyclingError: the file is missing, damaged or no matrix.
         """
         path = Path(path)
-        if not path.is_file():
+        if not is_file(path):
             raise TokenRecyclingError(f"no matrix file at {path}")
         try:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
+        except Exception as error:  # whatever a damaged file makes the library raise
             raise TokenRecyclingError(
-                f"{path} is damaged or no matrix file ({error}); delete it or save it again"
+                f"{path} is damaged or no matrix file ({one_line(error, 200)}); delete it or save "
+                "it again"
             ) from error
-        ids, p = found.get("candidates"), found.get("probabilities")
-        keys, *pairs = (
-            found.get(f"pair_{name}", torch.empty(shape, dtype=dtype))
-            for name, shape, dtype in (
-                ("keys", 0, torch.int64),
-                ("candidates", (0, 1 if ids is None else ids.shape[-1]), torch.int32),
-                ("probabilities", (0, 1 if ids is None else ids.shape[-1]), torch.float16),
-            )
+        nothing = torch.empty(0)
+        ids, p = found.get("candidates", nothing), found.get("probabilities", nothing)
+        width = ids.shape[-1] if ids.ndim else 0
+        keys = found.get("pair_keys", torch.empty(0, dtype=torch.int64))
+        pairs = (
+            found.get("pair_candidates", torch.empty(0, width, dtype=torch.int32)),
+            found.get("pair_probabilities", torch.empty(0, width, dtype=torch.float16)),
         )
         evidence = found.get("evidence", torch.zeros(2, 0, dtype=torch.float32))
         if (
             about.get("format") != FORMAT
-            or ids is None
-            or p is None
             or not _are_rows(ids, p)
             or not _are_rows(*pairs)
             or (keys.dtype, keys.shape) != (torch.int64, pairs[0].shape[:1])
             or ids.shape[1] != pairs[0].shape[1]
-            or (evidence.dtype, evidence.ndim, len(evidence)) != (torch.float32, 2, 2)
+            or (evidence.dtype, evidence.ndim, evidence.shape[:1]) != (torch.float32, 2, (2,))
         ):
             raise TokenRecyclingError(f"{path} is no matrix of this program ({FORMAT})")
         every = torch.cat([ids, pairs[0]])
@@ -426,11 +424,11 @@ class AdjacencyMatrix:
             len(ids), ids.shape[1], pairs=len(keys), fingerprint=about.get("fingerprint", "")
         )
         matrix.candidates.copy_(ids)
-        matrix.probabilities.copy_(p)
+        # Probabilities and counts that cannot be are none.
+        matrix.probabilities.copy_(p.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1))
         matrix._keys[:-1] = keys
         matrix._candidates[len(ids) + 2 :] = pairs[0]
-        matrix._probabilities[len(ids) + 2 :] = pairs[1]
-        # Counts that cannot be are none.
+        matrix._probabilities[len(ids) + 2 :] = pairs[1].nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
         matrix.evidence = evidence.nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
         return matrix.to(device)
 

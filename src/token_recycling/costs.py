@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.files import write_text
 from token_recycling.machine import device_name
 from token_recycling.masks import text_config
@@ -101,9 +102,13 @@ class CostCurve:
                 and list(curve.sizes) == sorted(set(curve.sizes))
                 and list(curve.contexts) == sorted(set(curve.contexts))
                 and curve.sizes[:1] == (1,)
+                and curve.sizes[-1] < 1e6
+                and 0 <= curve.contexts[0] <= curve.contexts[-1] < 1e9
             )
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise TokenRecyclingError(f"{path} is no cost curve ({error!r}); run tune") from error
+        # What hand-made JSON can raise, numbers without end and lists without bottom among it.
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as e:
+            reason = f"{type(e).__name__}: {one_line(e, 80)}"
+            raise TokenRecyclingError(f"{path} is no cost curve ({reason}); run tune") from e
         if not whole:
             raise TokenRecyclingError(f"{path} is no cost curve; run token-recycling tune again")
         return curve
@@ -147,6 +152,6 @@ def find(model: Any, device: torch.device) -> CostCurve:
     if path.is_file():
         try:
             return CostCurve.load(path)
-        except TokenRecyclingError:
-            pass  # a damaged cache is no reason to fail; tune writes it anew
+        except TokenRecyclingError as error:  # no reason to fail; tune writes it anew
+            warnings.warn(f"measured costs are ignored: {error}", stacklevel=2)
     return CostCurve.assumed(device.type)

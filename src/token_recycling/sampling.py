@@ -25,6 +25,7 @@ RANGES = {
     "repetition_penalty": (1e-6, INFINITY),
 }
 WHOLE = ("max_new_tokens", "top_k")
+KINDS: tuple[Any, Any] = (Real, Integral)
 
 # Options of ``generate`` that would change the answer and are not kept here, and what to do.
 REFUSED = {
@@ -65,7 +66,7 @@ def generate_options(
             continue
         value: Any = numbers[name]
         whole = name in WHOLE
-        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        if isinstance(value, bool) or not isinstance(value, KINDS[whole]):
             kind = "a whole number" if whole else "a number"
             raise TokenRecyclingError(f"{name} is {value!r}; it must be {kind}")
         # numpy's numbers are not Transformers' numbers

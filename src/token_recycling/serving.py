@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.nn.functional import pad
 
 from token_recycling import defaults
 from token_recycling.accept import Accepted, chains
-from token_recycling.adjacency import AdjacencyMatrix
+from token_recycling.adjacency import AdjacencyMatrix, fingerprint
 from token_recycling.drafters import Drafter, make_drafter
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.tree import DraftTree, TreeTemplate
 
 CONTEXT = 2048  # tokens of each request that are searched for what followed before
@@ -78,20 +79,32 @@ class ServingOptions:
         found = {one.name: os.environ.get(prefix + one.name.upper()) for one in fields(cls)}
         return cls.parse({name: value for name, value in found.items() if value})
 
-    def make(self, vocab_size: int, nodes: int, device: torch.device | str) -> Drafter:
-        """Make the drafter, with drafts of at most ``nodes`` nodes below the root.
+    def make(
+        self,
+        vocab_size: int,
+        nodes: int,
+        device: torch.device | str,
+        tokenizer: Callable[[], Any] = lambda: None,
+    ) -> Drafter:
+        """Make the drafter.
+
+        Args:
+            vocab_size: of the engine's model.
+            nodes: of a draft at most, below the root.
+            device: of the matrix.
+            tokenizer: loads the engine's tokenizer, to compare it with that of a matrix from a
+                file; None: the engine has none.
 
         Raises:
-            TokenRecyclingError: a file or name is not there, or the drafter needs the host.
+            TokenRecyclingError: a file or name is not there, the matrix is another model's, or the
+                drafter needs the host.
         """
         if self.matrix is None:
             matrix = AdjacencyMatrix(vocab_size, self.candidates)
         else:
             matrix = AdjacencyMatrix.load(self.matrix)
-            if matrix.vocab_size != vocab_size:
-                raise TokenRecyclingError(
-                    f"{self.matrix} has {matrix.vocab_size} tokens, the model {vocab_size}"
-                )
+            name = fingerprint(tokenizer(), vocab_size) if matrix.fingerprint else ""
+            matrix.check(vocab_size, name, what=f"the engine's model (file {self.matrix})")
         most = len(TreeTemplate.load("ranked", matrix.k).paths)
         template = TreeTemplate.load(self.tree or f"ranked-{min(nodes, most)}", matrix.k)
         if len(template.paths) > nodes:
@@ -107,6 +120,23 @@ class ServingOptions:
     def nodes_for(self, requests: int, most: int) -> int:
         """Nodes, the root included, of each draft in a step of so many requests."""
         return max(1, min(most, self.budget // max(requests, 1)))
+
+
+def load_tokenizer(name: str | None, **options: Any) -> Any:
+    """Load an engine's tokenizer by its name or path; None where it has none.
+
+    Raises:
+        TokenRecyclingError: it cannot be loaded.
+    """
+    if not name:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:  # whatever a broken checkpoint makes the library raise
+        line = one_line(error, 200)
+        raise TokenRecyclingError(f"cannot load the tokenizer {name}: {line}") from error
 
 
 class _Rows:

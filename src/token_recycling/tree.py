@@ -14,6 +14,7 @@ from torch import Tensor
 
 from token_recycling import defaults
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.files import is_file
 
 Paths = tuple[tuple[int, ...], ...]
 FOLDER = Path(__file__).parent / "trees"
@@ -127,7 +128,7 @@ class TreeTemplate:
             tree = cls._read(FOLDER / "ranked.json").limited(k).first(int(ranked[1]))
         else:
             path = FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
-            if not path.is_file():
+            if not is_file(path):
                 known = ", ".join([*shipped(), "ranked-N", "chain-N"])
                 raise TokenRecyclingError(f"no tree {name}: it is no file and none of {known}")
             tree = cls._read(path)

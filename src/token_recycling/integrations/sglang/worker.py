@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from torch import Tensor
 from token_recycling.accept import HOLE, ordinary_tensors
 from token_recycling.integrations.sglang.trees import full_masks, links
 from token_recycling.integrations.versions import check_signature
-from token_recycling.serving import RequestDrafter, ServingOptions, packed_draft, unpacked_draft
+from token_recycling.serving import (
+    RequestDrafter,
+    ServingOptions,
+    load_tokenizer,
+    packed_draft,
+    unpacked_draft,
+)
 from token_recycling.tree import DraftTree
 
 
@@ -74,9 +81,14 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
 
     def _init_preallocated_tensors(self) -> None:
         places = self.req_to_token_pool.req_to_token.shape[0]
-        drafter = self.options.make(
-            self.model_runner.model_config.vocab_size, self.width - 1, self.device
+        server = self.server_args
+        tokenizer = partial(
+            load_tokenizer,
+            None if server.skip_tokenizer_init else server.tokenizer_path,
+            trust_remote_code=server.trust_remote_code,
         )
+        vocabulary = self.model_runner.model_config.vocab_size
+        drafter = self.options.make(vocabulary, self.width - 1, self.device, tokenizer)
         self.requests = RequestDrafter(
             drafter, places, self.width, self.device, context=self.options.context
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,13 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.integrations.versions import check_version
 from token_recycling.integrations.vllm import PACKAGES, TESTED, hooks, tree_attention
 from token_recycling.integrations.vllm.step import VerifiedStep
-from token_recycling.serving import RequestDrafter, ServingOptions, packed_draft, unpacked_draft
+from token_recycling.serving import (
+    RequestDrafter,
+    ServingOptions,
+    load_tokenizer,
+    packed_draft,
+    unpacked_draft,
+)
 from token_recycling.tree import DraftTree
 
 MODES = ("chain", "tree")
@@ -55,8 +62,15 @@ class Proposer:
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
         requests: int = vllm_config.scheduler_config.max_num_seqs
+        model = vllm_config.model_config
+        tokenizer = partial(
+            load_tokenizer,
+            None if model.skip_tokenizer_init else model.tokenizer,
+            revision=model.tokenizer_revision,
+            trust_remote_code=model.trust_remote_code,
+        )
         self.requests = RequestDrafter(
-            self.options.make(vocabulary, grown, self.device),
+            self.options.make(vocabulary, grown, self.device, tokenizer),
             requests,
             self.nodes,
             self.device,
