@@ -114,7 +114,7 @@ def test_chat_keeps_the_conversation(capsys, monkeypatch):
     code, out, err = call(capsys, "chat", "-n", 10)
     assert code == 0
     assert err.count("MAT") == 3
-    assert "matrix and context are empty" in err
+    assert "the conversation is empty" in err
     assert "never read" not in out
 
 

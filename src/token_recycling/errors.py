@@ -1,9 +1,23 @@
 """The one exception of bad input, and the warning of a model that is decoded plainly."""
 
+from __future__ import annotations
+
+import unicodedata
+
 
 def one_line(error: object, limit: int | None = None) -> str:
     """Return the text of ``error`` on one line, of ``limit`` characters at most."""
     return " ".join(str(error).split())[:limit]
+
+
+def printable(text: object) -> str:
+    """Return ``text`` with what would steer a terminal, or turn text round, written out."""
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else character
+        for character in str(text)
+    )
 
 
 class TokenRecyclingError(ValueError):

@@ -46,15 +46,15 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         raise TokenRecyclingError("without a tokenizer a prompt must be a list of token ids")
     ids: list[int]
     if isinstance(prompt, str):
-        ids = tokenizer(_readable(prompt)).input_ids
+        ids = tokenizer(readable(prompt)).input_ids
     elif isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
-        ids = tokenizer(_readable(_render(tokenizer, prompt)), add_special_tokens=False).input_ids
+        ids = tokenizer(readable(render(tokenizer, prompt)), add_special_tokens=False).input_ids
     else:
         raise TokenRecyclingError("a prompt is a text, a list of messages, or a list of token ids")
     return ids
 
 
-def _readable(text: str) -> str:
+def readable(text: str) -> str:
     """Refuse what stands for bytes that are no text (undecodable input)."""
     try:
         text.encode()
@@ -63,7 +63,7 @@ def _readable(text: str) -> str:
     return text
 
 
-def _render(tokenizer: Any, messages: Any) -> str:
+def render(tokenizer: Any, messages: Any) -> str:
     """Put a conversation through the chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise TokenRecyclingError("this model has no chat template; give the prompt as text")

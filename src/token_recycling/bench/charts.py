@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from token_recycling.errors import TokenRecyclingError
 from token_recycling.metrics import PHASES
 
 if TYPE_CHECKING:
@@ -95,18 +94,23 @@ def compared(summary: dict[str, Any]) -> list[str]:
     ]
 
 
+def drawable() -> bool:
+    """True where charts can be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def draw(summary: dict[str, Any]) -> dict[str, Markup]:
     """Return the charts by name; one for which the summary has no figures is left out.
 
-    Raises:
-        TokenRecyclingError: matplotlib is missing.
+    Without matplotlib there are none.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise TokenRecyclingError(
-            "drawing needs matplotlib: pip install 'token-recycling[plot]'"
-        ) from error
+    if not drawable():
+        return {}
+    import matplotlib
 
     charts = {
         "speedup": ("Speedup of every decoder by kind of prompt", _speedup),

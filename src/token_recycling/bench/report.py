@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from token_recycling.bench.charts import compared, draw, number, numbers, relative
+from token_recycling.bench.charts import compared, draw, drawable, number, numbers, relative
 from token_recycling.bench.variants import NOT_RECYCLED
 from token_recycling.files import write_text
 from token_recycling.metrics import PHASES
@@ -60,6 +60,7 @@ def render(summary: dict[str, Any]) -> str:
         headline=_headline(summary),
         subject=_subject(summary),
         charts=draw(summary),
+        drawable=drawable(),
         overall=_overall(summary),
         by_kind=_by_kind(summary),
         depths=_depths(summary),
@@ -80,7 +81,7 @@ def write(summary: dict[str, Any], path: Path) -> None:
     """Write the HTML report of ``summary`` to ``path``.
 
     Raises:
-        TokenRecyclingError: matplotlib is missing, or the file cannot be written.
+        TokenRecyclingError: the file cannot be written.
     """
     html = render(summary)
     write_text(path, html)

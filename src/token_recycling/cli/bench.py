@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,8 +82,6 @@ def bench(
 
     if rounds < 1 or max_tokens < 2:
         raise TokenRecyclingError("--rounds must be 1 or more and -n 2 or more")
-    if find_spec("matplotlib") is None:
-        raise TokenRecyclingError("a report needs matplotlib: pip install 'token-recycling[plot]'")
     questions = suites.load_all(suite or ["builtin"], per_kind)
     specs = [spec.strip() for spec in (decoders or ",".join(DEFAULT)).split(",") if spec.strip()]
     _check_sampling(temp, seed)
@@ -106,8 +103,12 @@ def bench(
         "exact_logits": exact_logits,
     }
     summary = run.execute(out, resume=resume, tune=tune)
+    from token_recycling.bench.charts import drawable
+
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
+    if not drawable():
+        show.note("it has no charts; for those: pip install 'token-recycling[plot]'")
 
 
 def _sweeps(texts: Iterable[str]) -> dict[str, list[Any]]:

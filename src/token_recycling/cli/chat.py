@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +12,16 @@ import typer
 from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import progress, show
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, printable
 
 if TYPE_CHECKING:
     from token_recycling.api import Chunk, TokenRecycling
+
+COMMAND = re.compile(r"/\w*")
+HELP = """/reset   begin a new conversation; what was learnt stays
+/forget  begin a new conversation with an empty matrix
+/quit    end, as Ctrl-D does"""
+ANSWER = 4  # of the context, the part kept free for an answer at most
 
 
 def chat(
@@ -39,7 +46,7 @@ def chat(
     threads: o.Threads = None,
     strict: o.Strict = False,
 ) -> None:
-    """Talk to a model, a line a turn. /reset begins anew, /quit or the end of input ends it.
+    """Talk to a model, a line a turn. /help lists the commands; /quit or the end of input ends it.
 
     Ctrl-C ends an answer early.
     """
@@ -62,53 +69,99 @@ def chat(
     recycler = loading.open()
     if not getattr(recycler.tokenizer, "chat_template", None):
         raise TokenRecyclingError("this model has no chat template; use generate")
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
+    talk = _Talk(recycler, system, options, cold=cold)
     show.legend()
     try:
         while (line := _read_line()) is not None and line != "/quit":
-            if line == "/reset":
-                messages = list(opening)
-                recycler.reset()
-                show.note("matrix and context are empty")
-            elif line:
-                if cold:
-                    recycler.reset()
-                _take_turn(recycler, messages, line, options)
+            if line:
+                talk.take(line)
     finally:
         loading.save(recycler)
 
 
-def _take_turn(
-    recycler: TokenRecycling, messages: list[dict[str, str]], line: str, options: dict[str, Any]
-) -> None:
-    """Answer ``line``; question and answer, as far as it came, join the ``messages``."""
-    asked = [*messages, {"role": "user", "content": line}]
-    parts: list[str] = []
+class _Talk:
+    """A conversation on the terminal."""
 
-    def noting(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        for chunk in chunks:
-            parts.append(chunk.text)
-            yield chunk
+    def __init__(
+        self, recycler: TokenRecycling, system: str | None, options: dict[str, Any], *, cold: bool
+    ) -> None:
+        from token_recycling.conversation import Conversation
 
-    stats = None
-    try:
-        with progress.prefill_shown() as on_progress:
-            chunks = recycler.stream(asked, keep_context=True, on_progress=on_progress, **options)
-            stats = show.stream(noting(chunks))
-    except KeyboardInterrupt:
-        show.note("")
-    except TokenRecyclingError as error:
-        show.note(f"error: {error}; /reset begins anew")
-        return
-    messages[:] = [*asked, {"role": "assistant", "content": "".join(parts)}]
-    if stats is not None:
-        show.note(show.statistics(stats))
+        self.recycler, self.options, self.cold = recycler, options, cold
+        self.conversation = Conversation(recycler.tokenizer, system)
+
+    def take(self, line: str) -> None:
+        """Obey a command, or answer."""
+        if not COMMAND.fullmatch(line):
+            self._answer(line)
+        elif line == "/reset":
+            self.conversation.clear()
+            self.recycler.forget_context()
+            show.note("the conversation is empty; what was learnt stays (/forget)")
+        elif line == "/forget":
+            self.conversation.clear()
+            self.recycler.reset()
+            show.note("conversation and matrix are empty")
+        else:
+            if line != "/help":
+                show.note(f"no command {printable(line)}")
+            show.note(HELP)
+
+    def _answer(self, line: str) -> None:
+        """Answer ``line``; question and answer, as far as it came, join the conversation."""
+        if self.cold:
+            self.recycler.reset()
+        tokens: list[int] = []
+        parts: list[str] = []
+
+        def noting(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+            for chunk in chunks:
+                tokens.append(chunk.token_id)
+                parts.append(chunk.text)
+                yield chunk
+
+        try:
+            prompt = self._fitting(line)
+            with progress.prefill_shown() as on_progress:
+                chunks = self.recycler.stream(
+                    prompt, keep_context=True, on_progress=on_progress, **self.options
+                )
+                last = show.stream(noting(chunks))
+            show.ending(last)
+        except KeyboardInterrupt:
+            show.note("\ninterrupted: the answer is cut here")
+        except TokenRecyclingError as error:
+            show.note(f"error: {printable(error)}")
+            return
+        self.conversation.answered(line, "".join(parts), tokens)
+
+    def _fitting(self, line: str) -> list[int]:
+        """Return the prompt; the oldest turns are left out where the context is too short.
+
+        Raises:
+            TokenRecyclingError: ``line`` alone is too long.
+        """
+        room = self.recycler.target.max_context
+        left_out = 0
+        prompt = self.conversation.prompt(line)
+        if room is not None:
+            wanted = room - min(self.options["max_new_tokens"], room // ANSWER)
+            while len(prompt) > wanted and self.conversation.drop_oldest():
+                left_out += 1
+                prompt = self.conversation.prompt(line)
+        if left_out:
+            show.note(f"the context of {room} tokens is full; turns left out: {left_out}")
+        return prompt
 
 
 def _read_line() -> str | None:
     """Read a turn from stdin; None at its end."""
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        return None
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                return None
+            show.note("\n(/quit or Ctrl-D ends the chat)")

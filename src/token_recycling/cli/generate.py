@@ -10,7 +10,7 @@ import typer
 
 from token_recycling import defaults
 from token_recycling.cli import options as o
-from token_recycling.cli import progress, show
+from token_recycling.cli import progress, show, stdin
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
     prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.")
+        str | None, typer.Option("-p", "--prompt", help="The prompt; - is stdin alone.")
     ] = None,
     model: o.Model = None,
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
@@ -55,6 +55,8 @@ def generate(
 ) -> None:
     """Answer a prompt. The text goes to stdout, statistics to stderr.
 
+    What comes on stdin, from a file or a pipe, stands in front of the prompt.
+
     token-recycling "Tell me the story of the fox" -n 100
     """
     if explain and (compare or as_json):
@@ -80,10 +82,15 @@ def generate(
     recycler = loading.open()
     if explain:
         _explain(recycler)
-    if compare:
-        _compare(recycler, as_prompt(recycler, question, raw), options, as_json)
-    else:
-        _answer(recycler, as_prompt(recycler, question, raw), options, as_json)
+    try:
+        if compare:
+            _compare(recycler, as_prompt(recycler, question, raw), options, as_json)
+        else:
+            _answer(recycler, as_prompt(recycler, question, raw), options, as_json)
+    except KeyboardInterrupt:  # what was learnt until then is worth keeping
+        show.note("\ninterrupted: the answer is cut here")
+        loading.save(recycler)
+        raise
     loading.save(recycler)
 
 
@@ -91,10 +98,9 @@ def _question(text: str | None, prompt: str | None) -> str:
     if text is not None and prompt is not None:
         raise TokenRecyclingError("the prompt is given twice; leave out -p or the argument")
     question = prompt if text is None else text
-    if question == "-":
-        question = sys.stdin.read()
-    if not question:
-        raise TokenRecyclingError('there is no prompt; token-recycling "…", or -p - for stdin')
+    question = stdin.joined(question)
+    if not question.strip():
+        raise TokenRecyclingError('there is no prompt; token-recycling "…", or < file')
     return question
 
 
@@ -117,9 +123,8 @@ def _answer(
         return
     with progress.prefill_shown() as on_progress:
         show.legend()
-        stats = show.stream(recycler.stream(prompt, on_progress=on_progress, **options))
-    if stats is not None:
-        show.note(show.statistics(stats))
+        last = show.stream(recycler.stream(prompt, on_progress=on_progress, **options))
+    show.ending(last)
 
 
 def _explain(recycler: TokenRecycling) -> None:

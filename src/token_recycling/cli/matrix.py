@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from token_recycling.cli import options as o
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, printable
 
 app = typer.Typer(help="Look into matrix files and merge them.", rich_markup_mode=None)
 
@@ -47,7 +47,7 @@ def show(
         f"{matrix.rows_seen} of {matrix.vocab_size} tokens have a row of k={matrix.k} candidates, "
         f"and {matrix.pairs_seen} pairs of tokens (room for {matrix.pairs}); "
         f"{matrix.evidence[1].sum():.0f} candidates counted; "
-        f"{matrix.nbytes} bytes; tokenizer {matrix.fingerprint or 'unknown'}"
+        f"{matrix.nbytes} bytes; tokenizer {printable(matrix.fingerprint) or 'unknown'}"
     )
     for t in token or ():
         print(f"{t}: {' '.join(map(str, matrix.candidates[t].tolist()))}")
@@ -64,4 +64,4 @@ def merge(
 
     merged = AdjacencyMatrix.load(first).merge(AdjacencyMatrix.load(second))
     merged.save(out)
-    print(f"wrote {out}: {merged.rows_seen} of {merged.vocab_size} tokens have a row")
+    print(f"wrote {printable(out)}: {merged.rows_seen} of {merged.vocab_size} tokens have a row")

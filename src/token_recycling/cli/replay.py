@@ -38,8 +38,13 @@ def replay(
     ] = None,
     model: o.Model = None,
     decoders: Annotated[
-        str, typer.Option("--decoders", help="auto, DRAFTER or DRAFTER@TREE, separated by commas.")
-    ] = "prompt-lookup,paper,auto",
+        str | None,
+        typer.Option(
+            "--decoders",
+            help="auto, DRAFTER or DRAFTER@TREE, separated by commas. Left out: "
+            "prompt-lookup,paper,auto, and with --draft-only prompt-lookup.",
+        ),
+    ] = None,
     per_kind: Annotated[
         int | None, typer.Option("--per-kind", help="Questions of every kind at most.")
     ] = None,
@@ -65,6 +70,8 @@ def replay(
 
     if max_tokens < 2:
         raise TokenRecyclingError("-n must be 2 or more")
+    if decoders is None:
+        decoders = "prompt-lookup" if draft_only else "prompt-lookup,paper,auto"
     variants = [parse(name.strip()) for name in decoders.split(",") if name.strip()]
     if not variants:
         raise TokenRecyclingError("--decoders names none")
@@ -72,11 +79,14 @@ def replay(
         if variant.drafter is None:
             raise TokenRecyclingError(f"{variant.name} drafts nothing of ours to replay")
     questions = suites.load_all(suite, per_kind)
+    asked = len(questions)
     if answers is not None:
         questions = replaying.read_answers(answers, questions)
     questions = [question for question in questions if question.answers]
     if not questions:
         raise TokenRecyclingError("these questions have no recorded answers; name --answers FILE")
+    if missing := asked - len(questions):
+        show.note(f"{missing} of {asked} questions have no recorded answer; left out")
     loading = o.Loading(model, device, dtype, threads=threads)
     make = _WithoutModel(model) if draft_only else _WithModel(loading)
     done, total = 0, len(questions) * len(variants)

@@ -29,19 +29,27 @@ def legend() -> None:
         console.print(Text("accepted from the draft", DRAFTED), "· written by the model")
 
 
-def stream(chunks: Iterable[Chunk]) -> Stats | None:
-    """Print an answer as it comes, accepted tokens coloured; return the last chunk's stats."""
+def stream(chunks: Iterable[Chunk]) -> Chunk | None:
+    """Print an answer as it comes, accepted tokens coloured; return the last chunk."""
     console = Console(highlight=False, soft_wrap=True)
-    stats = None
+    chunk = None
     for chunk in chunks:
         if console.is_terminal:
             console.print(Text(chunk.text, DRAFTED if chunk.from_draft else ""), end="")
         else:
             sys.stdout.write(chunk.text)
         sys.stdout.flush()
-        stats = chunk.stats or stats
     print(flush=True)
-    return stats
+    return chunk
+
+
+def ending(last: Chunk | None) -> None:
+    """Say on stderr what an answer took, and whether it was cut."""
+    if last is None or last.stats is None:
+        return
+    if last.finish_reason == "length":
+        note(f"cut after {last.stats.new_tokens} tokens, at the limit of -n or of the context")
+    note(statistics(last.stats))
 
 
 def statistics(stats: Stats) -> str:

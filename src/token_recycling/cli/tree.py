@@ -11,6 +11,7 @@ import typer
 from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import show as output
+from token_recycling.errors import printable
 
 app = typer.Typer(help="List, show and check draft trees.", rich_markup_mode=None)
 Name = Annotated[str, typer.Argument(help="A shipped tree, ranked-N, chain-N or a JSON file.")]
@@ -38,7 +39,10 @@ def list_trees(as_json: o.Json = False) -> None:
         return
     for row in rows:
         print(
-            f"{row['name']:10} {row['nodes']:3} nodes, depth {row['depth']}: {row['description']}"
+            printable(
+                f"{row['name']:10} {row['nodes']:3} nodes, depth {row['depth']}: "
+                f"{row['description']}"
+            )
         )
     print("ranked-N     the first N nodes of ranked")
     print("chain-N      N nodes, depth N: one branch, always the best candidate")
@@ -59,10 +63,10 @@ def show(
         from token_recycling.plot import plot_tree
 
         plot_tree(tree, out)
-        output.note(f"wrote {out}")
-    print(f"{tree.name}: {tree.nodes - 1} nodes and the root, depth {tree.max_depth}")
+        output.note(f"wrote {printable(out)}")
+    print(f"{printable(tree.name)}: {tree.nodes - 1} nodes and the root, depth {tree.max_depth}")
     for about in filter(None, (tree.description, tree.provenance)):
-        print(about)
+        print(printable(about))
     print(tree.draw())
 
 
@@ -75,6 +79,7 @@ def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
     tree = TreeTemplate.load(name, k)
     counts = [len(level) for level in tree.levels]
     print(
-        f"{tree.name} is a tree: {tree.nodes - 1} nodes, levels {'/'.join(map(str, counts))}, "
+        f"{printable(tree.name)} is a tree: {tree.nodes - 1} nodes, "
+        f"levels {'/'.join(map(str, counts))}, "
         f"needs {tree.max_rank + 1} candidates per token"
     )

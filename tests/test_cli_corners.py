@@ -1,0 +1,376 @@
+"""The command line where it was wrong once: streams, interruptions, mistyped verbs, long chats."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from token_recycling import AdjacencyMatrix
+from token_recycling.cli import main
+from token_recycling.conversation import Conversation, going_on
+from token_recycling.prompts import DEMO
+
+BYTES = b"caf\xe9 \xff\xfe"
+PROGRAM = [sys.executable, "-c", "from token_recycling.cli import main; main()"]
+
+
+def call(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+def run(*arguments, **options):
+    options = {"capture_output": True, "timeout": 120} | options
+    return subprocess.run([*PROGRAM, *map(str, arguments)], **options)
+
+
+def typed(monkeypatch, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes them")
+class TestClosedStreams:
+    def shell(self, line):
+        program = " ".join(f"'{part}'" for part in PROGRAM)
+        return subprocess.run(
+            ["sh", "-c", line.format(program)], capture_output=True, timeout=120, text=True
+        )
+
+    @pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-"])
+    def test_without_stdin_or_stderr_it_answers(self, closed):
+        found = self.shell(f"{{}} 'The king' -n 5 --raw {closed}")
+        assert found.returncode == 0
+        assert found.stdout.strip()
+        assert "Traceback" not in found.stderr
+        assert "MAT" not in found.stdout  # statistics do not go where the text goes
+
+    @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+    def test_without_stdout_it_says_so(self, closed):
+        found = self.shell(f"{{}} 'The king' -n 5 {closed}")
+        assert found.returncode == 2
+        assert "Traceback" not in found.stderr
+        if "2>" not in closed:
+            assert found.stderr == "error: stdout is closed; there is nowhere to print to\n"
+
+    def test_chat_without_stdin_ends(self):
+        found = self.shell("{} chat -n 5 <&-")
+        assert (found.returncode, found.stderr) == (0, "")
+
+    def test_a_reader_that_goes_away(self):
+        found = self.shell("{} tree show paper | head -n 1")
+        assert "└" in found.stdout or ":" in found.stdout
+        assert "rror" not in found.stderr
+
+
+class TestBytes:
+    def test_a_prompt_that_is_no_text(self):
+        found = run("-p", "-", "-n", 5, input=BYTES)
+        assert found.returncode == 2
+        assert found.stderr == b"error: the prompt is no valid UTF-8 text\n"
+
+    def test_a_turn_that_is_no_text(self):
+        found = run("chat", "-n", 5, input=BYTES + b"\nThe king\n")
+        assert found.returncode == 0
+        assert b"no valid UTF-8" in found.stderr
+        assert b"Traceback" not in found.stderr
+        assert found.stderr.count(b"MAT") == 1
+
+
+class TestPrintable:
+    def test_names_from_files_do_not_steer_the_terminal(self, capsys, tmp_path):
+        evil = "\x1b[31mred\x1b]0;title\x07\u202e"
+        file = tmp_path / "tree.json"
+        about = {"name": evil, "description": evil, "provenance": evil, "paths": [[0]]}
+        file.write_text(json.dumps(about))
+        for verb in ("check", "show"):
+            code, out, err = call(capsys, "tree", verb, file)
+            assert code == 0
+            assert "\\x1b[31mred" in out
+            assert not set("\x1b\x07\u202e").intersection(out + err)
+
+    def test_nor_do_names_of_files(self, capsys, tmp_path):
+        code, out, err = call(capsys, "tree", "check", f"{tmp_path}/\x1b[2Jgone")
+        assert code == 2
+        assert "\x1b" not in out + err
+
+    def test_nor_a_matrix(self, capsys, tmp_path):
+        AdjacencyMatrix(20, 4, fingerprint="\x1b[2J").save(tmp_path / "m")
+        _, out, err = call(capsys, "matrix", "show", tmp_path / "m")
+        assert "\x1b" not in out + err
+
+
+class TestMistyped:
+    @pytest.mark.parametrize(
+        "word, says",
+        [
+            ("chta", "did you mean chat?"),
+            ("Chat", "did you mean chat?"),
+            ("generat", "did you mean generate?"),
+            ("becnh", "did you mean bench?"),
+            ("serve", "there are bench, chat"),
+            ("prompt.txt", "no such command: prompt.txt"),
+            ("some/file", "no such command: some/file"),
+        ],
+    )
+    def test_a_word_near_a_verb_is_no_prompt(self, capsys, word, says):
+        code, out, err = call(capsys, word, "-n", 5)
+        assert code == 2
+        assert out == ""
+        assert says in err
+        assert f"-p {word}" in err
+        assert err.count("\n") == 1
+
+    @pytest.mark.parametrize("arguments", [["Hello"], ["-p", "chta"], ["Chat with me"], ["Why?"]])
+    def test_a_prompt_is_one(self, capsys, arguments):
+        code, out, _ = call(capsys, *arguments, "-n", 3)
+        assert code == 0
+        assert out.strip()
+
+
+class TestStdin:
+    def test_it_stands_in_front_of_the_prompt(self, capsys, monkeypatch):
+        _, expected, _ = call(capsys, "-p", "A fox.\n Summarise this:", "-n", 8, "--raw")
+        for arguments in (["Summarise this:"], ["-p", "Summarise this:"]):
+            typed(monkeypatch, "A fox.\n")
+            assert call(capsys, *arguments, "-n", 8, "--raw")[1] == expected
+
+    def test_files_and_pipes(self, tmp_path, capsys):
+        file = tmp_path / "text"
+        file.write_text("A fox.\n")
+        expected = call(capsys, "-p", "A fox.\n Go on", "-n", 8, "--raw")[1].encode()
+        with file.open() as stdin:
+            assert run("Go on", "-n", 8, "--raw", stdin=stdin).stdout == expected
+        assert run("Go on", "-n", 8, "--raw", input=b"A fox.\n").stdout == expected
+
+    def test_a_bare_pipe_is_a_prompt(self, capsys):
+        expected = call(capsys, "-p", "The king", "-n", 256)[1].encode()
+        found = run(input=b"The king")
+        assert (found.returncode, found.stdout) == (0, expected)
+
+    def test_nothing_on_it(self):
+        found = run("generate", input=b" \n")
+        assert found.returncode == 2
+        assert found.stderr.startswith(b"error: there is no prompt")
+        found = run(stdin=subprocess.DEVNULL)
+        assert found.returncode == 0
+        assert b"Usage" in found.stdout
+
+    def test_an_empty_pipe_beside_a_prompt(self, capsys):
+        expected = call(capsys, "-p", "The king", "-n", 8)[1].encode()
+        assert run("The king", "-n", 8, input=b"").stdout == expected
+
+
+def test_bench_without_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "out"
+    code, _, err = call(
+        capsys, "bench", "--per-kind", 1, "-n", 4, "--decoders", "generate,paper", "-o", out
+    )
+    assert code == 0
+    assert "pip install 'token-recycling[plot]'" in err
+    assert "<svg" not in (out / "report.html").read_text()
+
+
+class TestReplay:
+    @pytest.fixture
+    def answers(self, tmp_path):
+        suite, answers = tmp_path / "suite.jsonl", tmp_path / "answers.jsonl"
+        rows = [{"question_id": i, "category": "a", "turns": [f"Say {i}."]} for i in range(3)]
+        suite.write_text("\n".join(map(json.dumps, rows)))
+        said = {"question_id": 1, "choices": [{"turns": ["one two three one two three"]}]}
+        answers.write_text(json.dumps(said))
+        return suite, answers
+
+    def test_draft_only_by_itself(self, capsys, answers):
+        suite, file = answers
+        code, out, err = call(capsys, "replay", "--suite", suite, "--answers", file, "--draft-only")
+        assert (code, "prompt-lookup" in out) == (0, True)
+        assert "2 of 3 questions have no recorded answer; left out" in err
+
+
+class Interrupting:
+    """Sends this process an interrupt while an answer is written."""
+
+    def __init__(self, monkeypatch, after):
+        from token_recycling import TokenRecycling
+
+        steps, self.count = TokenRecycling.steps, 0
+
+        def counted(recycler, *args, **options):
+            for step in steps(recycler, *args, **options):
+                yield step
+                self.count += 1
+                if self.count == after:
+                    raise KeyboardInterrupt
+
+        monkeypatch.setattr(TokenRecycling, "steps", counted)
+
+
+class TestInterrupted:
+    def test_generate_saves_what_was_learnt(self, capsys, monkeypatch, tmp_path):
+        file = tmp_path / "m.safetensors"
+        Interrupting(monkeypatch, 4)
+        code, out, err = call(capsys, "The king", "-n", 200, "--raw", "--matrix", file)
+        assert code == 130
+        assert out.strip()
+        assert "interrupted: the answer is cut here" in err
+        assert AdjacencyMatrix.load(file).rows_seen > 0
+
+    @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+    def test_by_a_real_signal(self, tmp_path):
+        file = tmp_path / "m.safetensors"
+        arguments = [*PROGRAM, "-p", "The king", "-n", "2000", "--raw", "--matrix", str(file)]
+        with subprocess.Popen(
+            [*arguments, "--threads", "1"], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            process.stdout.read(8)  # it writes
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        if process.returncode == 0:
+            pytest.skip("the answer was complete before the signal")
+        assert process.returncode == 130
+        assert b"interrupted" in err
+        assert b"Traceback" not in err
+        assert AdjacencyMatrix.load(file).rows_seen > 0
+
+    def test_an_answer_cut_at_its_limit_is_marked(self, capsys):
+        _, _, err = call(capsys, "Once upon a time", "-n", 7, "--raw")
+        assert "cut after 7 tokens" in err
+        _, _, err = call(capsys, DEMO[0], "-n", 200)
+        assert "cut after" not in err
+
+    def test_at_chats_prompt_it_does_not_end_the_chat(self, capsys, monkeypatch):
+        lines = iter([KeyboardInterrupt, "The king", KeyboardInterrupt, EOFError])
+
+        def read(prompt):
+            line = next(lines)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+        terminal = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
+        monkeypatch.setattr("sys.stdin", terminal())
+        code, _, err = call(capsys, "chat", "-n", 5)
+        assert code == 0
+        assert err.count("Ctrl-D ends the chat") == 2
+        assert err.count("MAT") == 1
+
+    def test_an_answer_in_a_chat_is_cut_and_the_chat_goes_on(self, capsys, monkeypatch):
+        Interrupting(monkeypatch, 3)
+        typed(monkeypatch, "The king\nGo on.\n")
+        code, _, err = call(capsys, "chat", "-n", 40)
+        assert code == 0
+        assert err.count("interrupted") == 1
+        assert err.count("MAT") == 1
+
+
+class TestChat:
+    def test_unknown_commands_do_not_go_to_the_model(self, capsys, monkeypatch):
+        typed(monkeypatch, "/help\n/hlep\n/\n")
+        code, out, err = call(capsys, "chat", "-n", 5)
+        assert (code, out) == (0, "")
+        assert err.count("/reset   begin a new conversation") == 3
+        assert "no command /hlep" in err
+
+    def test_what_only_begins_with_a_slash_is_a_question(self, capsys, monkeypatch):
+        typed(monkeypatch, "/usr/bin holds what?\n")
+        assert "MAT" in call(capsys, "chat", "-n", 5)[2]
+
+    def test_reset_keeps_what_was_learnt(self, capsys, monkeypatch, tmp_path):
+        kept, gone = tmp_path / "kept", tmp_path / "gone"
+        typed(monkeypatch, "The king\n/reset\n")
+        call(capsys, "chat", "-n", 20, "--matrix", kept)
+        assert AdjacencyMatrix.load(kept).rows_seen > 0
+        typed(monkeypatch, "The king\n/forget\n")
+        call(capsys, "chat", "-n", 20, "--matrix", gone)
+        assert AdjacencyMatrix.load(gone).rows_seen == 0
+
+    def test_a_full_context_leaves_out_the_oldest_turns(self, capsys, monkeypatch, bundled):
+        room = bundled.target.max_context
+        turn = "The old king sat by the fire and told the children a story about a fox. "
+        typed(monkeypatch, f"{turn * (room // 60)}\n" * 5)
+        code, out, err = call(capsys, "chat", "-n", 20)
+        assert code == 0
+        assert "turns left out" in err
+        assert "error" not in err
+        assert out.count("\n") >= 5
+
+    def test_a_question_that_never_fits_is_an_error_and_the_next_is_answered(
+        self, capsys, monkeypatch, bundled
+    ):
+        typed(monkeypatch, "word " * bundled.target.max_context + "\nThe king\n")
+        code, _, err = call(capsys, "chat", "-n", 10)
+        assert code == 0
+        assert err.count("error: ") == 1
+        assert err.count("MAT") == 1
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }}\n"
+    "{% else %}ASSISTANT: {{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+
+
+class TestSeam:
+    """A template that ends in a space: the answer's first token is not what the tokenizer makes."""
+
+    @pytest.fixture
+    def tokenizer(self, bundled):
+        import copy
+
+        tokenizer = copy.deepcopy(bundled.tokenizer)
+        tokenizer.chat_template = TEMPLATE
+        return tokenizer
+
+    def test_a_turn_reads_only_what_is_new(self, tokenizer, bundled):
+        from token_recycling import TokenRecycling
+
+        recycler = TokenRecycling(bundled.model, tokenizer, tree="ranked-8")
+        talk, kept, read = Conversation(tokenizer), [], []
+        for question in ("Tell me a story.", "And then?", "How does it end?"):
+            prompt = talk.prompt(question)
+            answer = recycler.generate(prompt, max_new_tokens=60, keep_context=True)
+            # it goes on from tokens that are the text
+            assert tokenizer.decode(prompt) == tokenizer.decode(
+                going_on(tokenizer, tokenizer.decode(prompt), "", [])
+            )
+            fresh = recycler.generate(prompt, max_new_tokens=60)
+            assert fresh.token_ids == answer.token_ids
+            kept.append(len(prompt))
+            read.append(answer.stats.prompt_tokens)
+            recycler.generate(prompt, max_new_tokens=60)
+            talk.answered(question, answer.text, answer.token_ids)
+        assert read[0] == kept[0]
+        new = len(tokenizer("\nUSER: How does it end?\nASSISTANT: ").input_ids)
+        assert all(count <= new + 2 for count in read[1:])
+
+    def test_by_tokens_alone_it_would_be_read_again(self, tokenizer, bundled):
+        """The control: the seam of this template does move."""
+        text = "USER: Say it.\nASSISTANT: "
+        ids = going_on(tokenizer, text, "", [])
+        answer = tokenizer("Hello there, king", add_special_tokens=False).input_ids
+        told = f"{text}Hello there, king\nUSER: Go on.\nASSISTANT: "
+        again = going_on(tokenizer, told, "", [])
+        assert again[: len(ids) + len(answer)] != ids + answer
+        kept = going_on(tokenizer, told, f"{text}Hello there, king", ids + answer)
+        assert kept[: len(ids) + len(answer)] == ids + answer
+        assert tokenizer.decode(kept) == tokenizer.decode(again)
+
+    def test_a_token_across_the_seam_is_the_tokenizers(self, tokenizer):
+        whole = "USER: kingdom"
+        found = tokenizer(whole, return_offsets_mapping=True, add_special_tokens=False)
+        for cut in range(1, len(whole)):
+            across = any(a < cut < b for a, b in found.offset_mapping)
+            mine = going_on(tokenizer, whole, whole[:cut], [7, 7])
+            assert (mine == found.input_ids) == across
