@@ -5,7 +5,7 @@ DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-lossless test-models test-versions test-quantised test-fused
-.PHONY: test-vllm test-sglang
+.PHONY: test-clients test-vllm test-sglang
 .PHONY: lint format models train trees bench clean
 
 help: ## Show this list.
@@ -62,6 +62,14 @@ test-quantised: build/quantised/ready ## Test with weights quantised by torchao 
 build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target build/quantised -r $<
+	touch $@
+
+test-clients: build/clients/ready ## Test with lm_eval and peft.
+	PYTHONPATH=build/clients $(BIN)/python -m pytest -s -m clients tests/test_clients.py
+
+build/clients/ready: tests/requirements/clients.txt .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target build/clients -r $<
 	touch $@
 
 # Engines bring other versions of everything, so each has a virtual environment of its own.

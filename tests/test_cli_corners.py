@@ -71,13 +71,17 @@ class TestClosedStreams:
 
 
 class TestBytes:
+    """As most people's terminals are set up: strict about UTF-8."""
+
+    STRICT = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+
     def test_a_prompt_that_is_no_text(self):
-        found = run("-p", "-", "-n", 5, input=BYTES)
+        found = run("-p", "-", "-n", 5, input=BYTES, env=self.STRICT)
         assert found.returncode == 2
         assert found.stderr == b"error: the prompt is no valid UTF-8 text\n"
 
     def test_a_turn_that_is_no_text(self):
-        found = run("chat", "-n", 5, input=BYTES + b"\nThe king\n")
+        found = run("chat", "-n", 5, input=BYTES + b"\nThe king\n", env=self.STRICT)
         assert found.returncode == 0
         assert b"no valid UTF-8" in found.stderr
         assert b"Traceback" not in found.stderr
