@@ -25,7 +25,7 @@ demo: .venv/ready ## Decode real text plainly and recycled, side by side.
 	$(BIN)/token-recycling demo
 
 test: .venv/ready ## Run the tests (under ten minutes on two cores).
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-lossless: .venv/ready ## The long identity test: 60 prompts x 200 tokens x every tree, B = 1 and 5.
 	$(BIN)/python -m pytest -m long
@@ -39,7 +39,8 @@ test-models: .venv/ready ## Examine every architecture of Transformers; fails if
 	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
 
 # Files of the default suite that touch Transformers' own interfaces.
-VERSION_TESTS = test_target test_transformers test_corners test_generate_configs test_sampling test_api test_bundled test_stories260k
+VERSION_TESTS = test_target test_transformers test_corners test_generate_configs test_sampling test_api test_bundled test_stories260k \
+	test_requests test_kept test_number_formats test_copies_and_threads test_attention
 VERSIONS = $(patsubst tests/requirements/transformers-%.txt,%,$(wildcard tests/requirements/transformers-*.txt))
 
 test-versions: $(VERSIONS:%=test-version-%) ## Test with the oldest supported Transformers, and in between.
@@ -47,7 +48,7 @@ test-versions: $(VERSIONS:%=test-version-%) ## Test with the oldest supported Tr
 test-version-%: build/transformers-%/ready
 	PYTHONPATH=build/transformers-$* $(BIN)/python -c \
 		'import transformers; assert transformers.__version__ == "$*"'
-	PYTHONPATH=build/transformers-$* $(BIN)/python -m pytest -p no:cacheprovider \
+	PYTHONPATH=build/transformers-$* $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile \
 		$(VERSION_TESTS:%=tests/%.py)
 
 .PRECIOUS: build/transformers-%/ready

@@ -16,7 +16,11 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKEN_RECYCLING_CACHE"] = mkdtemp()  # not what was tuned on this machine
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-torch.set_num_threads(min(2, CORES))
+if "PYTEST_XDIST_WORKER" in os.environ:  # two at once: threads of their own would be in the way
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+else:
+    torch.set_num_threads(min(2, CORES))
 
 
 @pytest.fixture(autouse=True)

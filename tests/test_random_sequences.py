@@ -336,3 +336,11 @@ def test_contexts_were_kept_in_between():
         pytest.skip("needs the tests above")
     print(total)
     assert total["kept"] >= COUNT // 4
+
+
+def test_believing_every_cache_turns_this_red(monkeypatch):
+    """The negative control."""
+    monkeypatch.setattr("token_recycling.kept.KeptContext._holds", lambda self, count: True)
+    with pytest.raises(AssertionError, match="go_on"):
+        for seed in range(200):
+            play(seed)
