@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from token_recycling.accept import without_autocast
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.override import Override
 
@@ -95,7 +96,7 @@ class ExactHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Project ``hidden`` [B, q, d] to logits float32 [B, q, V], under autocast too."""
-        with torch.autocast(self.weight.device.type, enabled=False):
+        with without_autocast(self.weight.device):
             return linear(hidden.to(self.weight.device).float(), self.weight, self.bias)
 
     def __enter__(self) -> ExactHead:
