@@ -59,13 +59,10 @@ class ExactHead:
         self._install()
 
     def _install(self) -> None:
+        """Replace the layer's ``forward``, unless that was done: the layer of a copy has none."""
         present = self.head.__dict__.get("forward")
         if not (isinstance(present, Override) and present.covers(self.head, _forward)):
             self.head.forward = Override(self.head, "forward", partial(_forward, present), present)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._install()  # the layer of a copy has its class's ``forward``
 
     def _version(self) -> list[Any]:
         """What most changes of the weights change."""
@@ -100,6 +97,7 @@ class ExactHead:
             return linear(hidden.to(self.weight.device).float(), self.weight, self.bias)
 
     def __enter__(self) -> ExactHead:
+        self._install()
         heads = getattr(_thread, "heads", ())
         if self not in heads and self._copied != self._version():
             self._copy()  # trained or loaded meanwhile

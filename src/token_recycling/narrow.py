@@ -76,7 +76,12 @@ class NarrowProducts:
 
     def __init__(self, model: nn.Module) -> None:
         """Prepare the linear layers of ``model``."""
-        for layer in model.modules():
+        self.model = model
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Prepare those layers that are new, as all of a copied model are."""
+        for layer in self.model.modules():
             if type(layer) is nn.Linear and replaceable(layer):
                 layer.forward = Override(layer, "forward", _forward)  # type: ignore[method-assign]
 

@@ -10,6 +10,7 @@ import torch
 
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.integrations.request import KNOWN_INPUTS, Collector, Request
+from token_recycling.integrations.transformers import mend
 from token_recycling.masks import input_device
 
 # Transformers warns when these are given to a greedy run.
@@ -96,6 +97,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
             names it.
     """
     collector = Collector()
+    mend(model)  # the model of a copy may have come to be after it
     ids = torch.tensor([prompt], device=input_device(model))
     given = {"attention_mask": torch.ones_like(ids), "use_cache": True, **options}
     try:

@@ -253,8 +253,6 @@ class TreeTarget:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.narrow is not None:  # the layers of a copy have their class's ways
-            self.narrow = NarrowProducts(self.model)
         self.reset()
 
     @property
@@ -306,6 +304,8 @@ class TreeTarget:
         if reason := self.changed():
             raise TokenRecyclingError(f"the model cannot be used: {reason}")
         self.exact.refresh()
+        if self.narrow is not None:
+            self.narrow.prepare()
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
         batch, longest = len(prompts), max(map(len, prompts))
