@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -65,8 +66,12 @@ class TestClosedStreams:
         assert (found.returncode, found.stderr) == (0, "")
 
     def test_a_reader_that_goes_away(self):
-        found = self.shell("{} tree show paper | head -n 1")
-        assert "└" in found.stdout or ":" in found.stdout
+        with tempfile.TemporaryDirectory() as folder:
+            file = f"{folder}/m"
+            line = f"({{}} 'The king' -n 200 --raw --matrix {file}; echo $? >&2) | head -c 3"
+            found = self.shell(line)
+            assert AdjacencyMatrix.load(file).rows_seen > 0
+        assert found.stderr.endswith("141\n")
         assert "rror" not in found.stderr
 
 
@@ -139,7 +144,31 @@ class TestMistyped:
         assert out.strip()
 
 
+class TestArguments:
+    @pytest.mark.parametrize(
+        "arguments, says",
+        [
+            (["--threads", 1, "-n", 3, "chat"], "chat stands behind options"),
+            (["bench", "--decoders", ""], "--decoders names none"),
+            (["x y", "-m", "/no/such/folder"], "no such folder"),
+            (["x y", "-m", ""], "no such folder"),
+            (["tune", "-o", "/no/such/folder/x.svg"], "no folder"),
+            (["x y", "-n", 0], "it must be 1 or more"),
+        ],
+    )
+    def test_wrong_ones_are_one_line(self, capsys, arguments, says):
+        code, out, err = call(capsys, *arguments)
+        assert (code, out) == (2, "")
+        assert says in err
+        assert err.count("\n") == 1
+
+
 class TestStdin:
+    def test_a_byte_order_mark_is_no_text(self, capsys, monkeypatch):
+        _, expected, _ = call(capsys, "-p", "The king", "-n", 8, "--raw")
+        typed(monkeypatch, "\ufeffThe king")
+        assert call(capsys, "-p", "-", "-n", 8, "--raw")[1] == expected
+
     def test_it_stands_in_front_of_the_prompt(self, capsys, monkeypatch):
         _, expected, _ = call(capsys, "-p", "A fox.\n Summarise this:", "-n", 8, "--raw")
         for arguments in (["Summarise this:"], ["-p", "Summarise this:"]):
@@ -308,6 +337,27 @@ class TestChat:
         assert "turns left out" in err
         assert "error" not in err
         assert out.count("\n") >= 5
+
+    @pytest.mark.parametrize(
+        "arguments", [["-n", 0], ["--seed", -3], ["--stop", ""], ["--system", "word " * 3000]]
+    )
+    def test_wrong_options_end_it_before_the_first_question(self, capsys, monkeypatch, arguments):
+        typed(monkeypatch, "The king\nGo on.\n")
+        code, out, err = call(capsys, "chat", *arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+
+    def test_a_question_that_is_refused_changes_nothing(self, bundled):
+        talk = Conversation(bundled.tokenizer)
+        for question in ("My name is Bob.", "And yours?"):
+            talk.prompt(question)
+            talk.answered(question, "Well.", bundled.tokenizer("Well.").input_ids)
+        before = talk.prompt("Who am I?")
+        assert talk.shorten("word " * 500, 300) == 0
+        assert talk.prompt("Who am I?") == before
+        assert talk.shorten("Who am I?", len(before) - 1) > 0
+        assert len(talk.prompt("Who am I?")) < len(before)
 
     def test_a_question_that_never_fits_is_an_error_and_the_next_is_answered(
         self, capsys, monkeypatch, bundled

@@ -143,6 +143,13 @@ def test_what_a_killed_save_leaves_is_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, "other.partial"]
 
 
+def test_what_is_no_path():
+    for path in (None, 5):
+        for call in (matrix().save, AdjacencyMatrix.load):
+            with pytest.raises(TokenRecyclingError):
+                call(path)
+
+
 @pytest.mark.parametrize("name", ["", "x" * 300, "a\0b", "no/such/folder/m"])
 def test_names_that_no_file_can_have(tmp_path, name):
     place = f"{tmp_path}/{name}" if name else name
@@ -227,6 +234,8 @@ def test_wrong_options_of_a_recycler(options, says):
         ({"max_new_tokens": True}, "max_new_tokens is True"),
         ({"max_new_tokens": "9"}, "max_new_tokens is '9'"),
         ({"seed": 1.5}, "seed is 1.5"),
+        ({"on_step": 5}, "on_step is 5"),
+        ({"generation_config": "abc"}, "refuses"),
         ({"temperature": float("nan")}, "temperature is nan"),
     ],
 )

@@ -106,6 +106,28 @@ def test_a_change_that_only_the_last_tokens_show(monkeypatch):
     assert answer.token_ids != plain(model, longer, 30)
 
 
+def test_learned_positions_that_were_rewritten():
+    model = make("gpt2")
+    recycler = TokenRecycling(model, tree="ranked-8")
+    first = recycler.generate(FIRST, max_new_tokens=5)
+    longer = [*FIRST, *first.token_ids, 7]
+    model.transformer.wpe.weight.data[:20] *= -2
+    answer = recycler.generate(longer, max_new_tokens=15, keep_context=True)
+    assert answer.token_ids == plain(model, longer, 15)
+    assert answer.stats.prompt_tokens == len(longer)
+
+
+def test_exact_logits_of_another_projection():
+    model = make("llama").to(torch.bfloat16)
+    recycler = TokenRecycling(model, tree="ranked-8", exact_logits=True)
+    model.set_output_embeddings(torch.nn.Linear(32, 96, bias=False).to(torch.bfloat16))
+    found = recycler.generate(FIRST, max_new_tokens=20).token_ids
+    fresh = TokenRecycling(copy.deepcopy(model), tree="ranked-8", exact_logits=True)
+    assert found == fresh.generate(FIRST, max_new_tokens=20).token_ids
+    with recycler.target.exact:
+        assert model(torch.tensor([FIRST])).logits.dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "mixtral", "phi3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_not_taken_for_a_change(name, dtype):

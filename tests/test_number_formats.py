@@ -112,7 +112,7 @@ def test_logits_that_are_not_finite_are_not_learnt(value, drafter):
     expected = plain(model, PROMPT, 40)
     norm = model.model.norm
     for every in (1, 3):
-        model.model.norm = Spoiled(norm, value, every)
+        model.model.norm = Spoiled(norm, value, every).eval()
         recycler.generate(PROMPT, max_new_tokens=10)
         assert recycler.matrix.probabilities.isfinite().all()
         assert recycler.matrix.evidence.isfinite().all()
@@ -152,6 +152,17 @@ def test_a_drafted_token_that_overflows_spoils_nothing(value, engine, batch, eag
     found = recycler.generate(prompts, max_new_tokens=40)
     assert [answer.token_ids for answer in found] == expected
     found = recycler.generate(prompts, max_new_tokens=40)
+    assert [answer.token_ids for answer in found] == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_fills_up_a_batch_spoils_no_row(value):
+    model = make("llama")
+    prompts = [[t or 3 for t in prompt] for prompt in random_prompts([5, 9, 12], seed=3)]
+    recycler = TokenRecycling(model, tree="ranked-8")
+    model.get_input_embeddings().weight.data[0] = value
+    expected = [plain(model, prompt, 20) for prompt in prompts]
+    found = recycler.generate(prompts, max_new_tokens=20)
     assert [answer.token_ids for answer in found] == expected
 
 

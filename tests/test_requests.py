@@ -19,7 +19,13 @@ from transformers import (
 
 from architectures import make
 from models import plain, random_prompts
-from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError, enable
+from token_recycling import (
+    PlainDecodingWarning,
+    TokenRecycling,
+    TokenRecyclingError,
+    enable,
+    masks,
+)
 
 [PROMPT] = random_prompts([12])
 PROMPTS = random_prompts([12, 7, 9, 12], seed=3)
@@ -51,7 +57,7 @@ class TestEndOfSequence:
     @pytest.mark.parametrize(
         "kind",
         [int, lambda x: [x], lambda x: (x, 95), lambda x: torch.tensor([x]), torch.tensor,
-         lambda x: np.array([x, 95]), np.int64],
+         lambda x: np.array([x, 95]), np.int64, lambda x: torch.tensor([[x, 95]])],
     )  # fmt: skip
     @pytest.mark.parametrize("where", ["option", "config", "model"])
     def test_ids_in_every_form(self, kind, where, model, recycler):
@@ -140,7 +146,7 @@ class TestWhatIsServed:
             ({"assistant_early_exit": 2}, "assistant|assisted|refuses"),
             ({"prompt_lookup_num_tokens": 3}, "assisted"),
             ({"num_beams": 2}, "beam"),
-            ({"token_healing": True}, "token_healing|token healing"),
+            ({"token_healing": True}, "token_healing|token healing|refuses"),
         ],
     )
     @pytest.mark.parametrize("where", ["option", "model"])
@@ -248,7 +254,96 @@ def test_criteria_that_look_at_the_whole_batch_are_asked_column_by_column(kind, 
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_without_an_end_a_row_goes_on_until_all_have_ended(sample):
+    """Plain decoding pads rows only where the call has an end-of-sequence id."""
+    model = make("llama")
+    model.generation_config.eos_token_id = None
+    prompts = random_prompts([9, 5, 7], seed=8)
+    call = {**padded(prompts), "max_new_tokens": 30, "do_sample": sample}
+
+    def run(generate):
+        criterion = EachRow(3, 9, set(range(20, 60)))
+        torch.manual_seed(1)
+        found = generate(**call, stopping_criteria=StoppingCriteriaList([criterion]))
+        return found, criterion.seen, torch.rand(2)
+
+    expected, asked, state = run(lambda **options: stock(model, **options))
+    with enable(model, strict=True, tree="ranked-16"):
+        run(model.generate)
+        found, seen, after = run(model.generate)
+    assert torch.equal(found, expected)
+    assert len(seen) == len(asked)
+    assert all(map(torch.equal, seen, asked))
+    assert torch.equal(state, after)
+
+
+class TestOtherConfigurations:
+    """What the probe saw is not what the model is now."""
+
+    @pytest.mark.parametrize("name, size", [("mistral", 6), ("mistral", None), ("gemma3", 5)])
+    def test_another_window(self, name, size):
+        model = make(name)
+        model.generation_config.pad_token_id = 0
+        [prompt] = random_prompts([40])
+        ids = torch.tensor([prompt])
+        recycler = TokenRecycling(model, strict=True)
+        with enable(model) as enabled:
+            model.config.sliding_window = size
+            expected = stock(model, input_ids=ids, max_new_tokens=20, do_sample=False)
+            with pytest.warns(PlainDecodingWarning, match="windows"):
+                found = model.generate(ids, max_new_tokens=20, do_sample=False)
+            assert torch.equal(found, expected)
+            assert enabled.stats.new_tokens == 0
+        with pytest.raises(TokenRecyclingError, match="windows"):
+            recycler.generate(prompt, max_new_tokens=5)
+
+    def test_other_positions(self, model):
+        recycler = TokenRecycling(model, strict=True)
+        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        model.config.rope_scaling = model.config.rope_parameters
+        model.config.max_position_embeddings = 32
+        with pytest.raises(TokenRecyclingError, match="positions"):
+            recycler.generate(PROMPT, max_new_tokens=5)
+
+    def test_making_a_recycler_switches_nothing(self, monkeypatch):
+        """Seen from a forward of the probe, as another thread would see it."""
+        model = make("mistral").train()
+        model.model.layers[0].eval()
+
+        def state():
+            return model.config.sliding_window, [m.training for m in model.modules()]
+
+        before, seen = state(), []
+        handle = model.model.layers[1].mlp.register_forward_hook(lambda *a: seen.append(state()))
+        TokenRecycling(model, strict=True)
+        handle.remove()
+        assert seen
+        assert all(one == before for one in seen)
+        assert state() == before
+
+    def test_the_probe_still_sees_windows(self, monkeypatch):
+        """The control: a target that forgets them is refused."""
+        monkeypatch.setattr(
+            "token_recycling.target.layer_reaches",
+            lambda config: {"sliding_attention": masks.Reach("full")},
+        )
+        with pytest.raises(TokenRecyclingError, match="differ"):
+            TokenRecycling(make("mistral"), strict=True)
+
+
 class TestTrainingMode:
+    def test_noise_that_comes_later_is_seen(self, model):
+        model.train()
+        with enable(model) as enabled:
+            model.generate(IDS, max_new_tokens=5, pad_token_id=0)
+            assert enabled.stats.new_tokens == 5
+            model.get_input_embeddings().register_forward_hook(
+                lambda module, args, out: out + torch.rand_like(out) if module.training else out
+            )
+            with pytest.warns(PlainDecodingWarning, match="alike twice"):
+                model.generate(IDS, max_new_tokens=5, pad_token_id=0)
+
     def test_without_dropout_it_computes_the_same(self):
         model = make("llama").train()
         expected = plain(model, PROMPT, 30)

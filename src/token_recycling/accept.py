@@ -247,7 +247,7 @@ class FollowAcceptor:
         """Choose a token, int64 [], from ``logits`` [V] and append it to the row's sequence."""
         with ordinary_tensors():  # processors are other people's code
             whole = logits[None].float().clone()
-            scores = self.processors[row](self.sequences[row], whole)
+            scores = self.processors[row](self.sequences[row], whole).reshape(1, -1)
             token = scores.argmax(dim=-1) if self.draw is None else self.draw(row, scores)
             self.sequences.append(row, token[0])
             if self.on_choice is not None:

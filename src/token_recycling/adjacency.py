@@ -378,7 +378,7 @@ class AdjacencyMatrix:
             except SafetensorError as error:
                 raise OSError(str(error)) from error
 
-        write_atomically(Path(path), write)
+        write_atomically(path, write)
 
     @classmethod
     def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> AdjacencyMatrix:
@@ -387,7 +387,6 @@ class AdjacencyMatrix:
         Raises:
             TokenRecyclingError: the file is missing, damaged or no matrix.
         """
-        path = Path(path)
         if not is_file(path):
             raise TokenRecyclingError(f"no matrix file at {path}")
         try:

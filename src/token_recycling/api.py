@@ -270,6 +270,9 @@ class TokenRecycling:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         path = str(BUNDLED_MODEL if name_or_path is None else name_or_path)
+        local = path.startswith(("/", ".", "~")) or Path(path).exists()
+        if not path or (local and not Path(path).is_dir()):
+            raise TokenRecyclingError(f"cannot load the model {path!r}: there is no such folder")
         if device is None and "device_map" not in model_options:
             device = _best_device()
         if device is not None:
@@ -427,6 +430,9 @@ class TokenRecycling:
             if not isinstance(seed, Integral) or not 0 <= seed < 2**63:
                 raise TokenRecyclingError(f"seed is {seed}; it must be a whole number below 2^63")
             seed = int(seed)
+        for name, call in (("on_step", on_step), ("on_progress", on_progress)):
+            if call is not None and not callable(call):
+                raise TokenRecyclingError(f"{name} is {call!r}; it must be a function")
         if stop and self.tokenizer is None:
             raise TokenRecyclingError("stop strings need a tokenizer")
         encoded = [encode(self.tokenizer, prompt) for prompt in prompts]

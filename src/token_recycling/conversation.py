@@ -31,8 +31,8 @@ class Conversation:
         self._text, self._ids = "", list[int]()  # of the beginning of what is rendered
         self._prompt = self._text, self._ids  # the last one
 
-    def _asked(self, question: str) -> list[Message]:
-        said = [message for turn in self._turns for message in turn]
+    def _asked(self, question: str, begin: int = 0) -> list[Message]:
+        said = [message for turn in self._turns[begin:] for message in turn]
         return [*self._opening, *said, {"role": "user", "content": question}]
 
     def prompt(self, question: str) -> list[int]:
@@ -59,13 +59,25 @@ class Conversation:
         said = {"role": "assistant", "content": answer}
         self._turns.append(({"role": "user", "content": question}, said))
 
-    def drop_oldest(self) -> bool:
-        """Leave out the oldest turn; False when there is none."""
-        if not self._turns:
-            return False
-        del self._turns[0]
-        self._text, self._ids = "", []
-        return True
+    def shorten(self, question: str, most: int) -> int:
+        """Leave out the oldest turns if the prompt of ``question`` has more than ``most`` tokens.
+
+        What is left takes half of that, so that not every turn begins with another first one: all
+        of the prompt has to be read anew then.
+
+        Returns:
+            Turns left out; none where the question is too long even alone.
+        """
+        if len(self.prompt(question)) <= most:
+            return 0
+        for count in range(1, len(self._turns) + 1):
+            text = render(self.tokenizer, self._asked(question, count))
+            length = len(going_on(self.tokenizer, text, "", []))
+            if length <= most // 2 or (count == len(self._turns) and length <= most):
+                del self._turns[:count]
+                self._text, self._ids = "", []
+                return count
+        return 0
 
 
 def going_on(tokenizer: Any, text: str, known: str, ids: list[int]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from token_recycling.accept import without_autocast
+from token_recycling.accept import ordinary_tensors, without_autocast
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.override import Override
 
@@ -50,9 +50,9 @@ class ExactHead:
         Raises:
             TokenRecyclingError: the projection is no plain linear layer with weights in memory.
         """
+        self.model = model
         self.head = model.get_output_embeddings()
-        weight = getattr(self.head, "weight", None)
-        if type(self.head) is not torch.nn.Linear or weight is None or weight.is_meta:
+        if not _is_plain(self.head):
             kind = type(self.head).__name__
             raise TokenRecyclingError(f"exact logits need a plain linear projection, not {kind}")
         self._copy()
@@ -71,8 +71,9 @@ class ExactHead:
 
     def _copy(self) -> None:
         bias = self.head.bias
-        self.weight = self.head.weight.detach().to(torch.float32, copy=True)
-        self.bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+        with ordinary_tensors():
+            self.weight = self.head.weight.detach().to(torch.float32, copy=True)
+            self.bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
         self._copied = self._version()
 
     def refresh(self) -> None:
@@ -80,6 +81,10 @@ class ExactHead:
 
         A write through ``.data``, as merging an adapter does, leaves no trace but the values.
         """
+        head = self.model.get_output_embeddings()
+        if head is not self.head and _is_plain(head):  # else an adapter may be around it
+            self.head = head
+            self._copy()
         pairs = [(self.head.weight, self.weight)]
         if self.head.bias is not None and self.bias is not None:
             pairs.append((self.head.bias, self.bias))
@@ -111,6 +116,11 @@ class ExactHead:
         trace: TracebackType | None,
     ) -> None:
         _thread.heads = _thread.heads[:-1]
+
+
+def _is_plain(head: Any) -> bool:
+    """True for a linear layer with weights in memory."""
+    return type(head) is torch.nn.Linear and not head.weight.is_meta
 
 
 def _forward(before: Any, stock: Any, hidden: Tensor) -> Tensor:

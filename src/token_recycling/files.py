@@ -19,7 +19,7 @@ ABANDONED = 24 * 3600.0  # seconds after which a partial file of another machine
 _numbers = itertools.count()  # next() of it is atomic: no two partial files of a process are one
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary neighbour of ``path``, then rename it to ``path``.
 
     A link is followed. The file keeps its mode; a new one gets what the umask leaves. What killed
@@ -30,12 +30,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             else than a file.
     """
     try:
-        place = _regular(path)
+        place = _regular(Path(path))
         partial = place.with_name(f"{_prefix(place)}{os.getpid()}-{next(_numbers)}{PARTIAL}")
         _remove_abandoned(place)
         # Made here, so that the system applies the umask; whoever writes may make it anew.
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+    except (OSError, ValueError, TypeError) as error:  # a null character is a ValueError
         raise _failure(path, error) from error
     try:
         mode = stat.S_IMODE((place if place.exists() else partial).stat().st_mode)
@@ -61,15 +61,15 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-def is_file(path: Path) -> bool:
+def is_file(path: str | Path) -> bool:
     """True for a file that is there; False for a name that no file can have, too."""
     try:
-        return path.is_file()
-    except (OSError, ValueError):
+        return Path(path).is_file()
+    except (OSError, ValueError, TypeError):
         return False
 
 
-def _failure(path: Path, error: Exception) -> TokenRecyclingError:
+def _failure(path: object, error: Exception) -> TokenRecyclingError:
     reason = getattr(error, "strerror", None) or error
     return TokenRecyclingError(f"cannot write {path}: {reason}")
 

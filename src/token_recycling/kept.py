@@ -8,6 +8,7 @@ from torch import Tensor
 from token_recycling.exact import version
 from token_recycling.target import TreeTarget
 
+OFFSET = 4  # by which learned positions may be shifted, as OPT's are by 2
 REREAD = 8  # tokens at the end of what is kept that are read again
 # Of the root mean square of a layer's entries: what rounding may make, and no change of weights
 # that matters does.
@@ -33,10 +34,15 @@ class KeptContext:
     def _versions(self) -> list[tuple[int, int]]:
         return [version(weight) for weight in self.target.model.parameters()]
 
-    def _embeddings(self, count: int) -> Tensor:
+    def _embeddings(self, count: int) -> list[Tensor]:
+        """Those of the first ``count`` tokens, and of as many positions where they are learned."""
+        given = self.target.model.get_input_embeddings()
         ids = torch.tensor([self.tokens[:count]], device=self.target.device)
         with self.target.guard():
-            found: Tensor = self.target.model.get_input_embeddings()(ids)
+            found = [given(ids)]
+        for module in self.target.model.modules():
+            if isinstance(module, torch.nn.Embedding) and module is not given:
+                found.append(module.weight.detach()[: count + OFFSET].clone())
         return found
 
     def common(self, tokens: list[int]) -> int:
@@ -52,8 +58,12 @@ class KeptContext:
     def _holds(self, count: int) -> bool:
         if self.target.changed() or self._weights != self._versions():
             return False
-        before, now = self._embedded[:, :count], self._embeddings(count)
-        if before.dtype != now.dtype or not torch.equal(before, now):
+        tokens, *positions = self._embedded
+        before = [tokens[:, :count], *(rows[: count + OFFSET] for rows in positions)]
+        now = self._embeddings(count)
+        if [x.dtype for x in before] != [x.dtype for x in now]:
+            return False
+        if not all(map(torch.equal, before, now)):
             return False
         begin = max(0, count - REREAD)
         tolerance = TOLERANCE.get(self.target.dtype, TOLERANCE[torch.bfloat16])

@@ -62,11 +62,12 @@ class PlainTarget:
         self.exact.refresh()
         check_prompts(prompts, self.max_context)
         longest = max(map(len, prompts))
-        ids = torch.zeros((len(prompts), longest), dtype=torch.long, device="cpu")
-        mask = torch.zeros_like(ids)
+        pad = getattr(self.model.generation_config, "pad_token_id", None) or 0
+        rows = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
+        ids = torch.tensor(rows, device="cpu")
+        mask = torch.ones_like(ids)
         for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt, device="cpu")
-            mask[row, longest - len(prompt) :] = 1
+            mask[row, : longest - len(prompt)] = 0
         self._ids = ids.to(self.device)
         self._state = self._first_state(mask.to(self.device))
         logits = self._forward(first=True)

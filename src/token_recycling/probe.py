@@ -6,18 +6,20 @@ is silently wrong. So a model is asked once, at load, and refused when it fails.
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.exact import ExactHead
+from token_recycling.masks import text_config
+from token_recycling.override import Override
 from token_recycling.plain_target import PlainTarget
 from token_recycling.target import Target, TreeTarget
 from token_recycling.tree import TreeShape, TreeTemplate
@@ -53,15 +55,11 @@ def open_target(model: Any, *, strict: bool = False, exact_logits: bool = False)
     if getattr(model.config, "is_encoder_decoder", False):
         raise TokenRecyclingError("models with an encoder are not supported")
     exact = ExactHead(model) if exact_logits else None
-    training = model.training
     try:
-        model.eval()
         target = TreeTarget(model, exact)
         reason = probe(target)
     except TokenRecyclingError as error:
         reason = str(error)
-    finally:
-        model.train(training)
     if reason is None:
         return target
     message = f"{type(model).__name__} cannot be verified by tree attention: {reason}"
@@ -84,13 +82,12 @@ def probe(target: TreeTarget) -> str | None:
     ids = torch.randint(0, min(FIRST_TOKENS, target.vocab_size), (count,), generator=rng).tolist()
     prefix, nodes, after = ids[:PREFIX], ids[PREFIX:-1], ids[-1]
     try:
-        with target.guard(), _short_windows(target):
-            worst, control, spread = _compare(target, prefix, nodes, after)
+        twin = _twin(target)
+        with twin.guard():
+            worst, control, spread = _compare(twin, prefix, nodes, after)
     except Exception as error:
         text = str(error).strip().split("\n")[0][:160]
         return f"the probe failed with {type(error).__name__}: {text}"
-    finally:
-        target.reset()
     tolerance = TOLERANCE.get(target.dtype, 0.3) * spread
     if not worst <= tolerance:  # NaN fails too
         return f"its logits in a tree differ by {worst:.2g} from those on the path alone"
@@ -142,25 +139,43 @@ def _compare(
     return worst, control, float(right.std())
 
 
-@contextmanager
-def _short_windows(target: TreeTarget) -> Iterator[None]:
-    """Shorten the windows of the model's configuration and of the target's masks alike.
+def _twin(target: TreeTarget) -> TreeTarget:
+    """Return a target around the same weights, to be probed: in evaluation, with short windows.
 
     Attention under sdpa and eager takes its window from the mask alone, so a short prefix then
-    reaches beyond it.
+    reaches beyond it. Nothing of the model itself is switched: others may be using it.
     """
-    config, reaches = target.config, target.reaches
-    old = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
-    try:
-        for name, size in old.items():
-            if size:
-                setattr(config, name, min(WINDOW, size))
-        target.reaches = {
-            kind: reach._replace(size=min(WINDOW, reach.size)) for kind, reach in reaches.items()
+    twin = copy.copy(target)
+    model = target.model
+    if any(not isinstance(vars(m).get("forward"), Override | NoneType) for m in model.modules()):
+        return twin  # hooks, as accelerate's, lead back to the model itself
+    own, text = model.config, text_config(model.config)
+    short = copy.copy(text)
+    for name in ("sliding_window", "attention_chunk_size"):
+        if size := getattr(text, name, None):
+            setattr(short, name, min(WINDOW, size))
+    configs = {id(text): short}
+    if own is not text:
+        configs[id(own)] = copy.copy(own)
+        for name, value in vars(own).items():
+            if value is text:
+                setattr(configs[id(own)], name, short)
+    modules = {id(module): _shell(module, configs) for module in model.modules()}
+    for shell in modules.values():
+        shell.__dict__["_modules"] = {
+            name: None if child is None else modules[id(child)]
+            for name, child in shell._modules.items()
         }
-        yield
-    finally:
-        for name, size in old.items():
-            if size:
-                setattr(config, name, size)
-        target.reaches = reaches
+    twin.model = modules[id(model)]
+    twin.reaches = {
+        kind: reach._replace(size=min(WINDOW, reach.size)) for kind, reach in target.reaches.items()
+    }
+    return twin
+
+
+def _shell(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
+    """Return another object with the parameters, buffers and attributes of ``module``."""
+    shell = module.__class__.__new__(module.__class__)
+    attributes = {name: configs.get(id(value), value) for name, value in vars(module).items()}
+    shell.__dict__.update(attributes, training=False)
+    return shell

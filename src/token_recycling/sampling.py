@@ -73,7 +73,8 @@ def generate_options(
         # numpy's numbers are not Transformers' numbers
         numbers[name] = int(value) if whole else float(value)
         if not low <= numbers[name] <= high:
-            raise TokenRecyclingError(f"{name} is {value}; it must lie between {low} and {high}")
+            most = "or more" if high == INFINITY else f"to {high:g}"
+            raise TokenRecyclingError(f"{name} is {value}; it must be {low:g} {most}")
     given, temperature = numbers, numbers.pop("temperature")
     given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
     if 0 < temperature < 1e-5:
@@ -104,7 +105,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
         model.generate(ids, custom_generate=collector, tokenizer=tokenizer, **given)
     except TokenRecyclingError:
         raise
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except Exception as error:  # whatever an odd option makes Transformers raise
         line = one_line(error)
         raise TokenRecyclingError(f"Transformers refuses these options: {line}") from error
     # What a model prepares for itself the targets see to.

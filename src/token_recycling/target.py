@@ -17,6 +17,7 @@ from token_recycling.cache import RecyclingCache
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.exact import ExactHead, UnchangedHead
 from token_recycling.masks import (
+    Reach,
     additive_masks,
     input_device,
     layer_reaches,
@@ -24,7 +25,7 @@ from token_recycling.masks import (
     vocabulary,
 )
 from token_recycling.narrow import MOST_ROWS, NarrowProducts, pays
-from token_recycling.training import is_repeatable, train_time_behaviour
+from token_recycling.training import is_repeatable, mode, train_time_behaviour
 from token_recycling.tree import DraftTree
 
 # (tokens [B, w], logits [B, w, V], valid [B, w]) of some tokens of a chunk of the prompts
@@ -231,10 +232,8 @@ class TreeTarget:
         self.device: torch.device = input_device(model)
         attention.install()
         self.vocab_size = vocabulary(model)
-        slots = slot_limit(model.config)
-        self.max_context = _least(context_limit(model.config), slots)
-        self.max_positions = _least(position_limit(model.config), slots)
-        self.reaches = layer_reaches(model.config)
+        self.max_context = _least(context_limit(model.config), slot_limit(model.config))
+        self.reaches, self.max_positions = self._limits()
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.takes_positions = "position_ids" in self._takes
         narrow = self.device.type == "cpu" and self.dtype == torch.float32 and pays()
@@ -242,8 +241,9 @@ class TreeTarget:
         self.primed = primed_share(model) if "logits_to_keep" in self._takes else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class samples in a way of its own")
-        self._repeatable: bool | None = None  # in training mode, once that was tried
-        if reason := self.changed():
+        self._tried: tuple[Any, ...] = ()  # the training mode that ``_repeatable`` is known of
+        self._repeatable = True
+        if reason := self._other_model():
             raise TokenRecyclingError(reason)
         self.reset()
 
@@ -263,28 +263,43 @@ class TreeTarget:
 
     def changed(self) -> str | None:
         """Say why the model, as it is now, is not the one that the probe saw, or None."""
+        return self._other_model() or self._trains()
+
+    def _other_model(self) -> str | None:
         attention = getattr(self.config, "_attn_implementation", None) or "eager"
         if attention not in ATTENTION:
             return f"its attention is {attention}, which takes no tree; choose sdpa or eager"
         if self.vocab_size != vocabulary(self.model):
             return "its vocabulary has changed"
-        if reason := self._trains():
-            return f"it is in training mode, and {reason}; call model.eval()"
+        if self._limits() != (self.reaches, self.max_positions):
+            return "its attention windows or its positions have changed"
         if self.device != input_device(self.model):
             return f"it has moved from {self.device}"
         own = [name for name in DECODING if name in self.model.__dict__]
         return f"the object has a {own[0]} of its own" if own else None
 
+    def _limits(self) -> tuple[dict[str, Reach], int | None]:
+        """How far layers see, and where positions end, by the configuration as it is now.
+
+        Raises:
+            TokenRecyclingError: a layer keeps a state, or there is no room.
+        """
+        config = self.model.config
+        return layer_reaches(config), _least(position_limit(config), slot_limit(config))
+
     def _trains(self) -> str | None:
         """Say why training mode matters, or None where it computes the same."""
-        if reason := train_time_behaviour(self.model):
-            return reason
-        if not self.model.training:
-            return None
-        if self._repeatable is None:
+        reason = train_time_behaviour(self.model)
+        training = mode(self.model) if reason is None else ()
+        if training and training != self._tried:
             with self.guard():
                 self._repeatable = is_repeatable(self.model, self.vocab_size, self.device)
-        return None if self._repeatable else "it does not compute a text alike twice"
+            self._tried = training
+        if training and not self._repeatable:
+            reason = "it does not compute a text alike twice"
+        return (
+            None if reason is None else f"it is in training mode, and {reason}; call model.eval()"
+        )
 
     def reset(self) -> None:
         """Forget the context and free its memory."""
@@ -313,10 +328,10 @@ class TreeTarget:
             self.cache.rewind([keep])
         else:
             self.cache = RecyclingCache(self.config.num_hidden_layers, batch)
-        ids = torch.zeros((batch, longest), dtype=torch.long, device="cpu")
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt, device="cpu")
-        ids = ids.to(self.device)
+        # Behind its end a row repeats its last token: another one might overflow, and masked
+        # entries that are not finite would spoil the row.
+        rows = [prompt + prompt[-1:] * (longest - len(prompt)) for prompt in prompts]
+        ids = torch.tensor(rows, device="cpu").to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         ends: Tensor | None = None
         chunk = max(1, defaults.PREFILL_CHUNK // batch)

@@ -46,6 +46,23 @@ def train_time_behaviour(model: Any) -> str | None:
     return None
 
 
+def mode(model: nn.Module) -> tuple[Any, ...]:
+    """Return what decides how a model with modules in training mode computes; () without any."""
+    modules = list(model.modules())
+    if not any(module.training for module in modules):
+        return ()
+    return tuple(
+        (
+            id(module),
+            module.training,
+            tuple(module._forward_hooks),
+            tuple(module._forward_pre_hooks),
+            id(module.__dict__.get("forward")),
+        )
+        for module in modules
+    )
+
+
 def is_repeatable(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
     """True when ``model``, in the mode it is in, computes a text alike twice, and beside another.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,14 @@ def model_inside(given: Any) -> Any:
 
 
 def _inside(wrapper: Any) -> Any:
-    base = getattr(wrapper, "get_base_model", None)  # peft's
-    if callable(base):
-        return base()
+    with suppress(Exception):  # whatever an object does when it is asked
+        base = getattr(wrapper, "get_base_model", None)  # peft's
+        if callable(base):
+            return base()
     for name in ATTRIBUTES:
-        inner = getattr(wrapper, name, None)
+        inner = None
+        with suppress(Exception):
+            inner = getattr(wrapper, name, None)
         if inner is not None and inner is not wrapper and not isinstance(inner, str):
             return inner
     return None

@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -90,8 +91,14 @@ def main(argv: list[str] | None = None) -> None:
             argv = ["generate"] if piped() else ["--help"]
         elif argv[0] not in VERBS | {"--help", "--version"}:
             _refuse_mistyped(argv[0])
+            _refuse_late_verb(argv)
             argv = ["generate", *argv]
-        code = app(argv, standalone_mode=False)
+        try:
+            code = app(argv, standalone_mode=False)
+        except SystemExit:
+            if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # Typer's, after a broken pipe
+                raise SystemExit(_reader_gone()) from None
+            raise
         sys.stdout.flush()
     except (TokenRecyclingError, UsageProblem) as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
@@ -99,13 +106,18 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(BAD_INPUT) from None
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
-        raise SystemExit(BROKEN_PIPE) from None
+    except BrokenPipeError:
+        raise SystemExit(_reader_gone()) from None
     except OSError as error:  # stdout is full, for one
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _reader_gone() -> int:
+    """Let what is still in the buffer of stdout go nowhere; return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return BROKEN_PIPE
 
 
 def _open_streams() -> bool:
@@ -131,6 +143,17 @@ def _open_streams() -> bool:
 def _one_line(message: Warning | str, *others: object) -> str:
     """Show a warning as the line that it is, without the place in the code."""
     return f"warning: {printable(' '.join(str(message).split()))}\n"
+
+
+def _refuse_late_verb(argv: list[str]) -> None:
+    """Refuse a verb behind options: it would be taken as the prompt.
+
+    Raises:
+        TokenRecyclingError: there is one.
+    """
+    for before, word in pairwise(argv):
+        if word in VERBS and not before.startswith("-"):
+            raise TokenRecyclingError(f"{word} stands behind options; write it first, or -p {word}")
 
 
 def _refuse_mistyped(word: str) -> None:

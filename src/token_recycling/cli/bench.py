@@ -83,6 +83,8 @@ def bench(
     if rounds < 1 or max_tokens < 2:
         raise TokenRecyclingError("--rounds must be 1 or more and -n 2 or more")
     questions = suites.load_all(suite or ["builtin"], per_kind)
+    if decoders is not None and not decoders.strip(", "):
+        raise TokenRecyclingError("--decoders names none")
     specs = [spec.strip() for spec in (decoders or ",".join(DEFAULT)).split(",") if spec.strip()]
     _check_sampling(temp, seed)
     variants = expand(specs, _sweeps(sweep or ()), temperature=temp, cold=cold)

@@ -70,6 +70,7 @@ def chat(
     if not getattr(recycler.tokenizer, "chat_template", None):
         raise TokenRecyclingError("this model has no chat template; use generate")
     talk = _Talk(recycler, system, options, cold=cold)
+    talk.check()
     show.legend()
     try:
         while (line := _read_line()) is not None and line != "/quit":
@@ -89,6 +90,14 @@ class _Talk:
 
         self.recycler, self.options, self.cold = recycler, options, cold
         self.conversation = Conversation(recycler.tokenizer, system)
+
+    def check(self) -> None:
+        """Refuse a wrong option or system message before the first question.
+
+        Raises:
+            TokenRecyclingError: there is one.
+        """
+        self.recycler.stream(self.conversation.prompt("Hello"), **self.options)
 
     def take(self, line: str) -> None:
         """Obey a command, or answer."""
@@ -142,16 +151,13 @@ class _Talk:
             TokenRecyclingError: ``line`` alone is too long.
         """
         room = self.recycler.target.max_context
-        left_out = 0
-        prompt = self.conversation.prompt(line)
-        if room is not None:
-            wanted = room - min(self.options["max_new_tokens"], room // ANSWER)
-            while len(prompt) > wanted and self.conversation.drop_oldest():
-                left_out += 1
-                prompt = self.conversation.prompt(line)
+        if room is None:
+            return self.conversation.prompt(line)
+        answer = min(self.options["max_new_tokens"], room // ANSWER)
+        left_out = self.conversation.shorten(line, room - answer)
         if left_out:
             show.note(f"the context of {room} tokens is full; turns left out: {left_out}")
-        return prompt
+        return self.conversation.prompt(line)
 
 
 def _read_line() -> str | None:
@@ -163,5 +169,5 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
-                return None
+                raise
             show.note("\n(/quit or Ctrl-D ends the chat)")

@@ -87,8 +87,9 @@ def generate(
             _compare(recycler, as_prompt(recycler, question, raw), options, as_json)
         else:
             _answer(recycler, as_prompt(recycler, question, raw), options, as_json)
-    except KeyboardInterrupt:  # what was learnt until then is worth keeping
-        show.note("\ninterrupted: the answer is cut here")
+    except (KeyboardInterrupt, OSError) as error:  # what was learnt is worth keeping
+        if isinstance(error, KeyboardInterrupt):
+            show.note("\ninterrupted: the answer is cut here")
         loading.save(recycler)
         raise
     loading.save(recycler)

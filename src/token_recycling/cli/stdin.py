@@ -25,7 +25,7 @@ def read() -> str:
     """Return all of stdin; "" where it cannot be read."""
     with _waiting_shown():
         try:
-            return sys.stdin.read()
+            return sys.stdin.read().removeprefix("\ufeff")  # a byte order mark is no text
         except OSError:
             return ""
 

@@ -42,6 +42,8 @@ def tune(
         raise TokenRecyclingError("--rounds must be 1 or more")
     if out is not None and out.suffix.lower() not in (".png", ".svg"):
         raise TokenRecyclingError(f"{out} must end in .png or .svg")
+    if out is not None and not out.parent.is_dir():
+        raise TokenRecyclingError(f"no folder {out.parent} for {out.name}")
     recycler = o.Loading(model, device, dtype, threads=threads, exact_logits=exact_logits).open()
     from token_recycling import tune as tuning
     from token_recycling.api import TokenRecycling

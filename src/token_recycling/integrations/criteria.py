@@ -58,7 +58,7 @@ class CriteriaRules:
             if type(criterion) is MaxLengthCriteria:
                 self._limit = min(self._limit, criterion.max_length)
             elif type(criterion) is EosTokenCriteria:
-                self._eos.update(criterion.eos_token_id.tolist())
+                self._eos.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxTimeCriteria:
                 end = criterion.initial_timestamp + criterion.max_time
                 self._deadline = min(self._deadline, end)
@@ -92,6 +92,9 @@ class ColumnRules:
     Plain decoding asks them after every column of new tokens. Rows of recycled decoding are not
     in step, so what a row is ahead is held back: a column is asked about once every row has
     reached it, or has ended before. Then ``emit`` gets the column's tokens, one a row.
+
+    Where the call has no end-of-sequence id, plain decoding pads no row: one that has ended goes
+    on until all have.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class ColumnRules:
         own: CriteriaRules,
         criteria: Sequence[Any],
         input_ids: Tensor,
-        pad: int,
+        pad: int | None,
         emit: Callable[[int, int, bool], None],
     ) -> None:
         """Set the rules.
@@ -108,8 +111,8 @@ class ColumnRules:
             own: those of each row.
             criteria: those of the whole batch.
             input_ids: int64 [B, L], the padded prompts.
-            pad: what stands in a row that has ended.
-            emit: called with row, token and whether the row ends with it.
+            pad: what stands in a row that has ended; None: what it would go on with.
+            emit: called with row, token and whether the row's text ends with it.
         """
         self._own, self._criteria, self._pad, self._emit = own, criteria, pad, emit
         self._ids = input_ids
@@ -119,28 +122,33 @@ class ColumnRules:
 
     def __call__(self, row: int, token: int) -> str | None:
         """Return why ``row`` ends with ``token``, or has ended before it, else None."""
-        if self._ended[row]:
+        if self._is_over(row):
             return "stop"
         reason = self._own(row, token)
         self._ahead[row].append((token, reason))
         while not all(self._ended) and self._column_is_known():
             self._ask()
-        return "stop" if reason is None and self._ended[row] else reason
+        return "stop" if reason is None and self._is_over(row) else reason
+
+    def _is_over(self, row: int) -> bool:
+        return all(self._ended) or (self._pad is not None and self._ended[row])
 
     def _column_is_known(self) -> bool:
-        return all(ended or ahead for ended, ahead in zip(self._ended, self._ahead))
+        return all(ahead or self._is_over(row) for row, ahead in enumerate(self._ahead))
 
     def _ask(self) -> None:
+        over = [self._is_over(row) for row in range(len(self._ended))]
         column = [
-            (self._pad, None) if ended else ahead.pop(0)
-            for ended, ahead in zip(self._ended, self._ahead)
+            (self._pad or 0, None) if done else ahead.pop(0)
+            for done, ahead in zip(over, self._ahead)
         ]
         tokens = torch.tensor([[token] for token, _ in column], device=self._ids.device)
         self._ids = torch.cat([self._ids, tokens], dim=1)
         stops = torch.zeros(len(column), dtype=torch.bool, device=self._ids.device)
         for criterion in self._criteria:  # all of them: they may count their calls
             stops = stops | torch.as_tensor(criterion(self._ids, None), device=stops.device)
-        for row, ((token, reason), stopped) in enumerate(zip(column, stops.tolist())):
-            if not self._ended[row]:
-                self._ended[row] = stopped or reason is not None
-                self._emit(row, token, self._ended[row])
+        for row, ((_, reason), stopped) in enumerate(zip(column, stops.tolist())):
+            self._ended[row] |= bool(stopped) or reason is not None
+        for row, (token, _) in enumerate(column):
+            if not over[row]:
+                self._emit(row, token, self._is_over(row))

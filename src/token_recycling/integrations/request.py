@@ -242,6 +242,11 @@ class Request:
             return f"its length may go beyond the {max_positions} positions of the model"
         return None
 
+    @property
+    def ends_rows(self) -> bool:
+        """True when a row of a batch is padded after its end; else it goes on until all end."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
     def looks_across(self, rows: int) -> str | None:
         """Say why ``rows`` rows decoded at once would not be what each is alone, or None."""
         if rows == 1:
@@ -249,8 +254,7 @@ class Request:
         for processor in self.processors:
             if type(processor) not in ROW_BY_ROW_PROCESSORS:
                 return f"{type(processor).__name__} may look at the whole batch"
-        ends = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
-        if not ends and any(hasattr(c, "stop_strings") for c in self.criteria):
+        if not self.ends_rows and any(hasattr(c, "stop_strings") for c in self.criteria):
             return "without an end-of-sequence id, a row of a batch goes on after its stop string"
         if self.wants("output_scores", "output_logits"):
             return "a batch's scores are asked for, and a row that ended has scores of its padding"

@@ -344,7 +344,8 @@ def _recycle(
         )
     device = answer.input_ids.device
     rules = CriteriaRules(own, rows, device, lambda: kept.scores)
-    columns = ColumnRules(rules, across, request.input_ids, answer.pad, answer.emit)
+    pad = answer.pad if request.ends_rows else None
+    columns = ColumnRules(rules, across, request.input_ids, pad, answer.emit)
 
     def stop(row: int, token: int) -> str | None:
         with ordinary_tensors():  # criteria and streamers are other people's code
