@@ -28,7 +28,7 @@ from token_recycling.draws import RowDraws
 from token_recycling.engine import FusedEngine, FusingError, can_fuse
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.integrations.criteria import CriteriaRules, looks_at_batch
-from token_recycling.integrations.request import Request
+from token_recycling.integrations.request import Request, asks_for_row, row_by_row
 from token_recycling.integrations.transformers import generate, mend
 from token_recycling.kept import KeptContext
 from token_recycling.metrics import Stats, Step
@@ -639,14 +639,21 @@ def _stop_strings(stop: Any) -> list[str]:
 
 
 def _looks_across(requests: list[Request]) -> str | None:
-    """Say why prompts decoded as a batch would not give what each gives alone, or None."""
-    first, rows = requests[0], len(requests)
-    if rows == 1:
+    """Say why prompts decoded as a batch would not give what each gives alone, or None.
+
+    Each prompt was prepared by itself, so only what the caller brought is shared by all.
+    """
+    first, *others = requests
+    if not others:
         return None
     for criterion in first.criteria:
         if looks_at_batch(criterion):
             return f"{type(criterion).__name__} may look at the whole batch"
-    return first.looks_across(rows)
+    brought = {id(processor) for processor in others[0].processors}
+    for processor in first.processors:
+        if asks_for_row(processor) or (id(processor) in brought and not row_by_row(processor)):
+            return f"{type(processor).__name__} may look at the whole batch"
+    return None
 
 
 def _nothing() -> Generator[Step, None, None]:

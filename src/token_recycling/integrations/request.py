@@ -56,6 +56,16 @@ ROW_BY_ROW_PROCESSORS = tuple(
 )
 
 
+def row_by_row(processor: Any) -> bool:
+    """True for a processor that treats each row by itself."""
+    return type(processor) in ROW_BY_ROW_PROCESSORS
+
+
+def asks_for_row(processor: Any) -> bool:
+    """True for a processor that tells the caller's code which row of the batch it asks about."""
+    return isinstance(processor, transformers.PrefixConstrainedLogitsProcessor)
+
+
 @dataclass(frozen=True)
 class Request:
     """A ``generate`` call as Transformers prepared it (see ``GenerationMixin._sample``)."""
@@ -167,7 +177,7 @@ class Request:
             or self._other_cache()
             or self._padding()
             or self._beyond(max_positions)
-            or self.looks_across(self.batch)
+            or self._whole_batch()
         )
 
     def _other_method(self) -> str | None:
@@ -247,12 +257,11 @@ class Request:
         """True when a row of a batch is padded after its end; else it goes on until all end."""
         return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
-    def looks_across(self, rows: int) -> str | None:
-        """Say why ``rows`` rows decoded at once would not be what each is alone, or None."""
-        if rows == 1:
+    def _whole_batch(self) -> str | None:
+        if self.batch == 1:
             return None
         for processor in self.processors:
-            if type(processor) not in ROW_BY_ROW_PROCESSORS:
+            if not row_by_row(processor):
                 return f"{type(processor).__name__} may look at the whole batch"
         if not self.ends_rows and any(hasattr(c, "stop_strings") for c in self.criteria):
             return "without an end-of-sequence id, a row of a batch goes on after its stop string"
