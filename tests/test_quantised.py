@@ -1,5 +1,7 @@
 """Quantised weights: exact where only weights are, found out or near ties where activations are."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -69,8 +71,17 @@ def test_quantised_weights_are_lossless(kind):
 
 @pytest.mark.parametrize("kind", ACTIVATIONS_TOO)
 def test_quantised_activations_are_found_out(kind):
-    """A row's numbers depend on its company, in a tree and in stock batches alike."""
-    with pytest.warns(PlainDecodingWarning, match="logits in a tree differ"):
+    """A row's numbers may depend on its company, in a tree and in stock batches alike.
+
+    Whether they do is up to the kernels of the machine; where they do, the probe finds out.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         recycler = load(ACTIVATIONS_TOO[kind]())
+    said = [str(w.message) for w in caught if w.category is PlainDecodingWarning]
     assert weights_differ(recycler.model)
+    if isinstance(recycler.target, PlainTarget):
+        assert "logits in a tree differ" in said[0]
+    else:
+        assert not said
     assert overall(check(recycler, DEMO[:1], 20)) == "lossless"
