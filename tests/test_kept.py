@@ -62,6 +62,15 @@ def adapted(model):
     return layer.k_proj
 
 
+def after_a_turn():
+    """A model with an adapter, its recycler after an answer, and a prompt that goes on from it."""
+    model = make("llama")
+    adapted(model)
+    recycler = TokenRecycling(model, tree="ranked-8")
+    first = recycler.generate(FIRST, max_new_tokens=20)
+    return model, recycler, [*FIRST, *first.token_ids, 7, 8]
+
+
 def switched_off(model):
     model.model.layers[0].self_attn.k_proj.on = False
 
@@ -77,11 +86,7 @@ def merged_with_another(model):
     [in_place, by_data, one_embedding, another_dtype, switched_off, merged_with_another],
 )
 def test_weights_that_changed_between_turns(change):
-    model = make("llama")
-    adapted(model)
-    recycler = TokenRecycling(model, tree="ranked-8")
-    first = recycler.generate(FIRST, max_new_tokens=20)
-    longer = [*FIRST, *first.token_ids, 7, 8]
+    model, recycler, longer = after_a_turn()
     change(model)
     answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)
     assert answer.token_ids == plain(model, longer, 30)
@@ -94,11 +99,7 @@ def test_weights_that_changed_between_turns(change):
 
 def test_a_change_that_only_the_last_tokens_show(monkeypatch):
     """Without reading them again it would not be seen: the control."""
-    model = make("llama")
-    adapted(model)
-    recycler = TokenRecycling(model, tree="ranked-8")
-    first = recycler.generate(FIRST, max_new_tokens=20)
-    longer = [*FIRST, *first.token_ids, 7, 8]
+    model, recycler, longer = after_a_turn()
     by_data(model)
     monkeypatch.setattr("token_recycling.kept.TOLERANCE", dict.fromkeys(TOLERANCE, 1e9))
     answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from token_recycling.accept import ordinary_tensors, without_autocast
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.override import Override
+from token_recycling.override import Override, is_covered
 
 ROWS = 4096  # of the weight that are compared at once
 
@@ -60,8 +60,8 @@ class ExactHead:
 
     def _install(self) -> None:
         """Replace the layer's ``forward``, unless that was done: the layer of a copy has none."""
-        present = self.head.__dict__.get("forward")
-        if not (isinstance(present, Override) and present.covers(self.head, _forward)):
+        if not is_covered(self.head, "forward", _forward):
+            present = self.head.__dict__.get("forward")
             self.head.forward = Override(self.head, "forward", partial(_forward, present), present)
 
     def _version(self) -> list[Any]:

@@ -42,7 +42,13 @@ class Override:
         return own is not None and self._owner() is owner and call in (None, own)
 
 
+def is_covered(owner: Any, name: str, call: Callable[..., Any] | None = None) -> bool:
+    """True where an ``Override`` stands for this very object's method (see ``covers``)."""
+    present = owner.__dict__.get(name)
+    return isinstance(present, Override) and present.covers(owner, call)
+
+
 def replaceable(owner: Any, name: str = "forward") -> bool:
     """True where the method is still the class's: nobody's replacement is to be lost."""
     present = owner.__dict__.get(name)
-    return present is None or (isinstance(present, Override) and not present.covers(owner))
+    return present is None or (isinstance(present, Override) and not is_covered(owner, name))

@@ -33,7 +33,7 @@ from token_recycling.integrations.criteria import ColumnRules, CriteriaRules, lo
 from token_recycling.integrations.handover import hand_out, read_padding, take_in
 from token_recycling.integrations.request import Collector, Request
 from token_recycling.metrics import Stats
-from token_recycling.override import Override
+from token_recycling.override import Override, is_covered
 from token_recycling.target import TreeTarget
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def mend(model: Any) -> None:
     collection by the callable's own arguments. This instance's collector does not for ours.
     """
     name = "_extract_generation_mode_kwargs"
-    present = model.__dict__.get(name)
-    if not (isinstance(present, Override) and present.covers(model)):
+    if not is_covered(model, name):
         setattr(model, name, Override(model, name, _extract))
 
 
