@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from token_recycling.attention import packed_attention
+from token_recycling.model.attention import packed_attention
 
 Seconds = Callable[[Callable[[], Any]], float]
 CONTEXTS = (256, 2048, 8192, 32768)

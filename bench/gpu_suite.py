@@ -28,19 +28,20 @@ from typing import Any
 import gpu_kernels
 import torch
 
-from token_recycling import TokenRecycling, engine
+from token_recycling import TokenRecycling
+from token_recycling.graph import decoder as engine
 from token_recycling.accept import chains
-from token_recycling.adjacency import AdjacencyMatrix
-from token_recycling.compare import plain_generate
+from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.bench.compare import plain_generate
 from token_recycling.drafters import AdaptiveDrafter, Drafter, NoDrafter, PaperDrafter
-from token_recycling.engine import Runner
+from token_recycling.graph.decoder import Runner
 from token_recycling.files import write_text
-from token_recycling.fused import FusedStep
+from token_recycling.graph.step import GraphStep
 from token_recycling.machine import describe, synchronize
-from token_recycling.prompts import DEMO
+from token_recycling.bench.prompts import DEMO
 from token_recycling.text import as_conversation, encode
 from token_recycling.tree import TreeTemplate
-from token_recycling.widen import widen
+from token_recycling.bench.widen import widen
 
 MODELS = ("qwen2.5-0.5b", "llama-7b", "llama-8b")
 TINY = dict(
@@ -125,7 +126,7 @@ class Bench:
         """Compile a step that stands behind ``context`` random tokens."""
         slots = engine.slots_for(context + nodes)
         self.target.prefill([self.tokens[:context]])
-        runner = Runner(FusedStep(self.target, drafter, 1, slots, nodes))
+        runner = Runner(GraphStep(self.target, drafter, 1, slots, nodes))
         with torch.no_grad():
             runner.step.begin([self.tokens[: context + 1]], [True])
         return runner
@@ -276,7 +277,7 @@ class Bench:
         """The forward of a chain of ``nodes`` as a graph of its own."""
         self.target.prefill([self.tokens[:context]])
         slots = engine.slots_for(context + nodes)
-        step = FusedStep(self.target, NoDrafter(), 1, slots, 1)
+        step = GraphStep(self.target, NoDrafter(), 1, slots, 1)
         step.cache.take(self.target.cache)
         tokens = torch.tensor([self.tokens[:nodes]], device=self.device)
         draft = chains(tokens)

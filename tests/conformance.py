@@ -22,7 +22,7 @@ import torch
 from architectures import ARCHITECTURES, WINDOW, make
 from models import random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.probe import open_target
+from token_recycling.model.probe import open_target
 
 TREE = "ranked-16"
 NEW = 100  # greedy tokens of a single prompt: beyond every window

@@ -1,4 +1,4 @@
-"""Acceptance: greedy against a walk by hand, sampling against the exact distribution."""
+"""AcceptanceRates: greedy against a walk by hand, sampling against the exact distribution."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from test_tree import templates
 from token_recycling.accept import FollowAcceptor, GreedyAcceptor, longest_paths
-from token_recycling.draws import RowDraws
+from token_recycling.samplers import RowSampler
 from token_recycling.tree import TreeShape, TreeTemplate
 
 
@@ -84,7 +84,7 @@ def test_sampling_keeps_the_targets_distribution(drafted):
     generator = torch.Generator().manual_seed(1)
     seconds = {token: torch.zeros(4) for token in drafted}
     for _ in range(n):
-        accept = FollowAcceptor([[0]], [lambda ids, scores: scores], RowDraws([generator]), "cpu")
+        accept = FollowAcceptor([[0]], [lambda ids, scores: scores], RowSampler([generator]), "cpu")
         emitted = accept(draft, logits, never).tokens[0]
         counts[emitted[0]] += 1
         assert (len(emitted) == 2) == (emitted[0] in drafted)
@@ -129,7 +129,7 @@ def test_following_stops_drawing_at_the_end():
     logits = torch.zeros(1, 4, 3)
     logits[..., 1] = 50.0
     generator = torch.Generator().manual_seed(0)
-    accept = FollowAcceptor([[0]], [lambda ids, scores: scores], RowDraws([generator]), "cpu")
+    accept = FollowAcceptor([[0]], [lambda ids, scores: scores], RowSampler([generator]), "cpu")
     assert accept(draft, logits, lambda row, token: "eos").tokens == [[1]]
     spent = torch.Generator().manual_seed(0)
     torch.multinomial(torch.ones(1, 3), 1, generator=spent)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from models import plain
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.accept import told
-from token_recycling.adjacency import EMPTY
-from token_recycling.costs import CostCurve
-from token_recycling.drafters import AdaptiveDrafter, BudgetDrafter
+from token_recycling.matrix import NO_TOKEN
+from token_recycling.draft_size.costs import CostCurve
+from token_recycling.drafters import AdaptiveDrafter, AutoSize
 from token_recycling.drafters.calibration import PRIOR, SUREST, Calibration
-from token_recycling.drafters.context import HOLE, Context, Continuation
-from token_recycling.drafters.growth import HOPELESS, LEVELS, Growth
+from token_recycling.drafters.ngram import NO_TOKEN, Context, NgramMatch
+from token_recycling.drafters.tree_builder import HOPELESS, LEVELS, TreeBuilder
 from token_recycling.drafters.sources import (
     BINS,
     PAIR,
@@ -28,7 +28,7 @@ from token_recycling.drafters.sources import (
     RowSource,
 )
 from token_recycling.explain import ExplainedDrafter, lines
-from token_recycling.prompts import DEMO
+from token_recycling.bench.prompts import DEMO
 
 V, K = 12, 3
 
@@ -48,7 +48,7 @@ def filled(seed, pairs=31, share=0.8):
 
 
 def chain_of(tokens, run):
-    return Continuation(
+    return NgramMatch(
         torch.tensor([tokens], dtype=torch.long),
         torch.ones(1, len(tokens), dtype=torch.bool),
         torch.tensor([run]),
@@ -104,8 +104,8 @@ def test_a_pair_never_seen_falls_back_to_its_token():
     rows, known = matrix.rows(torch.tensor([1, 3, 7]), torch.tensor([2, 2, 2]))
     assert known.tolist() == [True, True, False]
     assert matrix.fetch(rows)[0].tolist() == [[4, 5, 6], [7, 8, 9], [7, 8, 9]]
-    rows, known = matrix.rows(torch.tensor([1]), torch.tensor([EMPTY]))
-    assert matrix.fetch(rows)[0].tolist() == [[EMPTY] * K]
+    rows, known = matrix.rows(torch.tensor([1]), torch.tensor([NO_TOKEN]))
+    assert matrix.fetch(rows)[0].tolist() == [[NO_TOKEN] * K]
 
 
 def test_a_place_belongs_to_its_last_pair():
@@ -152,13 +152,13 @@ def test_both_rows_name_a_candidate_once():
         for t in range(V):
             pair = matrix.fetch(rows[b, t])[0].tolist() if known[b, t] else []
             alone = matrix.candidates[t].tolist()
-            found = [i for i in ids[b, t].tolist() if i != EMPTY]
+            found = [i for i in ids[b, t].tolist() if i != NO_TOKEN]
             assert len(set(found)) == len(found)
-            assert set(found) == {i for i in pair + alone if i != EMPTY}
+            assert set(found) == {i for i in pair + alone if i != NO_TOKEN}
             assert [i for i in found if i in pair] == pair
             for i, feature in zip(ids[b, t], features[b, t]):
-                assert (expected[feature] > 0) == (i != EMPTY)
-                if i != EMPTY:
+                assert (expected[feature] > 0) == (i != NO_TOKEN)
+                if i != NO_TOKEN:
                     kind, rest = divmod(int(feature), K * BINS)
                     assert kind % STATES == state[b, t]
                     row = pair if i in pair else alone
@@ -183,12 +183,12 @@ def test_a_bin_is_half_an_octave():
 def test_the_chains_feature():
     chain = chain_of([4, 5, 6, 7, 8], run=11)
     below = torch.tensor([[4, 5, 6, 7, 8]])
-    candidates = torch.tensor([[[4, 1, 2], [1, 5, 2], [1, 2, 6], [1, 2, 3], [EMPTY] * 3]])
+    candidates = torch.tensor([[[4, 1, 2], [1, 5, 2], [1, 2, 6], [1, 2, 3], [NO_TOKEN] * 3]])
     found = ChainSource().of(chain, below, torch.arange(5), candidates)
     places, ranks = [0, 1, 2, 2, 3], [1, 2, 3, 0, 0]
     assert found[0].tolist() == [(7 * len(PLACES) + p) * RANKS + r for p, r in zip(places, ranks)]
     assert int(found.max()) < ChainSource.features == len(ChainSource().expected())
-    runs = Continuation(
+    runs = NgramMatch(
         chain.tokens.repeat(3, 1), chain.valid.repeat(3, 1), torch.tensor([0, 3, 4])
     )
     assert ChainSource.state(runs).tolist() == [0, 1, 2]
@@ -211,7 +211,7 @@ def test_shares_are_hits_over_trials():
     assert calibration.logs.exp().tolist() == pytest.approx(shares)
 
 
-# Growth
+# TreeBuilder
 
 
 def best_first(source, logs, root, before, chain, nodes):
@@ -241,7 +241,7 @@ def best_first(source, logs, root, before, chain, nodes):
             continue
         found, on_chain = candidates(previous, token, place)
         for child, more in found.items():
-            if child != EMPTY and more > float("-inf"):
+            if child != NO_TOKEN and more > float("-inf"):
                 goes_on = child == on_chain
                 heapq.heappush(
                     heap,
@@ -277,7 +277,7 @@ def test_the_draft_has_the_most_likely_nodes(seed, length, nodes):
     calibration = Calibration(evidence, expected)
     tokens = torch.randint(0, V, (length,), generator=rng).tolist()
     chain = chain_of(tokens, run=int(torch.randint(1, 9, (), generator=rng)))
-    grow = Growth(source, ChainSource(), calibration, nodes, length)
+    grow = TreeBuilder(source, ChainSource(), calibration, nodes, length)
     grow.width = 10_000  # of a level everything grows on
     root, before = torch.randint(0, V, (2,), generator=rng).tolist()
     draft = grow(torch.tensor([root]), torch.tensor([before]), chain)
@@ -393,7 +393,7 @@ def test_few_candidates_make_smaller_trees(k, chain):
     draft = drafter.propose(torch.tensor([4]))
     assert draft.tokens.shape[1] == len(drafter.shares) + 1 == drafter.growth.nodes + 1
     assert draft.valid.sum() > 1
-    budget = BudgetDrafter(drafter, CostCurve.assumed("cuda"))
+    budget = AutoSize(drafter, CostCurve.assumed("cuda"))
     budget.start([[1, 2, 3]])
     assert budget.propose(torch.tensor([4])).tokens.shape[1] > 1
 
@@ -423,13 +423,13 @@ def test_rest_keeps_the_context(bundled):
 def test_growth_has_a_negative_control(bundled, greedy, monkeypatch):
     """Parents that are not the nodes' own: the text stays, or the probe of this file is blind."""
 
-    class Wrong(Growth):
+    class Wrong(TreeBuilder):
         def _draft(self, tokens, parents, scores):
             draft = super()._draft(tokens, parents, scores)
             draft.parents[:, 2:] = (draft.parents[:, 2:] + 1) % 2
             return draft
 
-    monkeypatch.setattr("token_recycling.drafters.adaptive.Growth", Wrong)
+    monkeypatch.setattr("token_recycling.drafters.adaptive.TreeBuilder", Wrong)
     prompts, expected = greedy
     recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
     found = [recycler.generate(p, max_new_tokens=80).token_ids for p in prompts]
@@ -438,7 +438,7 @@ def test_growth_has_a_negative_control(bundled, greedy, monkeypatch):
 
 def test_holes_are_no_tokens():
     context = Context([[1, 2]], 8)
-    assert context.last(4).tolist() == [[HOLE, HOLE, 1, 2]]
+    assert context.last(4).tolist() == [[NO_TOKEN, NO_TOKEN, 1, 2]]
     assert context.continuation(3).run.tolist() == [0]
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
-from token_recycling.adjacency import EMPTY, fingerprint
+from token_recycling.matrix import NO_TOKEN, fingerprint
 
 
 def look(matrix, token, rank):
@@ -15,8 +15,8 @@ def look(matrix, token, rank):
 def test_a_new_matrix_proposes_nothing():
     matrix = AdjacencyMatrix(20, 3)
     assert matrix.rows_seen == 0
-    assert {look(matrix, token, rank) for token in (EMPTY, 0, 7, 19) for rank in range(3)} == {
-        EMPTY
+    assert {look(matrix, token, rank) for token in (NO_TOKEN, 0, 7, 19) for rank in range(3)} == {
+        NO_TOKEN
     }
 
 
@@ -49,11 +49,11 @@ def test_the_last_valid_row_of_a_repeated_token_wins(data):
             expected[tokens[i]] = i
     for token in range(6):
         i = expected.get(token)
-        row = rows[i].tolist() if i is not None else [EMPTY] * 2
+        row = rows[i].tolist() if i is not None else [NO_TOKEN] * 2
         assert matrix.candidates[token].tolist() == row
         if i is not None:
             assert torch.equal(matrix.probabilities[token], probabilities[i].half())
-    assert look(matrix, EMPTY, 0) == EMPTY  # what was not written went nowhere visible
+    assert look(matrix, NO_TOKEN, 0) == NO_TOKEN  # what was not written went nowhere visible
 
 
 def test_save_and_load(tmp_path):
@@ -89,7 +89,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         name.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("token_recycling.adjacency.save_file", fail)
+    monkeypatch.setattr("token_recycling.matrix.save_file", fail)
     with pytest.raises(TokenRecyclingError, match="disk full"):
         AdjacencyMatrix(50, 4).save(path)
     assert path.read_bytes() == before

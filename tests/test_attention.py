@@ -8,7 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.attention import install, pack_queries, packed_attention
+from token_recycling.model.attention import install, pack_queries, packed_attention
 
 
 def reference(query, key, value, mask, scale):
@@ -59,8 +59,8 @@ def test_steps_pack_and_prompts_do_not(engine, monkeypatch):
         seen.append(query.shape[2])
         return packed_attention(stock, module, query, *others, **options)
 
-    monkeypatch.setattr("token_recycling.engine.BACKEND", "eager")
-    monkeypatch.setattr("token_recycling.attention.install", lambda: None)
+    monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+    monkeypatch.setattr("token_recycling.model.attention.install", lambda: None)
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", watched)
     torch._dynamo.reset()
     [prompt] = random_prompts([20])

@@ -8,18 +8,18 @@ import torch
 from models import random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError, TreeTemplate
 from token_recycling.accept import GreedyAcceptor, told
-from token_recycling.costs import SIZES, CostCurve
+from token_recycling.draft_size.costs import SIZES, CostCurve
 from token_recycling.decode import decode
 from token_recycling.drafters import (
     AdaptiveDrafter,
-    BudgetDrafter,
+    AutoSize,
     NoDrafter,
     PaperDrafter,
     PromptLookupDrafter,
 )
 from token_recycling.drafters import budget as budget_module
-from token_recycling.drafters.acceptance import EVERY, Acceptance
-from token_recycling.drafters.pace import Pace
+from token_recycling.draft_size.acceptance import EVERY, AcceptanceRates
+from token_recycling.draft_size.timer import StepTimer
 from token_recycling.tree import TreeShape
 from toy import VOCABULARY, ToyTarget, next_logits, plain_greedy
 
@@ -73,7 +73,7 @@ def simulate(monkeypatch):
         drafter = PaperDrafter(matrix, RANKED)
         if size is None:
             guess = CostCurve.assumed("cpu") if known is None else curve(known)
-            drafter = BudgetDrafter(drafter, guess)
+            drafter = AutoSize(drafter, guess)
         else:
             drafter = PaperDrafter(matrix, RANKED.first(size - 1)) if size > 1 else NoDrafter()
         left, half = n, None
@@ -160,7 +160,7 @@ def test_acceptance_counts_what_was_never_verified():
     rng = torch.Generator().manual_seed(1)
 
     def expected(shift):
-        acceptance = Acceptance([0.0] * 80, "cpu")
+        acceptance = AcceptanceRates([0.0] * 80, "cpu")
         hits = torch.zeros(80)
         watched = 0
         for step in range(400):
@@ -188,7 +188,7 @@ def test_acceptance_counts_what_was_never_verified():
 
 def test_rows_that_end_early_are_left_out():
     shape = TreeShape(RANKED, "cpu")
-    acceptance = Acceptance(RANKED.shares, "cpu")
+    acceptance = AcceptanceRates(RANKED.shares, "cpu")
     tokens = torch.full((2, 81), 7)
     for _ in range(EVERY):
         acceptance.watch(shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool)))
@@ -200,7 +200,7 @@ def test_rows_that_end_early_are_left_out():
 
 
 def test_pace_measures_relative_to_the_usual_size():
-    pace = Pace(3, usual=1, trusted=False)
+    pace = StepTimer(3, usual=1, trusted=False)
     for slowness in (1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0):
         pace.note(1, slowness, 1.0, usual=True)
     for _ in range(3):
@@ -215,7 +215,7 @@ def test_pace_measures_relative_to_the_usual_size():
 def test_batches_with_any_sizes_are_lossless():
     """Whatever sizes are chosen, from step to step."""
 
-    class Wild(BudgetDrafter):
+    class Wild(AutoSize):
         def _best(self, *offer):
             super()._best(*offer)
             return random.randrange(len(self.sizes))
@@ -243,7 +243,7 @@ def test_batches_with_any_sizes_are_lossless():
 
 def test_what_the_library_does_by_itself(bundled):
     automatic = TokenRecycling(bundled.model, bundled.tokenizer)
-    assert isinstance(automatic.drafter, BudgetDrafter)
+    assert isinstance(automatic.drafter, AutoSize)
     assert automatic.template.name == "auto"
     assert isinstance(automatic.drafter.drafter, AdaptiveDrafter)
     named = TokenRecycling(bundled.model, bundled.tokenizer, drafter="paper", tree="paper")
@@ -267,4 +267,4 @@ def test_a_dear_machine_decodes_plainly(bundled):
 def test_a_drafter_whose_nodes_have_no_order_is_refused():
     paper = PaperDrafter(AdjacencyMatrix(VOCABULARY, 8), TreeTemplate.load("paper"))
     with pytest.raises(TokenRecyclingError, match="cannot be cut"):
-        BudgetDrafter(paper, CostCurve.assumed("cpu"))
+        AutoSize(paper, CostCurve.assumed("cpu"))

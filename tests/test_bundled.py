@@ -6,9 +6,9 @@ import pytest
 
 from models import TREES
 from token_recycling import TokenRecycling
-from token_recycling.api import BUNDLED_MODEL
-from token_recycling.compare import plain_generate
-from token_recycling.prompts import DEMO
+from token_recycling.recycler import BUNDLED_MODEL
+from token_recycling.bench.compare import plain_generate
+from token_recycling.bench.prompts import DEMO
 
 
 def ask(question):

@@ -9,8 +9,8 @@ from architectures import make
 from models import random_prompts
 from test_cli import call
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.cache import RecyclingCache
-from token_recycling.check import Difference, Result, check, overall
+from token_recycling.model.kv_cache import RecyclingCache
+from token_recycling.bench.check import Difference, Result, check, overall
 
 PROMPTS = random_prompts([20, 7, 33])
 
@@ -22,7 +22,7 @@ def half(name="llama"):
 class TestExactLogits:
     def test_logits_are_float32_and_only_inside(self):
         model = half()
-        recycler = TokenRecycling(model, exact_logits=True, strict=True)
+        recycler = TokenRecycling(model, float32_logits=True, strict=True)
         ids = torch.tensor(PROMPTS[:1])
         outside = model(ids).logits
         with recycler.target.exact:
@@ -35,7 +35,7 @@ class TestExactLogits:
 
     def test_generate_is_that_of_the_same_head(self):
         """Plain decoding with the float32 projection says what is right."""
-        recycler = TokenRecycling(half(), exact_logits=True, strict=True)
+        recycler = TokenRecycling(half(), float32_logits=True, strict=True)
         results = list(check(recycler, PROMPTS, 60))
         assert overall(results) != "WRONG"
         assert recycler.stats.accepted > 0
@@ -43,7 +43,7 @@ class TestExactLogits:
     def test_a_batch_of_rounded_logits_ties_and_an_exact_one_does_not(self):
         model = half()
         ids = torch.tensor(random_prompts([200]))
-        exact = TokenRecycling(model, exact_logits=True).target.exact
+        exact = TokenRecycling(model, float32_logits=True).target.exact
 
         def ties():
             best = model(ids).logits[0].float().topk(2).values
@@ -58,7 +58,7 @@ class TestExactLogits:
         model = half()
         model.lm_head = torch.nn.Sequential(model.lm_head)
         with pytest.raises(TokenRecyclingError, match="plain linear projection"):
-            TokenRecycling(model, exact_logits=True)
+            TokenRecycling(model, float32_logits=True)
 
 
 class TestCheck:

@@ -106,20 +106,20 @@ class TestPeft:
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
         model = make("llama").bfloat16()
-        recycler = TokenRecycling(model, tree="ranked-8", exact_logits=True)
+        recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
         before = recycler.generate(PROMPT, max_new_tokens=16).token_ids
         adapted = peft.get_peft_model(model, config)
         adapted.merge_adapter()
         merged = recycler.generate(PROMPT, max_new_tokens=16).token_ids
         fresh = make("llama").bfloat16()
         fresh.lm_head.weight.data.copy_(model.lm_head.base_layer.weight.data)
-        expected = TokenRecycling(fresh, tree="ranked-8", exact_logits=True)
+        expected = TokenRecycling(fresh, tree="ranked-8", float32_logits=True)
         assert merged == expected.generate(PROMPT, max_new_tokens=16).token_ids != before
         adapted.unmerge_adapter()
         assert recycler.target.exact.weight is not None
 
     def test_no_graph_with_adapters(self, adapted, monkeypatch):
-        monkeypatch.setattr("token_recycling.engine.BACKEND", "eager")
+        monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
         torch._dynamo.reset()
         recycler = TokenRecycling(adapted, tree="ranked-8", engine="fused")
         for _ in range(2):

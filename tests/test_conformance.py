@@ -7,7 +7,7 @@ import pytest
 
 from architectures import ARCHITECTURES
 from conformance import examine
-from token_recycling.cache import RecyclingCache
+from token_recycling.model.kv_cache import RecyclingCache
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 # one of every kind that goes wrong without care

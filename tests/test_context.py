@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from token_recycling.drafters.context import ROOM, Context
+from token_recycling.drafters.ngram import ROOM, Context
 
 rows = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=3)
 

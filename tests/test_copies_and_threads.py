@@ -16,7 +16,7 @@ from torch.nn import functional
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, enable
-from token_recycling.engine import FusedEngine, FusingError, has_adapters
+from token_recycling.graph.decoder import GraphDecoder, GraphError, has_adapters
 
 [PROMPT] = random_prompts([12])
 IDS = torch.tensor([PROMPT])
@@ -29,9 +29,9 @@ def pickled(thing):
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 class TestCopies:
     @pytest.mark.parametrize("drafter", ["adaptive", "paper", "prompt-lookup", "none"])
-    @pytest.mark.parametrize("options", [{}, {"exact_logits": True}, {"engine": "fused"}])
+    @pytest.mark.parametrize("options", [{}, {"float32_logits": True}, {"engine": "fused"}])
     def test_a_recycler(self, copied, drafter, options, monkeypatch):
-        monkeypatch.setattr("token_recycling.engine.BACKEND", "eager")
+        monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
         torch._dynamo.reset()
         model = make("llama")
         recycler = TokenRecycling(model, drafter=drafter, **options)
@@ -52,7 +52,7 @@ class TestCopies:
         assert other == plain(twin.model, PROMPT, 30) != expected
 
     def test_exact_logits_of_a_copy_are_exact(self, copied):
-        recycler = TokenRecycling(make("llama").bfloat16(), exact_logits=True)
+        recycler = TokenRecycling(make("llama").bfloat16(), float32_logits=True)
         twin = copied(recycler)
         with twin.target.exact:
             assert twin.model(IDS).logits.dtype == torch.float32
@@ -88,7 +88,7 @@ class TestCopies:
 
     def test_a_model_with_a_recycler(self, copied):
         model = make("llama")
-        recycler = TokenRecycling(model, exact_logits=True)
+        recycler = TokenRecycling(model, float32_logits=True)
         model.recycler = types.SimpleNamespace(it=recycler)
         twin = copied(model)
         assert twin.recycler.it.model is twin
@@ -102,7 +102,7 @@ def test_a_recycler_does_not_keep_its_model_alive():
     gone = weakref.ref(model)
     gc.disable()
     try:
-        recycler = TokenRecycling(model, exact_logits=True)
+        recycler = TokenRecycling(model, float32_logits=True)
         recycler.generate(PROMPT, max_new_tokens=5)
         del recycler, model
         gc.collect()
@@ -149,11 +149,11 @@ class TestTwoRecyclersOfOneModel:
     def test_no_setting_is_flipped_while_a_forward_runs(self, monkeypatch):
         """Seen from inside of the attention function, and from inside of a linear layer."""
         model = make("qwen3", attn_implementation="sdpa")
-        recycler = TokenRecycling(model, tree="ranked-8", exact_logits=True)
+        recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
         outside = self.settings(model)
         seen = []
         monkeypatch.setattr(
-            "token_recycling.attention.scaled_dot_product_attention",
+            "token_recycling.model.attention.scaled_dot_product_attention",
             lambda *a, **kw: (
                 seen.append(self.settings(model))
                 or functional.scaled_dot_product_attention(*a, **kw)
@@ -176,7 +176,7 @@ class TestTwoRecyclersOfOneModel:
 
     def test_exact_logits_are_those_of_the_thread_that_asked(self):
         model = make("llama").bfloat16()
-        exact = TokenRecycling(model, exact_logits=True).target.exact
+        exact = TokenRecycling(model, float32_logits=True).target.exact
         dtypes, inside, done = [], threading.Event(), threading.Event()
 
         def other():
@@ -196,7 +196,7 @@ class TestTwoRecyclersOfOneModel:
 
 def test_a_patch_of_another_library_survives(monkeypatch):
     """Put in during a forward, as one that counts operations would."""
-    monkeypatch.setattr("token_recycling.target.pays", lambda: True)
+    monkeypatch.setattr("token_recycling.model.target.pays", lambda: True)
     model = make("llama")
     recycler = TokenRecycling(model, tree="ranked-4")
     stock = functional.linear
@@ -254,7 +254,7 @@ class TestAdapters:
     @pytest.mark.parametrize("late", [False, True])
     def test_no_graph_is_made_with_them(self, peft, late, monkeypatch):
         """A replay would not see them switched."""
-        monkeypatch.setattr("token_recycling.engine.BACKEND", "eager")
+        monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
         torch._dynamo.reset()
         model = make("llama")
         if not late:
@@ -262,12 +262,12 @@ class TestAdapters:
         recycler = TokenRecycling(model, tree="ranked-8", engine="fused")
         if late:
             recycler.generate(PROMPT, max_new_tokens=10)
-            assert isinstance(recycler._fused, FusedEngine)
+            assert isinstance(recycler._fused, GraphDecoder)
             adapter = self.adapted(model, peft)
         for on in (True, False, True):
             adapter.on = on
             with pytest.warns(UserWarning, match="adapters"):
                 answer = recycler.generate(PROMPT, max_new_tokens=20)
             assert answer.token_ids == plain(model, PROMPT, 20)
-        with pytest.raises(FusingError, match="adapters"):
+        with pytest.raises(GraphError, match="adapters"):
             recycler._fused._runner(1, 12, None)

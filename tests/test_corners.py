@@ -24,7 +24,7 @@ from architectures import make
 from letters import letters
 from models import random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError, enable
-from token_recycling.plain_target import PlainTarget
+from token_recycling.model.fallback import PlainTarget
 
 IDS = torch.tensor(random_prompts([12]))
 
@@ -110,7 +110,7 @@ class TestTheModelIsAnotherOne:
 
     def test_exact_logits_follow_the_weights(self, model):
         model.to(torch.bfloat16)
-        with enable(model, exact_logits=True) as enabled:
+        with enable(model, float32_logits=True) as enabled:
             model.generate(IDS, max_new_tokens=5)
             with torch.no_grad():
                 model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight))

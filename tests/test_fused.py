@@ -13,12 +13,15 @@ from torch._dynamo.utils import counters
 
 from architectures import make
 from models import plain, random_prompts
-from token_recycling import TokenRecycling, TokenRecyclingError, engine, fused, throttle
+from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling.graph import decoder as engine
+from token_recycling.graph import step as fused
+from token_recycling.draft_size import gate as throttle
 from token_recycling.accept import GreedyAcceptor, chains
-from token_recycling.cache import FixedCache
-from token_recycling.costs import CostCurve
+from token_recycling.model.kv_cache import FixedCache
+from token_recycling.draft_size.costs import CostCurve
 from token_recycling.drafters import Drafter
-from token_recycling.stop import StopRules
+from token_recycling.sequence import StopRules
 from token_recycling.tree import DraftTree
 
 PROMPTS = random_prompts([20, 7, 33, 1])
@@ -182,7 +185,7 @@ def test_when_the_next_cache_fails_the_readable_loop_goes_on(llama, monkeypatch)
     def once(self, step):
         count.append(step)
         if len(count) > 1:
-            raise engine.FusingError("out of memory")
+            raise engine.GraphError("out of memory")
         made(self, step)
 
     for options in ({}, {"temperature": 0.8, "seed": 2}):
@@ -265,7 +268,7 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
 
 
 def test_the_rest_grows_until_drafts_pay():
-    held = throttle.Throttle(8, CostCurve((1, 8), (64,), ((1.0, 2.0),)))
+    held = throttle.SpeculationGate(8, CostCurve((1, 8), (64,), ((1.0, 2.0),)))
 
     def taken(tokens, steps):
         found = []
@@ -348,7 +351,7 @@ def test_what_failed_is_not_tried_again(llama, monkeypatch):
 
     def failing(self, step):
         tried.append(step)
-        raise engine.FusingError("no")
+        raise engine.GraphError("no")
 
     monkeypatch.setattr(engine.Runner, "__init__", failing)
     recycler = recycling(llama)
@@ -362,7 +365,7 @@ def test_without_memory_it_goes_on_without_a_graph(llama, monkeypatch):
     def full(*args, **options):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(engine, "FusedStep", full)
+    monkeypatch.setattr(engine, "GraphStep", full)
     recycler = recycling(llama)
     with pytest.warns(UserWarning, match="no memory for a cache of 1 x 256 tokens"):
         answer = recycler.generate(PROMPTS[0], max_new_tokens=30)
@@ -424,7 +427,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
         monkeypatch.setattr(FixedCache, "commit", _commits_nothing)
     else:
         breaks = _sees_everything if what == "mask" else _stands_in_a_row
-        verify = fused.FusedStep._verify
+        verify = fused.GraphStep._verify
 
         def broken(self, draft):
             wrong = DraftTree(**{**vars(draft), "ancestors": draft.ancestors.clone()})
@@ -432,7 +435,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
             breaks(wrong)
             return verify(self, wrong)
 
-        monkeypatch.setattr(fused.FusedStep, "_verify", broken)
+        monkeypatch.setattr(fused.GraphStep, "_verify", broken)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it must compile, and be wrong
         found = [recycler.generate(p, max_new_tokens=60).token_ids for p in PROMPTS]

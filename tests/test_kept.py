@@ -10,7 +10,7 @@ import torch
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.kept import TOLERANCE, KeptContext
+from token_recycling.model.prefix_cache import TOLERANCE, PrefixCache
 
 [FIRST] = random_prompts([40])
 
@@ -101,7 +101,7 @@ def test_a_change_that_only_the_last_tokens_show(monkeypatch):
     """Without reading them again it would not be seen: the control."""
     model, recycler, longer = after_a_turn()
     by_data(model)
-    monkeypatch.setattr("token_recycling.kept.TOLERANCE", dict.fromkeys(TOLERANCE, 1e9))
+    monkeypatch.setattr("token_recycling.model.prefix_cache.TOLERANCE", dict.fromkeys(TOLERANCE, 1e9))
     answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)
     assert answer.stats.prompt_tokens < len(longer)
     assert answer.token_ids != plain(model, longer, 30)
@@ -120,10 +120,10 @@ def test_learned_positions_that_were_rewritten():
 
 def test_exact_logits_of_another_projection():
     model = make("llama").to(torch.bfloat16)
-    recycler = TokenRecycling(model, tree="ranked-8", exact_logits=True)
+    recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
     model.set_output_embeddings(torch.nn.Linear(32, 96, bias=False).to(torch.bfloat16))
     found = recycler.generate(FIRST, max_new_tokens=20).token_ids
-    fresh = TokenRecycling(copy.deepcopy(model), tree="ranked-8", exact_logits=True)
+    fresh = TokenRecycling(copy.deepcopy(model), tree="ranked-8", float32_logits=True)
     assert found == fresh.generate(FIRST, max_new_tokens=20).token_ids
     with recycler.target.exact:
         assert model(torch.tensor([FIRST])).logits.dtype == torch.float32
@@ -137,7 +137,7 @@ def test_rounding_is_not_taken_for_a_change(name, dtype):
     first = recycler.generate(FIRST, max_new_tokens=20)
     read = [*FIRST, *first.token_ids]
     kept = recycler._context
-    assert isinstance(kept, KeptContext)
+    assert isinstance(kept, PrefixCache)
     assert kept.common(read) == len(read) - 1
 
 
@@ -156,7 +156,7 @@ def test_an_untouched_copy_of_the_weights_is_no_reason():
 def test_exact_logits_see_a_merged_projection(begin):
     """Merged and unmerged through ``.data``, as peft does it: no version changes."""
     model = make("llama").to(torch.bfloat16)
-    recycler = TokenRecycling(model, tree="ranked-8", exact_logits=True)
+    recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
     if begin:
         recycler.generate(FIRST, max_new_tokens=5)
     before = recycler.generate(FIRST, max_new_tokens=20).token_ids
@@ -164,6 +164,6 @@ def test_exact_logits_see_a_merged_projection(begin):
     version = model.lm_head.weight._version
     model.lm_head.weight.data += delta
     assert model.lm_head.weight._version == version
-    fresh = TokenRecycling(copy.deepcopy(model), tree="ranked-8", exact_logits=True)
+    fresh = TokenRecycling(copy.deepcopy(model), tree="ranked-8", float32_logits=True)
     expected = fresh.generate(FIRST, max_new_tokens=20).token_ids
     assert recycler.generate(FIRST, max_new_tokens=20).token_ids == expected != before

@@ -36,7 +36,7 @@ def test_other_drafters_are_identical_too(name, drafter):
 
 def test_breaking_the_commit_turns_this_red(monkeypatch):
     """The negative control of this file: entries that stay where they were verified."""
-    from token_recycling.cache import RecyclingCache
+    from token_recycling.model.kv_cache import RecyclingCache
 
     def forgetful(self, path, counts):
         self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]

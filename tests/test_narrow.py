@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from token_recycling import narrow
-from token_recycling.narrow import GAINS, NarrowProducts, gains
+from token_recycling.model import skinny_gemm as narrow
+from token_recycling.model.skinny_gemm import GAINS, SkinnyGemm, gains
 
 
 class Model(torch.nn.Module):
@@ -36,7 +36,7 @@ def test_the_products_are_the_same(rows, bias, shape, calls):
     model = Model(24, 40, bias=bias)
     inputs = torch.randn(*shape, rows, 24)
     expected = model(inputs)
-    with torch.inference_mode(), NarrowProducts(model):
+    with torch.inference_mode(), SkinnyGemm(model):
         found = model(inputs)
     assert found.shape == expected.shape
     assert found.is_contiguous()
@@ -48,11 +48,11 @@ def test_the_products_are_the_same(rows, bias, shape, calls):
 def test_other_types_and_row_counts_go_the_ordinary_way(calls):
     for dtype, rows in ((torch.bfloat16, 3), (torch.float64, 3), (torch.float32, 30)):
         model = Model(8, 5, dtype=dtype)
-        with NarrowProducts(model):
+        with SkinnyGemm(model):
             model(torch.ones(rows, 8, dtype=dtype))
     assert not calls
     model = Model(8, 5)
-    with NarrowProducts(model):
+    with SkinnyGemm(model):
         model(torch.ones(3, 8))
         assert len(calls) == 1
         with torch.autocast("cpu"):
@@ -71,7 +71,7 @@ def test_weights_with_a_linear_of_their_own_keep_it(calls):
             return torch.zeros(3, 5) if function is functional.linear else NotImplemented
 
     model = Model(8, 5, bias=False)
-    products = NarrowProducts(model)
+    products = SkinnyGemm(model)
     del model.layer.weight
     object.__setattr__(model.layer, "weight", torch.ones(5, 8).as_subclass(Quantised))
     with products:
@@ -82,11 +82,11 @@ def test_weights_with_a_linear_of_their_own_keep_it(calls):
 
 def test_other_threads_and_other_callers_get_the_ordinary_way(calls):
     model = Model(8, 5)
-    products = NarrowProducts(model)
+    products = SkinnyGemm(model)
     ready, go = threading.Barrier(2), threading.Event()
 
     def other():
-        with NarrowProducts(model):
+        with SkinnyGemm(model):
             ready.wait()
             go.wait()
 
@@ -109,7 +109,7 @@ def test_other_threads_and_other_callers_get_the_ordinary_way(calls):
 def test_nothing_of_torch_is_replaced(monkeypatch):
     """A patch that another library puts into ``functional.linear`` meanwhile stays, and is used."""
     model = Model(8, 5)
-    with NarrowProducts(model):
+    with SkinnyGemm(model):
         monkeypatch.setattr(functional, "linear", lambda *a: "another library's")
         patched = functional.linear
     assert functional.linear is patched
@@ -120,19 +120,19 @@ def test_layers_that_somebody_else_has_changed_stay_so(calls):
     """As accelerate does to move inputs."""
     model = Model(8, 5)
     model.layer.forward = lambda inputs: "moved"
-    with NarrowProducts(model):
+    with SkinnyGemm(model):
         assert model(torch.ones(3, 8)) == "moved"
 
 
 def test_a_copy_of_the_model_has_ordinary_layers(calls):
     model = Model(8, 5)
-    products = NarrowProducts(model)
+    products = SkinnyGemm(model)
     twin = copy.deepcopy(model)
     with products:
         assert torch.equal(twin(torch.ones(3, 8)), functional.linear(
             torch.ones(3, 8), twin.layer.weight, twin.layer.bias))  # fmt: skip
         assert not calls
-        with NarrowProducts(twin):
+        with SkinnyGemm(twin):
             twin(torch.ones(3, 8))
     assert len(calls) == 1
 

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from token_recycling import PlainDecodingWarning, TokenRecycling
-from token_recycling.api import BUNDLED_MODEL
-from token_recycling.check import check, overall
-from token_recycling.plain_target import PlainTarget
-from token_recycling.prompts import DEMO
+from token_recycling.recycler import BUNDLED_MODEL
+from token_recycling.bench.check import check, overall
+from token_recycling.model.fallback import PlainTarget
+from token_recycling.bench.prompts import DEMO
 
 pytestmark = pytest.mark.quantised
 

@@ -16,7 +16,7 @@ from token_recycling.accept import GreedyAcceptor
 from token_recycling.bench import replay as replaying
 from token_recycling.bench.replay import NoModel, figures, read_answers, replay
 from token_recycling.bench.suites import Question
-from token_recycling.costs import CostCurve
+from token_recycling.draft_size.costs import CostCurve
 from token_recycling.drafters import PaperDrafter, PromptLookupDrafter
 from token_recycling.metrics import Step
 from token_recycling.tree import TreeTemplate

@@ -325,8 +325,8 @@ class TestOtherConfigurations:
     def test_the_probe_still_sees_windows(self, monkeypatch):
         """The control: a target that forgets them is refused."""
         monkeypatch.setattr(
-            "token_recycling.target.layer_reaches",
-            lambda config: {"sliding_attention": masks.Reach("full")},
+            "token_recycling.model.target.attention_windows",
+            lambda config: {"sliding_attention": masks.AttentionWindow("full")},
         )
         with pytest.raises(TokenRecyclingError, match="differ"):
             TokenRecycling(make("mistral"), strict=True)
@@ -481,9 +481,9 @@ class TestThreads:
         assert [answer.token_ids for answer in self.run(slow)] == expected
 
     def test_turns_come_in_the_order_of_asking(self):
-        from token_recycling.turns import Turns
+        from token_recycling.lock import FairLock
 
-        turns, order = Turns(), []
+        turns, order = FairLock(), []
         asked = threading.Event()
 
         def one(i):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
-from token_recycling.accept import HOLE, accept_choices, greedy
+from token_recycling.accept import NO_TOKEN, accept_choices, greedy
 from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
-from token_recycling.drafters.context import Context
+from token_recycling.drafters.ngram import Context
 from token_recycling.integrations import versions
 from token_recycling.integrations.sglang.trees import full_masks, links
-from token_recycling.serving import (
+from token_recycling.integrations.engines.requests import (
     RequestDrafter,
     ServingOptions,
     packed_draft,
@@ -74,7 +74,7 @@ class Engine:
         accepted = accept_choices(draft, greedy(logits))
         self.drafter.observe(at, logits, scheduled, accepted.emitted)
         for place, emitted in zip(places, accepted.emitted.tolist()):
-            self.texts[place] += [token for token in emitted if token != HOLE]
+            self.texts[place] += [token for token in emitted if token != NO_TOKEN]
         self.rows += len(places)
 
     def run(self, requests, at_once=5):
@@ -117,13 +117,13 @@ def alone(steps, drafter, prompt):
     drafter.settle([text[:-1]], 256)
     for _ in range(steps):
         draft = drafter.propose(torch.tensor([text[-1]]))
-        found.append(draft.tokens[0].masked_fill(~draft.valid[0], HOLE).tolist())
+        found.append(draft.tokens[0].masked_fill(~draft.valid[0], NO_TOKEN).tolist())
         target = ToyTarget()
         target.prefill([text[:-1]])
         logits = target.verify(draft)
         accepted = accept_choices(draft, greedy(logits))
         drafter.observe(draft, logits, accepted)
-        text += [token for token in accepted.emitted[0].tolist() if token != HOLE]
+        text += [token for token in accepted.emitted[0].tolist() if token != NO_TOKEN]
     return found
 
 
@@ -138,13 +138,13 @@ def test_a_request_is_drafted_for_as_if_alone(mixed):
     for step in range(12):
         place = torch.tensor([5 if mixed and step == 6 else 2])
         draft = requests.propose(place, torch.tensor([text[-1]]), NODES)
-        found.append(draft.tokens[0].masked_fill(~draft.valid[0], HOLE).tolist())
+        found.append(draft.tokens[0].masked_fill(~draft.valid[0], NO_TOKEN).tolist())
         target = ToyTarget()
         target.prefill([text[:-1]])
         logits = target.verify(draft)
         accepted = accept_choices(draft, greedy(logits))
         requests.observe(place, logits, torch.tensor([draft.nodes]), accepted.emitted)
-        text += [token for token in accepted.emitted[0].tolist() if token != HOLE]
+        text += [token for token in accepted.emitted[0].tolist() if token != NO_TOKEN]
     assert (found == expected) is not mixed
 
 
@@ -152,9 +152,9 @@ def test_a_long_text_forgets_its_beginning():
     context = Context([list(range(1, 90)), [5, 6]], 4, room=100)
     slid = context.slid(20)
     assert slid.lengths.tolist() == [4 + 89 - 52, 4 + 2]
-    assert slid.last(3).tolist() == [[87, 88, 89], [HOLE, 5, 6]]
+    assert slid.last(3).tolist() == [[87, 88, 89], [NO_TOKEN, 5, 6]]
     assert slid.tokens[0, : int(slid.lengths[0])].tolist() == list(range(1, 90))[48:]
-    assert bool((slid.tokens[0, int(slid.lengths[0]) :] == HOLE).all())
+    assert bool((slid.tokens[0, int(slid.lengths[0]) :] == NO_TOKEN).all())
     engine = Engine(make("adaptive"), seed=1, tokens=600)
     for prompt, new in engine.run([[1, 2, 3], [4, 5]]):
         assert new == plain_text(prompt, len(new))

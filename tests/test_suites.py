@@ -6,7 +6,7 @@ import pytest
 
 from token_recycling import TokenRecyclingError
 from token_recycling.bench.suites import PUBLIC, Question, choose, load, load_all
-from token_recycling.prompts import DEMO
+from token_recycling.bench.prompts import DEMO
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared" / "data"

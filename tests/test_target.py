@@ -8,10 +8,10 @@ import torch
 from architectures import make
 from models import REFUSED, SUPPORTED, plain, random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError
-from token_recycling.masks import additive_masks
-from token_recycling.plain_target import PlainTarget
-from token_recycling.probe import open_target, probe
-from token_recycling.target import TreeTarget, primed_share
+from token_recycling.model.masks import additive_masks
+from token_recycling.model.fallback import PlainTarget
+from token_recycling.model.probe import open_target, probe
+from token_recycling.model.target import TreeTarget, primed_share
 from token_recycling.tree import TreeShape, TreeTemplate
 
 TEMPLATE = TreeTemplate.load("ranked-8")
@@ -69,8 +69,8 @@ def test_negative_controls(what, monkeypatch):
 
     if kind == "window":
         monkeypatch.setattr(target, "changed", lambda: None)  # it would notice
-        target.reaches = {
-            "full_attention": next(iter(target.reaches.values()))._replace(rule="full")
+        target.windows = {
+            "full_attention": next(iter(target.windows.values()))._replace(rule="full")
         }
     assert tree_difference(model, target, random_prompts([40]), broken) > least
 
@@ -173,11 +173,11 @@ def test_how_many_prompt_tokens_are_worth_their_logits():
 
 
 def test_eager_masks_are_additive():
-    from token_recycling.masks import Reach
+    from token_recycling.model.masks import AttentionWindow
 
     visible = torch.tensor([[[True, False]]])
     mask = additive_masks(
-        {"full_attention": Reach("full")}, visible, torch.tensor([[1]]), torch.tensor([[0, 1]]),
+        {"full_attention": AttentionWindow("full")}, visible, torch.tensor([[1]]), torch.tensor([[0, 1]]),
         torch.float16,
     )  # fmt: skip
     assert mask.dtype == torch.float16

@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from architectures import make
 from models import random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError, enable
-from token_recycling.api import BUNDLED_MODEL
+from token_recycling.recycler import BUNDLED_MODEL
 
 TEXTS = ["Once upon a time there was a king", "The fox", "Tom has 12 marbles. He", "A"]
 
@@ -129,11 +129,11 @@ def test_a_wrong_acceptor_turns_it_red(model, batch, monkeypatch):
 
 
 def test_a_wrong_block_of_random_numbers_turns_it_red(model, batch, monkeypatch):
-    from token_recycling.draws import BatchDraws
+    from token_recycling.samplers import BatchSampler
 
     torch.manual_seed(0)
     expected = model.generate(**batch, max_new_tokens=30, do_sample=True)
-    monkeypatch.setattr(BatchDraws, "__call__", lambda self, row, scores: torch.multinomial(
+    monkeypatch.setattr(BatchSampler, "__call__", lambda self, row, scores: torch.multinomial(
         scores.softmax(-1), 1)[:, 0])  # fmt: skip
     torch.manual_seed(0)
     with enable(model):
@@ -554,7 +554,7 @@ class TestEnable:
             enable(model)
 
     def test_comparing_an_enabled_model_still_compares_with_stock(self, model, tokenizer):
-        from token_recycling.compare import plain_generate
+        from token_recycling.bench.compare import plain_generate
 
         with enable(model) as enabled:
             plain_generate(enabled.recycler, [5, 6, 7], {"max_new_tokens": 10})

@@ -22,7 +22,7 @@ class ToyTarget:
     device = torch.device("cpu")
     vocab_size = VOCABULARY
     max_context = None
-    guard = staticmethod(torch.inference_mode)
+    inference_context = staticmethod(torch.inference_mode)
 
     def __init__(self, logits=next_logits):
         self.logits = logits

@@ -24,7 +24,7 @@ import typer
 from rich.progress import track
 
 from token_recycling.accept import Accepted
-from token_recycling.api import TokenRecycling
+from token_recycling.recycler import TokenRecycling
 from token_recycling.drafters import PaperDrafter
 from token_recycling.tree import FOLDER, DraftTree
 from train_demo_model import loops

@@ -15,7 +15,7 @@ from token_recycling import TokenRecycling
 from token_recycling.accept import Accepted
 from token_recycling.bench import suites
 from token_recycling.bench.runner import conversation
-from token_recycling.drafters import BudgetDrafter
+from token_recycling.drafters import AutoSize
 from token_recycling.files import write_text
 from token_recycling.machine import describe
 from token_recycling.tree import DraftTree
@@ -23,7 +23,7 @@ from token_recycling.tree import DraftTree
 TENTHS = 10
 
 
-class Logged(BudgetDrafter):
+class Logged(AutoSize):
     """Notes what every drafted step promised, and what came."""
 
     log: list[tuple[float, int]]
@@ -46,7 +46,7 @@ def measure(per_kind: int, new_tokens: int) -> dict[str, object]:
     """Decode the suite twice, cold and hot, and sort the steps by their promise."""
     recycler = TokenRecycling.from_pretrained(device="cpu")
     budget = recycler.drafter
-    assert isinstance(budget, BudgetDrafter)
+    assert isinstance(budget, AutoSize)
     logged = Logged(budget.drafter, budget.costs)
     recycler.drafter = logged
     questions = suites.load_all(["builtin"], per_kind)
@@ -74,7 +74,7 @@ def measure(per_kind: int, new_tokens: int) -> dict[str, object]:
 
 
 def plot(runs: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Draw what came against what was promised."""
+    """Sampler what came against what was promised."""
     import matplotlib
 
     matplotlib.use("svg")

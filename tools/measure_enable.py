@@ -18,7 +18,7 @@ import transformers
 from token_recycling import TokenRecycling, enable
 from token_recycling.files import write_atomically
 from token_recycling.machine import describe
-from token_recycling.prompts import DEMO
+from token_recycling.bench.prompts import DEMO
 from token_recycling.text import encode
 
 TREE = "ranked-16"  # an automatic one could choose other sizes on the two sides
@@ -95,7 +95,7 @@ def one_prompt(recycler, covered, hot, prompt: list[int], tokens: int, rounds: i
 
 def exact_cost(tokens: int, rounds: int) -> dict:
     plain = TokenRecycling.from_pretrained(device="cpu", dtype="bfloat16")
-    exact = TokenRecycling(plain.model, plain.tokenizer, exact_logits=True)
+    exact = TokenRecycling(plain.model, plain.tokenizer, float32_logits=True)
     plain.model.generation_config.eos_token_id = None
     prompts = prompts_of(plain)
     rates = {}
@@ -134,11 +134,11 @@ def main() -> None:
         "tokens": options.tokens,
         "rounds": options.rounds,
         "enable": wrapper_cost(options.tokens, options.rounds),
-        "exact_logits": exact_cost(options.tokens, options.rounds),
+        "float32_logits": exact_cost(options.tokens, options.rounds),
     }
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(options.out, lambda partial: partial.write_text(text))
-    for name in ("enable", "exact_logits"):
+    for name in ("enable", "float32_logits"):
         part = result[name]
         print(name, f"{part['ratio_of_medians']:.4f}", part["quartiles_per_round"])
 

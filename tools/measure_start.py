@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from token_recycling import TokenRecycling
-from token_recycling.adjacency import EMPTY, AdjacencyMatrix
+from token_recycling.matrix import NO_TOKEN, AdjacencyMatrix
 from token_recycling.bench import suites
 from token_recycling.bench.runner import conversation
 from token_recycling.files import write_text
@@ -33,7 +33,7 @@ def poison(matrix: AdjacencyMatrix) -> None:
     """Fill everything that was learnt with what is wrong."""
     matrix._candidates[1:].random_(0, matrix.vocab_size)
     matrix._probabilities[1:] = torch.randn(matrix._probabilities[1:].shape).softmax(1).half()
-    matrix._candidates[0], matrix._probabilities[0] = EMPTY, 0
+    matrix._candidates[0], matrix._probabilities[0] = NO_TOKEN, 0
     matrix._keys[:-1].random_(0, matrix.vocab_size**2)
     matrix.evidence.uniform_(0, 3)
     matrix.evidence[0] = matrix.evidence.amin(dim=0)

@@ -9,29 +9,33 @@ print(recycler.generate("Once upon a time").text)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from token_recycling import _moved
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.adjacency import AdjacencyMatrix
-    from token_recycling.api import BUNDLED_MODEL, Chunk, Generation, TokenRecycling
-    from token_recycling.drafters import Drafter
+    from token_recycling.answers import Chunk, Generation
+    from token_recycling.checkpoint import BUNDLED_MODEL
+    from token_recycling.drafters import Drafter, Rows
     from token_recycling.integrations.transformers import enable
+    from token_recycling.matrix import AdjacencyMatrix
     from token_recycling.metrics import Stats, Step
+    from token_recycling.recycler import TokenRecycling
     from token_recycling.tree import DraftTree, TreeTemplate
 
 __version__ = "0.1.0"
 
 # Imported when first used: PyTorch takes seconds that `import token_recycling` need not.
 _LAZY = {
-    "BUNDLED_MODEL": "api",
-    "AdjacencyMatrix": "adjacency",
-    "Chunk": "api",
+    "BUNDLED_MODEL": "checkpoint",
+    "AdjacencyMatrix": "matrix",
+    "Chunk": "answers",
     "DraftTree": "tree",
     "Drafter": "drafters",
-    "Generation": "api",
+    "Generation": "answers",
+    "Rows": "drafters",
     "Stats": "metrics",
     "Step": "metrics",
-    "TokenRecycling": "api",
+    "TokenRecycling": "recycler",
     "TreeTemplate": "tree",
     "enable": "integrations.transformers",
 }
@@ -44,6 +48,7 @@ __all__ = [
     "Drafter",
     "Generation",
     "PlainDecodingWarning",
+    "Rows",
     "Stats",
     "Step",
     "TokenRecycling",
@@ -57,3 +62,6 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(f"token_recycling.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'token_recycling' has no attribute {name!r}")
+
+
+_moved.install()

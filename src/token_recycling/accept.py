@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from token_recycling.draws import Draw
+from token_recycling.modes import ordinary_tensors
+from token_recycling.samplers import Sampler
+from token_recycling.sequence import Sequence
+from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree
-
-HOLE = -1  # where there is no token
-
-# (row, token) -> why the row ends with this token, or None. Called once per token, in order.
-Stop = Callable[[int, int], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Accepted:
         path: int64 [B, p]; ``path[b, :counts[b]]`` are the nodes whose answers were taken, the
             root first.
         emitted: int64 [B, p], the tokens after these nodes, the last one the bonus token;
-            ``HOLE`` behind them.
+            ``NO_TOKEN`` behind them.
         counts: int64 [B], 0 for a row that had ended before. A row that ends in this step may
             count more than ``tokens`` has.
         tokens: per row the emitted tokens, cut where the row ends.
@@ -48,28 +45,11 @@ class Accepted:
 class Acceptor(Protocol):
     """Chooses tokens from the target's logits along the draft."""
 
-    def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
-        """Walk ``draft`` by ``logits`` [B, n, V]; a row whose root is invalid emits nothing."""
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+        """Walk ``draft`` by ``logits`` [B, n, V] and append what is emitted to ``sequences``.
 
-
-def chains(tokens: Tensor) -> DraftTree:
-    """Return drafts without branches: ``tokens`` int64 [B, n], the roots first."""
-    batch, n = tokens.shape
-    depths = torch.arange(n, device=tokens.device)
-    ancestors = depths[:, None] >= depths
-    return DraftTree(
-        tokens,
-        (depths - 1).clamp(min=0).expand(batch, n),
-        depths.expand(batch, n),
-        ancestors.expand(batch, n, n),
-        torch.ones_like(tokens, dtype=torch.bool),
-        n - 1,
-    )
-
-
-def bare_roots(tokens: Tensor) -> DraftTree:
-    """Return the draft of nothing but roots (int64 [B]): a plain decoding step."""
-    return chains(tokens[:, None])
+        A row whose root is invalid emits nothing.
+        """
 
 
 def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,44 +95,50 @@ def accept_choices(draft: DraftTree, choices: Tensor) -> Accepted:
     """Accept the longest path of the target's choices, int64 [B, n], without the host."""
     path, counts = longest_paths(draft, choices)
     behind = torch.arange(path.shape[1], device=path.device) >= counts[:, None]
-    return Accepted(path, choices.gather(1, path).masked_fill(behind, HOLE), counts)
+    return Accepted(path, choices.gather(1, path).masked_fill(behind, NO_TOKEN), counts)
 
 
-def packed(draft: DraftTree, accepted: Accepted) -> Tensor:
-    """Put all that the host wants to know of a step into one tensor, int64 [B, p + 1]."""
+def step_summary(draft: DraftTree, accepted: Accepted) -> Tensor:
+    """Put everything that the host reads of a step into one tensor, int64 [B, p + 1].
+
+    The first column is the number of drafted nodes; then come the emitted tokens.
+    """
     return torch.cat([draft.valid.sum(dim=1, keepdim=True) - 1, accepted.emitted], dim=1)
 
 
-def read(
-    rows: list[list[int]], stop: Stop, active: Sequence[bool] | None = None
+def append_emitted(
+    rows: list[list[int]], sequences: list[Sequence]
 ) -> tuple[list[list[int]], list[str | None], list[int]]:
-    """Read ``rows`` of ``packed``: tokens, reasons and drafted nodes of each (see ``Accepted``).
+    """Append the emitted tokens of a step to their sequences, up to where each row ends.
 
-    ``stop`` is asked token by token, and not at all for rows that are not ``active``.
+    Args:
+        rows: of ``step_summary``, on the host.
+        sequences: one per row; one that had ended before gets nothing.
+
+    Returns:
+        Tokens, finish reasons and drafted nodes of each row (see ``Accepted``).
     """
-    tokens: list[list[int]] = []
-    reasons: list[str | None] = []
-    drafted: list[int] = []
-    for row, (nodes, *emitted) in enumerate(rows):
-        kept: list[int] = []
-        reason = None
-        on = active is None or active[row]
-        for token in emitted if on else ():
-            if token == HOLE:
+    tokens: list[list[int]] = [[] for _ in rows]
+    drafted = [0] * len(rows)
+    reasons: list[str | None] = [None] * len(rows)
+    for row, (sequence, (nodes, *emitted)) in enumerate(zip(sequences, rows)):
+        if not sequence.active:
+            continue
+        drafted[row] = max(nodes, 0)
+        for token in emitted:
+            if token == NO_TOKEN:
                 break
-            kept.append(token)
-            if reason := stop(row, token):
+            tokens[row].append(token)
+            if reason := sequence.append(token):
+                reasons[row] = reason
                 break
-        tokens.append(kept)
-        reasons.append(reason)
-        drafted.append(max(nodes, 0) if on else 0)
     return tokens, reasons, drafted
 
 
-def accept_read(draft: DraftTree, choices: Tensor, stop: Stop) -> Accepted:
-    """Accept the longest path of ``choices``, and let the host read it."""
+def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequence]) -> Accepted:
+    """Accept the longest path of ``choices`` and append it to the sequences on the host."""
     found = accept_choices(draft, choices)
-    tokens, reasons, drafted = read(packed(draft, found).tolist(), stop)
+    tokens, reasons, drafted = append_emitted(step_summary(draft, found).tolist(), sequences)
     longest = max(1, *map(len, tokens))
     path, emitted = found.path[:, :longest], found.emitted[:, :longest]
     return Accepted(path, emitted, found.counts.clamp(max=longest), tokens, reasons, drafted)
@@ -161,59 +147,24 @@ def accept_read(draft: DraftTree, choices: Tensor, stop: Stop) -> Accepted:
 class GreedyAcceptor:
     """The target's choice is its argmax; whole trees at once, one read by the host."""
 
-    def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         """Accept the longest path of argmaxes."""
-        return accept_read(draft, greedy(logits), stop)
+        return accept_and_append(draft, greedy(logits), sequences)
 
 
-def told(
+def _from_host(
     path: Tensor, tokens: list[list[int]], reasons: list[str | None], drafted: list[int]
 ) -> Accepted:
     """Return what the host decided, with its tensors."""
-    rows = [row + [HOLE] * (path.shape[1] - len(row)) for row in tokens]
+    rows = [row + [NO_TOKEN] * (path.shape[1] - len(row)) for row in tokens]
     emitted = torch.tensor(rows, device=path.device)
-    return Accepted(path, emitted, (emitted != HOLE).sum(dim=1), tokens, reasons, drafted)
+    return Accepted(path, emitted, (emitted != NO_TOKEN).sum(dim=1), tokens, reasons, drafted)
 
 
-# (sequence int64 [1, t], logits float32 [1, V]) -> scores [1, V]
+# (ids int64 [1, t], logits float32 [1, V]) -> scores [1, V]
 Processors = Callable[[Tensor, Tensor], Tensor]
 # (row, logits float32 [1, V], scores float32 [1, V]) of every token chosen, in order
 OnChoice = Callable[[int, Tensor, Tensor], None]
-
-
-@contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Make tensors that may be written to and kept, inside inference mode too."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep a caller's autocast away from what is not the model's own computation."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-class Sequences:
-    """Rows of tokens that grow one by one, each readable as a tensor without a copy."""
-
-    def __init__(self, rows: Sequence[Sequence[int]], device: torch.device | str) -> None:
-        """Begin with ``rows``."""
-        self.lengths = [len(row) for row in rows]
-        self._rows = [torch.tensor([list(row)], device=device) for row in rows]
-
-    def append(self, row: int, token: Tensor | int) -> None:
-        """Append a token to a row."""
-        length = self.lengths[row]
-        if length == self._rows[row].shape[1]:  # room by doubling, not a copy per token
-            self._rows[row] = self._rows[row].repeat(1, 2)
-        self._rows[row][0, length] = token
-        self.lengths[row] = length + 1
-
-    def __getitem__(self, row: int) -> Tensor:
-        """Return a row, int64 [1, t]."""
-        return self._rows[row][:, : self.lengths[row]]
 
 
 class FollowAcceptor:
@@ -225,36 +176,30 @@ class FollowAcceptor:
 
     def __init__(
         self,
-        prompts: Sequence[Sequence[int]],
-        processors: Sequence[Processors],
-        draw: Draw | None,
-        device: torch.device | str,
+        processors: list[Processors],
+        sampler: Sampler | None,
         on_choice: OnChoice | None = None,
     ) -> None:
-        """Follow one sequence per row.
+        """Choose tokens.
 
         Args:
-            prompts: per row the tokens so far; processors see them.
-            processors: per row.
-            draw: samples a token; None: take the argmax.
-            device: of the logits.
+            processors: per row; they see the row's padding, prompt and answer.
+            sampler: draws a token; None: take the argmax.
             on_choice: gets logits and scores of every token chosen.
         """
-        self.sequences = Sequences(prompts, device)
-        self.processors, self.draw, self.on_choice = processors, draw, on_choice
+        self.processors, self.sampler, self.on_choice = processors, sampler, on_choice
 
-    def _choose(self, row: int, logits: Tensor) -> Tensor:
-        """Choose a token, int64 [], from ``logits`` [V] and append it to the row's sequence."""
+    def _choose(self, row: int, sequence: Sequence, logits: Tensor) -> Tensor:
+        """Choose the token, int64 [], that follows ``sequence`` by ``logits`` [V]."""
         with ordinary_tensors():  # processors are other people's code
             whole = logits[None].float().clone()
-            scores = self.processors[row](self.sequences[row], whole).reshape(1, -1)
-            token = scores.argmax(dim=-1) if self.draw is None else self.draw(row, scores)
-            self.sequences.append(row, token[0])
+            scores = self.processors[row](sequence.ids(logits.device), whole).reshape(1, -1)
+            token = scores.argmax(dim=-1) if self.sampler is None else self.sampler(row, scores)
             if self.on_choice is not None:
                 self.on_choice(row, whole, scores)
             return token[0]
 
-    def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         """Walk every row's tree from its root."""
         state: list[list[int]] = torch.stack(
             [draft.valid[:, 0].long(), draft.valid.sum(dim=1) - 1], dim=1
@@ -262,11 +207,11 @@ class FollowAcceptor:
         path = torch.zeros_like(draft.tokens[:, :1]).repeat(1, draft.max_depth + 1)
         tokens: list[list[int]] = [[] for _ in state]
         reasons: list[str | None] = [None] * len(state)
-        for row, (alive, _) in enumerate(state):
+        for row, (sequence, (alive, _)) in enumerate(zip(sequences, state)):
             node, depth = 0, 0
             while alive:
                 path[row, depth] = node
-                chosen = self._choose(row, logits[row, node])
+                chosen = self._choose(row, sequence, logits[row, node])
                 below = draft.valid[row] & (draft.parents[row] == node)
                 child = below & (draft.tokens[row] == chosen)
                 child[0] = False
@@ -275,8 +220,8 @@ class FollowAcceptor:
                 ).tolist()
                 depth += 1
                 tokens[row].append(token)
-                if reason := stop(row, token):
+                if reason := sequence.append(token):
                     reasons[row] = reason
                     break
         drafted = [max(count, 0) for _, count in state]
-        return told(path, tokens, reasons, drafted)
+        return _from_host(path, tokens, reasons, drafted)

@@ -2,135 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Acceptor, Stop, bare_roots, overflowed, without_autocast
-from token_recycling.drafters import Drafter
-from token_recycling.engine import FusedEngine
+from token_recycling.accept import Accepted, Acceptor, overflowed
+from token_recycling.draft_size.base import DraftSize
+from token_recycling.drafters.base import AnyDrafter
+from token_recycling.graph.decoder import GraphDecoder
 from token_recycling.metrics import Step
-from token_recycling.target import OnProgress, Target
+from token_recycling.model.target import OnProgress, Target
+from token_recycling.modes import without_autocast
+from token_recycling.sequence import Sequence
+from token_recycling.tree import DraftTree, root_only
+
+# (rows, draft, accepted) of every step, before the drafter learns from it
+OnDraft = Callable[[Any, DraftTree, Accepted], None]
 
 
-def decode(
-    target: Target,
-    drafter: Drafter,
-    accept: Acceptor,
-    prompts: list[list[int]],
-    stop: Stop,
-    *,
-    engine: FusedEngine | None = None,
-    keep: int = 0,
-    on_progress: OnProgress | None = None,
-    check: Callable[[], None] = lambda: None,
-) -> Iterator[Step]:
-    """Decode a batch of prompts; yield the prefill as the first ``Step``, then one per forward.
+@dataclass(frozen=True)
+class Hooks:
+    """What a caller wants to be called for while decoding.
 
-    The consumer may stop early: before a ``Step`` is yielded its tokens are committed, all but
-    the last of each row, and nothing else is in the cache.
+    Attributes:
+        check: before every step; raises when the target was used for something else.
+        on_progress: while the prompts are read (see ``Target.prefill``).
+        on_draft: with every draft and what was accepted of it; then no step is a graph.
+    """
 
-    Args:
+    check: Callable[[], None] = lambda: None
+    on_progress: OnProgress | None = None
+    on_draft: OnDraft | None = None
+
+
+@dataclass
+class Decoding:
+    """Everything that a step works with.
+
+    Attributes:
         target: the model.
         drafter: what proposes.
-        accept: what chooses tokens.
-        prompts: B lists of tokens.
-        stop: says after which token a row ends.
-        engine: takes the steps as far as it can, all at once where this loop goes one by one.
-        keep: tokens of a single prompt that the target has read before.
-        on_progress: see ``Target.prefill``.
-        check: called before every step; raises when the target was used for something else.
-
-    Raises:
-        TokenRecyclingError: a prompt is empty or longer than the context.
+        size: how many nodes of a draft are verified.
+        accept: what chooses tokens; it appends them to the sequences.
+        sequences: B rows.
+        graph: takes the steps as long as it can, as one graph each.
+        hooks: the caller's.
+        rows: what the drafter keeps of each row.
     """
-    with target.guard():
-        step = _read(target, drafter, accept, prompts, stop, keep, on_progress)
-    active = [reason is None for reason in step.reasons]
-    roots = [tokens[-1] for tokens in step.tokens]
-    yield step
-    if engine is not None:
-        texts = [prompt + tokens for prompt, tokens in zip(prompts, step.tokens)]
-        yield from engine.steps(texts, active, accept, stop, check)
-        if any(active):
-            with without_autocast(target.device):
-                drafter.start([text[:-1] for text in texts])
-            roots = [text[-1] for text in texts]
-    while any(active):
-        check()
-        with target.guard():
-            step = _advance(target, drafter, accept, roots, active, stop)
-        active = [on and reason is None for on, reason in zip(active, step.reasons)]
-        roots = [tokens[-1] if tokens else 0 for tokens in step.tokens]
+
+    target: Target
+    drafter: AnyDrafter
+    size: DraftSize
+    accept: Acceptor
+    sequences: list[Sequence]
+    graph: GraphDecoder | None = None
+    hooks: Hooks = field(default_factory=Hooks)
+    rows: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.drafter.new_rows(len(self.sequences))
+
+    def steps(self) -> Generator[Step, None, None]:
+        """Decode; yield the prefill as the first ``Step``, then one per forward.
+
+        The consumer may stop early: before a ``Step`` is yielded its tokens are committed, all
+        but the last of each row, and nothing else is in the cache.
+
+        Raises:
+            TokenRecyclingError: a prompt is empty or longer than the context.
+        """
+        with self.target.inference_context():
+            step = self._read_prompts()
         yield step
+        if self.graph is not None:
+            yield from self.graph.steps(self.sequences, self.accept, self.hooks.check)
+            if self._active:
+                self._load([sequence.tokens[:-1] for sequence in self.sequences])
+        while self._active:
+            self.hooks.check()
+            with self.target.inference_context():
+                step = self._advance()
+            self.size.record(step)
+            yield step
 
+    @property
+    def _active(self) -> bool:
+        return any(sequence.active for sequence in self.sequences)
 
-def _read(
-    target: Target,
-    drafter: Drafter,
-    accept: Acceptor,
-    prompts: list[list[int]],
-    stop: Stop,
-    keep: int,
-    on_progress: OnProgress | None,
-) -> Step:
-    """Read the prompts and choose the first tokens."""
-    begin = perf_counter()
+    def _load(self, texts: list[list[int]]) -> None:
+        """Begin with these tokens per row."""
+        self.size.begin(self.sequences)
+        with without_autocast(self.target.device):
+            self.drafter.load(self.rows, texts)
 
-    def wants(tokens: Tensor) -> Tensor | None:
-        with without_autocast(target.device):
-            return drafter.wants(tokens)
+    def _read_prompts(self) -> Step:
+        """Read the prompts and choose the first tokens."""
+        begin = perf_counter()
 
-    def prime(tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
-        with without_autocast(target.device):
-            drafter.prime(tokens, logits, valid)
+        def prompt_mask(tokens: Tensor) -> Tensor | None:
+            with without_autocast(self.target.device):
+                return self.drafter.prompt_mask(tokens) if self.size.pays else None
 
-    with without_autocast(target.device):
-        drafter.start(prompts)
-    logits = target.prefill(
-        prompts, on_prompt=prime, wants=wants, on_progress=on_progress, keep=keep
-    )
-    ends = bare_roots(torch.tensor([prompt[-1] for prompt in prompts], device=target.device))
-    accepted = accept(ends, logits[:, None], stop)
-    seconds = (perf_counter() - begin,)
-    return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
+        def learn_prompt(tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
+            with without_autocast(self.target.device):
+                self.drafter.learn_prompt(tokens, logits, mask)
 
+        prompts = [list(sequence.tokens) for sequence in self.sequences]
+        self._load(prompts)
+        logits = self.target.prefill(
+            prompts,
+            prompt_mask=prompt_mask,
+            learn_prompt=learn_prompt,
+            on_progress=self.hooks.on_progress,
+            cached=self.sequences[0].cached,
+        )
+        ends = root_only(torch.tensor([prompt[-1] for prompt in prompts], device=logits.device))
+        accepted = self.accept(ends, logits[:, None], self.sequences)
+        seconds = (perf_counter() - begin,)
+        return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
 
-def _advance(
-    target: Target,
-    drafter: Drafter,
-    accept: Acceptor,
-    roots: list[int],
-    active: list[bool],
-    stop: Stop,
-) -> Step:
-    """Take one step: the rows that are not ``active`` take part but emit and teach nothing."""
-    laps = [perf_counter()]
-    with without_autocast(target.device):
-        draft = drafter.propose(torch.tensor(roots, device=target.device))
-    if not all(active):
-        draft = draft.only(torch.tensor(active, device=target.device))
-    if target.device.type == "cpu":
-        draft = draft.compact()
-    laps.append(perf_counter())
-    logits = target.verify(draft)
-    if draft.nodes > 1 and bool(overflowed(logits)):
-        # A draft that overflows spoils every node of the forward, which is masked by a weight of
-        # 0, and 0 · NaN is NaN. Plain decoding would not have read it.
-        draft = draft.first(1)
-        target.clear_drafts()
+    def _advance(self) -> Step:
+        """Take one step; rows that have ended take part, but emit and teach nothing."""
+        target, drafter = self.target, self.drafter
+        timestamps = [perf_counter()]
+        draft = self._propose()
+        timestamps.append(perf_counter())
         logits = target.verify(draft)
-    laps.append(perf_counter())
-    accepted = accept(draft, logits, stop)
-    laps.append(perf_counter())
-    with without_autocast(target.device):
-        drafter.observe(draft, logits, accepted)
-    laps.append(perf_counter())
-    target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
-    laps.append(perf_counter())
-    seconds = tuple(end - begin for begin, end in pairwise(laps))
-    nodes = draft.tokens.shape[1]
-    return Step(accepted.tokens, accepted.reasons, accepted.drafted, nodes, seconds)
+        if draft.nodes > 1 and bool(overflowed(logits)):
+            # A drafted token that overflows spoils every node of the forward: masked entries get
+            # a weight of 0, and 0 * NaN is NaN. Plain decoding would not have read it.
+            draft = draft.first(1)
+            target.clear_drafts()
+            logits = target.verify(draft)
+        timestamps.append(perf_counter())
+        accepted = self.accept(draft, logits, self.sequences)
+        timestamps.append(perf_counter())
+        if self.hooks.on_draft is not None:
+            self.hooks.on_draft(self.rows, draft, accepted)
+        with without_autocast(target.device):
+            drafter.observe(self.rows, draft, logits, accepted)
+        timestamps.append(perf_counter())
+        target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
+        timestamps.append(perf_counter())
+        seconds = tuple(end - begin for begin, end in pairwise(timestamps))
+        return Step(accepted.tokens, accepted.reasons, accepted.drafted, draft.nodes, seconds)
+
+    def _propose(self) -> DraftTree:
+        """Return the nodes that are to be verified."""
+        device = self.target.device
+        # A row that has ended keeps some root; nothing of its draft is valid.
+        roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=device)
+        with without_autocast(device):
+            draft = self.drafter.propose(self.rows, roots, self.size.limit())
+            draft = draft.first(self.size.choose(draft))
+        active = [sequence.active for sequence in self.sequences]
+        if not all(active):
+            draft = draft.only(torch.tensor(active, device=device))
+        # On a CPU every node costs time, those that stand for no token too.
+        return draft.compact() if device.type == "cpu" else draft

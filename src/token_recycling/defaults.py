@@ -2,9 +2,8 @@
 
 CANDIDATES = 8  # k: candidates kept per token (the paper's value)
 DRAFTER = "adaptive"
-TREE = "auto"  # the size of the draft follows machine and text
+TREE = "auto"  # the size of drafts follows machine and text
 MOST_NODES = 80  # below the root, with an automatic tree (the paper's number)
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 512  # prompt tokens per forward, over all rows of a batch
 CACHE_CHUNK = 256  # slots by which the KV cache grows at least
-ENGINE = "auto"  # fused steps where they pay: on CUDA

@@ -1,14 +1,13 @@
-"""What was drafted in each step, from where, how sure the drafter was, and what came of it."""
+"""What was drafted in each step, from where, how likely it was, and what was accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import Any
 
 from token_recycling.accept import Accepted
-from token_recycling.drafters import Drafter
+from token_recycling.drafters.base import AnyDrafter
 from token_recycling.tree import DraftTree
 
 
@@ -18,10 +17,10 @@ class Node:
 
     Attributes:
         token: its id.
-        parent: its parent's place among the nodes; the root is its own.
-        score: how likely it was said to be right; None: the drafter does not say.
+        parent: index of its parent among the nodes; the root is its own.
+        score: how likely the drafter said it was; None: the drafter does not say.
         source: where it came from.
-        accepted: the text took it.
+        accepted: True when it became part of the text.
     """
 
     token: int
@@ -31,52 +30,33 @@ class Node:
     accepted: bool
 
 
-class ExplainedDrafter(Drafter):
-    """Another drafter that tells of every step what it drafted; for one row."""
+def drafted_nodes(
+    drafter: AnyDrafter, rows: Any, draft: DraftTree, accepted: Accepted
+) -> list[Node]:
+    """Return the nodes of the first row, the root first; none where the row had ended.
 
-    def __init__(self, drafter: Drafter, tell: Callable[[list[Node], list[int]], None]) -> None:
-        """Draft as ``drafter`` does; ``tell`` gets each step's nodes and the tokens emitted."""
-        self.drafter, self.tell = drafter, tell
-        self.name, self.needs_logits = drafter.name, drafter.needs_logits
-
-    def start(self, prompts: list[list[int]]) -> None:
-        """Begin."""
-        self.drafter.start(prompts)
-
-    def wants(self, tokens: Tensor) -> Tensor | None:
-        """Ask the drafter."""
-        return self.drafter.wants(tokens)
-
-    def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
-        """Pass a chunk of the prompt on."""
-        self.drafter.prime(tokens, logits, valid)
-
-    def propose(self, roots: Tensor) -> DraftTree:
-        """Return the drafter's draft."""
-        return self.drafter.propose(roots)
-
-    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        """Tell of the step before the drafter learns from it."""
-        emitted = accepted.tokens[0]
-        if emitted:
-            taken = set(accepted.path[0, : len(emitted)].tolist())
-            scores = [None] * draft.tokens.shape[1]
-            if draft.scores is not None:
-                scores = draft.scores[0].tolist()
-            columns = (
-                draft.tokens[0].tolist(),
-                draft.parents[0].tolist(),
-                scores,
-                self.drafter.sources(draft),
-                draft.valid[0].tolist(),
-            )
-            nodes = [
-                Node(token, parent, score, source, place in taken)
-                for place, (token, parent, score, source, valid) in enumerate(zip(*columns))
-                if valid  # nothing valid stands behind what is not, in one row
-            ]
-            self.tell(nodes, emitted)
-        self.drafter.observe(draft, logits, accepted)
+    Args:
+        drafter: what proposed.
+        rows: its rows, before it observes the step.
+        draft: what was verified.
+        accepted: what became of it.
+    """
+    emitted = accepted.tokens[0]
+    if not emitted:
+        return []
+    taken = set(accepted.path[0, : len(emitted)].tolist())
+    columns = zip(
+        draft.tokens[0].tolist(),
+        draft.parents[0].tolist(),
+        [None] * draft.nodes if draft.scores is None else draft.scores[0].tolist(),
+        drafter.sources(rows, draft),
+        draft.valid[0].tolist(),
+    )
+    return [
+        Node(token, parent, score, source, index in taken)
+        for index, (token, parent, score, source, valid) in enumerate(columns)
+        if valid  # in a single row no valid node follows an invalid one
+    ]
 
 
 def lines(nodes: list[Node], emitted: list[int], text: Callable[[int], str]) -> Iterator[str]:

@@ -28,6 +28,11 @@ class Step:
     nodes: int
     seconds: tuple[float, ...]
 
+    @property
+    def is_prefill(self) -> bool:
+        """True for the first step of a run."""
+        return len(self.seconds) == 1
+
 
 @dataclass
 class Stats:
@@ -53,15 +58,20 @@ class Stats:
     prefill_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    def add_prefill(self, prompt_tokens: int, step: Step, row: int) -> None:
-        """Count a run's first step for ``row``."""
-        self.prompt_tokens += prompt_tokens
-        self.new_tokens += len(step.tokens[row])
-        self.prefill_seconds += step.seconds[0]
+    def add(self, step: Step, row: int, prompt_tokens: int = 0) -> None:
+        """Count a step for ``row``; nothing if the row had ended.
 
-    def add(self, step: Step, row: int) -> None:
-        """Count a step for ``row``; nothing if the row had ended."""
+        Args:
+            step: the prefill, or one that verified a draft.
+            row: of the batch.
+            prompt_tokens: that the prefill read.
+        """
         if not (emitted := len(step.tokens[row])):
+            return
+        if step.is_prefill:
+            self.prompt_tokens += prompt_tokens
+            self.new_tokens += emitted
+            self.prefill_seconds += step.seconds[0]
             return
         self.steps += 1
         self.new_tokens += emitted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from token_recycling.costs import CostCurve
+from token_recycling.draft_size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.files import write_atomically
 from token_recycling.tree import TreeTemplate
@@ -30,7 +30,7 @@ def _kind(out: Path) -> str:
 
 
 def plot_tree(tree: TreeTemplate, out: Path) -> None:
-    """Draw ``tree`` to ``out``, a .png or .svg file; leaves are spread evenly over the width.
+    """Sampler ``tree`` to ``out``, a .png or .svg file; leaves are spread evenly over the width.
 
     Raises:
         TokenRecyclingError: another kind of file, matplotlib is missing, or it cannot be written.
@@ -62,7 +62,7 @@ def plot_tree(tree: TreeTemplate, out: Path) -> None:
 
 
 def plot_costs(curve: CostCurve, out: Path) -> None:
-    """Draw step cost against tokens verified, a line per context, to a .png or .svg file.
+    """Sampler step cost against tokens verified, a line per context, to a .png or .svg file.
 
     Raises:
         TokenRecyclingError: see ``plot_tree``.

@@ -35,24 +35,26 @@ class TreeTemplate:
         name: what it is called.
         paths: level by level; in a ranked tree the most useful first, so that any first N of them
             are the best tree of N.
-        shares: of a ranked tree, per path how often it was right; else empty.
+        acceptance: of a ranked tree, each path's acceptance probability; else empty.
         description: one line.
         provenance: where the paths come from.
     """
 
     name: str
     paths: Paths
-    shares: tuple[float, ...] = ()
+    acceptance: tuple[float, ...] = ()
     description: str = ""
     provenance: str = ""
 
     @classmethod
-    def from_paths(cls, name: str, paths: Any, shares: Any = None, **about: str) -> TreeTemplate:
-        """Check ``paths`` (lists of ranks) and put them in level order, or that of ``shares``.
+    def from_paths(
+        cls, name: str, paths: Any, acceptance: Any = None, **about: str
+    ) -> TreeTemplate:
+        """Check ``paths`` (lists of ranks) and put them in level order, or that of ``acceptance``.
 
         Raises:
             TokenRecyclingError: there is no path, or one is no list of ranks, stands twice, or
-                has no parent; the message names the path. Or ``shares`` are not a number for
+                has no parent; the message names the path. Or ``acceptance`` are not a number for
                 each path that is no higher than its parent's.
         """
         if not isinstance(paths, list | tuple) or not paths:
@@ -79,22 +81,25 @@ class TreeTemplate:
                 raise TokenRecyclingError(
                     f"tree {name}: path {list(path)} has no parent {list(path[:-1])}"
                 )
-        if shares is None:
+        if acceptance is None:
             return cls(name, tuple(sorted(seen, key=lambda p: (len(p), p))), (), **about)
         if (
-            not isinstance(shares, list | tuple)
-            or len(shares) != len(paths)
-            or not all(isinstance(share, int | float) and share >= 0 for share in shares)
+            not isinstance(acceptance, list | tuple)
+            or len(acceptance) != len(paths)
+            or not all(
+                isinstance(probability, int | float) and probability >= 0
+                for probability in acceptance
+            )
         ):
-            raise TokenRecyclingError(f"tree {name}: shares must be a number for each path")
-        share = {tuple(path): float(value) for path, value in zip(paths, shares)}
-        for path in share:
-            if share[path] > share.get(path[:-1], 1.0):
+            raise TokenRecyclingError(f"tree {name}: acceptance must be a number for each path")
+        probability = {tuple(path): float(value) for path, value in zip(paths, acceptance)}
+        for path in probability:
+            if probability[path] > probability.get(path[:-1], 1.0):
                 raise TokenRecyclingError(
-                    f"tree {name}: path {list(path)} has a higher share than its parent"
+                    f"tree {name}: path {list(path)} has a higher acceptance than its parent"
                 )
-        order = sorted(share, key=lambda p: (-share[p], len(p), p))
-        return cls(name, tuple(order), tuple(share[path] for path in order), **about)
+        order = sorted(probability, key=lambda p: (-probability[p], len(p), p))
+        return cls(name, tuple(order), tuple(probability[path] for path in order), **about)
 
     @classmethod
     def chain(cls, length: int) -> TreeTemplate:
@@ -109,7 +114,7 @@ class TreeTemplate:
     def load(cls, name: str | Path, k: int = defaults.CANDIDATES) -> TreeTemplate:
         """Return a shipped tree, ``chain-N``, ``ranked-N``, or the tree of a JSON file.
 
-        The file holds a list of paths, or an object with ``paths`` and, if wanted, ``shares``,
+        The file holds a list of paths, or an object with ``paths`` and, if wanted, ``acceptance``,
         ``name``, ``description`` and ``provenance``.
 
         Args:
@@ -147,7 +152,8 @@ class TreeTemplate:
             data = {"paths": data}
         about = {key: str(data.get(key, "")) for key in ("description", "provenance")}
         name = str(data.get("name") or path.stem)
-        return cls.from_paths(name, data.get("paths"), data.get("shares"), **about)
+        acceptance = data.get("acceptance", data.get("shares"))  # its name in older files
+        return cls.from_paths(name, data.get("paths"), acceptance, **about)
 
     @property
     def nodes(self) -> int:
@@ -199,7 +205,7 @@ class TreeTemplate:
         return replace(
             self,
             paths=tuple(self.paths[i] for i in kept),
-            shares=tuple(self.shares[i] for i in kept if self.shares),
+            acceptance=tuple(self.acceptance[i] for i in kept if self.acceptance),
         )
 
     def first(self, count: int) -> TreeTemplate:
@@ -216,11 +222,11 @@ class TreeTemplate:
             self,
             name=f"{self.name}-{count}",
             paths=self.paths[:count],
-            shares=self.shares[:count],
+            acceptance=self.acceptance[:count],
         )
 
     def draw(self) -> str:
-        """Draw the tree as text, a node a line, each with its rank."""
+        """Sampler the tree as text, a node a line, each with its rank."""
         children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for path in self.paths:
             children.setdefault(path[:-1], []).append(path)
@@ -327,9 +333,9 @@ class DraftTree:
         on = ~(self.ancestors & off[:, None, :]).any(dim=2)
         return self.path_of(on), on.sum(dim=1)
 
-    def first(self, nodes: int) -> DraftTree:
-        """Return the draft of the first ``nodes`` nodes, the root included."""
-        if nodes >= self.tokens.shape[1]:
+    def first(self, nodes: int | None) -> DraftTree:
+        """Return the draft of the first ``nodes`` nodes, the root included; None: all."""
+        if nodes is None or nodes >= self.nodes:
             return self
         return DraftTree(
             self.tokens[:, :nodes],
@@ -363,6 +369,26 @@ class DraftTree:
             self.max_depth,
             None if self.scores is None else self.scores[:, nodes],
         )
+
+
+def chains(tokens: Tensor) -> DraftTree:
+    """Return drafts without branches: ``tokens`` int64 [B, n], the roots first."""
+    batch, n = tokens.shape
+    depths = torch.arange(n, device=tokens.device)
+    ancestors = depths[:, None] >= depths
+    return DraftTree(
+        tokens,
+        (depths - 1).clamp(min=0).expand(batch, n),
+        depths.expand(batch, n),
+        ancestors.expand(batch, n, n),
+        torch.ones_like(tokens, dtype=torch.bool),
+        n - 1,
+    )
+
+
+def root_only(tokens: Tensor) -> DraftTree:
+    """Return the root-only draft of ``tokens`` (int64 [B]), for a step of plain decoding."""
+    return chains(tokens[:, None])
 
 
 class TreeShape:

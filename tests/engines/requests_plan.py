@@ -12,7 +12,7 @@ SHARED = 90  # tokens of a common beginning
 def texts() -> list[str]:
     """Questions in the bundled model's language, some of them long."""
     from token_recycling.bench.suites import load  # an engine's processes import this module, too
-    from token_recycling.prompts import DEMO
+    from token_recycling.bench.prompts import DEMO
 
     return [*DEMO, *(question.turns[0] for question in load("builtin"))]
 

@@ -116,7 +116,7 @@ def draw(summary: dict[str, Any]) -> dict[str, Markup]:
         "speedup": ("Speedup of every decoder by kind of prompt", _speedup),
         "depth": ("Share of steps that accepted at least so many tokens", _depth),
         "cost": ("Time of a step against the number of tokens that it verifies", _cost),
-        "budget": ("Expected tokens per second against tree size", _budget),
+        "draft_size": ("Expected tokens per second against tree size", _draft_size),
         "phases": ("Where the time of a step goes", _phases),
     }
     drawn = {}
@@ -270,7 +270,7 @@ def _cost(summary: dict[str, Any]) -> Figure | None:
             marker=MARKERS[i % len(MARKERS)],
             label=legend[i],
         )
-    chosen = number((summary.get("budget") or {}).get("chosen"))
+    chosen = number((summary.get("draft_size") or {}).get("chosen"))
     if not math.isnan(chosen):
         axes.axvline(chosen, color=INK, linestyle="--", linewidth=1)
         _say(axes, chosen, f"chosen: {chosen:g}", sizes)
@@ -280,16 +280,16 @@ def _cost(summary: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def _budget(summary: dict[str, Any]) -> Figure | None:
+def _draft_size(summary: dict[str, Any]) -> Figure | None:
     """The expected speed by tree size, with the chosen size marked."""
-    budget = summary.get("budget") or {}
-    sizes, speeds = numbers(budget.get("sizes")), numbers(budget.get("expected_speed"))
+    draft_size = summary.get("draft_size") or {}
+    sizes, speeds = numbers(draft_size.get("sizes")), numbers(draft_size.get("expected_speed"))
     if not sizes or not any(not math.isnan(s) for s in speeds):
         return None
-    name = str(budget.get("decoder"))
+    name = str(draft_size.get("decoder"))
     figure, axes = _canvas(2.1, [_short(name)], 0.5, "expected tokens/s")
     axes.plot(sizes, speeds, label=_short(name), **_line(summary, name))
-    chosen = number(budget.get("chosen"))
+    chosen = number(draft_size.get("chosen"))
     if chosen in sizes:
         speed = speeds[sizes.index(chosen)]
         axes.axvline(chosen, color=INK, linestyle="--", linewidth=1)

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from token_recycling.api import TokenRecycling
+from token_recycling.bench.compare import plain_generate, timed
 from token_recycling.bench.variants import AUTO, LOOKUP_TOKENS, Variant
-from token_recycling.compare import plain_generate, timed
-from token_recycling.costs import CostCurve
-from token_recycling.drafters import BudgetDrafter
+from token_recycling.draft_size.auto import AutoSize
+from token_recycling.draft_size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.metrics import PHASES, Step
+from token_recycling.recycler import TokenRecycling
 
 
 @dataclass
@@ -65,15 +65,15 @@ class Decoder:
             self.options["temperature"] = variant.temperature
 
     @property
-    def budget(self) -> BudgetDrafter | None:
-        """The drafter that chooses its own size, if it is one."""
-        drafter = self.recycler.drafter
-        return drafter if self.variant.drafter and isinstance(drafter, BudgetDrafter) else None
+    def auto_size(self) -> AutoSize | None:
+        """The policy that chooses the size of drafts, if there is one."""
+        size = self.recycler.draft_size
+        return size if self.variant.drafter and isinstance(size, AutoSize) else None
 
     @property
     def nodes(self) -> int | None:
         """Tokens that a step verifies at most, where that is fixed."""
-        if not self.variant.recycles or self.budget:
+        if not self.variant.recycles or self.auto_size:
             return None
         return self.recycler.template.nodes
 
@@ -139,18 +139,14 @@ class Decoder:
         """What it has learnt from the texts so far; what it knows of times is left out."""
         if self.variant.drafter is None:
             return {}
-        state = self.recycler.matrix.state()
-        if self.budget is not None:
-            state |= self.budget.acceptance.state()
-        return state
+        return self.recycler.matrix.state() | self.recycler.draft_size.state()
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a ``state``."""
         if not state:
             return
         self.recycler.matrix.restore(state)
-        if self.budget is not None:
-            self.budget.acceptance.restore(state)
+        self.recycler.draft_size.restore(state)
 
 
 def _recycler(variant: Variant, first: TokenRecycling, costs: CostCurve | None) -> TokenRecycling:
@@ -162,8 +158,8 @@ def _recycler(variant: Variant, first: TokenRecycling, costs: CostCurve | None) 
         first.tokenizer,
         drafter=variant.drafter or "none",
         k=variant.k,
-        engine=variant.engine,
-        exact_logits=first.exact_logits,
+        graph=variant.graph,
+        float32_logits=first.options.float32_logits,
         **options,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,38 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Accepted, Stop, accept_read
+from token_recycling.accept import Accepted, accept_and_append
 from token_recycling.bench.suites import Question
-from token_recycling.costs import CostCurve
-from token_recycling.decode import decode
-from token_recycling.drafters import Drafter
+from token_recycling.decode import Decoding
+from token_recycling.draft_size.base import DraftSize
+from token_recycling.draft_size.costs import CostCurve
+from token_recycling.drafters import AnyDrafter
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.exact import UnchangedHead
 from token_recycling.metrics import Step
-from token_recycling.target import OnProgress, OnPrompt, Target, Wants
+from token_recycling.model.lm_head import StockHead
+from token_recycling.model.target import LearnPrompt, OnProgress, PromptMask, Target
+from token_recycling.sequence import Sequence, at_most
+from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree
-
-NO_TOKEN = -1
 
 
 class ForcedAcceptor:
     """Emits a recorded answer, whatever the logits say (teacher forcing); for one row."""
 
-    def __init__(self, answer: Sequence[int], device: torch.device | str) -> None:
+    def __init__(self, answer: Iterable[int], device: torch.device | str) -> None:
         """Emit ``answer``."""
         self.answer = list(answer)
         self._device = device
-        self._done = 0
 
-    def __call__(self, draft: DraftTree, logits: Tensor, stop: Stop) -> Accepted:
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         """Accept what the draft has of the answer."""
-        ahead = self.answer[self._done : self._done + draft.max_depth + 1]
+        done = len(sequences[0].new_tokens)
+        ahead = self.answer[done : done + draft.max_depth + 1]
         ahead += [NO_TOKEN] * (draft.max_depth + 1 - len(ahead))
         # A node on the right path is followed by the answer's token of its depth.
         choices = torch.tensor(ahead, device=self._device)[draft.depths]
-        accepted = accept_read(draft, choices, stop)
-        self._done += len(accepted.tokens[0])
-        return accepted
+        return accept_and_append(draft, choices, sequences)
 
 
 class NoModel:
@@ -53,17 +52,17 @@ class NoModel:
         """Have ``vocab_size`` tokens."""
         self.vocab_size, self.device = vocab_size, torch.device("cpu")
         self.max_context: int | None = None
-        self.exact = UnchangedHead()
-        self.guard: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
+        self.lm_head = StockHead()
+        self.inference_context: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
 
     def prefill(
         self,
         prompts: list[list[int]],
         *,
-        on_prompt: OnPrompt | None = None,
-        wants: Wants | None = None,
+        prompt_mask: PromptMask | None = None,
+        learn_prompt: LearnPrompt | None = None,
         on_progress: OnProgress | None = None,
-        keep: int = 0,
+        cached: int = 0,
     ) -> Tensor:
         """Return no logits, [B, 0]."""
         return torch.zeros(len(prompts), 0)
@@ -110,8 +109,10 @@ class Figures:
         return self.tokens / self.steps
 
 
-def replay(target: Target, drafter: Drafter, prompt: list[int], answer: list[int]) -> list[Step]:
-    """Let ``drafter`` draft a recorded answer; return the steps after the prompt's.
+def replay(
+    target: Target, drafter: AnyDrafter, size: DraftSize, prompt: list[int], answer: list[int]
+) -> list[Step]:
+    """Let ``drafter`` draft a recorded answer; return the steps after the prefill.
 
     Raises:
         TokenRecyclingError: the drafter needs a model and ``target`` is none, the answer is
@@ -128,20 +129,12 @@ def replay(target: Target, drafter: Drafter, prompt: list[int], answer: list[int
         raise TokenRecyclingError(
             f"prompt and answer have {len(prompt) + len(answer)} tokens, the context {room}"
         )
-    left = len(answer)
-
-    def stop(row: int, token: int) -> str | None:
-        nonlocal left
-        left -= 1
-        return None if left else "length"
-
     accept = ForcedAcceptor(answer, target.device)
-    return list(decode(target, drafter, accept, [prompt], stop))[1:]
+    sequences = [Sequence(prompt, [at_most(len(answer))])]
+    return list(Decoding(target, drafter, size, accept, sequences).steps())[1:]
 
 
-def figures(
-    runs: Sequence[list[Step]], contexts: Sequence[int], curve: CostCurve | None
-) -> Figures:
+def figures(runs: list[list[Step]], contexts: list[int], curve: CostCurve | None) -> Figures:
     """Sum up the runs of one drafter; ``contexts`` are the lengths of their prompts.
 
     Raises:
@@ -174,7 +167,7 @@ def figures(
     )
 
 
-def read_answers(path: Path, questions: Sequence[Question]) -> list[Question]:
+def read_answers(path: Path, questions: Iterable[Question]) -> list[Question]:
     """Give the questions the answers of a file in Spec-Bench's format; drop those without.
 
     Raises:

@@ -65,7 +65,7 @@ def render(summary: dict[str, Any]) -> str:
         by_kind=_by_kind(summary),
         depths=_depths(summary),
         costs=_costs(summary),
-        budget=_budget(summary),
+        draft_size=_draft_size(summary),
         phases=_phases(summary),
         spec_bench=_spec_bench(summary),
         losing=_losing(losing[:SHOWN]),
@@ -269,12 +269,12 @@ def _costs(summary: dict[str, Any]) -> Table:
     return Table("Step cost by context and tokens verified", ["Context", *sizes], rows)
 
 
-def _budget(summary: dict[str, Any]) -> Table:
-    budget = summary.get("budget") or {}
-    columns = [budget.get(key) or () for key in ("sizes", "expected_mat", "expected_speed")]
+def _draft_size(summary: dict[str, Any]) -> Table:
+    draft_size = summary.get("draft_size") or {}
+    columns = [draft_size.get(key) or () for key in ("sizes", "expected_mat", "expected_speed")]
     rows = [
         [
-            _figure(size, "g") + (" (chosen)" if size == budget.get("chosen") else ""),
+            _figure(size, "g") + (" (chosen)" if size == draft_size.get("chosen") else ""),
             _figure(mat),
             _figure(speed, ".1f"),
         ]

@@ -9,15 +9,15 @@ from random import Random
 from time import time
 from typing import Any
 
-from token_recycling.api import TokenRecycling
 from token_recycling.bench.decoders import Decoder, Turn
 from token_recycling.bench.journal import Journal
 from token_recycling.bench.memory import PeakMemory
+from token_recycling.bench.prompts import DEMO
 from token_recycling.bench.suites import Question
 from token_recycling.bench.variants import Variant
-from token_recycling.costs import CostCurve
+from token_recycling.draft_size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.prompts import DEMO
+from token_recycling.recycler import TokenRecycling
 from token_recycling.text import as_conversation, encode
 
 WARM_UP_TOKENS = 16
@@ -146,8 +146,8 @@ class Runner:
                 record["variants"][name]["rounds"].append({"turns": []})
             self._round(question, index, round_, record["variants"])
         for name, decoder in self.decoders.items():
-            if decoder.budget is not None:
-                record["variants"][name]["size_after"] = decoder.budget.size
+            if decoder.auto_size is not None:
+                record["variants"][name]["size_after"] = decoder.auto_size.size
         return record
 
     def order(self, index: int, moves: int) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from token_recycling.api import TokenRecycling
 from token_recycling.bench import measures
 from token_recycling.bench.decoders import Decoder
 from token_recycling.bench.measures import Record
-from token_recycling.costs import CostCurve
-from token_recycling.masks import text_config
-from token_recycling.plain_target import PlainTarget
+from token_recycling.draft_size.costs import CostCurve
+from token_recycling.model.fallback import PlainTarget
+from token_recycling.model.limits import text_config
+from token_recycling.recycler import TokenRecycling
 from token_recycling.text import TextStream
 
 FORMAT = "token-recycling-bench-1"
@@ -80,18 +80,18 @@ def sample(records: Sequence[Record], name: str, tokenizer: Any) -> dict[str, An
     return {"name": record["name"], "decoder": name, "prompt": prompt, "pieces": pieces}
 
 
-def budget(decoders: dict[str, Decoder], curve: CostCurve | None) -> dict[str, Any] | None:
+def sizes(decoders: dict[str, Decoder], curve: CostCurve | None) -> dict[str, Any] | None:
     """What the automatic tree expected of every size at the end of the run."""
     for name, decoder in decoders.items():
-        drafter = decoder.budget
-        if drafter is not None and curve is not None:
-            mats, speeds = drafter.speeds()
+        size = decoder.auto_size
+        if size is not None and curve is not None:
+            mats, speeds = size.speeds()
             return {
                 "decoder": name,
-                "sizes": drafter.sizes,
+                "sizes": size.sizes,
                 "expected_mat": mats,
                 "expected_speed": speeds,
-                "chosen": drafter.size,
+                "chosen": size.size,
             }
     return None
 
@@ -149,7 +149,7 @@ def summarise(
         "curve": None
         if curve is None
         else {"sizes": curve.sizes, "contexts": curve.contexts, "seconds": curve.seconds},
-        "budget": budget(decoders, curve),
+        "draft_size": sizes(decoders, curve),
         "losing": losing(records, baselines),
         "sample": sample(records, next(reversed(baselines)), tokenizer) if baselines else None,
         **about,

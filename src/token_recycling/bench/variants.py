@@ -18,7 +18,7 @@ DEFAULT = (GENERATE, LOOKUP, "prompt-lookup", "paper", AUTO)
 # Drafters that keep no matrix; a decoder of another library has none.
 NOT_RECYCLED = (None, "none", "prompt-lookup")
 FIXED_TREE = "paper"  # of a drafter named without a tree
-MODES = {"": defaults.ENGINE, "graph": "fused", "no-graph": "readable"}
+MODES = {"": None, "graph": True, "no-graph": False}
 SWEEPS = ("k", "tree", "temperature", "start")
 STARTS = ("hot", "cold")
 TEMPERATURES = "a temperature is 0, or lies between 0.00001 and 100"
@@ -35,7 +35,7 @@ class Variant:
         tree: "auto", a name or a file.
         k: candidates per token.
         temperature: 0 is greedy.
-        engine: see ``TokenRecycling``.
+        graph: see ``Options``.
         start: "hot": the matrix is kept from question to question; "cold": emptied before each.
         baseline: the name of what it is compared with.
     """
@@ -46,7 +46,7 @@ class Variant:
     tree: str = FIXED_TREE
     k: int = defaults.CANDIDATES
     temperature: float = 0.0
-    engine: str = defaults.ENGINE
+    graph: bool | None = None
     start: str = "hot"
     baseline: str = GENERATE
 
@@ -86,7 +86,7 @@ def parse(spec: str) -> Variant:
             f"no decoder {spec!r}; there are {known}, DRAFTER@TREE, and all but the first two "
             "with +graph or +no-graph"
         )
-    return Variant(spec, drafter, tree=tree or FIXED_TREE, engine=MODES[mode])
+    return Variant(spec, drafter, tree=tree or FIXED_TREE, graph=MODES[mode])
 
 
 def is_temperature(value: float) -> bool:

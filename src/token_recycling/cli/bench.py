@@ -16,10 +16,10 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.api import TokenRecycling
     from token_recycling.bench.suites import Question
     from token_recycling.bench.variants import Variant
-    from token_recycling.costs import CostCurve
+    from token_recycling.draft_size.costs import CostCurve
+    from token_recycling.recycler import TokenRecycling
 
 TOKENS = 128
 
@@ -60,6 +60,7 @@ def bench(
     raw: o.Raw = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    float32_logits: o.Float32Logits = False,
     exact_logits: o.ExactLogits = False,
     threads: o.Threads = None,
     tune: Annotated[
@@ -91,7 +92,13 @@ def bench(
     for variant in variants:
         if variant.drafter and variant.tree != AUTO:
             variant.template()  # refuse a wrong one before a model is loaded
-    recycler = o.Loading(model, device, dtype, threads=threads, exact_logits=exact_logits).open()
+    recycler = o.Loading(
+        model,
+        device,
+        dtype,
+        threads=threads,
+        float32_logits=o.renamed(float32_logits, exact_logits),
+    ).open()
     run = _Run(recycler, model or "the bundled model", questions, variants)
     run.settings = {
         "suites": suite or ["builtin"],
@@ -102,7 +109,7 @@ def bench(
         "temperature": temp,
         "seed": seed,
         "raw": raw,
-        "exact_logits": exact_logits,
+        "float32_logits": float32_logits or exact_logits,
     }
     summary = run.execute(out, resume=resume, tune=tune)
     from token_recycling.bench.charts import drawable
@@ -196,7 +203,7 @@ class _Run:
     def _plan(self, questions: list[Question]) -> dict[str, Any]:
         """What must be the same for a run to be gone on with."""
         from token_recycling.bench.runner import digest
-        from token_recycling.costs import identity
+        from token_recycling.draft_size.costs import identity
 
         files = {variant.tree for variant in self.variants if Path(variant.tree).is_file()}
         return {
@@ -210,20 +217,21 @@ class _Run:
 
     def _costs(self, out: Path, tune: bool, *, anew: bool) -> CostCurve | None:
         """The costs that this run began with, those kept before, or new ones."""
-        from token_recycling import tune as tuning
-        from token_recycling.costs import CostCurve, find
-        from token_recycling.target import TreeTarget
+        from token_recycling.draft_size import tune as tuning
+        from token_recycling.draft_size.costs import CostCurve, find
+        from token_recycling.model.target import TreeTarget
 
-        if not isinstance(self.recycler.target, TreeTarget):
+        target = self.recycler.target
+        if not isinstance(target, TreeTarget):
             return None
         path = out / "costs.json"
         if path.is_file() and not anew:
             return CostCurve.load(path)
-        curve = find(self.recycler.model, self.recycler.target.device)
+        curve = find(target.model, target.device)
         if not curve.measured and tune:
             with progress.progress_shown("step costs") as on_progress:
-                curve = tuning.measure(self.recycler, on_progress=on_progress)
-            show.note(f"step costs are kept in {tuning.keep(self.recycler, curve)}")
+                curve = tuning.measure(target, on_progress=on_progress)
+            show.note(f"step costs are kept in {tuning.save_curve(target, curve)}")
         curve.save(path)
         return curve
 

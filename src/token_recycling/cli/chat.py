@@ -15,7 +15,8 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError, printable
 
 if TYPE_CHECKING:
-    from token_recycling.api import Chunk, TokenRecycling
+    from token_recycling.answers import Chunk
+    from token_recycling.recycler import TokenRecycling
 
 COMMAND = re.compile(r"/\w*")
 HELP = """/reset   begin a new conversation; what was learnt stays
@@ -86,7 +87,7 @@ class _Talk:
     def __init__(
         self, recycler: TokenRecycling, system: str | None, options: dict[str, Any], *, cold: bool
     ) -> None:
-        from token_recycling.conversation import Conversation
+        from token_recycling.cli.conversation import Conversation
 
         self.recycler, self.options, self.cold = recycler, options, cold
         self.conversation = Conversation(recycler.tokenizer, system)

@@ -15,7 +15,7 @@ from token_recycling.cli.generate import as_prompt
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.check import Result
+    from token_recycling.bench.check import Result
 
 
 def check(
@@ -27,6 +27,7 @@ def check(
     raw: o.Raw = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    float32_logits: o.Float32Logits = False,
     exact_logits: o.ExactLogits = False,
     graph: o.Graph = None,
     tree: o.Tree = defaults.TREE,
@@ -42,7 +43,7 @@ def check(
     differences lie within the noise that plain decoding itself has between two kernels, as is
     usual in half precision) or `WRONG`, with exit code 1.
     """
-    from token_recycling.prompts import DEMO
+    from token_recycling.bench.prompts import DEMO
 
     if max_tokens < 1:
         raise TokenRecyclingError("-n must be 1 or more")
@@ -55,11 +56,11 @@ def check(
         drafter,
         threads=threads,
         strict=strict,
-        exact_logits=exact_logits,
+        float32_logits=o.renamed(float32_logits, exact_logits),
         graph=graph,
     )
     recycler = loading.open()
-    from token_recycling import check as checking
+    from token_recycling.bench import check as checking
 
     results = []
     for question, result in zip(
@@ -79,7 +80,7 @@ def check(
         kind = str(recycler.model.dtype).removeprefix("torch.")
         print(
             f"{same} of {len(results)} answers identical ({kind}"
-            f"{', exact logits' if exact_logits else ''}, MAT {mat:.2f}): {verdict}"
+            f"{', float32 logits' if loading.float32_logits else ''}, MAT {mat:.2f}): {verdict}"
         )
     if verdict == "WRONG":
         sys.exit(1)

@@ -21,8 +21,8 @@ def demo(
 
     Ends with exit code 1 if any output differs.
     """
-    from token_recycling.compare import compare
-    from token_recycling.prompts import DEMO
+    from token_recycling.bench.compare import compare
+    from token_recycling.bench.prompts import DEMO
 
     loading = o.Loading(None, "cpu", None, tree, threads=threads, graph=graph)
     if max_tokens < 2:

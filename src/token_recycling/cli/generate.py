@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +15,10 @@ from token_recycling.cli import progress, show, stdin
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.api import TokenRecycling
+    from token_recycling.accept import Accepted
+    from token_recycling.recycler import TokenRecycling
     from token_recycling.text import Prompt
+    from token_recycling.tree import DraftTree
 
 
 def generate(
@@ -35,6 +38,7 @@ def generate(
     raw: o.Raw = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    float32_logits: o.Float32Logits = False,
     exact_logits: o.ExactLogits = False,
     graph: o.Graph = None,
     tree: o.Tree = defaults.TREE,
@@ -73,7 +77,7 @@ def generate(
         cold,
         threads,
         strict,
-        exact_logits,
+        o.renamed(float32_logits, exact_logits),
         graph,
     )
     options = o.sampling_options(
@@ -81,7 +85,7 @@ def generate(
     )
     recycler = loading.open()
     if explain:
-        _explain(recycler)
+        options["on_draft"] = _explaining(recycler)
     try:
         if compare:
             _compare(recycler, as_prompt(recycler, question, raw), options, as_json)
@@ -128,24 +132,25 @@ def _answer(
     show.ending(last)
 
 
-def _explain(recycler: TokenRecycling) -> None:
-    """Have every step tell on stderr what it drafted."""
-    from token_recycling.explain import ExplainedDrafter, Node, lines
+def _explaining(recycler: TokenRecycling) -> Callable[..., None]:
+    """Return what shows on stderr what every step drafted."""
+    from token_recycling.explain import drafted_nodes, lines
 
     def text(token: int) -> str:
         return repr(recycler.tokenizer.decode([token]))
 
-    def tell(nodes: list[Node], emitted: list[int]) -> None:
-        sys.stdout.flush()
-        show.note("\n" + "\n".join(lines(nodes, emitted, text)))
+    def explain(rows: Any, draft: DraftTree, accepted: Accepted) -> None:
+        if nodes := drafted_nodes(recycler.drafter, rows, draft, accepted):
+            sys.stdout.flush()
+            show.note("\n" + "\n".join(lines(nodes, accepted.tokens[0], text)))
 
-    recycler.drafter = ExplainedDrafter(recycler.drafter, tell)
+    return explain
 
 
 def _compare(
     recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any], as_json: bool
 ) -> None:
-    from token_recycling.compare import compare
+    from token_recycling.bench.compare import compare
 
     result = compare(recycler, prompt, options)
     if as_json:

@@ -23,7 +23,7 @@ def show(
     as_json: o.Json = False,
 ) -> None:
     """Show what a matrix file holds."""
-    from token_recycling.adjacency import AdjacencyMatrix
+    from token_recycling.matrix import AdjacencyMatrix
 
     matrix = AdjacencyMatrix.load(file)
     for wanted in token or ():
@@ -60,7 +60,7 @@ def merge(
     out: Annotated[Path, typer.Option("-o", "--out", help="Where to write the merged matrix.")],
 ) -> None:
     """Merge two matrix files into a third."""
-    from token_recycling.adjacency import AdjacencyMatrix
+    from token_recycling.matrix import AdjacencyMatrix
 
     merged = AdjacencyMatrix.load(first).merge(AdjacencyMatrix.load(second))
     merged.save(out)

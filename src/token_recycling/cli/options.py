@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from token_recycling import defaults
+from token_recycling.cli import show
 from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.api import TokenRecycling
+    from token_recycling.recycler import TokenRecycling
 
 MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="New tokens at most.")]
 Temperature = Annotated[float, typer.Option("--temp", help="0 is greedy; above 0 samples.")]
@@ -46,9 +47,10 @@ Matrix = Annotated[
 Cold = Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail where tree attention cannot be used.")]
-ExactLogits = Annotated[
-    bool, typer.Option("--exact-logits", help="Last projection in float32, for half precision.")
+Float32Logits = Annotated[
+    bool, typer.Option("--float32-logits", help="LM head in float32, for half precision.")
 ]
+ExactLogits = Annotated[bool, typer.Option("--exact-logits", hidden=True)]
 Graph = Annotated[
     bool | None,
     typer.Option("--graph/--no-graph", help="Steps as one graph. Left out: on CUDA."),
@@ -71,7 +73,7 @@ class Loading:
     cold: bool = False
     threads: int | None = None
     strict: bool = False
-    exact_logits: bool = False
+    float32_logits: bool = False
     graph: bool | None = None
 
     def open(self) -> TokenRecycling:
@@ -96,7 +98,7 @@ class Loading:
             import torch
             from transformers.utils import logging
 
-            from token_recycling.api import TokenRecycling
+            from token_recycling.recycler import TokenRecycling
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
@@ -110,8 +112,8 @@ class Loading:
                 tree=self.tree,
                 k=self.candidates,
                 matrix=self.matrix if self.matrix and self.matrix.exists() else None,
-                engine=engine(self.graph),
-                exact_logits=self.exact_logits,
+                graph=self.graph,
+                float32_logits=self.float32_logits,
                 strict=self.strict,
             )
         recycler.compiling = partial(busy_shown, "compiling the step, once for this model")
@@ -123,9 +125,11 @@ class Loading:
             recycler.matrix.save(self.matrix)
 
 
-def engine(graph: bool | None) -> str:
-    """Return the engine that ``--graph`` or ``--no-graph`` asks for."""
-    return defaults.ENGINE if graph is None else "fused" if graph else "readable"
+def renamed(float32_logits: bool, exact_logits: bool) -> bool:
+    """Return ``--float32-logits``, given by that name or by the old one, which gives a warning."""
+    if exact_logits:
+        show.note("warning: the option --exact-logits is now --float32-logits")
+    return float32_logits or exact_logits
 
 
 def sampling_options(

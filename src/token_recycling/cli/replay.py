@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from token_recycling.bench.replay import Figures
     from token_recycling.bench.suites import Question
     from token_recycling.bench.variants import Variant
-    from token_recycling.costs import CostCurve
-    from token_recycling.drafters import Drafter
+    from token_recycling.draft_size.base import DraftSize
+    from token_recycling.draft_size.costs import CostCurve
+    from token_recycling.drafters import AnyDrafter
     from token_recycling.metrics import Step
-    from token_recycling.target import Target
+    from token_recycling.model.target import Target
 
 
 def replay(
@@ -95,7 +96,7 @@ def replay(
     left_out = 0
     with progress.progress_shown("answers") as on_progress:
         for variant in variants:
-            target, drafter, curve = make.open(variant)
+            target, drafter, size, curve = make.open(variant)
             runs: list[tuple[str, int, list[Step]]] = []
             for question in questions:
                 for prompt, answer in _texts(make, question, raw, max_tokens):
@@ -103,9 +104,9 @@ def replay(
                     if room is not None and len(prompt) + len(answer) > room:
                         left_out += 1
                         continue
-                    if cold and (matrix := getattr(drafter, "matrix", None)) is not None:
-                        matrix.reset()
-                    steps = replaying.replay(target, drafter, prompt, answer)
+                    if cold and drafter.matrix is not None:
+                        drafter.matrix.reset()
+                    steps = replaying.replay(target, drafter, size, prompt, answer)
                     runs.append((question.kind, len(prompt), steps))
                 done += 1
                 on_progress(done, total)
@@ -132,13 +133,13 @@ class _WithModel:
         self.first = loading.open()
         self.tokenizer = self.first.tokenizer
 
-    def open(self, variant: Variant) -> tuple[Target, Drafter, CostCurve | None]:
+    def open(self, variant: Variant) -> tuple[Target, AnyDrafter, DraftSize, CostCurve | None]:
         from token_recycling.bench.decoders import Decoder
-        from token_recycling.costs import find
+        from token_recycling.draft_size.costs import find
 
         curve = find(self.first.model, self.first.target.device)
         recycler = Decoder(variant, self.first, curve, 1).recycler
-        return recycler.target, recycler.drafter, curve
+        return recycler.target, recycler.drafter, recycler.draft_size, curve
 
 
 class _WithoutModel:
@@ -147,7 +148,7 @@ class _WithoutModel:
     def __init__(self, model: str | None) -> None:
         from transformers import AutoTokenizer
 
-        from token_recycling.api import BUNDLED_MODEL
+        from token_recycling.checkpoint import BUNDLED_MODEL
 
         path = str(BUNDLED_MODEL if model is None else model)
         try:
@@ -156,17 +157,18 @@ class _WithoutModel:
             line = one_line(error, 300)
             raise TokenRecyclingError(f"cannot load the tokenizer of {path}: {line}") from error
 
-    def open(self, variant: Variant) -> tuple[Target, Drafter, CostCurve | None]:
-        from token_recycling.adjacency import AdjacencyMatrix
+    def open(self, variant: Variant) -> tuple[Target, AnyDrafter, DraftSize, CostCurve | None]:
         from token_recycling.bench.replay import NoModel
+        from token_recycling.draft_size.base import FixedSize
         from token_recycling.drafters import make_drafter
+        from token_recycling.matrix import AdjacencyMatrix
         from token_recycling.tree import TreeTemplate
 
         target = NoModel(len(self.tokenizer))
         assert variant.drafter is not None
         template = TreeTemplate.chain(1)  # not for a drafter of text
         drafter = make_drafter(variant.drafter, AdjacencyMatrix(target.vocab_size, 1), template)
-        return target, drafter, None
+        return target, drafter, FixedSize(), None
 
 
 def _texts(
@@ -176,12 +178,12 @@ def _texts(
     from token_recycling.bench.runner import conversation
 
     found = []
-    told: list[str] = []
+    said: list[str] = []
     for turn, answer in zip(question.turns, question.answers):
-        told.append(turn)
-        prompt = conversation(make, told, raw)
+        said.append(turn)
+        prompt = conversation(make, said, raw)
         tokens = make.tokenizer(answer, add_special_tokens=False).input_ids[:limit]
-        told.append(answer)
+        said.append(answer)
         if len(tokens) > 1:
             found.append((prompt, tokens))
     return found

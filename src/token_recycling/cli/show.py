@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from token_recycling.api import Chunk
+    from token_recycling.answers import Chunk
     from token_recycling.metrics import Stats
 
 DRAFTED = "green"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -14,7 +14,8 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.costs import CostCurve
+    from token_recycling.draft_size.costs import CostCurve
+    from token_recycling.model.target import TreeTarget
 
 
 def tune(
@@ -24,10 +25,12 @@ def tune(
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Measurements of each.")] = 7,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Draw the curve to this .png or .svg file.")
+        Path | None,
+        typer.Option("-o", "--out", help="Draw the curve to this .png or .svg file."),
     ] = None,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    float32_logits: o.Float32Logits = False,
     exact_logits: o.ExactLogits = False,
     threads: o.Threads = None,
     as_json: o.Json = False,
@@ -44,18 +47,26 @@ def tune(
         raise TokenRecyclingError(f"{out} must end in .png or .svg")
     if out is not None and not out.parent.is_dir():
         raise TokenRecyclingError(f"no folder {out.parent} for {out.name}")
-    recycler = o.Loading(model, device, dtype, threads=threads, exact_logits=exact_logits).open()
-    from token_recycling import tune as tuning
-    from token_recycling.api import TokenRecycling
+    recycler = o.Loading(
+        model,
+        device,
+        dtype,
+        threads=threads,
+        float32_logits=o.renamed(float32_logits, exact_logits),
+    ).open()
+    from token_recycling.draft_size import tune as tuning
+    from token_recycling.recycler import TokenRecycling
 
     with progress.progress_shown("measuring") as on_progress:
-        curve = tuning.measure(recycler, contexts=lengths, rounds=rounds, on_progress=on_progress)
-    kept = tuning.keep(recycler, curve)
+        curve = tuning.measure(
+            recycler.target, contexts=lengths, rounds=rounds, on_progress=on_progress
+        )
+    kept = tuning.save_curve(cast("TreeTarget", recycler.target), curve)
     if out is not None:
         from token_recycling.plot import plot_costs
 
         plot_costs(curve, out)
-    begins = TokenRecycling(recycler.model, recycler.tokenizer, costs=curve).drafter
+    begins = TokenRecycling(recycler.model, recycler.tokenizer, costs=curve).draft_size
     size = getattr(begins, "size", 1)
     if as_json:
         print(json.dumps({**asdict(curve), "kept": kept, "begins_with": size}))

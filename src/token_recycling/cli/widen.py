@@ -26,7 +26,7 @@ def widen(
     """
     from transformers.utils import logging
 
-    from token_recycling import widen as widening
+    from token_recycling.bench import widen as widening
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

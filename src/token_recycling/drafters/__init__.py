@@ -11,39 +11,40 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
-from token_recycling.adjacency import AdjacencyMatrix
 from token_recycling.drafters.adaptive import AdaptiveDrafter
-from token_recycling.drafters.base import Drafter
-from token_recycling.drafters.budget import BudgetDrafter
+from token_recycling.drafters.base import AnyDrafter, Drafter, Rows
+from token_recycling.drafters.legacy import adapted
+from token_recycling.drafters.none import NoDrafter
 from token_recycling.drafters.paper import PaperDrafter
-from token_recycling.drafters.plain import NoDrafter
 from token_recycling.drafters.prompt_lookup import PromptLookupDrafter
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.tree import TreeTemplate
 
 __all__ = [
     "AdaptiveDrafter",
-    "BudgetDrafter",
+    "AnyDrafter",
     "Drafter",
     "NoDrafter",
     "PaperDrafter",
     "PromptLookupDrafter",
+    "Rows",
     "make_drafter",
     "names",
 ]
 
-Factory = Callable[[AdjacencyMatrix, TreeTemplate], Drafter]
+Factory = Callable[[AdjacencyMatrix, TreeTemplate], AnyDrafter]
 GROUP = "token_recycling.drafters"
 # Drafters without a part, to see what it is worth.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "pairs": {"pairs": 0},
-    "averages": {"keep": 0.0},
+    "averages": {"old_weight": 0.0},
     "chain": {"chain": 0},
     "calibration": {"calibrate": False},
 }
 
 
-def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate, **options: Any) -> Drafter:
+def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate, **options: Any) -> AnyDrafter:
     """A tree says how many nodes; their shape comes from the text."""
     return AdaptiveDrafter(matrix, len(template.paths), **options)
 
@@ -65,7 +66,7 @@ def names() -> list[str]:
     return [*BUILT_IN, *(point.name for point in entry_points(group=GROUP))]
 
 
-def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> Drafter:
+def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> AnyDrafter:
     """Make the drafter called ``name``.
 
     Raises:
@@ -75,5 +76,5 @@ def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> 
         return BUILT_IN[name](matrix, template)
     for point in entry_points(group=GROUP, name=name):
         factory: Factory = point.load()
-        return factory(matrix, template)
+        return adapted(factory(matrix, template))
     raise TokenRecyclingError(f"no drafter {name!r}; there are {', '.join(names())}")

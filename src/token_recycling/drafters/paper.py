@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from token_recycling.accept import Accepted
-from token_recycling.adjacency import AdjacencyMatrix
-from token_recycling.drafters.base import Drafter
-from token_recycling.tree import DraftTree, TreeShape, TreeTemplate
+from token_recycling.drafters.base import Drafter, Rows
+from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.tree import DraftTree, TreeShape, TreeTemplate, root_only
 
 
-class PaperDrafter(Drafter):
+class PaperDrafter(Drafter[Rows]):
     """A static tree filled from the adjacency matrix; ids only; the latest row wins.
 
     The node with path ``(…, r)`` is the r-th candidate of its parent's token. After every
@@ -19,18 +19,19 @@ class PaperDrafter(Drafter):
     """
 
     name = "paper"
+    matrix: AdjacencyMatrix
     needs_logits = True
-    fixed_shapes = True
+    capturable = True
 
     def __init__(
-        self, matrix: AdjacencyMatrix, template: TreeTemplate, *, prime_prompt: bool = True
+        self, matrix: AdjacencyMatrix, template: TreeTemplate, *, learn_prompts: bool = True
     ) -> None:
         """Draft from ``matrix`` in the shape of ``template``.
 
         Args:
             matrix: shared by every row of a batch.
             template: the tree's shape.
-            prime_prompt: recycle the prompt's logits too, of tokens that have no row yet. The
+            learn_prompts: recycle the prompt's logits too, of tokens that have no row yet. The
                 paper leaves this open; where there is a row, it gains next to nothing.
 
         Raises:
@@ -40,23 +41,25 @@ class PaperDrafter(Drafter):
         self.matrix, self.template = matrix, template
         self.shape = TreeShape(template, matrix.device)
         self._rungs = [(above, matrix.offsets(ranks)) for above, ranks in self.shape.rungs]
-        self.prime_prompt = prime_prompt
+        self.learn_prompts = learn_prompts
 
     @property
-    def shares(self) -> tuple[float, ...]:
-        """Those of a ranked template."""
-        return self.template.shares
+    def acceptance(self) -> tuple[float, ...]:
+        """That of a ranked template."""
+        return self.template.acceptance
 
-    def wants(self, tokens: Tensor) -> Tensor | None:
-        """Want the tokens without a row, each where it stands last."""
-        return self.matrix.unseen(tokens) if self.prime_prompt else None
+    def prompt_mask(self, tokens: Tensor) -> Tensor | None:
+        """Ask for tokens without a row, each at its last occurrence."""
+        return self.matrix.unseen(tokens) if self.learn_prompts else None
 
-    def prime(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
+    def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
         """Recycle a chunk of the prompts."""
-        self._recycle(tokens, logits, valid)
+        self._recycle(tokens, logits, mask)
 
-    def propose(self, roots: Tensor) -> DraftTree:
+    def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
         """Grow the tree level by level by look-ups in the matrix."""
+        if nodes == 1:
+            return root_only(roots)
         grown = [roots[:, None].to(torch.int32)]
         for above, offsets in self._rungs:
             grown.append(self.matrix.lookup(grown[-1].index_select(1, above), offsets))
@@ -64,9 +67,9 @@ class PaperDrafter(Drafter):
         if self.shape.order is not None:
             tokens = tokens[:, self.shape.order]
         # Below a row never seen there is nothing.
-        return self.shape.draft(tokens.clamp(min=0), tokens >= 0)
+        return self.shape.draft(tokens.clamp(min=0), tokens >= 0).first(nodes)
 
-    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+    def observe(self, rows: Rows, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Recycle the candidates of every node."""
         self._recycle(draft.tokens, logits, draft.valid)
 

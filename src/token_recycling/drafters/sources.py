@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from token_recycling.adjacency import EMPTY, AdjacencyMatrix
-from token_recycling.drafters.context import Continuation
+from token_recycling.drafters.ngram import NgramMatch
+from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.tokens import NO_TOKEN
 
 BINS = 32  # half octaves of a float16 up to 1: its exponent and the first bit of its mantissa
 TOKEN, PAIR, BEHIND = range(3)  # a token's row alone, a pair's, a token's row behind a pair's
@@ -19,7 +20,7 @@ LONG = 4  # tokens of a run that is called long
 RUNS = {0: 0.0, 1: 0.2, 2: 0.35, 3: 0.5, 4: 0.65, 5: 0.75, 7: 0.8, 10: 0.85, 16: 0.9}
 PLACES = (0, 1, 2, 4, 8)  # the first of each class of places in the chain
 RANKS = 4  # of a chain's token in the row: not there, first, second, lower
-NO_TOKEN = -2  # equal to no candidate, EMPTY neither
+NO_MATCH = -2  # equal to no candidate, NO_TOKEN neither
 
 
 class RowSource:
@@ -49,10 +50,10 @@ class RowSource:
 
         Args:
             previous: int64 [...].
-            tokens: int64 [...], ``EMPTY`` allowed.
+            tokens: int64 [...], ``NO_TOKEN`` allowed.
 
         Returns:
-            int32 [..., k] ids, ``EMPTY`` where there is none, and their features, int64.
+            int32 [..., k] ids, ``NO_TOKEN`` where there is none, and their features, int64.
         """
         rows, known = self.matrix.rows(previous, tokens)
         ids, p = self.matrix.fetch(rows)
@@ -68,13 +69,13 @@ class RowSource:
             state: int64 [...], of the chain.
 
         Returns:
-            int32 [..., 2k] ids, ``EMPTY`` where there is none, and their features, int64.
+            int32 [..., 2k] ids, ``NO_TOKEN`` where there is none, and their features, int64.
         """
         rows, known = self.matrix.rows(previous, tokens)
         ids, p = self.matrix.fetch(torch.stack([torch.where(known, rows, 0), tokens + 1], dim=-1))
         of_pair, of_token = ids.unbind(-2)
         twice = (of_pair[..., :, None] == of_token[..., None, :]).any(dim=-2)
-        ids = torch.cat([of_pair, of_token.masked_fill(twice, EMPTY)], dim=-1)
+        ids = torch.cat([of_pair, of_token.masked_fill(twice, NO_TOKEN)], dim=-1)
         bins = _bins(p).flatten(-2)
         bins[..., self.matrix.k :].masked_fill_(twice, 0)
         behind = self._first[known.long() * BEHIND, state]
@@ -106,11 +107,11 @@ class ChainSource:
         return shares.repeat_interleave(len(PLACES) * RANKS)
 
     @staticmethod
-    def state(chain: Continuation) -> Tensor:
+    def state(chain: NgramMatch) -> Tensor:
         """Return the chain's state at its nodes, int64 [B]."""
         return (chain.run > 0).long() + (chain.run >= LONG)
 
-    def of(self, chain: Continuation, token: Tensor, place: Tensor, candidates: Tensor) -> Tensor:
+    def of(self, chain: NgramMatch, token: Tensor, place: Tensor, candidates: Tensor) -> Tensor:
         """Return the features of the chain's tokens.
 
         Args:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from token_recycling.integrations.versions import EngineVersionError, check_version
-
-PACKAGES = ("sglang",)
-TESTED = ("0.5.23",)
+from token_recycling.integrations.engines.versions import SGLANG, EngineVersionError, check_version
 
 
 def register() -> None:
@@ -17,7 +14,7 @@ def register() -> None:
     Recycling is used: an unknown version is said, and is an error only for who asks for it.
     """
     try:
-        check_version("SGLang", PACKAGES, TESTED)
+        check_version(SGLANG)
         from token_recycling.integrations.sglang.algorithm import register_algorithm
     except (EngineVersionError, ImportError) as error:
         logging.getLogger(__name__).warning("TOKEN_RECYCLING is not available: %s", error)

@@ -9,7 +9,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.serving import ServingOptions
+from token_recycling.integrations.engines.options import ServingOptions
 
 NAME = "TOKEN_RECYCLING"
 NODES = 32  # of a draft, the root included, unless --speculative-num-draft-tokens says

@@ -16,23 +16,18 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
-from token_recycling.accept import HOLE, ordinary_tensors
+from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
+from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
+from token_recycling.integrations.engines.versions import check_signature
 from token_recycling.integrations.sglang.trees import full_masks, links
-from token_recycling.integrations.versions import check_signature
-from token_recycling.serving import (
-    RequestDrafter,
-    ServingOptions,
-    load_tokenizer,
-    packed_draft,
-    unpacked_draft,
-)
-from token_recycling.tree import DraftTree
+from token_recycling.modes import ordinary_tensors
+from token_recycling.tokens import NO_TOKEN
 
 
 class Worker(NGRAMWorker):  # type: ignore[misc]
     """Where SGLang's n-gram worker asks a corpus on the host, this asks the drafter.
 
-    Everything stays on the device; a request's place is its place in SGLang's own pool.
+    Everything stays on the device; a request's slot is its slot in SGLang's own pool.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -80,7 +75,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         raise NotImplementedError("TOKEN_RECYCLING learns from the target; it takes no corpus")
 
     def _init_preallocated_tensors(self) -> None:
-        places = self.req_to_token_pool.req_to_token.shape[0]
+        slots = self.req_to_token_pool.req_to_token.shape[0]
         server = self.server_args
         tokenizer = partial(
             load_tokenizer,
@@ -90,7 +85,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         vocabulary = self.model_runner.model_config.vocab_size
         drafter = self.options.make(vocabulary, self.width - 1, self.device, tokenizer)
         self.requests = RequestDrafter(
-            drafter, places, self.width, self.device, context=self.options.context
+            drafter, slots, self.width, self.device, context=self.options.context
         )
 
     def _nodes_for(self, requests: int) -> int:
@@ -108,11 +103,13 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         before = batch.spec_info
         tokens = before.accept_tokens.view(rows, -1).long()
         roots = tokens.gather(1, before.accept_lens.long()[:, None] - 1)[:, 0]
-        places = batch.req_pool_indices.long()
+        slots = batch.req_pool_indices.long()
         with ordinary_tensors():
-            self.requests.propose(places, roots, n)
+            self.requests.propose(slots, roots, n)
             # A drafter with few candidates may find fewer nodes; SGLang wants n of each.
-            draft = self._same_everywhere(places, self.requests.drafts(places).first(n))
+            draft = self.requests.drafts(slots).first(n)
+            draft = same_on_all_ranks(get_parallel().tp_group, draft)
+            self.requests.replace_drafts(slots, draft)
         if batch.has_grammar:  # SGLang walks the tree on the host
             self.grammar_tree_host = (
                 draft.ancestors.flatten().cpu().numpy(),
@@ -150,30 +147,30 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
     ) -> GenerationBatchResult:
         """Take a step of the scheduler's batch: prompts, or a tree for each request."""
         rows, verifies = len(batch.reqs), batch.forward_mode.is_decode()
-        places = batch.req_pool_indices.long() if rows else None
+        slots = batch.req_pool_indices.long() if rows else None
         self.draft_token_num = n = self._nodes_for(rows) if verifies else self.width
         self._watched.logits = None
         result = super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
         self.draft_token_num = self.width
-        if places is None:
+        if slots is None:
             return result
         with ordinary_tensors():
             if verifies:
-                self._learn(places, result, n)
+                self._learn(slots, result, n)
             else:
                 self._begin(batch, result)
         return self._widened(result, n) if verifies and n < self.width else result
 
-    def _learn(self, places: Tensor, result: GenerationBatchResult, n: int) -> None:
+    def _learn(self, slots: Tensor, result: GenerationBatchResult, n: int) -> None:
         """Take in what the target said to every node, and what was accepted."""
-        rows = len(places)
+        rows = len(slots)
         lengths = result.accept_lens.long()
         tokens = result.next_token_ids.view(rows, n).long()
         behind = torch.arange(n, device=self.device) >= lengths[:, None]
         assert self._watched.logits is not None
         logits = self._watched.logits.view(rows, n, -1)
-        emitted = tokens.masked_fill(behind, HOLE)
-        self.requests.observe(places, logits, torch.full_like(lengths, n), emitted)
+        emitted = tokens.masked_fill(behind, NO_TOKEN)
+        self.requests.observe(slots, logits, torch.full_like(lengths, n), emitted)
 
     def _begin(self, batch: Any, result: GenerationBatchResult) -> None:
         """Take in the requests whose prompts have been read to the end."""
@@ -186,16 +183,16 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             return
         texts = [_text(batch.reqs[row], self.options.context) for row in read]
         index = torch.tensor(read, device=self.device)
-        places = batch.req_pool_indices.long()[index]
-        self.requests.begin(places, [text[:-1] for text in texts])
+        slots = batch.req_pool_indices.long()[index]
+        self.requests.begin(slots, [text[:-1] for text in texts])
         roots = torch.tensor([text[-1] for text in texts], device=self.device)
-        self.requests.propose(places, roots, 1)
+        self.requests.propose(slots, roots, 1)
         logits = self._watched.logits
         # Sampling has changed them already, unless there was nothing to change.
         if logits is None or len(logits) != len(batch.reqs) or not _untouched(batch):
             return
         emitted = result.next_token_ids.long()[index][:, None]
-        self.requests.observe(places, logits[index][:, None], torch.ones_like(places), emitted)
+        self.requests.observe(slots, logits[index][:, None], torch.ones_like(slots), emitted)
 
     def _widened(self, result: GenerationBatchResult, n: int) -> GenerationBatchResult:
         """Give what a narrow step emitted the width that SGLang keeps between steps."""
@@ -213,15 +210,6 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
 
     def _update_ngram_corpus(self, batch: Any) -> None:
         """There is no corpus."""
-
-    def _same_everywhere(self, places: Tensor, draft: DraftTree) -> DraftTree:
-        """Take the first rank's drafts on every tensor-parallel rank: they verify one tree."""
-        group = get_parallel().tp_group
-        if group is None or group.world_size == 1:
-            return draft
-        draft = unpacked_draft(group.broadcast(packed_draft(draft), src=0), draft.max_depth)
-        self.requests.keep(places, draft)
-        return draft
 
 
 class _NoCorpus:

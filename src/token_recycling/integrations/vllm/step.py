@@ -21,7 +21,7 @@ def drafted(runner: Any, metadata: Any) -> list[int]:
         for row, drafts in enumerate(metadata.num_draft_tokens)
         if drafts
         and batch.spec_token_ids[row][0] != PLACEHOLDER
-        and runner.drafter.place(batch.req_ids[row]) is not None
+        and runner.drafter.slot(batch.req_ids[row]) is not None
     ]
 
 

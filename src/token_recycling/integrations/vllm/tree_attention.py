@@ -6,6 +6,7 @@ request. It is exact and not fast: it makes trees usable where speed is not the 
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,9 +21,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from token_recycling.errors import TokenRecyclingError
-
-# Of the step in preparation: per row the ancestors bool [n, n] of its draft, or None.
-trees: list[Tensor | None] | None = None
 
 
 def check_model(vllm_config: Any) -> None:
@@ -57,13 +55,26 @@ def copy_slots(cache: Tensor, source: Tensor, target: Tensor) -> None:
     cache[target // size, :, target % size] = cache[source // size, :, source % size]
 
 
+def use_trees(runner: Any, trees: list[Tensor | None]) -> None:
+    """Give the trees of the step in preparation to the builders of its metadata.
+
+    Args:
+        runner: vLLM's.
+        trees: per row the ancestors bool [n, n] of its draft, or None; empty: there are none.
+    """
+    for group in chain.from_iterable(runner.attn_groups):
+        group.get_metadata_builder().trees = trees
+
+
 class TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Hands the masks of a step to its layers."""
+
+    trees: list[Tensor | None] = []
 
     def build(self, *args: Any, **options: Any) -> Any:
         """Build what vLLM builds, and the masks."""
         metadata = super().build(*args, **options)
-        metadata.trees = trees
+        metadata.trees = self.trees
         return metadata
 
 
@@ -108,7 +119,7 @@ class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         starts = attn_metadata.query_start_loc.tolist()
         lengths = attn_metadata.seq_lens.tolist()
         slots = kv_cache.shape[2]
-        drafts = attn_metadata.trees or []
+        drafts = attn_metadata.trees
         for row, length in enumerate(lengths):
             begin, end = starts[row : row + 2]
             if begin == end:

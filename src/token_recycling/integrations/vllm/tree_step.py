@@ -32,11 +32,11 @@ def place(runner: Any, proposer: Proposer, metadata: Any) -> None:
         metadata: vLLM's, of the drafts; None: there are none.
     """
     rows = drafted(runner, metadata)
-    tree_attention.trees = None
     if not rows:
+        tree_attention.use_trees(runner, [])
         return
     begins = _first_tokens(runner, metadata)
-    draft = proposer.requests.drafts(_places(runner, proposer, rows))
+    draft = proposer.requests.drafts(_slots(runner, proposer, rows))
     counts = [metadata.num_draft_tokens[row] + 1 for row in rows]
     owner = torch.repeat_interleave(torch.tensor(counts)).to(proposer.device)
     nodes = torch.cat([torch.arange(count) for count in counts]).to(proposer.device)
@@ -46,7 +46,7 @@ def place(runner: Any, proposer: Proposer, metadata: Any) -> None:
     trees: list[Tensor | None] = [None] * len(begins)
     for i, (row, count) in enumerate(zip(rows, counts)):
         trees[row] = draft.ancestors[i, :count, :count]
-    tree_attention.trees = trees
+    tree_attention.use_trees(runner, trees)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def walked(runner: Any, proposer: Proposer, logits: Tensor, metadata: Any) -> It
         return
     step = VerifiedStep(runner, logits, metadata)
     answers = step.answers(rows)
-    draft = proposer.requests.drafts(_places(runner, proposer, rows)).first(answers.shape[1])
+    draft = proposer.requests.drafts(_slots(runner, proposer, rows)).first(answers.shape[1])
     counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)
     draft = draft.up_to(counts)
     path, lengths = draft.best_branch(answers)
@@ -102,9 +102,9 @@ def _first_tokens(runner: Any, metadata: Any) -> list[int]:
     return [end - drafts - 1 for end, drafts in zip(ends, metadata.num_draft_tokens)]
 
 
-def _places(runner: Any, proposer: Proposer, rows: list[int]) -> Tensor:
+def _slots(runner: Any, proposer: Proposer, rows: list[int]) -> Tensor:
     names = runner.input_batch.req_ids
-    return torch.tensor([proposer.place(names[row]) for row in rows], device=proposer.device)
+    return torch.tensor([proposer.slot(names[row]) for row in rows], device=proposer.device)
 
 
 def _move(runner: Any, paths: list[tuple[int, list[int]]]) -> None:

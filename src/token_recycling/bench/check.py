@@ -1,0 +1,133 @@
+"""Does this model, in this precision, give the text of plain decoding? And if not, how narrowly?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from token_recycling.bench.compare import stock_generate
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.recycler import TokenRecycling
+from token_recycling.text import Prompt, encode
+
+Verdict = Literal["lossless", "near-tie", "WRONG"]
+# A token may differ where plain decoding's lead is at most this many times its own noise: one
+# time for each of the two logits in each of the two kernels.
+NOISES = 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a recycled answer leaves the plain one.
+
+    Attributes:
+        position: new tokens before it, which are the same in both.
+        plain_token: what plain decoding chose.
+        token: what was chosen instead.
+        gap: by how much the plain token's logit leads there, in plain decoding.
+        runner_up: true when the other token was plain decoding's second choice.
+    """
+
+    position: int
+    plain_token: int
+    token: int
+    gap: float
+    runner_up: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """One prompt.
+
+    Attributes:
+        new_tokens: of plain decoding.
+        difference: the first one; None when both answers are the same.
+        noise: largest difference between the logits that the model gives for the plain answer
+            token by token and in one forward. Both are plain; only the kernels differ.
+    """
+
+    new_tokens: int
+    difference: Difference | None
+    noise: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """A difference within the noise of plain decoding is a near tie; any other is wrong."""
+        if self.difference is None:
+            return "lossless"
+        return "near-tie" if self.difference.gap <= NOISES * self.noise else "WRONG"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as JSON types."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def overall(results: Iterable[Result]) -> Verdict:
+    """Return the worst verdict of all."""
+    verdicts = {result.verdict for result in results}
+    worst: tuple[Verdict, ...] = ("WRONG", "near-tie")
+    return next((verdict for verdict in worst if verdict in verdicts), "lossless")
+
+
+def check(
+    recycler: TokenRecycling, prompts: Iterable[Prompt], max_new_tokens: int
+) -> Iterator[Result]:
+    """Decode every prompt plainly and recycled, greedily, and compare.
+
+    With exact logits both are computed with them.
+
+    Yields:
+        A ``Result`` per prompt.
+
+    Raises:
+        TokenRecyclingError: a prompt cannot be used.
+    """
+    for prompt in prompts:
+        ids = encode(recycler.tokenizer, prompt)
+        answer = recycler.generate(ids, max_new_tokens=max_new_tokens)
+        assert not isinstance(answer, list)
+        plain, logits, noise = _plainly(recycler, ids, max_new_tokens)
+        yield Result(len(plain), _first_difference(plain, answer.token_ids, logits), noise)
+
+
+@torch.no_grad()
+def _plainly(
+    recycler: TokenRecycling, prompt: list[int], max_new_tokens: int
+) -> tuple[list[int], Tensor, float]:
+    """Return the plain answer, its logits float32 [t, V] and their noise."""
+    options = {
+        "do_sample": False,
+        "max_new_tokens": max_new_tokens,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    try:
+        out = stock_generate(recycler, prompt, options)
+    except ValueError as error:  # what the model's own generation_config asks for
+        line = one_line(error)
+        raise TokenRecyclingError(f"Transformers refuses: {line}") from error
+    with recycler.target.lm_head:
+        whole = recycler.model(input_ids=out.sequences[:, :-1], use_cache=False).logits[0]
+    logits = torch.cat(out.logits).to(whole.device)
+    noise = (whole[len(prompt) - 1 :].float() - logits).abs().max()
+    if not torch.isfinite(noise):
+        raise TokenRecyclingError("the model's logits are not numbers in this precision")
+    tokens: list[int] = out.sequences[0, len(prompt) :].tolist()
+    return tokens, logits, float(noise)
+
+
+def _first_difference(plain: list[int], found: list[int], logits: Tensor) -> Difference | None:
+    for position, (token, other) in enumerate(zip(plain, found)):
+        if token == other:
+            continue
+        row = logits[position]
+        second = row[other] == row.topk(2).values[1]  # several tokens may tie for it
+        return Difference(position, token, other, float(row[token] - row[other]), bool(second))
+    if len(plain) == len(found):
+        return None
+    return Difference(min(len(plain), len(found)), -1, -1, float("inf"), False)

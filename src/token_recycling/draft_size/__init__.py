@@ -1,0 +1,1 @@
+"""How many nodes of a draft are verified, and what that costs."""

@@ -1,0 +1,221 @@
+"""The number of nodes that pays: on this machine, for this text, at this moment."""
+
+from __future__ import annotations
+
+from math import exp, inf
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from token_recycling.draft_size.acceptance import AcceptanceRates
+from token_recycling.draft_size.base import DraftSize
+from token_recycling.draft_size.costs import CostCurve
+from token_recycling.draft_size.gate import SpeculationGate
+from token_recycling.draft_size.timer import KNOWN, StepTimer
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.metrics import Step
+from token_recycling.sequence import Sequence
+from token_recycling.tree import DraftTree
+
+REVIEW = 8  # steps for which prices by the curve are kept
+OFTEN, SELDOM, RARELY = 3, 64, 512  # steps from one that measures a size to the next
+HOPELESS = 0.3  # a size that promises less than the best by this share is measured rarely
+MEMORY = 50.0  # steps after which an old one counts 1/e in the speed reached
+PATIENCE = 4  # drafts refused in a row before one is not even grown
+LONGEST_COOLDOWN = 15  # steps of plain decoding from one grown draft to the next
+
+
+class AutoSize(DraftSize):
+    """Verifies the first n nodes of every draft, n by expected tokens per second.
+
+    Expected tokens are the sum of a draft's own scores, or, where it has none, come from
+    comparing whole drafts with the text that followed (``AcceptanceRates``). Costs come from a
+    curve that the steps themselves correct (``StepTimer``). A size of 1 is plain decoding: where
+    no draft pays, none is verified.
+    """
+
+    def __init__(
+        self, acceptance: tuple[float, ...], costs: CostCurve, device: torch.device | str = "cpu"
+    ) -> None:
+        """Choose by ``costs``.
+
+        Args:
+            acceptance: of the drafter (see ``Drafter.acceptance``).
+            costs: of steps by tokens verified.
+            device: of the drafts.
+
+        Raises:
+            TokenRecyclingError: the drafter does not order its nodes by their probability.
+        """
+        if not acceptance:
+            raise TokenRecyclingError("drafts of this drafter cannot be cut; name a tree")
+        self.costs = costs
+        most = len(acceptance) + 1
+        self.sizes = sorted({most, *(size for size in costs.sizes if size < most)})
+        self.rates = AcceptanceRates(acceptance, device)
+        # On a CPU the loop drops the nodes that stand for no token.
+        self._compacts = torch.device(device).type == "cpu"
+        self._sequences: list[Sequence] = []
+        self._batch, self._context, self._steps = 1, 0.0, 0
+        self._ends = torch.tensor(self.sizes, device=device) - 1
+        self._prices: dict[float, float] = {}  # cost of a step by tokens, at this context
+        self._ratios = self.rates.ratios(self.sizes)
+        mats, speeds = self.speeds()
+        best = speeds.index(max(speeds))
+        self._timer = StepTimer(len(self.sizes), best, trusted=costs.measured)
+        # The text of the last steps: tokens, and what they cost.
+        self._tokens, self._spent = mats[best], mats[best] / speeds[best]
+        self._usual = self._favourite = self._size = best
+        self._hopeful = [True] * len(self.sizes)
+        self._cooldown = self._refused = 0
+        self._unusual: int | None = None  # the size that the next step measures
+        self._explored = 0  # the step that last measured a size
+        self._used = [0] * len(self.sizes)  # the step that last took each size
+        self._uses = [0.0] * len(self.sizes)  # how often lately
+        self._uses[best] = KNOWN
+
+    @property
+    def size(self) -> int:
+        """Tokens that the last step took as best, the root included."""
+        return self.sizes[self._usual]
+
+    @property
+    def pays(self) -> bool:  # type: ignore[override]
+        """False while drafts are refused."""
+        return self._refused <= PATIENCE
+
+    def for_graph(self) -> DraftSize:
+        """Return drafts of the present size, or plain decoding."""
+        return SpeculationGate(self.size, self.costs)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the acceptance rates."""
+        return self.rates.state()
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Continue from acceptance rates."""
+        self.rates.restore(state)
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """Begin with other texts."""
+        self.rates.begin()
+        self._sequences, self._batch = sequences, len(sequences)
+        self._context = float(max(len(sequence.tokens) for sequence in sequences))
+
+    def limit(self) -> int | None:
+        """Return None, or 1 during a cooldown."""
+        self._steps += 1
+        self._unusual = self._due()
+        if self._cooldown and self._unusual is None:
+            self._cooldown -= 1
+            self._size = 0
+            return 1
+        return None
+
+    def choose(self, draft: DraftTree) -> int:
+        """Return the size that gains most, or one that has to be measured."""
+        if draft.nodes == 1:
+            return 1
+        self.rates.watch(draft, self._sequences)
+        mats, nodes = self._offer(draft)
+        self._usual = self._best(mats, nodes)
+        if self._usual:
+            self._refused = 0
+        elif nodes[-1] > 1:
+            self._refused += 1
+            self._cooldown = min(self._refused // PATIENCE, LONGEST_COOLDOWN)
+        self._size = self._usual if self._unusual is None else self._unusual
+        return self.sizes[self._size]
+
+    def record(self, step: Step) -> None:
+        """Take what a step emitted and how long it took."""
+        if self.rates.judge(self._sequences):
+            self._ratios = self.rates.ratios(self.sizes)
+        counts = list(map(len, step.tokens))
+        self._context += max(counts)
+        expected = self._price(len(counts) * step.nodes)
+        decay = 1 - 1 / MEMORY
+        self._used[self._size] = self._steps
+        self._uses = [decay * uses for uses in self._uses]
+        self._uses[self._size] += 1
+        mostly = self._uses[self._size] == max(self._uses)
+        self._timer.record(self._size, sum(step.seconds), expected, usual=mostly)
+        if self._size == self._usual:
+            mean = sum(counts) / max(sum(map(bool, counts)), 1)
+            cost = expected * exp(self._timer.correction(self._size))
+            self._tokens = decay * self._tokens + mean
+            self._spent = decay * self._spent + cost
+
+    def speeds(self) -> tuple[list[float], list[float]]:
+        """Per size: the expected MAT, and the expected tokens per unit of the cost curve."""
+        mats, nodes = self.rates.expected(self.sizes)
+        speeds = []
+        for size, mat in enumerate(mats):
+            tokens = nodes[size] if self._compacts else self.sizes[size]
+            speeds.append(mat / self.costs.at(self._batch * tokens, self._context))
+        return mats, speeds
+
+    def _price(self, tokens: float) -> float:
+        """Cost of a step by the curve; looked up anew every ``REVIEW`` steps."""
+        if self._steps % REVIEW == 0:
+            self._prices.clear()
+        if tokens not in self._prices:
+            self._prices[tokens] = self.costs.at(tokens, self._context)
+        return self._prices[tokens]
+
+    def _offer(self, draft: DraftTree) -> tuple[list[float], list[float]]:
+        """Per size: the MAT that this draft promises, and the nodes there are. One read."""
+        promised = self.rates.promised(draft).mean(dim=0)
+        there = draft.valid[:, 1:].any(dim=0).float()
+        sums = pad(torch.stack([promised, there]).cumsum(dim=1), (1, 0))[:, self._ends]
+        tokens, nodes = sums.tolist()
+        # A drafter calibrates its own scores, and sooner; but it may have begun with wrong counts.
+        most = inf if draft.scores is None else 1.0
+        mats = [1 + min(ratio, most) * more for ratio, more in zip(self._ratios, tokens)]
+        return mats, [1 + count for count in nodes]
+
+    def _best(self, mats: list[float], nodes: list[float]) -> int:
+        """Index of the size that gains most over what its time brings on average.
+
+        Tokens per second over many steps are highest when every step takes the size of the
+        largest (tokens - speed · cost), with the speed reached (Dinkelbach 1967).
+        """
+        speed = self._tokens / self._spent
+        guesses, gains = [], []
+        for size, mat in enumerate(mats):
+            tokens = nodes[size] if self._compacts else self.sizes[size]
+            price = speed * self._price(self._batch * tokens)
+            guesses.append(mat - price)
+            gains.append(mat - price * exp(self._timer.correction(size)))
+        best = gains.index(max(gains))
+        self._favourite = guesses.index(max(guesses))
+        self._hopeful = [gain > gains[best] - HOPELESS * mats[best] for gain in gains]
+        return best
+
+    def _due(self) -> int | None:
+        """Index of a size to measure in this step, if it is time for one.
+
+        Plain decoding, the neighbours of the usual size and the one that the curve alone would
+        take: often until they are known, then seldom, and rarely where there is little hope.
+        """
+        if self._steps - self._explored < OFTEN:
+            return None
+        others = {0, self._usual - 1, self._usual + 1, self._favourite} - {self._usual}
+        due = [
+            size
+            for size in others
+            if 0 <= size < len(self.sizes) and self._steps - self._used[size] >= self._pause(size)
+        ]
+        if not due:
+            return None
+        self._explored = self._steps
+        return min(due, key=self._used.__getitem__)
+
+    def _pause(self, size: int) -> int:
+        """Steps from one measurement of ``size`` to the next."""
+        if not self._timer.is_known(size):
+            return OFTEN
+        if self._hopeful[size]:
+            return SELDOM
+        return RARELY if size else 2 * SELDOM  # the cost of plain decoding must stay current

@@ -1,0 +1,136 @@
+"""Measure what a decoding step costs by tokens verified and by context length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from datetime import datetime, timezone
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from token_recycling import defaults
+from token_recycling.accept import GreedyAcceptor
+from token_recycling.draft_size.costs import SIZES, CostCurve, cached_path, identity
+from token_recycling.drafters import AdaptiveDrafter
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.machine import synchronize
+from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.model.target import Target, TreeTarget
+from token_recycling.sequence import Sequence
+
+CONTEXTS = (128, 512, 1024, 2048, 4096)
+ROUNDS = 7  # of which the median counts
+SECONDS = 60.0  # per context, after which no further round begins
+FEWEST = 3  # rounds, however long they take
+
+
+def longest(target: TreeTarget) -> int:
+    """The longest context that leaves room for the largest draft."""
+    limit = target.max_context
+    return max(CONTEXTS) if limit is None else max(1, limit - max(SIZES))
+
+
+def measure(
+    target: Target,
+    *,
+    contexts: Collection[int] | None = None,
+    sizes: Collection[int] = SIZES,
+    rounds: int = ROUNDS,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> CostCurve:
+    """Time whole steps (propose, verify, accept, observe, commit) on random tokens.
+
+    The sizes take turns, so that a busy moment of the machine affects all of them. The context of
+    ``target`` is lost.
+
+    Args:
+        target: the model to measure.
+        contexts: tokens in the cache. None: those of ``CONTEXTS`` that the model has room for.
+        sizes: tokens verified, 1 among them.
+        rounds: per context.
+        on_progress: called with (rounds done, rounds in all).
+
+    Raises:
+        TokenRecyclingError: the model is decoded plainly, or a context or size does not fit.
+    """
+    if not isinstance(target, TreeTarget):
+        raise TokenRecyclingError("this model is decoded plainly; there is nothing to tune")
+    room = longest(target)
+    if contexts is None:
+        contexts = [context for context in CONTEXTS if context <= room] or [room]
+    contexts = sorted(set(contexts))
+    sizes = sorted(set(sizes))
+    if sizes[:1] != [1] or sizes[-1] > defaults.MOST_NODES + 1:
+        raise TokenRecyclingError(f"sizes go from 1 to {defaults.MOST_NODES + 1}, 1 among them")
+    if not contexts or contexts[0] < 1 or contexts[-1] > room:
+        raise TokenRecyclingError(f"contexts must lie between 1 and {room}")
+    bench = _Bench(target)
+    rows = []
+    for index, context in enumerate(contexts):
+        bench.read(context)
+        times: dict[int, list[float]] = {size: [] for size in sizes}
+        begun = perf_counter()
+        for round_ in range(rounds + 1):
+            if round_ > FEWEST and perf_counter() - begun > SECONDS:
+                break
+            turn = round_ % len(sizes)
+            for size in sizes[turn:] + sizes[:turn]:
+                seconds = bench.step(size)
+                if round_:  # the first is the warm-up
+                    times[size].append(seconds)
+            if on_progress is not None:
+                on_progress(index * (rounds + 1) + round_ + 1, len(contexts) * (rounds + 1))
+        rows.append(tuple(median(times[size]) for size in sizes))
+    target.reset()
+    today = str(datetime.now(timezone.utc).date())
+    about = {**identity(target.model, target.device), "date": today}
+    return CostCurve(tuple(sizes), tuple(contexts), tuple(rows), about=about)
+
+
+def save_curve(target: TreeTarget, curve: CostCurve) -> str:
+    """Write the curve to where ``tree="auto"`` finds it; return the file's name."""
+    path = cached_path(identity(target.model, target.device))
+    curve.save(path)
+    return str(path)
+
+
+class _Bench:
+    """A target with a context, and steps that leave it as it was."""
+
+    def __init__(self, target: TreeTarget) -> None:
+        self.target = target
+        vocab = target.vocab_size
+        k = min(defaults.CANDIDATES, vocab)
+        generator = torch.Generator().manual_seed(0)
+        matrix = AdjacencyMatrix(vocab, k)
+        rows = torch.randint(vocab, (vocab, k), generator=generator)
+        matrix.update(torch.arange(vocab), rows)
+        self.drafter = AdaptiveDrafter(matrix.to(target.device))
+        self.accept = GreedyAcceptor()
+        self.tokens = torch.randint(vocab, (10**5,), generator=generator).tolist()
+
+    def read(self, context: int) -> None:
+        """Fill the cache with random tokens."""
+        prompt = [self.tokens[i % len(self.tokens)] for i in range(context)]
+        self.target.prefill([prompt])
+        self.rows = self.drafter.new_rows(1)
+        self.drafter.load(self.rows, [prompt])
+        self.prompt = prompt
+        self.root = torch.tensor([prompt[-1]], device=self.target.device)
+
+    def step(self, size: int) -> float:
+        """Take a step that verifies ``size`` tokens; return its seconds."""
+        target = self.target
+        with target.inference_context():
+            synchronize(target.device)
+            begin = perf_counter()
+            draft = self.drafter.propose(self.rows, self.root, size)
+            logits = target.verify(draft)
+            accepted = self.accept(draft, logits, [Sequence(self.prompt)])
+            self.drafter.observe(self.rows, draft, logits, accepted)
+            target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
+            synchronize(target.device)
+            seconds = perf_counter() - begin
+        target.cache.rewind([len(self.prompt)])
+        return seconds

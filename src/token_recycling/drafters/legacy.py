@@ -1,0 +1,70 @@
+"""Drafters written for the first contract, in which a drafter kept the rows itself."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from token_recycling.accept import Accepted
+from token_recycling.drafters.base import AnyDrafter, Drafter, Rows
+from token_recycling.tree import DraftTree, root_only
+
+
+def adapted(drafter: Any) -> AnyDrafter:
+    """Return ``drafter``; if its ``propose`` takes roots only, wrapped and with a warning."""
+    if len(inspect.signature(drafter.propose).parameters) > 1:
+        found: AnyDrafter = drafter
+        return found
+    warnings.warn(
+        f"the drafter {drafter.name!r} has the old methods start, wants, prime, propose(roots); "
+        "see Drafter for the new ones",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return LegacyDrafter(drafter)
+
+
+class LegacyDrafter(Drafter[Rows]):
+    """Calls the methods of a drafter that was written for the first contract."""
+
+    def __init__(self, drafter: Any) -> None:
+        """Wrap ``drafter``, which drafts for one batch at a time."""
+        self.drafter, self.name = drafter, drafter.name
+        self.matrix = getattr(drafter, "matrix", None)
+        self.needs_logits = bool(getattr(drafter, "needs_logits", False))
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Its ``shares``."""
+        return tuple(getattr(self.drafter, "shares", ()))
+
+    def load(self, rows: Rows, texts: list[list[int]]) -> None:
+        """Call ``start``."""
+        if hasattr(self.drafter, "start"):
+            self.drafter.start(texts)
+
+    def prompt_mask(self, tokens: Tensor) -> Tensor | None:
+        """Call ``wants``."""
+        if not hasattr(self.drafter, "wants"):
+            return None
+        mask: Tensor | None = self.drafter.wants(tokens)
+        return mask
+
+    def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
+        """Call ``prime``."""
+        self.drafter.prime(tokens, logits, mask)
+
+    def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
+        """Call ``rest`` or ``propose``."""
+        if nodes == 1:
+            draft: DraftTree = getattr(self.drafter, "rest", root_only)(roots)
+            return draft
+        whole: DraftTree = self.drafter.propose(roots)
+        return whole.first(nodes)
+
+    def observe(self, rows: Rows, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        """Call ``observe``."""
+        self.drafter.observe(draft, logits, accepted)

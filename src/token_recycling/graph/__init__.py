@@ -1,0 +1,1 @@
+"""A decoding step as one graph."""

@@ -1,0 +1,351 @@
+"""Decoding by graphs: steps compiled, on a GPU captured, and the host one step behind."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from token_recycling.accept import (
+    Acceptor,
+    FollowAcceptor,
+    GreedyAcceptor,
+    Processors,
+    append_emitted,
+)
+from token_recycling.draft_size.base import DraftSize
+from token_recycling.drafters.base import AnyDrafter
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.graph.step import LAG, GraphStep
+from token_recycling.matrix import STATE
+from token_recycling.metrics import Step
+from token_recycling.model.target import TreeTarget
+from token_recycling.modes import ordinary_tensors
+from token_recycling.samplers import RowSampler
+from token_recycling.sequence import Sequence
+from token_recycling.tokens import NO_TOKEN
+
+SMALLEST = 256  # slots of the smallest cache; every further one is twice as large
+AHEAD = 64  # slots left beyond the first step, so that a cache lasts for some
+BACKEND = "inductor"
+WARM_UP = 3  # runs before a capture
+MOST_GRAPHS = 4  # kept with their caches
+VARIANTS = 64  # compiled, of one function; PyTorch's own bound is 8
+# Processors that look at a node's logits alone, not at the tokens before.
+ROW_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+class GraphError(TokenRecyclingError):
+    """The step of this model and drafter does not compile here."""
+
+
+def can_capture(accept: Acceptor) -> bool:
+    """True for choices by each node's logits alone, whose random numbers can be drawn ahead."""
+    if isinstance(accept, GreedyAcceptor):
+        return True
+    return (
+        isinstance(accept, FollowAcceptor)
+        and accept.on_choice is None
+        and isinstance(accept.sampler, RowSampler)
+        and None not in accept.sampler.generators
+        and all(type(one) in ROW_WISE for row in accept.processors for one in cast("Any", row))
+    )
+
+
+def slots_for(tokens: int) -> int:
+    """Slots of the smallest cache that has room for ``tokens``."""
+    slots = SMALLEST
+    while slots < tokens:
+        slots *= 2
+    return slots
+
+
+class GraphRunner:
+    """Runs a ``GraphStep`` over and over: compiled as one graph, and on a GPU captured."""
+
+    def __init__(self, step: GraphStep) -> None:
+        """Compile and warm up; no row is active yet, so that nothing is learnt or kept.
+
+        Raises:
+            GraphError: it does not compile as one graph.
+        """
+        self.step = step
+        device = step.target.device
+        cuda = device.type == "cuda"
+        # Streams, captures and events are those of the current device.
+        self._there = partial(torch.cuda.device, device) if cuda else nullcontext
+        self.lag = LAG if cuda else 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
+        try:
+            with self._there():
+                output = self._capture() if cuda else self._run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever compilers raise
+            raise GraphError(one_line(error, 200)) from error
+        # What the host reads and writes, for every step that may be out.
+        place: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
+        self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **place)
+        self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **place)
+        self._turn = 0
+
+    def _run(self) -> Tensor:
+        with (
+            torch._dynamo.config.patch(recompile_limit=VARIANTS),
+            self.step.target.lm_head,
+            ordinary_tensors(),
+        ):
+            return self._compiled()
+
+    def _capture(self) -> Tensor:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._run()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
+            self._output = self._run()
+        return self._output
+
+    def launch(self, active: list[bool]) -> Callable[[], list[list[int]]]:
+        """Begin a step of the ``active`` rows; return what waits for it and reads it."""
+        turn = self._turn = (self._turn + 1) % (LAG + 1)
+        rows, on = self._rows[turn], self._active[turn]
+        on.copy_(torch.tensor(active, device="cpu"))
+        with self._there():
+            self.step.active.copy_(on, non_blocking=True)
+            if self._graph is None:
+                rows.copy_(self._run())
+                return rows.tolist
+            self._graph.replay()
+            rows.copy_(self._output, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+
+        def wait() -> list[list[int]]:
+            event.synchronize()
+            found: list[list[int]] = rows.tolist()
+            return found
+
+        return wait
+
+
+class GraphDecoder:
+    """Decodes with the graphs of one target and drafter, each made when first needed."""
+
+    def __init__(
+        self,
+        target: TreeTarget,
+        drafter: AnyDrafter,
+        size: DraftSize,
+        compiling: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Decode with ``drafter``.
+
+        Args:
+            target: the model.
+            drafter: one that is ``capturable``.
+            size: of the drafts; changes seldom, since every size is a graph of its own.
+            compiling: entered while a step is made, which may take minutes the first time.
+
+        Raises:
+            GraphError: a graph cannot hold the drafter or the model.
+        """
+        model = target.model
+        if {weight.device for weight in model.parameters()} != {target.device}:
+            raise GraphError("the model lies on several devices")
+        written = getattr(model.get_output_embeddings(), "out_features", target.vocab_size)
+        if written != target.vocab_size:
+            raise GraphError("its projection is wider than its vocabulary")
+        self.target, self.drafter, self.size, self.compiling = target, drafter, size, compiling
+        if not drafter.capturable:
+            raise GraphError(f"the drafter {drafter.name} needs the host at every step")
+        if not target.takes_positions:
+            raise GraphError("the model takes no positions")
+        self._runners: dict[Any, GraphRunner] = {}
+        self._failed: dict[Any, GraphError] = {}
+        self._addresses: list[Any] = []
+        with ordinary_tensors():
+            roots = torch.zeros(1, dtype=torch.long, device=target.device)
+            rows = drafter.new_rows(1, SMALLEST)
+            self._whole = drafter.propose(rows, roots).nodes
+
+    @property
+    def nodes(self) -> int:
+        """Tokens that the next step should verify, the root included."""
+        return self.size.limit() or self._whole
+
+    def _captured_addresses(self) -> list[Any]:
+        """Where everything lies that a captured step reads, and how it is to be computed.
+
+        Others may have changed it, and a replay would not notice.
+        """
+        matrix = self.drafter.matrix
+        learnt = [getattr(matrix, name).data_ptr() for name in STATE] if matrix else []
+        weights = [weight.data_ptr() for weight in self.target.model.parameters()]
+        copied = getattr(self.target.lm_head, "weight", None)  # of the last projection
+        modes = [torch.is_autocast_enabled(), torch.get_float32_matmul_precision()]
+        return [learnt, weights, None if copied is None else copied.data_ptr(), modes]
+
+    def _runner(self, batch: int, length: int, processors: list[Processors] | None) -> GraphRunner:
+        """Return the step for ``batch`` rows of up to ``length`` tokens, with room ahead.
+
+        Raises:
+            GraphError: it cannot be made.
+        """
+        if has_adapters(self.target.model):
+            raise GraphError("adapters may be switched where a graph does not see it")
+        if (addresses := self._captured_addresses()) != self._addresses:
+            self._runners, self._failed, self._addresses = {}, {}, addresses
+        nodes = self.nodes
+        slots = slots_for(length + nodes + AHEAD)
+        key = (batch, slots, nodes, tuple(map(_name, processors or ())))
+        if key in self._failed:
+            raise self._failed[key]
+        runner = self._runners.pop(key, None)
+        if runner is None:
+            try:
+                runner = self._make(batch, slots, nodes, processors)
+            except GraphError as reason:
+                self._failed[key] = reason
+                raise
+        self._runners[key] = runner  # the latest last
+        while len(self._runners) > MOST_GRAPHS:
+            del self._runners[next(iter(self._runners))]
+        return runner
+
+    def _make(
+        self, batch: int, slots: int, nodes: int, processors: list[Processors] | None
+    ) -> GraphRunner:
+        with ordinary_tensors(), self.compiling():  # the caller may be in inference mode
+            for _ in range(2):
+                try:
+                    step = GraphStep(self.target, self.drafter, batch, slots, nodes, processors)
+                    return GraphRunner(step)
+                except torch.OutOfMemoryError:
+                    self._runners = {}  # they hold caches of their own
+        raise GraphError(f"there is no memory for a cache of {batch} x {slots} tokens")
+
+    def steps(
+        self, sequences: list[Sequence], accept: Acceptor, check: Callable[[], None]
+    ) -> Iterator[Step]:
+        """Decode as long as graphs can; sequences that are active afterwards are left to others.
+
+        While steps are in flight, the committed keys and values lie in the graph's own cache. The
+        target gets them back at the end, or when the consumer stops early. The whole time of a
+        step counts as verification.
+
+        Args:
+            sequences: the rows; the last token of each has not been read yet.
+            accept: chose the first tokens; one that ``can_capture``.
+            check: raises when the target was used for something else.
+        """
+        sampled = accept if isinstance(accept, FollowAcceptor) else None
+        self.size.begin(sequences)
+        while any(sequence.active for sequence in sequences):
+            try:
+                longest = max(len(sequence.tokens) for sequence in sequences)
+                processors = None if sampled is None else sampled.processors
+                runner = self._runner(len(sequences), longest, processors)
+            except GraphError as reason:
+                warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
+                return  # Python shows the same warning once
+            if not (yield from self._fill(runner, sequences, sampled, check)):
+                return
+
+    def _fill(
+        self,
+        runner: GraphRunner,
+        sequences: list[Sequence],
+        sampled: FollowAcceptor | None,
+        check: Callable[[], None],
+    ) -> Generator[Step, None, bool]:
+        """Decode until the rows have ended, the cache is full, or another size is due.
+
+        Returns:
+            False after a forward that overflowed: the eager loop is to continue.
+        """
+        cache, step = self.target.cache, runner.step
+        first = [len(sequence.tokens) for sequence in sequences]
+        on_device = list(first)  # lengths there: a row that ended may have continued
+        with ordinary_tensors():
+            step.begin(sequences)
+            if step.sampler is not None and sampled is not None:
+                step.sampler.begin(cast("Any", sampled.sampler).generators)
+        in_flight: deque[Callable[[], list[list[int]]]] = deque()
+        begun = perf_counter()
+        overflowed = False
+        try:
+            while any(sequence.active for sequence in sequences):
+                check()
+                unknown = step.most * len(in_flight)  # tokens that may have been emitted
+                room = max(on_device) + unknown + step.nodes <= step.cache.slots
+                launches = room and step.nodes == self.nodes
+                if launches:
+                    if step.sampler is not None:
+                        for row, sequence in enumerate(sequences):
+                            count = len(sequence.tokens) - first[row] + unknown + step.most
+                            step.sampler.draw(row, count)
+                    in_flight.append(runner.launch([sequence.active for sequence in sequences]))
+                elif not in_flight:
+                    return True
+                if launches and len(in_flight) <= runner.lag:
+                    continue
+                output = in_flight.popleft()()
+                active = [sequence.active for sequence in sequences]
+                tokens, reasons, drafted = append_emitted(output, sequences)
+                overflowed = any(on and not emitted for on, emitted in zip(active, tokens))
+                if overflowed:
+                    return False
+                for row, (_, *emitted) in enumerate(output):
+                    on_device[row] += sum(token != NO_TOKEN for token in emitted)
+                seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
+                done = Step(tokens, reasons, drafted, step.nodes, seconds)
+                self.size.record(done)
+                yield done
+                begun = perf_counter()
+        finally:
+            try:
+                check()
+            except TokenRecyclingError:
+                pass  # cache and random state may belong to another answer by now
+            else:
+                if step.sampler is not None and any(sequence.active for sequence in sequences):
+                    for row, sequence in enumerate(sequences):
+                        step.sampler.rewind(row, len(sequence.tokens) - first[row])
+                with self.target.inference_context():
+                    step.cache.give(cache, [len(sequence.tokens) - 1 for sequence in sequences])
+            if overflowed:
+                with self.target.inference_context():
+                    step.cache.clear()
+        return True
+
+
+def has_adapters(model: Any) -> bool:
+    """True when a layer of ``model`` is one of peft's, however it came there."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # not imported: there can be none
+    if tuners is None:
+        return False
+    return any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
+
+
+def _name(processors: Processors) -> str:
+    """Name what processors of one row do, so that equal ones share a step."""
+    return repr([(type(one).__name__, vars(one)) for one in cast("Any", processors)])

@@ -1,0 +1,81 @@
+"""A KV cache handed from one ``generate`` call to the next, as a stock ``DynamicCache``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from token_recycling.model.kv_cache import RecyclingCache
+from token_recycling.model.target import TreeTarget
+from token_recycling.tree import chains
+
+PADDING_CHUNK = 16  # tokens per forward: each one's logits are computed, for nothing
+
+
+def extendable(cache: Any) -> bool:
+    """True for a cache that can be gone on with: empty, or every layer at full length."""
+    return (
+        type(cache) is DynamicCache
+        and not getattr(cache, "offloading", False)
+        and (cache.get_seq_length() == 0 or all(type(x) is DynamicLayer for x in cache.layers))
+    )
+
+
+def take_in(cache: Any, layers: int, dtype: torch.dtype) -> RecyclingCache:
+    """Copy the entries of a stock cache of one row, as ``dtype``."""
+    own = RecyclingCache(layers, 1)
+    length = cache.get_seq_length()
+    own.reserve(length)
+    for mine, given in zip(own.layers, cache.layers):
+        if given.is_initialized and given.keys.numel():  # layers that share another's have none
+            mine.update(given.keys.to(dtype), given.values.to(dtype))
+    own.lengths = [length]
+    return own
+
+
+def hand_out(own: RecyclingCache, cache: Any) -> None:
+    """Copy all entries into a stock cache, in place of what it holds.
+
+    Every layer gets full length, one of a sliding window too: stock attention puts the window
+    into its mask then, and ``take_in`` can go on from it.
+    """
+    filled = DynamicCache()
+    for index, layer in enumerate(own.layers):
+        if layer.is_initialized:
+            keys, values = (_padded(x, own.lengths) for x in (layer.keys, layer.values))
+            filled.update(keys, values, index)
+    cache.layers = filled.layers
+
+
+def _padded(entries: Tensor, lengths: list[int]) -> Tensor:
+    """Return [B, heads, longest, size] with holes in front, where stock batches have padding."""
+    if len(lengths) == 1:
+        return entries[:, :, : lengths[0]]
+    longest = max(lengths)
+    shifted = entries.new_zeros(*entries.shape[:2], longest, entries.shape[3])
+    for row, length in enumerate(lengths):
+        shifted[row, :, longest - length :] = entries[row, :, :length]
+    return shifted
+
+
+def read_padding(target: TreeTarget, tokens: list[list[int]], pad: int) -> None:
+    """Let the rows that ended early read what stock batches feed them after their end.
+
+    Args:
+        target: has read all tokens but the last of each row.
+        tokens: the new tokens per row.
+        pad: the padding's id.
+    """
+    missing = [max(map(len, tokens)) - len(row) for row in tokens]
+    rows = torch.full((len(tokens), max(missing)), pad, device=target.device)
+    rows[:, :1] = torch.tensor([row[-1:] for row in tokens], device=target.device)
+    for begin in range(0, rows.shape[1], PADDING_CHUNK):
+        part = rows[:, begin : begin + PADDING_CHUNK]
+        size = part.shape[1]
+        target.verify(chains(part))
+        nodes = torch.arange(size, device=target.device).expand_as(part)
+        target.commit(nodes, [min(max(n - begin, 0), size) for n in missing])

@@ -1,0 +1,146 @@
+"""The options of the engines' adapters, and the drafter that they describe."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from token_recycling import defaults
+from token_recycling.drafters import AnyDrafter, make_drafter
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.matrix import AdjacencyMatrix, fingerprint
+from token_recycling.tree import TreeTemplate
+
+CONTEXT = 2048  # tokens of each request that are searched for earlier occurrences of the last ones
+MAX_STEP_TOKENS = 256  # tokens that a step verifies at most, over all requests
+RENAMED = {"budget": "max_step_tokens"}
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """What a user of an engine may set.
+
+    Attributes:
+        drafter: by name.
+        tree: of the drafter, by name or file; None: as many nodes as the engine has room for.
+        candidates: k of the matrix.
+        matrix: file of a matrix to begin with.
+        context: tokens of each request that are searched.
+        max_step_tokens: tokens that a step verifies at most, over all requests; drafts shrink
+            with the batch, down to none.
+    """
+
+    drafter: str = defaults.DRAFTER
+    tree: str | None = None
+    candidates: int = defaults.CANDIDATES
+    matrix: str | None = None
+    context: int = CONTEXT
+    max_step_tokens: int = MAX_STEP_TOKENS
+
+    @classmethod
+    def parse(cls, given: dict[str, Any]) -> ServingOptions:
+        """Read options, numbers as text too.
+
+        Raises:
+            TokenRecyclingError: there is no such option, or its value makes no sense.
+        """
+        known = {one.name: one for one in fields(cls)}
+        values = dict(given)
+        for old, new in RENAMED.items():
+            if old in values:
+                logger.warning("Token Recycling: the option %s is now %s", old, new)
+                values.setdefault(new, values.pop(old))
+        for name in values:
+            if name not in known:
+                raise TokenRecyclingError(
+                    f"no option {name!r} of Token Recycling; there are {', '.join(known)}"
+                )
+        for name in ("candidates", "context", "max_step_tokens"):
+            try:
+                values[name] = int(values.get(name, getattr(cls, name)))
+            except (TypeError, ValueError):
+                raise TokenRecyclingError(f"{name} is {values[name]!r}, no number") from None
+        options = cls(**values)
+        if options.context < 256:
+            raise TokenRecyclingError(f"context is {options.context}; 256 tokens at least")
+        if options.max_step_tokens < 1:
+            raise TokenRecyclingError(
+                f"max_step_tokens is {options.max_step_tokens}; 1 token at least"
+            )
+        return options
+
+    @classmethod
+    def from_environment(cls, prefix: str = "TOKEN_RECYCLING_") -> ServingOptions:
+        """Read options from ``PREFIX_DRAFTER`` and so on.
+
+        Raises:
+            TokenRecyclingError: a value makes no sense.
+        """
+        names = [*(one.name for one in fields(cls)), *RENAMED]
+        found = {name: os.environ.get(prefix + name.upper()) for name in names}
+        return cls.parse({name: value for name, value in found.items() if value})
+
+    def make(
+        self,
+        vocab_size: int,
+        nodes: int,
+        device: torch.device | str,
+        tokenizer: Callable[[], Any] = lambda: None,
+    ) -> AnyDrafter:
+        """Make the drafter.
+
+        Args:
+            vocab_size: of the engine's model.
+            nodes: of a draft at most, below the root.
+            device: of the matrix.
+            tokenizer: loads the engine's tokenizer, to compare it with that of a matrix from a
+                file; None: the engine has none.
+
+        Raises:
+            TokenRecyclingError: a file or name is not there, the matrix is another model's, or the
+                drafter needs the host.
+        """
+        if self.matrix is None:
+            matrix = AdjacencyMatrix(vocab_size, self.candidates)
+        else:
+            matrix = AdjacencyMatrix.load(self.matrix)
+            name = fingerprint(tokenizer(), vocab_size) if matrix.fingerprint else ""
+            matrix.check(vocab_size, name, what=f"the engine's model (file {self.matrix})")
+        most = len(TreeTemplate.load("ranked", matrix.k).paths)
+        template = TreeTemplate.load(self.tree or f"ranked-{min(nodes, most)}", matrix.k)
+        if len(template.paths) > nodes:
+            raise TokenRecyclingError(
+                f"the tree {template.name} has {len(template.paths)} nodes below the root, the "
+                f"engine room for {nodes}"
+            )
+        drafter = make_drafter(self.drafter, matrix.to(device), template)
+        if not drafter.capturable:
+            raise TokenRecyclingError(f"the drafter {self.drafter} needs the host at every step")
+        return drafter
+
+    def nodes_for(self, requests: int, most: int) -> int:
+        """Nodes, the root included, of each draft in a step of so many requests."""
+        return max(1, min(most, self.max_step_tokens // max(requests, 1)))
+
+
+def load_tokenizer(name: str | None, **options: Any) -> Any:
+    """Load an engine's tokenizer by its name or path; None where it has none.
+
+    Raises:
+        TokenRecyclingError: it cannot be loaded.
+    """
+    if not name:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:  # whatever a broken checkpoint makes the library raise
+        line = one_line(error, 200)
+        raise TokenRecyclingError(f"cannot load the tokenizer {name}: {line}") from error

@@ -1,0 +1,1 @@
+"""The target: a Transformers model that verifies draft trees."""

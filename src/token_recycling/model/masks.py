@@ -1,0 +1,41 @@
+"""Attention masks of a draft tree, one per kind of layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from token_recycling.model.limits import AttentionWindow
+
+
+def additive_masks(
+    windows: dict[str, AttentionWindow],
+    visible: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    dtype: torch.dtype,
+) -> Tensor | dict[str, Tensor]:
+    """Build what a Transformers model takes as ``attention_mask``.
+
+    Args:
+        windows: from ``attention_windows``.
+        visible: bool [B, q, s]; key s may be seen by query q as far as the tree goes.
+        query_positions: int64 [B, q].
+        key_positions: int64 [B, s].
+        dtype: of the model's queries. The masks are additive (0 or the lowest value): eager
+            attention adds its mask, so a bool mask would be silently wrong there.
+
+    Returns:
+        [B, 1, q, s], or a dict of them by layer type where a model has several types.
+    """
+    masks = {}
+    for kind, reach in windows.items():
+        seen = visible
+        if reach.rule == "sliding":
+            seen = visible & (query_positions[:, :, None] - key_positions[:, None] < reach.size)
+        elif reach.rule == "chunked":
+            own = query_positions[:, :, None] // reach.size
+            seen = visible & (own == key_positions[:, None] // reach.size)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+    return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,0 +1,181 @@
+"""The self-probe: does this model compute a tree as it computes each of the tree's paths?
+
+Model code decides for itself what to do with a 4D mask, positions and a cache, and some of it
+is silently wrong. So a model is asked once, at load, and refused when it fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.model.fallback import PlainTarget
+from token_recycling.model.limits import text_config
+from token_recycling.model.lm_head import Float32Head
+from token_recycling.model.override import Override
+from token_recycling.model.target import Target, TreeTarget
+from token_recycling.tree import TreeShape, TreeTemplate
+
+FIRST_TOKENS = 1024
+PREFIX = 20  # tokens before the probe's tree
+WINDOW = 9  # windows are this short while probing, so that the prefix is longer than any
+TEMPLATE = TreeTemplate.from_paths("probe", [[0], [1], [0, 0], [0, 1], [1, 0]])
+LEAVES = ((0, 1, 3), (0, 1, 4), (0, 2, 5))  # node indices of the root-to-leaf paths
+COMMITTED = (0, 1, 4)
+# Largest difference allowed, in standard deviations of the logits.
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+
+
+def open_target(model: Any, *, strict: bool = False, float32_logits: bool = False) -> Target:
+    """Wrap ``model`` as a target, after the probe.
+
+    Returns:
+        A ``TreeTarget``, or a ``PlainTarget`` with one ``PlainDecodingWarning`` that says why.
+
+    Args:
+        model: the model.
+        strict: raise where it would have to be decoded plainly.
+        float32_logits: let its logits be computed in float32.
+
+    Raises:
+        TokenRecyclingError: the probe fails and ``strict`` is set, or the model has an encoder,
+            or no LM head that could be computed in float32.
+    """
+    if not isinstance(model, GenerationMixin):
+        kind = type(model).__name__
+        raise TokenRecyclingError(f"{kind} is no model of Transformers; give the one inside it")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TokenRecyclingError("models with an encoder are not supported")
+    lm_head = Float32Head(model) if float32_logits else None
+    try:
+        target = TreeTarget(model, lm_head)
+        reason = probe(target)
+    except TokenRecyclingError as error:
+        reason = str(error)
+    if reason is None:
+        return target
+    message = f"{type(model).__name__} cannot be verified by tree attention: {reason}"
+    if strict:
+        raise TokenRecyclingError(message)
+    warnings.warn(f"{message}; it is decoded plainly", PlainDecodingWarning, stacklevel=3)
+    return PlainTarget(model, lm_head)
+
+
+def probe(target: TreeTarget) -> str | None:
+    """Return why ``target`` must not verify trees, or None when it computes them right.
+
+    A small tree below a prefix longer than every window is verified, and one path committed and
+    continued. The model's own forward over each whole path, without cache or mask of ours, says
+    what is right. The negative control, the same tree under a causal mask, must differ.
+    """
+    rng = torch.Generator().manual_seed(0)
+    count = PREFIX + TEMPLATE.nodes + 1
+    # A vocabulary may end in padding, whose tokens are all alike and tell nothing.
+    ids = torch.randint(0, min(FIRST_TOKENS, target.vocab_size), (count,), generator=rng).tolist()
+    prefix, nodes, after = ids[:PREFIX], ids[PREFIX:-1], ids[-1]
+    try:
+        twin = _twin(target)
+        with twin.inference_context():
+            worst, control, spread = _compare(twin, prefix, nodes, after)
+    except Exception as error:
+        text = str(error).strip().split("\n")[0][:160]
+        return f"the probe failed with {type(error).__name__}: {text}"
+    tolerance = TOLERANCE.get(target.dtype, 0.3) * spread
+    if not worst <= tolerance:  # NaN fails too
+        return f"its logits in a tree differ by {worst:.2g} from those on the path alone"
+    if control <= 2 * worst:
+        return "the probe cannot tell: a wrong mask changes nothing"
+    return None
+
+
+def _compare(
+    target: TreeTarget, prefix: list[int], nodes: list[int], after: int
+) -> tuple[float, float, float]:
+    """Largest difference of the tree and of the control, and the logits' standard deviation."""
+    rows = [[*prefix, *(nodes[i] for i in leaf), after] for leaf in LEAVES]
+    ids = torch.tensor(rows, device=target.device)
+    inputs = {"input_ids": ids}
+    if target.takes_positions:  # generate gives them too; by itself a model may count otherwise
+        inputs["position_ids"] = torch.arange(ids.shape[1], device=target.device).expand_as(ids)
+    with target.lm_head:
+        output = target.model(**inputs, use_cache=False, return_dict=True)
+    right: Tensor = output.logits.to(target.device).float()
+
+    # what generate would feed the model: a soft prompt, say, is not in the ids
+    prepared = PlainTarget(target.model, target.lm_head).prefill(rows[:1])
+    worst = float((prepared[0].float() - right[0, -1]).abs().max())
+
+    shape = TreeShape(TEMPLATE, target.device)
+    tokens = torch.tensor([nodes], device=target.device)
+    draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    causal = torch.ones_like(draft.ancestors[0]).tril()[None]
+    target.prefill([prefix])
+
+    def difference(found: Tensor) -> float:
+        parts = [
+            (found[list(leaf)] - right[row, len(prefix) : -1]).abs().max()
+            for row, leaf in enumerate(LEAVES)
+        ]
+        return float(torch.stack(parts).max())
+
+    wrong = target.verify(replace(draft, ancestors=causal))
+    control = difference(wrong[0].float())
+    worst = max(worst, difference(target.verify(draft)[0].float()))
+
+    path = torch.tensor([COMMITTED], device=target.device)
+    target.commit(path, [len(COMMITTED)])
+    last = TreeShape(TreeTemplate.chain(1), target.device)
+    pair = torch.tensor([[after, after]], device=target.device)
+    found = target.verify(last.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0].float()
+    worst = max(worst, float((found - right[LEAVES.index(COMMITTED), -1]).abs().max()))
+    return worst, control, float(right.std())
+
+
+def _twin(target: TreeTarget) -> TreeTarget:
+    """Return a target around the same weights, to be probed: in evaluation, with short windows.
+
+    Attention under sdpa and eager takes its window from the mask alone, so a short prefix then
+    windows beyond it. Nothing of the model itself is switched: others may be using it.
+    """
+    twin = copy.copy(target)
+    model = target.model
+    if any(not isinstance(vars(m).get("forward"), Override | NoneType) for m in model.modules()):
+        return twin  # hooks, as accelerate's, lead back to the model itself
+    own, text = model.config, text_config(model.config)
+    short = copy.copy(text)
+    for name in ("sliding_window", "attention_chunk_size"):
+        if size := getattr(text, name, None):
+            setattr(short, name, min(WINDOW, size))
+    configs = {id(text): short}
+    if own is not text:
+        configs[id(own)] = copy.copy(own)
+        for name, value in vars(own).items():
+            if value is text:
+                setattr(configs[id(own)], name, short)
+    modules = {id(module): _shell(module, configs) for module in model.modules()}
+    for shell in modules.values():
+        shell.__dict__["_modules"] = {
+            name: None if child is None else modules[id(child)]
+            for name, child in shell._modules.items()
+        }
+    twin.model = modules[id(model)]
+    twin.windows = {
+        kind: reach._replace(size=min(WINDOW, reach.size)) for kind, reach in target.windows.items()
+    }
+    return twin
+
+
+def _shell(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
+    """Return another object with the parameters, buffers and attributes of ``module``."""
+    shell = module.__class__.__new__(module.__class__)
+    attributes = {name: configs.get(id(value), value) for name, value in vars(module).items()}
+    shell.__dict__.update(attributes, training=False)
+    return shell
