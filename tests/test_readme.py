@@ -48,11 +48,42 @@ def test_the_python_examples():
             exec(compile(block, "README.md", "exec"), {})
 
 
-def test_the_file_map_names_every_file():
+def test_the_first_screen_is_short():
+    assert README.count("\n") < 130
+    assert "never on a GPU" in README
+
+
+def file_map() -> set[str]:
+    """Paths in the tree of docs/architecture.md, those of folders with a slash."""
+    block = (ROOT / "docs/architecture.md").read_text().split("```text\n")[1].split("```")[0]
+    found, above = set(), []
+    for line in filter(str.strip, block.splitlines()):
+        names, depth = line.split("  ")[0].strip(), 0
+        if line.startswith(" "):
+            depth = (len(line) - len(line.lstrip())) // 2
+            names = re.split(r"\s{2,}", line.strip())[0]
+        if depth > 8:  # what the line above is about
+            continue
+        above = [*above[:depth], names]
+        found |= {"".join(above[:depth]) + name for name in names.split(", ")}
+    return found
+
+
+def test_the_file_map_has_every_file_and_no_other():
+    named = file_map()
     for file in (ROOT / "src/token_recycling").rglob("*.py"):
-        assert file.name in README, file
-    for file in re.findall(r"^\s*- `([\w./-]+)`", README, re.MULTILINE):
-        assert (ROOT / file).exists() or list(ROOT.rglob(file)), file
+        path = str(file.relative_to(ROOT))
+        if file.name != "__init__.py":
+            assert path in named, path
+    for path in named:
+        assert list(ROOT.glob(path.rstrip("/"))), path
+
+
+def test_links_between_documents():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text("utf-8")):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), (page.name, link)
 
 
 def test_the_results_are_those_of_the_summaries():

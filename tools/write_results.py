@@ -81,7 +81,7 @@ SHAPES = tuple(
     for shape in ("smollm2-135m", "qwen2.5-0.5b")
     for dtype in ("bfloat16", "float32")
 )
-# runs in which every budget was measured, beside auto
+# runs in which every fixed draft size was measured, next to auto
 SWEEPS = (
     "bundled-sizes",
     *SHAPES,
@@ -118,7 +118,7 @@ def low_redundancy() -> str:
 
 
 def choices() -> str:
-    """Per run: the speed of auto in relation to the best fixed budget."""
+    """Per run: the speed of auto relative to the best fixed draft size."""
     rows = []
     for name in SWEEPS:
         decoders = load(name)["decoders"]
@@ -140,7 +140,7 @@ def choices() -> str:
                 f"{worst:.2f}x",
             ]
         )
-    titles = ["run", "best fixed budget", "auto", "auto / best", "speedup of auto", "worst kind"]
+    titles = ["run", "best fixed size", "auto", "auto / best", "speedup of auto", "worst kind"]
     return tables.markdown((titles, rows))
 
 
@@ -173,7 +173,7 @@ def replayed() -> str:
 
 
 def promises() -> str:
-    """MAT promised and come, of a cold and of a hot run."""
+    """MAT predicted and measured, of a cold and of a hot run."""
     rows = [
         [
             run,
@@ -184,7 +184,7 @@ def promises() -> str:
         ]
         for run, found in load("adaptive-calibration")["runs"].items()
     ]
-    titles = ["start", "steps", "promised", "came", "promised / came"]
+    titles = ["start", "steps", "predicted MAT", "measured MAT", "predicted / measured"]
     return tables.markdown((titles, rows))
 
 
