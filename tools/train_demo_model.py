@@ -364,9 +364,9 @@ def greedy_answers(
 CARD = """# The bundled demonstration model
 
 A Llama of {parameters:,} parameters (6 layers of width 192, byte-level BPE of 4,096), float16.
-It exists so that the first command works without a network and without a GPU, and as a test
-bed. It writes readable English of its own kind and is no use as an assistant: its arithmetic is
-wrong more often than right. Real use names a real model.
+It is a demonstration: the first command works without a network and without a GPU, and tests have
+a model to run on. It writes readable English but is not an assistant, and its arithmetic is wrong
+more often than right. For real use, pass the name of a real model.
 
 ## Data and licences
 
@@ -377,17 +377,18 @@ wrong more often than right. Real use names a real model.
 | GSM8K, training part | {maths:.0%} | MIT (Copyright (c) 2021 OpenAI) |
 | Functions with docstrings from Python's standard library | {python:.0%} | PSF licence |
 
-Never trained on: *{held_out}*, GSM8K's test part, 3 % of the functions.
+Held out from training: *{held_out}*, GSM8K's test part, 3 % of the functions.
 The weights and the tokenizer are under this project's licence (Apache-2.0).
 
 ## Training
 
     {command}
 
-{steps:,} steps of {tokens_per_step:,} tokens ({tokens_seen:,} tokens, {hours:.1f} hours of two CPU
-cores or one of them, beside other work). Muon for the blocks, AdamW for the rest; constant
-learning rate, then linear decay; in the last quarter every other step also makes repeated
-5-grams in the model's own greedy answers less likely (unlikelihood, arXiv 1908.04319).
+{steps:,} steps of {tokens_per_step:,} tokens ({tokens_seen:,} tokens, {hours:.1f} hours on one or
+two CPU cores shared with other work). Muon for the blocks, AdamW for the rest; constant learning
+rate, then linear decay. In the last quarter, every other step also makes repeated 5-grams in the
+model's own greedy answers less likely (unlikelihood, arXiv 1908.04319).
+
 Measured at the end:
 
 | Held-out text | Loss (nats per token) |
@@ -395,7 +396,7 @@ Measured at the end:
 {losses}
 
 {looping} of {answers} greedy answers of up to 200 tokens to held-out prompts (20 each: GSM8K test
-questions, story tasks from the held-out book, held-out functions) end in a loop. Samples stand in
+questions, story tasks from the held-out book, held-out functions) end in a loop. Samples are in
 `training.json`.
 """
 
