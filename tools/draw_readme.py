@@ -1,0 +1,626 @@
+"""Draw the pictures of the README: the idea, the measured speed and a terminal.
+
+python tools/draw_readme.py [--out docs/images] [idea] [speed] [terminal]
+
+Each picture has a ground of its own that is white in light mode and GitHub's dark in dark mode, so
+that its text stays readable even where the page and the reader's system disagree.
+The terminal is a real answer, so its times differ from run to run; all else is reproducible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.text import Text
+
+    from token_recycling.metrics import Stats
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+# what is written in light mode, and what stands for it in dark mode
+PAGE = ("#ffffff", "#0d1117")
+INK = ("#1f2328", "#e6edf3")
+MUTED = ("#59636e", "#9aa4b0")
+EDGE = ("#d1d9e0", "#3d444d")
+CARD = ("#f6f8fa", "#151b23")
+BLUE = ("#0969da", "#58a6ff")
+BLUE_GROUND = ("#ddf4ff", "#12305a")
+GREEN = ("#1a7f37", "#3fb950")
+GREEN_GROUND = ("#dafbe1", "#12361f")
+ORANGE = ("#bc4c00", "#f0883e")
+ORANGE_GROUND = ("#fff1e5", "#3d2410")
+
+SANS = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'Liberation Mono', monospace"
+
+
+# The idea
+
+
+class Drawing:
+    """An SVG under construction; colours are named, and their style sheet is made at the end."""
+
+    COLOURS = {
+        "page": PAGE,
+        "ink": INK,
+        "muted": MUTED,
+        "edge": EDGE,
+        "card": CARD,
+        "blue": BLUE,
+        "blue-ground": BLUE_GROUND,
+        "green": GREEN,
+        "green-ground": GREEN_GROUND,
+        "orange": ORANGE,
+        "orange-ground": ORANGE_GROUND,
+    }
+
+    def __init__(self, width: int, height: int, title: str, about: str) -> None:
+        self.width, self.height = width, height
+        self.title, self.about = title, about
+        self.parts: list[str] = []
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str = "card",
+        stroke: str = "edge",
+        radius: float = 6,
+        extra: str = "",
+    ) -> None:
+        """A box with round corners."""
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" '
+            f'class="f-{fill} s-{stroke}" {extra}/>'
+        )
+
+    def path(self, d: str, stroke: str = "muted", width: float = 1.5, extra: str = "") -> None:
+        """A line."""
+        self.parts.append(
+            f'<path d="{d}" class="s-{stroke}" fill="none" stroke-width="{width:g}" {extra}/>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        colour: str = "ink",
+        size: float = 13,
+        mono: bool = False,
+        bold: bool = False,
+        anchor: str = "start",
+        extra: str = "",
+    ) -> None:
+        """One line of text, its baseline at y; `tokens` stand in back quotes."""
+        tokens = re.sub(
+            "`(.*?)`", r'<tspan class="mono bold">\1</tspan>', escape(words, quote=False)
+        )
+        kind = f"f-{colour}" + (" mono" if mono else "") + (" bold" if bold else "")
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" class="{kind}" font-size="{size:g}" '
+            f'text-anchor="{anchor}" {extra}>{tokens}</text>'
+        )
+
+    def lines(self, x: float, y: float, rows: Sequence[str], **style: Any) -> None:
+        """Several lines of text."""
+        for number, row in enumerate(rows):
+            self.text(x, y + 18 * number, row, **style)
+
+    def arrow(self, x: float, y: float, towards: str, colour: str) -> None:
+        """The head of an arrow with its tip at (x, y)."""
+        dx, dy = {"right": (-8, 5), "up": (5, 8)}[towards]
+        ends = (
+            f"{x + dx},{y - dy} {x + dx},{y + dy}"
+            if towards == "right"
+            else f"{x - dx},{y + dy} {x + dx},{y + dy}"
+        )
+        self.parts.append(f'<polygon points="{x:g},{y:g} {ends}" class="f-{colour}"/>')
+
+    def svg(self) -> str:
+        """The finished picture."""
+
+        def rules(mode: int) -> str:
+            return "".join(
+                f".f-{name}{{fill:{colour[mode]}}}.s-{name}{{stroke:{colour[mode]}}}"
+                for name, colour in self.COLOURS.items()
+            )
+
+        style = (
+            f"text{{font-family:{SANS}}}.mono{{font-family:{MONO}}}.bold{{font-weight:600}}"
+            f".s-none{{stroke:none}}.f-none{{fill:none}}{rules(0)}"
+            f"@media (prefers-color-scheme: dark){{{rules(1)}}}"
+        )
+        body = "\n".join(self.parts)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" role="img" aria-labelledby="t d">\n'
+            f'<title id="t">{escape(self.title)}</title>\n'
+            f'<desc id="d">{escape(self.about)}</desc>\n'
+            f"<style>{style}</style>\n"
+            f'<rect width="{self.width}" height="{self.height}" rx="8" class="f-page"/>\n'
+            f"{body}\n</svg>\n"
+        )
+
+
+def pill_width(word: str) -> float:
+    """How wide the box of a token is."""
+    return 7.9 * len(word) + 14
+
+
+def pill(d: Drawing, x: float, y: float, word: str, look: str = "plain") -> None:
+    """A token in its box, centred at (x, y)."""
+    fill, stroke, ink, extra = {
+        "plain": ("page", "edge", "ink", ""),
+        "root": ("blue-ground", "blue", "ink", ""),
+        "yes": ("green-ground", "green", "ink", 'stroke-width="2"'),
+        "no": ("page", "muted", "muted", 'stroke-dasharray="3 2.5"'),
+        "bonus": ("orange-ground", "orange", "ink", 'stroke-width="2"'),
+    }[look]
+    width = pill_width(word)
+    d.rect(x - width / 2, y - 12, width, 24, fill, stroke, 12, extra)
+    d.text(x, y + 4.5, word, ink, mono=True, bold=look in ("yes", "bonus"), anchor="middle")
+
+
+# the tree of the example: name -> (word, parent, place across, place down)
+TREE = {
+    "the": ("the", "", 100, 0),
+    "door": ("door", "the", 52, 1),
+    "fire": ("fire", "the", 148, 1),
+    "was": ("was", "door", 26, 2),
+    "d.": (".", "door", 71, 2),
+    "and": ("and", "fire", 126, 2),
+    "f.": (".", "fire", 171, 2),
+    "waited": ("waited", "and", 50, 3),
+    "then": ("then", "and", 111, 3),
+}
+ACCEPTED = ("fire", "and")
+
+
+def tree(d: Drawing, x: float, y: float, verified: bool) -> None:
+    """The draft tree at (x, y); once verified, with what was accepted and the bonus token."""
+    place = {name: (x + across, y + 47 * down) for name, (_, _, across, down) in TREE.items()}
+    bonus = (x + 164, y + 47 * 3)
+
+    def edge(
+        start: tuple[float, float], end: tuple[float, float], colour: str, wide: float
+    ) -> None:
+        (x0, y0), (x1, y1) = (start[0], start[1] + 12), (end[0], end[1] - 12)
+        middle = (y0 + y1) / 2
+        d.path(f"M{x0:g} {y0:g}C{x0:g} {middle:g} {x1:g} {middle:g} {x1:g} {y1:g}", colour, wide)
+
+    for name, (_, parent, _, _) in TREE.items():
+        if parent:
+            taken = verified and name in ACCEPTED
+            edge(
+                place[parent],
+                place[name],
+                "green" if taken else "edge" if verified else "muted",
+                2.5 if taken else 1.5,
+            )
+    if verified:
+        edge(place["and"], bonus, "orange", 2.5)
+    for name, (word, parent, _, _) in TREE.items():
+        rest = ("yes" if name in ACCEPTED else "no") if verified else "plain"
+        pill(d, *place[name], word, "root" if not parent else rest)
+    if verified:
+        pill(d, *bonus, "told", "bonus")
+
+
+def idea() -> str:
+    """Four steps: what a forward ranks, the row it becomes, the tree, and its verification."""
+    d = Drawing(
+        880,
+        452,
+        "How Token Recycling decodes",
+        "Every forward ranks the whole vocabulary. The top candidates become the row of the token "
+        "in an adjacency matrix. Rows grow a draft tree from the last token. One forward verifies "
+        "the tree; the longest accepted path and one bonus token are kept, and the candidates of "
+        "all nodes are written back.",
+    )
+    top, bottom = 66, 366
+    cards = ((8, 186), (218, 190), (432, 206), (662, 210))
+    titles = (
+        ("Every forward ranks", "the whole vocabulary"),
+        ("Its top-k becomes", "the row of its token"),
+        ("Rows grow a draft tree", "from the last token"),
+        ("One forward verifies", "the whole tree"),
+    )
+    for number, ((x, width), title) in enumerate(zip(cards, titles), 1):
+        d.parts.append(f'<circle cx="{x + 13}" cy="30" r="13" class="f-blue"/>')
+        d.text(x + 13, 35, str(number), "page", 14, bold=True, anchor="middle")
+        d.lines(x + 34, 26, title, bold=True, size=14)
+        d.rect(x, top, width, bottom - top, radius=8)
+    for (x, width), (after, _) in pairwise(cards):
+        d.path(f"M{x + width + 4:g} 200H{after - 10:g}", "blue", 2.5)
+        d.arrow(after - 3, 200, "right", "blue")
+
+    x = cards[0][0] + 12
+    d.text(x, top + 28, "The cat lay by", mono=True)
+    pill(d, x + 139, top + 24, "the", "root")
+    d.text(x, top + 58, "What may come next:", "muted")
+    for row, (word, length) in enumerate((("door", 52), ("fire", 40), ("river", 22), ("wall", 11))):
+        y = top + 90 + 29 * row
+        d.text(x, y, word, "ink", mono=True, bold=row == 0)
+        colour = "green" if row == 0 else "muted"
+        d.parts.append(
+            f'<rect x="{x + 50}" y="{y - 10}" width="{length}" height="12" rx="2" '
+            f'class="f-{colour}"/>'
+        )
+    d.text(x + 50, top + 204, "…", "muted")
+    d.text(x + 116, top + 90, "kept", "green", bold=True)
+    d.path(f"M{x + 107} {top + 106}h4v100h-4", "muted")
+    d.lines(x + 116, top + 152, ("thrown", "away"), colour="muted")
+    d.lines(x, top + 246, ("Plain decoding keeps one", "token and throws the rest", "away."))
+
+    x = cards[1][0] + 12
+    d.text(x, top + 28, "token", "muted")
+    d.text(x + 58, top + 28, "most likely next", "muted")
+    rows = (
+        ("and", ("waited", "then", "…")),
+        ("door", ("was", ".", "…")),
+        ("fire", ("and", ".", "…")),
+        ("the", ("door", "fire", "…")),
+        ("was", ("a", "not", "…")),
+    )
+    for row, (token, found) in enumerate(rows):
+        y = top + 44 + 34 * row
+        new = token == "the"
+        d.rect(x - 4, y, 174, 26, "blue-ground" if new else "page", "blue" if new else "edge", 4)
+        d.path(f"M{x + 47} {y}v26", "blue" if new else "edge", 1)
+        d.text(x + 3, y + 17.5, token, mono=True, bold=True)
+        for column, word in enumerate(found):
+            d.text(x + 55 + (0, 55, 100)[column], y + 17.5, word, mono=True)
+    d.lines(
+        x,
+        top + 246,
+        (
+            "The adjacency matrix: k = 8",
+            "ids a token, a few MB in all.",
+            "No training, no draft model.",
+        ),
+    )
+
+    x = cards[2][0]
+    d.text(x + 12, top + 28, "The old king sat by the", mono=True)
+    tree(d, x + 3, top + 60, verified=False)
+    d.lines(
+        x + 12,
+        top + 246,
+        (
+            "The row of `the`, then those of",
+            "`door` and `fire`, then those of",
+            "their candidates, and so on.",
+        ),
+    )
+
+    x = cards[3][0]
+    d.text(x + 12, top + 28, "The old king sat by the", mono=True)
+    tree(d, x + 5, top + 60, verified=True)
+    d.lines(x + 12, top + 246, ("`fire and` is accepted, `told`", "is the model's own choice:"))
+    d.text(x + 12, top + 282, "3 tokens from one forward.", bold=True)
+
+    back, last = cards[1][0] + 95, cards[3][0] + 105
+    d.path(
+        f"M{last} {bottom + 4}v24q0 10 -10 10H{back + 10}q-10 0 -10 -10V{bottom + 12}", "blue", 2.5
+    )
+    d.arrow(back, bottom + 4, "up", "blue")
+    d.text(
+        (back + last) / 2,
+        bottom + 62,
+        "The top-k of every verified node, rejected ones too, is written to the row of its token.",
+        anchor="middle",
+    )
+    return d.svg()
+
+
+# The speed
+
+# name in the results: (name in the legend, colours, marker)
+DECODERS = {
+    "auto": ("auto, the default", ("#1a7f37", "#3fb950"), "o"),
+    "auto+graph": ("auto+graph, compiled", ("#0969da", "#58a6ff"), "D"),
+    "generate-pld": ("Transformers' prompt lookup", ("#bf5700", "#f0883e"), "s"),
+    "paper@auto": ("paper@auto, tree by machine", ("#8250df", "#bc8cff"), "^"),
+    "paper": ("paper, 80 nodes", ("#cf226e", "#ff7bac"), "X"),
+}
+KINDS = {
+    "mt_bench": "chat",
+    "math_reasoning": "maths",
+    "summarization": "summary",
+    "qa": "QA",
+    "rag": "RAG",
+}
+PANELS = (
+    ("adaptive-bundled", "Bundled model, 3.4M", "float32, greedy"),
+    ("adaptive-smollm2-135m-bfloat16", "Widened to SmolLM2-135M's shape", "bfloat16, greedy"),
+    ("adaptive-sampled", "Bundled model, 3.4M, sampled", "float32, temperature 0.8"),
+)
+LOSS = ("#ffebe9", "#34161a")
+LOSS_INK = ("#b3202a", "#ff8a80")
+PIXEL = 0.75  # of a point
+
+
+def results(name: str) -> dict[str, Any]:
+    """The summary of a run."""
+    summary: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return summary
+
+
+def switch(svg: str, colours: Iterable[tuple[str, str]]) -> str:
+    """Add what turns the colours of light mode into those of dark mode."""
+    rules = "".join(
+        f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
+        for light, dark in colours
+        for kind in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
+    return re.sub(r"(<svg [^>]*>)", lambda found: found[1] + "\n" + style, svg, count=1)
+
+
+def panel(ax: Axes, summary: dict[str, Any], model: str, how: str) -> None:
+    """One run: a row per kind of text, a mark per decoder."""
+    kinds = list(summary["kinds"])
+    decoders = [decoder for decoder in DECODERS if decoder in summary["decoders"]]
+    rows = [0.0, *(1.35 + number for number in range(len(kinds)))]
+    bottom = rows[-1] + 0.5
+    ax.axvspan(0.4, 1.0, color=LOSS[0], zorder=0, linewidth=0)
+    ax.axvline(1.0, color=INK[0], linewidth=1.4, zorder=2)
+    for row in rows[1:]:
+        ax.axhline(row - 0.5, color=EDGE[0], linewidth=1.4 if row == rows[1] else 0.6, zorder=1)
+    for lane, decoder in enumerate(decoders):
+        entry = summary["decoders"][decoder]
+        found = [entry["overall"], *(entry["kinds"][kind] for kind in kinds)]
+        _, colours, marker = DECODERS[decoder]
+        shift = lane - (len(decoders) - 1) / 2
+        heights = [row + shift * (0.25 if row == 0 else 0.15) for row in rows]
+        ax.plot(found[0]["speedup_interval"], [heights[0]] * 2, color=colours[0], linewidth=1.5)
+        ax.plot(
+            [measures["speedup"] for measures in found],
+            heights,
+            marker,
+            color=colours[0],
+            markersize=6.5,
+            markeredgecolor=PAGE[0],
+            markeredgewidth=0.6,
+            zorder=4,
+        )
+    ax.set_xscale("log")
+    ax.set_xlim(0.48, 6.2)
+    ticks = (0.5, 1, 2, 4)
+    ax.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    ax.set_xticks([], minor=True)
+    names = ["all questions", *(KINDS.get(kind, kind) for kind in kinds)]
+    ax.set_yticks(rows, names)
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(bottom, -0.75)
+    ax.text(0.7, bottom + 1.15, "slower", color=LOSS_INK[0], va="bottom", ha="center")
+    ax.text(2, bottom + 1.15, "faster", color=MUTED[0], va="bottom", ha="center")
+    questions = len(summary["questions"])
+    ax.text(0.48, -1.48, model, fontweight="bold", va="bottom")
+    ax.text(0.48, -0.86, f"{how}, {questions} questions", color=MUTED[0], va="bottom")
+
+
+def speed() -> str:
+    """Speedups of the recorded runs, kind by kind, losing ones too."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "token-recycling",
+        "font.family": "DejaVu Sans",
+        "font.size": 13 * PIXEL,
+        "text.parse_math": False,
+        "text.color": INK[0],
+        "axes.edgecolor": EDGE[0],
+        "axes.facecolor": "none",
+        "figure.facecolor": "none",
+        "xtick.color": EDGE[0],
+        "xtick.labelcolor": INK[0],
+        "ytick.labelcolor": INK[0],
+        "axes.grid": True,
+        "axes.grid.axis": "x",
+        "grid.color": EDGE[0],
+        "grid.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "legend.frameon": False,
+        "legend.handletextpad": 0.1,
+        "legend.borderpad": 0,
+        "legend.borderaxespad": 0,
+    }
+    wide, high = 880, 640
+    summaries = [results(name) for name, _, _ in PANELS]
+    machine = summaries[0]["machine"]
+    with matplotlib.rc_context(settings):
+        figure, axes = pyplot.subplots(1, 3, sharey=True, figsize=(wide / 96, high / 96))
+        figure.subplots_adjust(left=0.115, right=0.99, top=0.765, bottom=0.155, wspace=0.06)
+        for ax, summary, (_, model, how) in zip(axes, summaries, PANELS):
+            panel(ax, summary, model, how)
+        axes[2].text(
+            2.0,
+            6.3,
+            "prompt lookup and\npaper@auto were\nnot measured here",
+            color=MUTED[0],
+            va="center",
+            bbox={"facecolor": PAGE[0], "linewidth": 0, "pad": 2},
+        )
+
+        def line(y: float, words: str, **style: Any) -> None:
+            figure.text(10 / wide, 1 - y / high, words, **style)
+
+        line(28, "Speedup over model.generate", fontsize=17 * PIXEL, fontweight="bold")
+        line(
+            50,
+            f"By kind of text, whole calls, on {machine['threads']} CPU cores without a GPU; "
+            "logarithmic scale. Lines: 95 % intervals over all questions.",
+            color=MUTED[0],
+        )
+        handles = [
+            Line2D([], [], color=colours[0], marker=marker, linestyle="", markersize=7, label=label)
+            for label, colours, marker in DECODERS.values()
+        ]
+        figure.legend(
+            handles=handles, loc="upper left", bbox_to_anchor=(4 / wide, 1 - 64 / high), ncols=3
+        )
+        line(
+            high - 28,
+            f"{machine['cpu']} with {', '.join(machine['instructions'])}; torch "
+            f"{machine['torch']}, transformers {machine['transformers']}. Files: bench/results.",
+            color=MUTED[0],
+        )
+        line(
+            high - 10,
+            "auto+graph, middle, chat: one of its two questions bore the compiling.",
+            color=MUTED[0],
+        )
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace("'DejaVu Sans'", SANS)
+    title = "<title>Speedup over model.generate by kind of text and decoder</title>"
+    ground = f'<rect width="100%" height="100%" rx="6" style="fill: {PAGE[0]}"/>'
+    svg = re.sub(r"(<svg [^>]*>)", lambda found: f"{found[1]}\n{title}\n{ground}", svg, count=1)
+    svg = re.sub(r"[ \t]+\n", "\n", svg)
+    colours = [INK, MUTED, EDGE, PAGE, LOSS, LOSS_INK, *(c for _, c, _ in DECODERS.values())]
+    return switch(svg, colours)
+
+
+# The terminal
+
+WARMING = (
+    "Anna reads 15 pages a day. Her book has 180 pages. How many days does she need to finish it?",
+    "Tom has 12 marbles. He buys 3 bags with 8 marbles each and gives 5 marbles to his sister. "
+    "How many marbles does Tom have now?",
+    "Continue the story: Once upon a time there was an old miller who had a grey cat. "
+    "Every evening the cat sat by the door and waited.",
+    "Tell me the story of The Fox And The Lantern.",
+)
+PROMPT = "Go on with this story: The children ran down to the river. The boat was gone."
+TOKENS = 100
+SIZE = "ranked-15"  # a tree of fixed size: which tokens are drafted depends on no clock
+COLUMNS = 101
+
+
+def statistics(stats: Stats) -> str:
+    """What `token-recycling` says below an answer."""
+    total = stats.decode_seconds or 1.0
+    phases = " ".join(f"{name} {share / total:.0%}" for name, share in stats.seconds.items())
+    return (
+        f"{stats.new_tokens} tokens, {stats.steps} steps, MAT {stats.mat:.2f}, "
+        f"{stats.tokens_per_second:.1f} tokens/s "
+        f"(prompt: {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.0f} tokens/s)\n"
+        f"drafted {stats.drafted / stats.steps:.1f} per step; time: {phases}"
+    )
+
+
+def answer() -> tuple[Text, Stats]:
+    """An answer of the bundled model, drafted tokens green, after some other prompts."""
+    from rich.text import Text
+
+    from token_recycling import BUNDLED_MODEL, TokenRecycling
+
+    def conversation(words: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": words}]
+
+    with tempfile.TemporaryDirectory() as folder:
+        # as on the command line: the matrix alone goes from call to call, by its file
+        matrix = Path(folder) / "warm.safetensors"
+        warm = TokenRecycling.from_pretrained(BUNDLED_MODEL, tree=SIZE)
+        for prompt in WARMING:
+            warm.generate(conversation(prompt), max_new_tokens=TOKENS)
+        warm.matrix.save(matrix)
+        recycler = TokenRecycling.from_pretrained(BUNDLED_MODEL, tree=SIZE, matrix=matrix)
+        written, stats = Text(), None
+        for chunk in recycler.stream(conversation(PROMPT), max_new_tokens=TOKENS):
+            written.append(chunk.text, "green" if chunk.from_draft else "")
+            stats = chunk.stats or stats
+    assert stats is not None
+    return written, stats
+
+
+def terminal() -> str:
+    """A terminal with a real answer."""
+    from rich.console import Console
+    from rich.terminal_theme import TerminalTheme
+    from rich.text import Text
+
+    theme = TerminalTheme(
+        (13, 17, 23),
+        (230, 237, 243),
+        [
+            (72, 79, 88),
+            (255, 123, 114),
+            (63, 185, 80),
+            (210, 153, 34),
+            (88, 166, 255),
+            (188, 140, 255),
+            (57, 197, 207),
+            (177, 186, 196),
+        ],
+    )
+    console = Console(
+        record=True,
+        width=COLUMNS,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+        legacy_windows=False,
+    )
+    written, stats = answer()
+    sign = ("$ ", "bold blue")
+    console.print(Text(f"# warm.safetensors: learnt from {len(WARMING)} other prompts", "white"))
+    command = f'token-recycling "{PROMPT}" \\\n    -n {TOKENS} --tree {SIZE}'
+    console.print(Text.assemble(sign, command, " --matrix warm.safetensors"))
+    console.print(Text("accepted from the draft", "green"), "· written by the model")
+    console.print(written)
+    if stats.new_tokens == TOKENS:
+        console.print(f"cut after {TOKENS} tokens, at the limit of -n or of the context")
+    console.print(statistics(stats))
+    console.print(Text.assemble(sign))
+    svg = console.export_svg(title="token-recycling", theme=theme, unique_id="terminal")
+    # no font from the network: GitHub would not load it
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    svg = svg.replace("Fira Code, monospace", MONO)
+    about = "<title>An answer in a terminal; tokens accepted from the draft are green</title>"
+    svg = re.sub(r"(<svg [^>]*>)", lambda found: f"{found[1]}\n{about}", svg, count=1)
+    return re.sub(r"[ \t]+\n", "\n", svg)
+
+
+PICTURES: dict[str, Callable[[], str]] = {"idea": idea, "speed": speed, "terminal": terminal}
+
+
+def main() -> None:
+    """Write the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("pictures", nargs="*", metavar="PICTURE", help=", ".join(PICTURES))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.pictures or PICTURES:
+        (given.out / f"{name}.svg").write_text(PICTURES[name](), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
