@@ -1,11 +1,11 @@
-"""Measure the fused step on a GPU: against the memory's bandwidth, by nodes, by context, by tree.
+"""Measure steps as graphs on a GPU: against the memory's bandwidth, by nodes, by context, by tree.
 
 python bench/gpu_suite.py [--models NAME,…] [--dtypes float16,…] [--parts NAME,…] --out FILE.json
 python bench/gpu_suite.py --dry-run            the same on a CPU, with a tiny model
 
 The models are the bundled one widened to real shapes: its text, at their cost. Every part writes
-its figures as soon as it has them; what fails is written down with its reason, and the rest goes
-on. Parts: exact (fused against the readable loop), costs (a step by nodes and context, with the
+its figures as soon as it has them; what fails is written down with its reason, and the rest
+follows. Parts: exact (graphs against the eager loop), costs (a step by nodes and context, with the
 plain step against bytes / bandwidth), speeds (tokens per second, side by side, in turns), phases
 (where a step's time goes), kernels (ways to attend to a tree and to take the k best logits).
 """
@@ -29,19 +29,19 @@ import gpu_kernels
 import torch
 
 from token_recycling import TokenRecycling
-from token_recycling.graph import decoder as engine
-from token_recycling.accept import chains
-from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.bench.compare import plain_generate
-from token_recycling.drafters import AdaptiveDrafter, Drafter, NoDrafter, PaperDrafter
-from token_recycling.graph.decoder import Runner
+from token_recycling.bench.prompts import DEMO
+from token_recycling.bench.widen import widen
+from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter, PaperDrafter
 from token_recycling.files import write_text
+from token_recycling.graph import decoder
+from token_recycling.graph.decoder import GraphRunner
 from token_recycling.graph.step import GraphStep
 from token_recycling.machine import describe, synchronize
-from token_recycling.bench.prompts import DEMO
+from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.sequence import Sequence
 from token_recycling.text import as_conversation, encode
-from token_recycling.tree import TreeTemplate
-from token_recycling.bench.widen import widen
+from token_recycling.tree import TreeTemplate, chains
 
 MODELS = ("qwen2.5-0.5b", "llama-7b", "llama-8b")
 TINY = dict(
@@ -122,23 +122,23 @@ class Bench:
             for p in DEMO
         ]
 
-    def runner(self, drafter: Drafter, nodes: int, context: int) -> Runner:
+    def runner(self, drafter: AnyDrafter, nodes: int, context: int) -> GraphRunner:
         """Compile a step that stands behind ``context`` random tokens."""
-        slots = engine.slots_for(context + nodes)
+        slots = decoder.slots_for(context + nodes)
         self.target.prefill([self.tokens[:context]])
-        runner = Runner(GraphStep(self.target, drafter, 1, slots, nodes))
+        runner = GraphRunner(GraphStep(self.target, drafter, 1, slots, nodes))
         with torch.no_grad():
-            runner.step.begin([self.tokens[: context + 1]], [True])
+            runner.step.begin([Sequence(self.tokens[: context + 1])])
         return runner
 
-    def drafter(self, nodes: int) -> Drafter:
+    def drafter(self, nodes: int) -> AnyDrafter:
         """A drafter whose drafts have ``nodes`` nodes with the root, from random rows."""
         if nodes == 1:
             return NoDrafter()
         return PaperDrafter(self.random, TreeTemplate.load(f"ranked-{nodes - 1}"))
 
     def costs(self, speed: float) -> dict[str, Any]:
-        """Seconds of a fused step by nodes and context."""
+        """Seconds of a captured step by nodes and context."""
         rows = []
         for context in self.contexts:
             plain = 0.0
@@ -163,28 +163,28 @@ class Bench:
         return {"weight_bytes": self.weight_bytes, "kv_bytes": self.kv_bytes, "rows": rows}
 
     def exact(self, new_tokens: int) -> dict[str, Any]:
-        """Compare fused text with the readable loop's, and with itself."""
+        """Compare the text of graphs with that of the eager loop, and with itself."""
         found = {"prompts": len(self.prompts), "same": 0, "again": 0, "near ties": 0}
         ways = {
-            engine: TokenRecycling(
-                self.recycler.model, self.recycler.tokenizer, tree="ranked-31", engine=engine
+            name: TokenRecycling(
+                self.recycler.model, self.recycler.tokenizer, tree="ranked-31", graph=graph
             )
-            for engine in ("fused", "readable")
+            for name, graph in (("graph", True), ("eager", False))
         }
         for prompt in self.prompts:
             answers = {
                 name: way.generate(prompt, max_new_tokens=new_tokens).token_ids
                 for name, way in ways.items()
             }
-            state = ways["fused"].matrix.state()
-            first = ways["fused"].generate(prompt, max_new_tokens=new_tokens).token_ids
-            ways["fused"].matrix.restore(state)
-            again = ways["fused"].generate(prompt, max_new_tokens=new_tokens).token_ids
+            state = ways["graph"].matrix.state()
+            first = ways["graph"].generate(prompt, max_new_tokens=new_tokens).token_ids
+            ways["graph"].matrix.restore(state)
+            again = ways["graph"].generate(prompt, max_new_tokens=new_tokens).token_ids
             found["again"] += first == again
-            same = answers["fused"] == answers["readable"]
+            same = answers["graph"] == answers["eager"]
             found["same"] += same
             if not same:
-                found["near ties"] += self._near(prompt, answers["fused"], answers["readable"])
+                found["near ties"] += self._near(prompt, answers["graph"], answers["eager"])
         return found
 
     def _near(self, prompt: list[int], a: list[int], b: list[int]) -> bool:
@@ -200,7 +200,7 @@ class Bench:
         model, tokenizer = self.recycler.model, self.recycler.tokenizer
 
         def ours(**options: Any) -> Callable[[list[int]], list[int]]:
-            recycler = TokenRecycling(model, tokenizer, engine="fused", **options)
+            recycler = TokenRecycling(model, tokenizer, graph=True, **options)
 
             def answer(prompt: list[int]) -> list[int]:
                 recycler.forget_context()
@@ -276,7 +276,7 @@ class Bench:
     def _model_only(self, nodes: int, context: int) -> Callable[[], Any]:
         """The forward of a chain of ``nodes`` as a graph of its own."""
         self.target.prefill([self.tokens[:context]])
-        slots = engine.slots_for(context + nodes)
+        slots = decoder.slots_for(context + nodes)
         step = GraphStep(self.target, NoDrafter(), 1, slots, 1)
         step.cache.take(self.target.cache)
         tokens = torch.tensor([self.tokens[:nodes]], device=self.device)
@@ -314,8 +314,8 @@ def main() -> None:
     models = ["tiny"] if dry else options.models.split(",")
     dtypes = ["float32"] if dry else options.dtypes.split(",")
     if dry:
-        engine.BACKEND = "aot_eager"  # captured, not compiled
-    # What is measured as fused must be.
+        decoder.BACKEND = "aot_eager"  # captured, not compiled
+    # What is measured as a graph must be one.
     warnings.filterwarnings("error", message="decoding without a graph")
     began = time.perf_counter()
     speed = bandwidth(device, 2**24 if dry else 2**32)
@@ -399,7 +399,7 @@ def table(found: dict[str, Any]) -> str:
             for name in ("attention", "top-k"):
                 lines += kernel_table(name, parts.get("kernels", {}).get(name, []))
             if "same" in parts.get("exact", {}):
-                lines += ["", f"fused against readable: {parts['exact']}"]
+                lines += ["", f"graphs against the eager loop: {parts['exact']}"]
             for nodes, row in parts.get("phases", {}).items():
                 if isinstance(row, dict):
                     lines.append(

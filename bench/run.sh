@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure of docs/results.md and the README: runs that were interrupted go on.
+# Every figure of docs/results.md and the README: runs that were interrupted are continued.
 #   bench/run.sh [NAME ...]      all runs, or those named; results in bench/results/NAME.json
 # DATA is the folder of the public question files; build/widened is made where it is missing.
 set -euo pipefail
@@ -48,10 +48,10 @@ done
 run bundled
 for repeat in 1 2 3; do THREADS=1 run "spread-$repeat" --per-kind 4 -n 64; done
 
-# Is auto's choice the best one? Every budget, fixed.
+# Is auto's choice the best one? Every draft size, fixed.
 THREADS=1 run bundled-sizes --per-kind 2 --decoders "generate,none,$FIXED,paper@ranked-23,paper@ranked-80,auto"
 
-# The adaptive drafter: side by side, its budget, its parts, its kinds of text.
+# The adaptive drafter: side by side, its draft size, its parts, its kinds of text.
 ADAPTIVE=generate,generate-pld,paper,paper@auto,adaptive@ranked-15,auto
 ADAPTIVE+=,adaptive@ranked-15+graph,auto+graph,none+graph
 run_widened adaptive-smollm2-135m-bfloat16 smollm2-135m --dtype bfloat16 --per-kind 2 \

@@ -1,4 +1,4 @@
-"""AcceptanceRates: greedy against a walk by hand, sampling against the exact distribution."""
+"""Acceptance: greedy against a walk by hand, sampling against the exact distribution."""
 
 import pytest
 import torch
@@ -8,11 +8,8 @@ from hypothesis import strategies as st
 from test_tree import templates
 from token_recycling.accept import FollowAcceptor, GreedyAcceptor, longest_paths
 from token_recycling.samplers import RowSampler
+from token_recycling.sequence import Sequence
 from token_recycling.tree import TreeShape, TreeTemplate
-
-
-def never(row, token):
-    return None
 
 
 def walk(draft, row, choices):
@@ -65,8 +62,9 @@ def test_greedy_and_following_the_argmax_agree():
         tokens = (torch.tensor([ranks] * 2) + torch.randint(0, 8, (2, 1))) % 8
         draft = shape.draft(tokens, torch.rand(tokens.shape) < 0.95)
         logits = torch.randn(2, template.nodes, 8)
-        follow = FollowAcceptor([[0], [1]], [lambda ids, scores: scores] * 2, None, "cpu")
-        one, two = GreedyAcceptor()(draft, logits, never), follow(draft, logits, never)
+        follow = FollowAcceptor([lambda ids, scores: scores] * 2, None)
+        one = GreedyAcceptor()(draft, logits, [Sequence([0]), Sequence([1])])
+        two = follow(draft, logits, [Sequence([0]), Sequence([1])])
         assert one.tokens == two.tokens
         assert one.drafted == two.drafted
 
@@ -84,8 +82,8 @@ def test_sampling_keeps_the_targets_distribution(drafted):
     generator = torch.Generator().manual_seed(1)
     seconds = {token: torch.zeros(4) for token in drafted}
     for _ in range(n):
-        accept = FollowAcceptor([[0]], [lambda ids, scores: scores], RowSampler([generator]), "cpu")
-        emitted = accept(draft, logits, never).tokens[0]
+        accept = FollowAcceptor([lambda ids, scores: scores], RowSampler([generator]))
+        emitted = accept(draft, logits, [Sequence([0])]).tokens[0]
         counts[emitted[0]] += 1
         assert (len(emitted) == 2) == (emitted[0] in drafted)
         if len(emitted) == 2:
@@ -116,7 +114,9 @@ def test_processors_see_the_walked_path_only():
         seen.append(ids[0].tolist())
         return scores
 
-    accepted = FollowAcceptor([[4, 7]], [processor], None, "cpu")(draft, logits, never)
+    sequence = Sequence([4, 7])
+    accepted = FollowAcceptor([processor], None)(draft, logits, [sequence])
+    assert sequence.new_tokens == [1, 3, 5]
     assert accepted.tokens == [[1, 3, 5]]
     assert accepted.path[0, :3].tolist() == [0, 1, 3]
     assert seen == [[4, 7], [4, 7, 1], [4, 7, 1, 3]]
@@ -129,8 +129,8 @@ def test_following_stops_drawing_at_the_end():
     logits = torch.zeros(1, 4, 3)
     logits[..., 1] = 50.0
     generator = torch.Generator().manual_seed(0)
-    accept = FollowAcceptor([[0]], [lambda ids, scores: scores], RowSampler([generator]), "cpu")
-    assert accept(draft, logits, lambda row, token: "eos").tokens == [[1]]
+    accept = FollowAcceptor([lambda ids, scores: scores], RowSampler([generator]))
+    assert accept(draft, logits, [Sequence([0], [lambda row: "eos"])]).tokens == [[1]]
     spent = torch.Generator().manual_seed(0)
     torch.multinomial(torch.ones(1, 3), 1, generator=spent)
     assert torch.equal(generator.get_state(), spent.get_state())

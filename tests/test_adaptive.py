@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from models import plain
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
-from token_recycling.accept import told
-from token_recycling.matrix import NO_TOKEN
+from token_recycling.accept import Accepted
+from token_recycling.bench.prompts import DEMO
+from token_recycling.draft_size.auto import AutoSize
 from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import AdaptiveDrafter, AutoSize
+from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.drafters.calibration import PRIOR, SUREST, Calibration
-from token_recycling.drafters.ngram import NO_TOKEN, Context, NgramMatch
-from token_recycling.drafters.tree_builder import HOPELESS, LEVELS, TreeBuilder
+from token_recycling.drafters.ngram import Context, NgramMatch, NgramMatcher
 from token_recycling.drafters.sources import (
     BINS,
     PAIR,
@@ -27,8 +27,10 @@ from token_recycling.drafters.sources import (
     ChainSource,
     RowSource,
 )
-from token_recycling.explain import ExplainedDrafter, lines
-from token_recycling.bench.prompts import DEMO
+from token_recycling.drafters.tree_builder import HOPELESS, LEVELS, TreeBuilder
+from token_recycling.explain import drafted_nodes, lines
+from token_recycling.sequence import Sequence
+from token_recycling.tokens import NO_TOKEN
 
 V, K = 12, 3
 
@@ -43,7 +45,7 @@ def filled(seed, pairs=31, share=0.8):
         ids = torch.stack([torch.randperm(V, generator=rng)[:K] for _ in range(20)])
         p = torch.rand(20, K, generator=rng).sort(dim=1, descending=True).values
         valid = torch.rand(20, generator=rng) < share
-        matrix.average(before, tokens, ids, p, valid, keep=0.5)
+        matrix.average(before, tokens, ids, p, valid, old_weight=0.5)
     return matrix
 
 
@@ -70,7 +72,7 @@ def test_rows_are_averaged_as_by_hand():
         ids = torch.stack([torch.randperm(V, generator=rng)[:K] for _ in range(n)])
         p = torch.rand(n, K, generator=rng).sort(dim=1, descending=True).values
         valid = torch.rand(n, generator=rng) < 0.7
-        matrix.average(before, tokens, ids, p, valid, keep=0.25)
+        matrix.average(before, tokens, ids, p, valid, old_weight=0.25)
         old = dict(rows)
         for i in range(n):
             if not valid[i]:
@@ -99,8 +101,8 @@ def test_a_pair_never_seen_falls_back_to_its_token():
     matrix = AdjacencyMatrix(V, K, pairs=31)
     ids, p = torch.tensor([[4, 5, 6]]), torch.tensor([[0.5, 0.3, 0.2]])
     one, two = torch.tensor([1]), torch.tensor([2])
-    matrix.average(one, two, ids, p, torch.tensor([True]), keep=0.5)
-    matrix.average(torch.tensor([3]), two, ids + 3, p, torch.tensor([True]), keep=0.0)
+    matrix.average(one, two, ids, p, torch.tensor([True]), old_weight=0.5)
+    matrix.average(torch.tensor([3]), two, ids + 3, p, torch.tensor([True]), old_weight=0.0)
     rows, known = matrix.rows(torch.tensor([1, 3, 7]), torch.tensor([2, 2, 2]))
     assert known.tolist() == [True, True, False]
     assert matrix.fetch(rows)[0].tolist() == [[4, 5, 6], [7, 8, 9], [7, 8, 9]]
@@ -108,8 +110,8 @@ def test_a_pair_never_seen_falls_back_to_its_token():
     assert matrix.fetch(rows)[0].tolist() == [[NO_TOKEN] * K]
 
 
-def test_a_place_belongs_to_its_last_pair():
-    """Two pairs that want one place; within one call and in two."""
+def test_a_slot_belongs_to_its_last_pair():
+    """Two pairs with one slot; within one call and in two."""
     matrix = AdjacencyMatrix(V, K, pairs=7)
     keys = {}
     for before in range(V):
@@ -118,11 +120,11 @@ def test_a_place_belongs_to_its_last_pair():
     first, second = keys[3][:2]
     ids, p = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[0.6, 0.3, 0.1]] * 2)
     pairs = torch.tensor([first, second]).T
-    matrix.average(*pairs, ids, p, torch.tensor([True, True]), keep=0.9)
+    matrix.average(*pairs, ids, p, torch.tensor([True, True]), old_weight=0.9)
     rows, known = matrix.rows(*pairs)
     assert known.tolist() == [False, True]
     assert matrix.fetch(rows)[0][1].tolist() == [4, 5, 6]
-    matrix.average(*pairs[:, :1], ids[:1], p[:1], torch.tensor([True]), keep=0.9)
+    matrix.average(*pairs[:, :1], ids[:1], p[:1], torch.tensor([True]), old_weight=0.9)
     rows, known = matrix.rows(*pairs)
     assert known.tolist() == [True, False]
     assert matrix.fetch(rows)[0][0].tolist() == [1, 2, 3]  # nothing of the other pair's
@@ -159,10 +161,10 @@ def test_both_rows_name_a_candidate_once():
             for i, feature in zip(ids[b, t], features[b, t]):
                 assert (expected[feature] > 0) == (i != NO_TOKEN)
                 if i != NO_TOKEN:
-                    kind, rest = divmod(int(feature), K * BINS)
+                    kind, in_kind = divmod(int(feature), K * BINS)
                     assert kind % STATES == state[b, t]
                     row = pair if i in pair else alone
-                    assert rest // BINS == row.index(i)
+                    assert in_kind // BINS == row.index(i)
     best, of_best = RowSource(matrix).best(before, tokens)
     assert best.equal(matrix.fetch(rows)[0])
     assert (
@@ -185,12 +187,10 @@ def test_the_chains_feature():
     below = torch.tensor([[4, 5, 6, 7, 8]])
     candidates = torch.tensor([[[4, 1, 2], [1, 5, 2], [1, 2, 6], [1, 2, 3], [NO_TOKEN] * 3]])
     found = ChainSource().of(chain, below, torch.arange(5), candidates)
-    places, ranks = [0, 1, 2, 2, 3], [1, 2, 3, 0, 0]
-    assert found[0].tolist() == [(7 * len(PLACES) + p) * RANKS + r for p, r in zip(places, ranks)]
+    depths, ranks = [0, 1, 2, 2, 3], [1, 2, 3, 0, 0]
+    assert found[0].tolist() == [(7 * len(PLACES) + d) * RANKS + r for d, r in zip(depths, ranks)]
     assert int(found.max()) < ChainSource.features == len(ChainSource().expected())
-    runs = NgramMatch(
-        chain.tokens.repeat(3, 1), chain.valid.repeat(3, 1), torch.tensor([0, 3, 4])
-    )
+    runs = NgramMatch(chain.tokens.repeat(3, 1), chain.valid.repeat(3, 1), torch.tensor([0, 3, 4]))
     assert ChainSource.state(runs).tolist() == [0, 1, 2]
 
 
@@ -211,35 +211,41 @@ def test_shares_are_hits_over_trials():
     assert calibration.logs.exp().tolist() == pytest.approx(shares)
 
 
-# TreeBuilder
+# The tree builder
+
+
+def proposed(drafter, texts, roots):
+    rows = drafter.new_rows(len(texts))
+    drafter.load(rows, texts)
+    return drafter.propose(rows, torch.tensor(roots))
 
 
 def best_first(source, logs, root, before, chain, nodes):
     """{path: score} of the most likely nodes, by a heap and dictionaries."""
 
-    def candidates(previous, token, place):
+    def candidates(previous, token, position):
         args = [torch.tensor([[x]]) for x in (previous, token)]
-        if place is None:
+        if position is None:
             ids, features = source.best(*args)
             return dict(zip(ids[0, 0].tolist(), logs[features[0, 0]].tolist())), None
         tokens = chain.tokens[0].tolist() if bool(chain.valid.any()) else []
-        has = place < len(tokens)
+        has = position < len(tokens)
         state = ChainSource.state(chain)[:, None] * has
         ids, features = source.both(*args, state)
         found = dict(zip(ids[0, 0].tolist(), logs[features[0, 0]].tolist()))
         if not has:
             return found, None
-        below = torch.tensor([[tokens[place]]])
-        feature = ChainSource().of(chain, below, torch.tensor([place]), ids) + source.features
-        return found | {tokens[place]: float(logs[feature])}, tokens[place]
+        below = torch.tensor([[tokens[position]]])
+        feature = ChainSource().of(chain, below, torch.tensor([position]), ids) + source.features
+        return found | {tokens[position]: float(logs[feature])}, tokens[position]
 
     heap, result = [(0.0, (), before, root, 0, 0)], {}
     while heap and len(result) <= nodes:
-        score, path, previous, token, place, off = heapq.heappop(heap)
+        score, path, previous, token, position, off = heapq.heappop(heap)
         result[path] = exp(-score)
         if off == LEVELS:
             continue
-        found, on_chain = candidates(previous, token, place)
+        found, on_chain = candidates(previous, token, position)
         for child, more in found.items():
             if child != NO_TOKEN and more > float("-inf"):
                 goes_on = child == on_chain
@@ -250,7 +256,7 @@ def best_first(source, logs, root, before, chain, nodes):
                         (*path, child),
                         token,
                         child,
-                        place + 1 if goes_on else None,
+                        position + 1 if goes_on else None,
                         0 if goes_on else off + 1,
                     ),
                 )
@@ -277,10 +283,10 @@ def test_the_draft_has_the_most_likely_nodes(seed, length, nodes):
     calibration = Calibration(evidence, expected)
     tokens = torch.randint(0, V, (length,), generator=rng).tolist()
     chain = chain_of(tokens, run=int(torch.randint(1, 9, (), generator=rng)))
-    grow = TreeBuilder(source, ChainSource(), calibration, nodes, length)
-    grow.width = 10_000  # of a level everything grows on
+    builder = TreeBuilder(source, ChainSource(), calibration, nodes, length)
+    builder.width = 10_000  # of a level every node gets children
     root, before = torch.randint(0, V, (2,), generator=rng).tolist()
-    draft = grow(torch.tensor([root]), torch.tensor([before]), chain)
+    draft = builder(torch.tensor([root]), torch.tensor([before]), chain)
     wanted = best_first(source, calibration.logs, root, before, chain, nodes)
     wanted = {path: score for path, score in wanted.items() if score > HOPELESS}
     valid = draft.valid[0].tolist()
@@ -293,7 +299,7 @@ def test_the_draft_has_the_most_likely_nodes(seed, length, nodes):
     least = min(wanted.values()) * 1.001
     assert {p for p, s in found.items() if s > least} == {p for p, s in wanted.items() if s > least}
 
-    # The draft keeps what a draft promises.
+    # The draft is what ``DraftTree`` says that it is.
     n = len(valid)
     assert draft.scores[0].tolist() == sorted(draft.scores[0].tolist(), reverse=True)
     assert valid == sorted(valid, reverse=True)
@@ -313,11 +319,9 @@ def test_a_batch_grows_row_by_row():
     matrix = filled(8)
     drafter = AdaptiveDrafter(matrix, 20)
     texts = [[1, 2, 3, 1, 2], [5], [7, 7, 7, 7]]
-    drafter.start(texts)
-    whole = drafter.propose(torch.tensor([3, 6, 7]))
+    whole = proposed(drafter, texts, [3, 6, 7])
     for row, (text, root) in enumerate(zip(texts, (3, 6, 7))):
-        drafter.start([text])
-        alone = drafter.propose(torch.tensor([root]))
+        alone = proposed(drafter, [text], [root])
         assert alone.tokens[0].equal(whole.tokens[row])
         assert alone.ancestors[0].equal(whole.ancestors[row])
         assert alone.scores[0].allclose(whole.scores[row])
@@ -344,8 +348,8 @@ def greedy(bundled):
     return asked(bundled, DEMO[:4])
 
 
-def mat(recycler, prompts, expected):
-    answers = [recycler.generate(p, max_new_tokens=80) for p in prompts]
+def mat(recycler, prompts, expected, **options):
+    answers = [recycler.generate(p, max_new_tokens=80, **options) for p in prompts]
     assert [a.token_ids for a in answers] == expected
     return sum(a.stats.new_tokens - 1 for a in answers) / sum(a.stats.steps for a in answers)
 
@@ -389,38 +393,39 @@ def test_few_candidates_make_smaller_trees(k, chain):
     drafter = AdaptiveDrafter(matrix, 80, chain=chain)
     ids = (torch.arange(50)[:, None] + torch.arange(1, k + 1)) % 50
     matrix.update(torch.arange(50), ids, torch.full((50, k), 0.9 / k))
-    drafter.start([[1, 2, 3]])
-    draft = drafter.propose(torch.tensor([4]))
-    assert draft.tokens.shape[1] == len(drafter.shares) + 1 == drafter.growth.nodes + 1
+    draft = proposed(drafter, [[1, 2, 3]], [4])
+    assert draft.nodes == len(drafter.acceptance) + 1 == drafter.builder.nodes + 1
     assert draft.valid.sum() > 1
-    budget = AutoSize(drafter, CostCurve.assumed("cuda"))
-    budget.start([[1, 2, 3]])
-    assert budget.propose(torch.tensor([4])).tokens.shape[1] > 1
+    policy, sequences = AutoSize(drafter.acceptance, CostCurve.assumed("cuda")), [Sequence([1, 4])]
+    policy.begin(sequences)
+    assert policy.limit() is None
+    assert policy.choose(draft, sequences) > 1
 
 
 def test_unseen_text_grows_no_tree(bundled):
     """A cold matrix and a text without repetition: nothing to verify."""
     drafter = AdaptiveDrafter(AdjacencyMatrix(100, 8))
-    drafter.start([list(range(50))])
-    draft = drafter.propose(torch.tensor([60]))
+    draft = proposed(drafter, [list(range(50))], [60])
     assert draft.valid.sum() == 1
 
 
-def test_rest_keeps_the_context(bundled):
+def test_a_step_without_a_draft_joins_the_context(bundled):
     """A step without a draft, then one with: the chain knows the tokens between."""
     text = [5, 6, 7, 8, 9, 5, 6]
     drafter = AdaptiveDrafter(AdjacencyMatrix(100, 8), 10)
-    drafter.start([text])
-    draft = drafter.rest(torch.tensor([7]))
+    rows = drafter.new_rows(1)
+    drafter.load(rows, [text])
+    draft = drafter.propose(rows, torch.tensor([7]), 1)
     assert draft.tokens.tolist() == [[7]]
-    logits = torch.zeros(1, 1, 100)
-    drafter.observe(draft, logits, told(torch.zeros(1, 1, dtype=torch.long), [[8]], [None], [0]))
-    draft = drafter.propose(torch.tensor([8]))
+    path, emitted = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[8]])
+    accepted = Accepted(path, emitted, torch.tensor([1]), [[8]], [None], [0])
+    drafter.observe(rows, draft, torch.zeros(1, 1, 100), accepted)
+    draft = drafter.propose(rows, torch.tensor([8]))
     assert 9 in draft.tokens[0].tolist()
-    assert drafter.context.last(4).tolist() == [[5, 6, 7, 8]]
+    assert rows.context.last(4).tolist() == [[5, 6, 7, 8]]
 
 
-def test_growth_has_a_negative_control(bundled, greedy, monkeypatch):
+def test_the_tree_builder_has_a_negative_control(bundled, greedy, monkeypatch):
     """Parents that are not the nodes' own: the text stays, or the probe of this file is blind."""
 
     class Wrong(TreeBuilder):
@@ -436,10 +441,21 @@ def test_growth_has_a_negative_control(bundled, greedy, monkeypatch):
     assert found != expected
 
 
-def test_holes_are_no_tokens():
-    context = Context([[1, 2]], 8)
+def test_what_is_no_token_matches_nothing():
+    context = Context.empty(1, 8, "cpu")
+    context.load([[1, 2]])
     assert context.last(4).tolist() == [[NO_TOKEN, NO_TOKEN, 1, 2]]
-    assert context.continuation(3).run.tolist() == [0]
+    assert NgramMatcher(8, "cpu")(context, 3).run.tolist() == [0]
+
+
+def explaining(recycler, steps):
+    """An ``on_draft`` that appends (nodes, emitted tokens) of every step to ``steps``."""
+
+    def on_draft(rows, draft, accepted):
+        nodes = drafted_nodes(recycler.drafter, rows, draft, accepted)
+        steps.append((nodes, accepted.tokens[0]))
+
+    return on_draft
 
 
 def test_explained_steps_say_what_was_drafted(bundled):
@@ -448,19 +464,18 @@ def test_explained_steps_say_what_was_drafted(bundled):
     prompt = "Once upon a time there was a fox. The fox said: Once upon"
     for _ in range(2):
         expected = recycler.generate(prompt, max_new_tokens=40).token_ids
-    told = []
-    recycler.drafter = ExplainedDrafter(recycler.drafter, lambda *step: told.append(step))
-    answer = recycler.generate(prompt, max_new_tokens=40)
+    steps = []
+    answer = recycler.generate(prompt, max_new_tokens=40, on_draft=explaining(recycler, steps))
     assert answer.token_ids == expected
-    assert [t for _, emitted in told for t in emitted] == expected[1:]
-    for nodes, emitted in told:
+    assert [t for _, emitted in steps for t in emitted] == expected[1:]
+    for nodes, emitted in steps:
         assert [node.token for node in nodes if node.accepted][1:] == emitted[:-1]
         drawn = list(lines(nodes, emitted, str))
         assert len(drawn) == len(nodes) + 1
         assert sum("accepted" in line for line in drawn) == len(emitted) - 1
-    sources = {node.source for nodes, _ in told for node in nodes[1:]}
+    sources = {node.source for nodes, _ in steps for node in nodes[1:]}
     assert sources == {"chain", "pair", "token"}
-    wrong = [(nodes[:1], emitted) for nodes, emitted in told if len(emitted) > 1]
+    wrong = [(nodes[:1], emitted) for nodes, emitted in steps if len(emitted) > 1]
     assert wrong  # or nothing was there to be marked
 
 
@@ -469,11 +484,10 @@ def test_what_was_promised_comes(bundled, greedy):
     recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
     for _ in range(2):
         mat(recycler, *greedy)
-    told = []
-    recycler.drafter = ExplainedDrafter(recycler.drafter, lambda *step: told.append(step))
-    mat(recycler, *greedy)
-    promised = sum(sum(node.score for node in nodes) for nodes, _ in told)
-    came = sum(len(emitted) for _, emitted in told)
+    steps = []
+    mat(recycler, *greedy, on_draft=explaining(recycler, steps))
+    promised = sum(sum(node.score for node in nodes) for nodes, _ in steps)
+    came = sum(len(emitted) for _, emitted in steps)
     assert 0.8 < promised / came < 1.25
 
 
@@ -557,7 +571,7 @@ def test_a_damaged_file_is_refused(damage, tmp_path):
         AdjacencyMatrix.load(tmp_path / "m.safetensors")
 
 
-def test_a_file_of_the_papers_drafter_is_gone_on_with(bundled, greedy, tmp_path):
+def test_a_file_of_the_papers_drafter_can_be_continued(bundled, greedy, tmp_path):
     """Rows without probabilities are worth their ranks."""
     prompts, expected = greedy
     paper = TokenRecycling(bundled.model, bundled.tokenizer, drafter="paper", tree="paper")

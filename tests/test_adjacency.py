@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
-from token_recycling.matrix import NO_TOKEN, fingerprint
+from token_recycling.matrix import fingerprint
+from token_recycling.tokens import NO_TOKEN
 
 
 def look(matrix, token, rank):

@@ -46,8 +46,8 @@ def test_packed_heads_compute_the_same(heads, shared, batch):
         assert (rolled - right).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("engine", ["readable", "fused"])
-def test_steps_pack_and_prompts_do_not(engine, monkeypatch):
+@pytest.mark.parametrize("graph", [False, True])
+def test_steps_pack_and_prompts_do_not(graph, monkeypatch):
     model = make("qwen3", attn_implementation="sdpa")
     seen = []
 
@@ -64,7 +64,7 @@ def test_steps_pack_and_prompts_do_not(engine, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", watched)
     torch._dynamo.reset()
     [prompt] = random_prompts([20])
-    recycler = TokenRecycling(model, tree="ranked-8", engine=engine)
+    recycler = TokenRecycling(model, tree="ranked-8", graph=graph)
     seen.clear()  # the probe's
     answer = recycler.generate(prompt, max_new_tokens=12)
     packed = [n for n in seen if n > 0 and seen.count(n) > seen.count(-n)]

@@ -415,7 +415,7 @@ class Stub:
     """A decoder that only notes that it was asked."""
 
     def __init__(self, variant, asked):
-        self.variant, self.asked, self.budget, self.recycler = variant, asked, None, self
+        self.variant, self.asked, self.auto_size, self.recycler = variant, asked, None, self
         self.options, self.matrix, self.rows_seen = {"max_new_tokens": 4}, self, 0
 
     def answer(self, prompt, seed):

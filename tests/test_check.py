@@ -19,13 +19,13 @@ def half(name="llama"):
     return make(name).to(torch.bfloat16)
 
 
-class TestExactLogits:
+class TestFloat32Logits:
     def test_logits_are_float32_and_only_inside(self):
         model = half()
         recycler = TokenRecycling(model, float32_logits=True, strict=True)
         ids = torch.tensor(PROMPTS[:1])
         outside = model(ids).logits
-        with recycler.target.exact:
+        with recycler.target.lm_head:
             inside = model(ids).logits
         assert outside.dtype == torch.bfloat16
         assert inside.dtype == torch.float32
@@ -40,10 +40,10 @@ class TestExactLogits:
         assert overall(results) != "WRONG"
         assert recycler.stats.accepted > 0
 
-    def test_a_batch_of_rounded_logits_ties_and_an_exact_one_does_not(self):
+    def test_a_batch_of_rounded_logits_ties_and_one_in_float32_does_not(self):
         model = half()
         ids = torch.tensor(random_prompts([200]))
-        exact = TokenRecycling(model, float32_logits=True).target.exact
+        exact = TokenRecycling(model, float32_logits=True).target.lm_head
 
         def ties():
             best = model(ids).logits[0].float().topk(2).values
@@ -57,7 +57,7 @@ class TestExactLogits:
     def test_a_projection_that_is_not_linear_is_refused(self):
         model = half()
         model.lm_head = torch.nn.Sequential(model.lm_head)
-        with pytest.raises(TokenRecyclingError, match="plain linear projection"):
+        with pytest.raises(TokenRecyclingError, match="plain linear LM head"):
             TokenRecycling(model, float32_logits=True)
 
 

@@ -101,7 +101,7 @@ class TestPeft:
         assert not turn()
         assert len(texts) > 3
 
-    def test_exact_logits_with_an_adapter_merged_into_the_projection(self):
+    def test_float32_logits_with_an_adapter_merged_into_the_projection(self):
         peft = pytest.importorskip("peft")
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
@@ -116,12 +116,12 @@ class TestPeft:
         expected = TokenRecycling(fresh, tree="ranked-8", float32_logits=True)
         assert merged == expected.generate(PROMPT, max_new_tokens=16).token_ids != before
         adapted.unmerge_adapter()
-        assert recycler.target.exact.weight is not None
+        assert recycler.target.lm_head.weight is not None
 
     def test_no_graph_with_adapters(self, adapted, monkeypatch):
         monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
         torch._dynamo.reset()
-        recycler = TokenRecycling(adapted, tree="ranked-8", engine="fused")
+        recycler = TokenRecycling(adapted, tree="ranked-8", graph=True)
         for _ in range(2):
             with pytest.warns(UserWarning, match="adapters"):
                 answer = recycler.generate(PROMPT, max_new_tokens=20)

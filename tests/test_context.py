@@ -1,10 +1,10 @@
-"""Continuations of the last n-gram, against a search written as plainly as can be."""
+"""What followed the last n-gram before, against a search written as plainly as can be."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from token_recycling.drafters.ngram import ROOM, Context
+from token_recycling.drafters.ngram import ROOM, Context, NgramMatcher
 
 rows = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=3)
 
@@ -18,8 +18,18 @@ def search(row, window, length, least):
     return [], 0
 
 
+def context_of(texts, window, **options):
+    context = Context.empty(len(texts), window, "cpu", **options)
+    context.load(texts)
+    return context
+
+
+def match(context, length, least=1):
+    return NgramMatcher(context.window, "cpu")(context, length, least)
+
+
 def check(context, texts, length, least):
-    found = context.continuation(length, least)
+    found = match(context, length, least)
     for b, text in enumerate(texts):
         expected, run = search(text, context.window, length, least)
         assert found.tokens[b, : len(expected)].tolist() == expected
@@ -29,13 +39,13 @@ def check(context, texts, length, least):
 
 @given(rows, st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
 def test_the_longest_and_latest_match(texts, window, length, least):
-    check(Context(texts, window), texts, length, min(least, window))
+    check(context_of(texts, window), texts, length, min(least, window))
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12), st.integers(2, 4))
 def test_rows_grow(pieces, window):
     texts = [[0, 1], [1]]
-    context = Context(texts, window)
+    context = context_of(texts, window)
     for index, piece in enumerate(pieces):
         count = len(piece) // 2 if index % 2 else len(piece)
         tokens = torch.tensor([piece, piece]).reshape(2, -1).long()
@@ -49,22 +59,11 @@ def test_rows_grow(pieces, window):
 
 def test_the_buffer_grows_beyond_its_room():
     text = list(range(50))
-    context = Context([text], 3)
+    context = context_of([text], 3)
     for start in range(0, 5 * ROOM, 40):
         more = [1000 + start + i for i in range(40)]
         context.append(torch.tensor([more]), torch.tensor([40]))
         text = text + more
     context.append(torch.tensor([[7, 8, 9]]), torch.tensor([3]))
     check(context, [[*text, 7, 8, 9]], 10, 2)
-    assert context.continuation(10, 2).tokens[0].tolist() == [
-        10,
-        11,
-        12,
-        13,
-        14,
-        15,
-        16,
-        17,
-        18,
-        19,
-    ]
+    assert match(context, 10, 2).tokens[0].tolist() == list(range(10, 20))

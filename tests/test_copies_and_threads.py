@@ -51,10 +51,10 @@ class TestCopies:
         other = twin.generate(PROMPT, max_new_tokens=30).token_ids
         assert other == plain(twin.model, PROMPT, 30) != expected
 
-    def test_exact_logits_of_a_copy_are_exact(self, copied):
+    def test_float32_logits_of_a_copy_are_float32(self, copied):
         recycler = TokenRecycling(make("llama").bfloat16(), float32_logits=True)
         twin = copied(recycler)
-        with twin.target.exact:
+        with twin.target.lm_head:
             assert twin.model(IDS).logits.dtype == torch.float32
             assert recycler.model(IDS).logits.dtype == torch.bfloat16
         assert twin.model(IDS).logits.dtype == torch.bfloat16
@@ -174,9 +174,9 @@ class TestTwoRecyclersOfOneModel:
             model.training,
         )
 
-    def test_exact_logits_are_those_of_the_thread_that_asked(self):
+    def test_float32_logits_are_those_of_the_thread_that_asked(self):
         model = make("llama").bfloat16()
-        exact = TokenRecycling(model, float32_logits=True).target.exact
+        exact = TokenRecycling(model, float32_logits=True).target.lm_head
         dtypes, inside, done = [], threading.Event(), threading.Event()
 
         def other():
@@ -259,10 +259,10 @@ class TestAdapters:
         model = make("llama")
         if not late:
             adapter = self.adapted(model, peft)
-        recycler = TokenRecycling(model, tree="ranked-8", engine="fused")
+        recycler = TokenRecycling(model, tree="ranked-8", graph=True)
         if late:
             recycler.generate(PROMPT, max_new_tokens=10)
-            assert isinstance(recycler._fused, GraphDecoder)
+            assert isinstance(recycler._graph, GraphDecoder)
             adapter = self.adapted(model, peft)
         for on in (True, False, True):
             adapter.on = on
@@ -270,4 +270,4 @@ class TestAdapters:
                 answer = recycler.generate(PROMPT, max_new_tokens=20)
             assert answer.token_ids == plain(model, PROMPT, 20)
         with pytest.raises(GraphError, match="adapters"):
-            recycler._fused._runner(1, 12, None)
+            recycler._graph._runner(1, 12, None)

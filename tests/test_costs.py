@@ -7,8 +7,8 @@ import torch
 
 from architectures import make
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.draft_size import tune as tuning
 from token_recycling.cli import main
+from token_recycling.draft_size import tune as tuning
 from token_recycling.draft_size.costs import SIZES, CostCurve, cached_path, find, identity
 
 CURVE = CostCurve((1, 2, 4), (100, 300), ((1.0, 2.0, 3.0), (3.0, 4.0, 5.0)), about={"model": "m"})
@@ -35,7 +35,7 @@ def test_between_and_beyond_the_points(tokens, context, cost):
     assert CURVE.at(tokens, context) == pytest.approx(cost)
 
 
-def test_assumed_curves_are_cheap_on_gpus_and_dear_on_cpus():
+def test_assumed_curves_are_cheap_on_gpus_and_expensive_on_cpus():
     cuda, cpu = CostCurve.assumed("cuda"), CostCurve.assumed("cpu")
     assert not cuda.measured
     assert cuda.at(81, 0) < 1.3 * cuda.at(1, 0)
@@ -89,11 +89,14 @@ def test_a_curve_belongs_to_shape_type_device_and_threads(bundled, monkeypatch):
 
 def test_measuring_finds_that_more_tokens_cost_more_and_leaves_nothing(bundled):
     bundled.reset()
-    bundled.generate("Once", max_new_tokens=10)
+    expected = bundled.generate("Once", max_new_tokens=10).text
     before = bundled.matrix.candidates.clone()
     calls = []
     curve = tuning.measure(
-        bundled, contexts=[64, 300], rounds=3, on_progress=lambda *progress: calls.append(progress)
+        bundled.target,
+        contexts=[64, 300],
+        rounds=3,
+        on_progress=lambda *progress: calls.append(progress),
     )
     assert curve.sizes == SIZES
     assert curve.contexts == (64, 300)
@@ -101,24 +104,24 @@ def test_measuring_finds_that_more_tokens_cost_more_and_leaves_nothing(bundled):
         assert row[-1] > 1.2 * row[0]
     assert torch.equal(bundled.matrix.candidates, before)
     assert calls[-1] == (8, 8)
-    assert bundled.generate("Once", max_new_tokens=10, keep_context=True).text
+    assert bundled.generate("Once", max_new_tokens=10, keep_context=True).text == expected != ""
     assert find(bundled.model, bundled.target.device).measured is False
-    tuning.keep(bundled, curve)
+    tuning.save_curve(bundled.target, curve)
     assert find(bundled.model, bundled.target.device) == curve
-    assert TokenRecycling(bundled.model, bundled.tokenizer).drafter.costs == curve
+    assert TokenRecycling(bundled.model, bundled.tokenizer).draft_size.costs == curve
 
 
 @pytest.mark.parametrize("options", [{"contexts": [0]}, {"contexts": [5000]}, {"sizes": [2, 4]}])
 def test_what_cannot_be_measured_is_refused(bundled, options):
     with pytest.raises(TokenRecyclingError, match=r"must lie|sizes go"):
-        tuning.measure(bundled, **options)
+        tuning.measure(bundled.target, **options)
 
 
 def test_a_model_decoded_plainly_has_nothing_to_tune():
     with pytest.warns(UserWarning, match="decoded plainly"):
         recycler = TokenRecycling(make("mamba"))
     with pytest.raises(TokenRecyclingError, match="nothing to tune"):
-        tuning.measure(recycler)
+        tuning.measure(recycler.target)
 
 
 def test_tune_on_the_command_line(tmp_path, capsys):

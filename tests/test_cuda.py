@@ -19,14 +19,14 @@ def test_a_captured_step_gives_the_same_text(name):
     for _ in range(2):
         answers = recycler.generate(PROMPTS, max_new_tokens=100)
         assert [a.token_ids for a in answers] == expected
-    (runner,) = recycler._fused._runners.values()
+    (runner,) = recycler._graph._runners.values()
     assert runner._graph is not None
 
 
 def test_a_step_waits_for_nothing():
     recycler = TokenRecycling(make("llama").cuda(), tree="ranked-15", strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)
-    (runner,) = recycler._fused._runners.values()
+    (runner,) = recycler._graph._runners.values()
     torch.cuda.set_sync_debug_mode("error")
     try:
         first = runner.launch([False])
@@ -37,10 +37,10 @@ def test_a_step_waits_for_nothing():
     assert len(found) == 2
 
 
-def test_sampled_text_is_that_of_the_readable_loop():
+def test_sampled_text_is_that_of_the_eager_loop():
     model = make("llama").cuda()
     options = {"max_new_tokens": 60, "temperature": 0.9, "seed": 4}
-    readable = TokenRecycling(model, tree="ranked-15", engine="readable")
-    fused = TokenRecycling(model, tree="ranked-15")
-    expected = [a.token_ids for a in readable.generate(PROMPTS, **options)]
-    assert [a.token_ids for a in fused.generate(PROMPTS, **options)] == expected
+    eager = TokenRecycling(model, tree="ranked-15", graph=False)
+    captured = TokenRecycling(model, tree="ranked-15")
+    expected = [a.token_ids for a in eager.generate(PROMPTS, **options)]
+    assert [a.token_ids for a in captured.generate(PROMPTS, **options)] == expected

@@ -9,15 +9,23 @@ from oracle import Oracle
 from test_tree import templates
 from token_recycling.accept import GreedyAcceptor
 from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.decode import decode
+from token_recycling.decode import Decoding
+from token_recycling.draft_size.base import FixedSize
 from token_recycling.drafters import NoDrafter, PaperDrafter, PromptLookupDrafter
-from token_recycling.sequence import StopRules
+from token_recycling.sequence import Sequence, at_most, at_token
 from token_recycling.tree import TreeTemplate
 from toy import VOCABULARY, ScriptedDrafter, ToyTarget, next_logits, plain_greedy
 
 
 def run(target, drafter, prompts, limits, eos=()):
-    steps = list(decode(target, drafter, GreedyAcceptor(), prompts, StopRules(limits, eos)))
+    sequences = [
+        Sequence(prompt, [at_most(limit), at_token(eos)])
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    decoding = Decoding(target, drafter, FixedSize(), GreedyAcceptor(), sequences)
+    steps = list(decoding.steps())
+    for row, sequence in enumerate(sequences):
+        assert sequence.new_tokens == [t for step in steps for t in step.tokens[row]]
     tokens = [[t for step in steps for t in step.tokens[row]] for row in range(len(prompts))]
     reasons = [[s.reasons[row] for s in steps if s.reasons[row]] for row in range(len(prompts))]
     return tokens, reasons, steps
@@ -63,8 +71,8 @@ def test_paper_is_the_published_algorithm_draft_by_draft(name):
     drafts = []
 
     class Recording(PaperDrafter):
-        def propose(self, roots):
-            draft = super().propose(roots)
+        def propose(self, rows, roots, nodes=None):
+            draft = super().propose(rows, roots, nodes)
             paths = [(), *self.template.paths]
             kept = draft.valid[0].nonzero()[:, 0].tolist()
             drafts.append({paths[i]: int(draft.tokens[0, i]) for i in kept})
@@ -77,9 +85,9 @@ def test_paper_is_the_published_algorithm_draft_by_draft(name):
     assert max(len(tree) for tree in drafts) > 5
 
 
-def test_without_priming_the_first_draft_is_empty():
+def test_without_learning_from_the_prompt_the_first_draft_is_empty():
     drafter = PaperDrafter(
-        AdjacencyMatrix(VOCABULARY, 8), TreeTemplate.load("paper"), prime_prompt=False
+        AdjacencyMatrix(VOCABULARY, 8), TreeTemplate.load("paper"), learn_prompts=False
     )
     _, _, steps = run(ToyTarget(), drafter, [[3, 1, 4]], [5])
     assert steps[1].drafted == [0]
@@ -112,12 +120,14 @@ def test_stopping_early_leaves_target_and_drafter_valid():
     for stop_after in range(1, 6):
         target = ToyTarget()
         drafter = ScriptedDrafter(target, 3, lambda i: i % 2 == 0)
-        steps = decode(target, drafter, GreedyAcceptor(), [[3, 1, 4]], StopRules([50]))
+        sequence = Sequence([3, 1, 4], [at_most(50)])
+        steps = Decoding(target, drafter, FixedSize(), GreedyAcceptor(), [sequence]).steps()
         seen = []
         for _, step in zip(range(stop_after), steps):
             seen += step.tokens[0]
         steps.close()
         assert target.rows[0] == [3, 1, 4, *seen[:-1]]
+        assert sequence.tokens == [3, 1, 4, *seen]
 
 
 def test_rows_that_end_early_teach_nothing_and_disturb_nobody():
@@ -136,8 +146,9 @@ def test_rows_that_end_early_teach_nothing_and_disturb_nobody():
 def test_prompt_lookup_proposes_what_followed_the_longest_and_latest_match():
     drafter = PromptLookupDrafter(length=4, max_ngram=3)
     #                    0  1  2  3  4  5  6  7  8  9 10
-    drafter.start([[5, 1, 2, 3, 9, 9, 2, 3, 7, 1, 2], [8, 8, 1, 2, 3, 4, 5, 6, 7, 9, 0]])
-    draft = drafter.propose(torch.tensor([3, 1]))
+    rows = drafter.new_rows(2)
+    drafter.load(rows, [[5, 1, 2, 3, 9, 9, 2, 3, 7, 1, 2], [8, 8, 1, 2, 3, 4, 5, 6, 7, 9, 0]])
+    draft = drafter.propose(rows, torch.tensor([3, 1]))
     # row 0 ends in 1 2 3: followed by 9 9 2 3; row 1 ends in 1 (seen once): 2 3 4 5
     assert draft.tokens.tolist() == [[3, 9, 9, 2, 3], [1, 2, 3, 4, 5]]
     assert draft.valid.all()
@@ -145,8 +156,9 @@ def test_prompt_lookup_proposes_what_followed_the_longest_and_latest_match():
 
 def test_prompt_lookup_does_not_look_beyond_the_context():
     drafter = PromptLookupDrafter(length=4, max_ngram=3)
-    drafter.start([[7, 7], [1, 2]])
-    draft = drafter.propose(torch.tensor([7, 3]))
+    rows = drafter.new_rows(2)
+    drafter.load(rows, [[7, 7], [1, 2]])
+    draft = drafter.propose(rows, torch.tensor([7, 3]))
     # 7 7 7: the 7 before the last is followed by one 7, the end; 1 2 3 never came before
     assert draft.valid.tolist() == [[True, True, False, False, False], [True] + [False] * 4]
     assert draft.tokens[0, 1] == 7

@@ -25,7 +25,7 @@ from token_recycling.matrix import FORMAT
 from token_recycling.draft_size.costs import CostCurve, cached_path, find, identity
 from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.files import write_text
-from token_recycling.integrations.engines.requests import ServingOptions, load_tokenizer
+from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.tree import TreeTemplate
 
 [PROMPT] = random_prompts([12])
@@ -183,7 +183,7 @@ def test_names_that_no_file_can_have(tmp_path, name):
 def test_tensors_of_another_shape(tmp_path, change):
     file = tmp_path / "m"
     made = matrix()
-    made.keep_pairs(7)
+    made.reserve_pairs(7)
     made.save(file)
     tensors = {**load_file(file), **change}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -289,8 +289,8 @@ class TestCosts:
 def test_drafts_of_up_to_256_nodes(nodes):
     model = make("llama")
     drafter = AdaptiveDrafter(AdjacencyMatrix(96, 8), nodes=nodes)
-    assert len(drafter.shares) == drafter.growth.nodes == nodes
-    assert list(drafter.shares) == sorted(drafter.shares, reverse=True)
+    assert len(drafter.acceptance) == drafter.builder.nodes == nodes
+    assert list(drafter.acceptance) == sorted(drafter.acceptance, reverse=True)
     recycler = TokenRecycling(model, drafter=drafter)
     answer = recycler.generate(PROMPT, max_new_tokens=30)
     assert answer.token_ids == plain(model, PROMPT, 30)

@@ -6,6 +6,7 @@ Inductor takes a minute on two cores. `make test-fused` runs the same tests comp
 
 import os
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from torch._dynamo.utils import counters
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.graph import decoder as engine
-from token_recycling.graph import step as fused
-from token_recycling.draft_size import gate as throttle
-from token_recycling.accept import GreedyAcceptor, chains
-from token_recycling.model.kv_cache import FixedCache
+from token_recycling.accept import GreedyAcceptor
+from token_recycling.draft_size import gate
 from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import Drafter
-from token_recycling.sequence import StopRules
-from token_recycling.tree import DraftTree
+from token_recycling.drafters import Drafter, Rows
+from token_recycling.graph import decoder
+from token_recycling.graph.step import GraphStep
+from token_recycling.metrics import Step
+from token_recycling.model.kv_cache import FixedCache
+from token_recycling.sequence import Sequence, at_most
+from token_recycling.tree import DraftTree, chains
 
 PROMPTS = random_prompts([20, 7, 33, 1])
 TREE = "ranked-15"
@@ -36,7 +38,7 @@ SAMPLED = {
 
 @pytest.fixture(autouse=True)
 def _backend(monkeypatch):
-    monkeypatch.setattr(engine, "BACKEND", os.environ.get("FUSED_BACKEND", "aot_eager"))
+    monkeypatch.setattr(decoder, "BACKEND", os.environ.get("FUSED_BACKEND", "aot_eager"))
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +51,17 @@ several = pytest.mark.fused
 
 
 def recycling(model, **options):
-    return TokenRecycling(model, **({"tree": TREE, "engine": "fused", "strict": True} | options))
+    return TokenRecycling(model, **({"tree": TREE, "graph": True, "strict": True} | options))
 
 
 def runners(recycler):
-    return list(recycler._fused._runners.values())
+    return list(recycler._graph._runners.values())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])
 def test_one_graph_gives_the_same_text(name, monkeypatch):
     """200 tokens; grouped queries, windows, one row and four."""
-    monkeypatch.setattr(engine, "SMALLEST", 512)
+    monkeypatch.setattr(decoder, "SMALLEST", 512)
     model = make(name)
     expected = [plain(model, prompt, 200) for prompt in PROMPTS]
     assert len(set(map(tuple, expected))) == 4
@@ -75,19 +77,19 @@ def test_one_graph_gives_the_same_text(name, monkeypatch):
     assert len(runners(recycler)) == 2  # one for each number of rows
 
 
-def test_steps_are_those_of_the_readable_loop(llama):
+def test_steps_are_those_of_the_eager_loop(llama):
     taken = {}
-    for mode in ("fused", "readable"):
+    for graph in (True, False):
         steps = []
-        recycler = recycling(llama, drafter="paper", engine=mode)
+        recycler = recycling(llama, drafter="paper", graph=graph)
         recycler.generate(PROMPTS, max_new_tokens=60, on_step=steps.append)
-        taken[mode] = [(step.tokens, step.reasons) for step in steps]
-    assert taken["fused"] == taken["readable"]
+        taken[graph] = [(step.tokens, step.reasons) for step in steps]
+    assert taken[True] == taken[False]
 
 
 @several
 def test_a_full_cache_is_followed_by_a_larger_one(llama, monkeypatch):
-    monkeypatch.setattr(engine, "SMALLEST", 64)
+    monkeypatch.setattr(decoder, "SMALLEST", 64)
     recycler = recycling(llama)
     expected = [plain(llama, prompt, 150) for prompt in PROMPTS]
     assert [a.token_ids for a in recycler.generate(PROMPTS, max_new_tokens=150)] == expected
@@ -131,17 +133,17 @@ def test_the_same_seed_draws_the_same_text(mix):
         assert answer.token_ids == expected
         accepted += answer.stats.accepted
     assert accepted > 0
-    assert runners(recycler)[0].step.draws is not None
+    assert runners(recycler)[0].step.sampler is not None
 
 
 @several
 def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
-    monkeypatch.setattr(engine, "SMALLEST", 64)
+    monkeypatch.setattr(decoder, "SMALLEST", 64)
     options = {"max_new_tokens": 120, "temperature": 0.9, "seed": 7}
-    readable = recycling(llama, engine="readable").generate(PROMPTS, **options)
+    eager = recycling(llama, graph=False).generate(PROMPTS, **options)
     recycler = recycling(llama)
     answers = recycler.generate(PROMPTS, **options)
-    assert [a.token_ids for a in answers] == [a.token_ids for a in readable]
+    assert [a.token_ids for a in answers] == [a.token_ids for a in eager]
     assert len(runners(recycler)) > 1
     other = recycler.generate(PROMPTS, **(options | {"temperature": 1.5}))
     assert [a.token_ids for a in other] != [a.token_ids for a in answers]
@@ -154,12 +156,12 @@ def test_what_a_graph_cannot_hold_is_decoded_without(llama):
         expected = plain(llama, PROMPTS[0], 30, do_sample="temperature" in options, **options)
         torch.manual_seed(5)
         assert recycler.generate(PROMPTS[0], max_new_tokens=30, **options).token_ids == expected
-        assert recycler._fused is None
+        assert recycler._graph is None
     recycler = recycling(llama, drafter="prompt-lookup")
     assert recycler.generate(PROMPTS[0], max_new_tokens=30).token_ids == plain(
         llama, PROMPTS[0], 30
     )
-    assert recycler._fused is None
+    assert recycler._graph is None
 
 
 def test_without_a_compiler_there_is_a_warning_and_the_same_text(llama, monkeypatch):
@@ -171,31 +173,31 @@ def test_without_a_compiler_there_is_a_warning_and_the_same_text(llama, monkeypa
     for options in ({}, {"temperature": 0.8, "seed": 2}):
         with pytest.warns(UserWarning, match="without a graph: .*no compiler here"):
             answer = recycler.generate(PROMPTS[0], max_new_tokens=40, **options)
-        readable = recycling(llama, engine="readable")
-        expected = readable.generate(PROMPTS[0], max_new_tokens=40, **options)
+        eager = recycling(llama, graph=False)
+        expected = eager.generate(PROMPTS[0], max_new_tokens=40, **options)
         assert answer.token_ids == expected.token_ids
 
 
 @several
-def test_when_the_next_cache_fails_the_readable_loop_goes_on(llama, monkeypatch):
-    monkeypatch.setattr(engine, "SMALLEST", 64)
-    made = engine.Runner.__init__
+def test_when_the_next_cache_fails_the_eager_loop_continues(llama, monkeypatch):
+    monkeypatch.setattr(decoder, "SMALLEST", 64)
+    made = decoder.GraphRunner.__init__
     count = []
 
     def once(self, step):
         count.append(step)
         if len(count) > 1:
-            raise engine.GraphError("out of memory")
+            raise decoder.GraphError("out of memory")
         made(self, step)
 
     for options in ({}, {"temperature": 0.8, "seed": 2}):
         count.clear()
         recycler = recycling(llama)
-        monkeypatch.setattr(engine.Runner, "__init__", once)
+        monkeypatch.setattr(decoder.GraphRunner, "__init__", once)
         with pytest.warns(UserWarning, match="out of memory"):
             answer = recycler.generate(PROMPTS[0], max_new_tokens=150, **options)
-        readable = recycling(llama, engine="readable")
-        expected = readable.generate(PROMPTS[0], max_new_tokens=150, **options)
+        eager = recycling(llama, graph=False)
+        expected = eager.generate(PROMPTS[0], max_new_tokens=150, **options)
         assert answer.token_ids == expected.token_ids
         assert len(count) == 2
 
@@ -210,7 +212,7 @@ def test_a_stream_that_is_left_leaves_a_context_to_go_on_from(llama):
             break
     stream.close()
     longer = PROMPTS[0] + tokens + [5]
-    assert recycler._common_context([longer]) >= len(PROMPTS[0]) + 19
+    assert recycler._prefix.common(longer) >= len(PROMPTS[0]) + 19
     answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)
     assert answer.token_ids == plain(llama, longer, 30)
     assert answer.stats.prompt_tokens < 5
@@ -251,72 +253,95 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
     }
     for options in ({}, {"temperature": 0.8, "seed": 2}):
         options = {"max_new_tokens": 200, **options}
-        readable = recycling(llama, engine="readable").generate(PROMPTS[0], **options)
+        eager = recycling(llama, graph=False).generate(PROMPTS[0], **options)
         sizes = {}
         for price, costs in curves.items():
             steps = []
             recycler = recycling(llama, tree="auto", costs=costs)
-            recycler.drafter._usual = 1  # begins with drafts, however dear
+            recycler.draft_size._usual = 1  # begins with drafts, however dear
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
-            assert answer.token_ids == readable.token_ids
+            assert answer.token_ids == eager.token_ids
             sizes[price] = [step.nodes for step in steps[1:]]
         assert set(sizes["cheap"]) == {8}
         plainly = sizes["dear"].index(1)
-        assert plainly == throttle.TRIAL
-        assert set(sizes["dear"][plainly : plainly + throttle.REST]) == {1}
-        assert sizes["dear"][plainly + throttle.REST] == 8
+        assert plainly == gate.TRIAL
+        assert set(sizes["dear"][plainly : plainly + gate.COOLDOWN]) == {1}
+        assert sizes["dear"][plainly + gate.COOLDOWN] == 8
 
 
-def test_the_rest_grows_until_drafts_pay():
-    held = throttle.SpeculationGate(8, CostCurve((1, 8), (64,), ((1.0, 2.0),)))
+def test_the_cooldown_grows_until_drafts_pay():
+    rows = 10
+    speculation = gate.SpeculationGate(8, CostCurve((rows, 8 * rows), (64,), ((1.0, 2.0),)))
+    sequences = [Sequence([5] * 64) for _ in range(rows)]
+    speculation.begin(sequences)
 
-    def taken(tokens, steps):
+    def emitted(mean):
+        """A step that emits ``mean`` tokens a row; it may have one decimal."""
+        more = round(rows * mean) - rows
+        counts = [1 + more // rows + (row < more % rows) for row in range(rows)]
+        assert sum(counts) == pytest.approx(rows * mean)
+        nodes, nothing = speculation.limit(), [None] * rows
+        return Step([[5] * n for n in counts], nothing, [nodes - 1] * rows, nodes, (0.0,) * 5)
+
+    def taken(mean, steps):
         found = []
         for _ in range(steps):
-            found.append(held.nodes)
-            held.note(tokens if held.nodes > 1 else 1.0, 1, 64.0)
+            found.append(speculation.limit())
+            speculation.record(emitted(mean if found[-1] > 1 else 1.0), sequences)
         return found
 
-    trial, rest = [8] * throttle.TRIAL, throttle.REST
-    cycle = [*trial, *[1] * rest, *trial, *[1] * 2 * rest]
+    trial, cooldown = [8] * gate.TRIAL, gate.COOLDOWN
+    cycle = [*trial, *[1] * cooldown, *trial, *[1] * 2 * cooldown]
     assert taken(1.9, len(cycle)) == cycle
     assert taken(2.1, 100) == [8] * 100
     assert 1 in taken(1.0, 100)
 
 
-class Prophet(Drafter):
+@dataclass
+class Read(Rows):
+    """Tokens of each row so far, without the next root: int64 [B]."""
+
+    counts: torch.Tensor
+
+
+class Prophet(Drafter[Read]):
     """Drafts the next eight tokens of texts that it knows."""
 
-    name, fixed_shapes = "prophet", True
+    name, capturable = "prophet", True
 
     def __init__(self, texts):
         longest = max(map(len, texts))
         self.texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
 
-    def settle(self, prompts, room):
-        self.read = torch.tensor([len(prompt) for prompt in prompts])
+    def new_rows(self, batch, capacity=None):
+        return Read(torch.zeros(batch, dtype=torch.long))
 
-    def propose(self, roots):
-        places = (self.read[:, None] + torch.arange(1, 9)).clamp(max=self.texts.shape[1] - 1)
-        return chains(torch.cat([roots[:, None], self.texts.gather(1, places)], dim=1))
+    def load(self, rows, texts):
+        rows.counts.copy_(torch.tensor([len(text) for text in texts]))
 
-    def observe(self, draft, logits, accepted):
-        self.read.add_(accepted.counts)
+    def propose(self, rows, roots, nodes=None):
+        places = (rows.counts[:, None] + torch.arange(1, 9)).clamp(max=self.texts.shape[1] - 1)
+        draft = chains(torch.cat([roots[:, None], self.texts.gather(1, places)], dim=1))
+        return draft.first(nodes)
+
+    def observe(self, rows, draft, logits, accepted):
+        rows.counts.add_(accepted.counts)
 
 
 def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
     """It keeps the whole step that ended it, and the others' drafts stand behind that."""
-    monkeypatch.setattr(engine, "AHEAD", 0)
-    monkeypatch.setattr(engine, "SMALLEST", 64)
+    monkeypatch.setattr(decoder, "AHEAD", 0)
+    monkeypatch.setattr(decoder, "SMALLEST", 64)
     prompts = [PROMPTS[2], PROMPTS[3]]
     full = [plain(llama, prompt, 60) for prompt in prompts]
     drafter = Prophet([[*prompt, *text] for prompt, text in zip(prompts, full, strict=True)])
     recycler = recycling(llama, drafter=drafter)
     for new in range(14, 23):  # the last step is cut everywhere, next to the cache's end too
-        steps = recycler.steps(prompts, GreedyAcceptor(), StopRules([new, 60], set(), None))
-        taken = [step.tokens for step in steps]
+        sequences = [Sequence(p, [at_most(n)]) for p, n in zip(prompts, (new, 60), strict=True)]
+        taken = [step.tokens for step in recycler.steps(sequences, GreedyAcceptor())]
         found = [[token for tokens in taken for token in tokens[row]] for row in (0, 1)]
         assert found == [full[0][:new], full[1]]
+        assert [sequence.new_tokens for sequence in sequences] == found
         assert len(taken) < 20
     assert len(runners(recycler)) > 1
 
@@ -351,9 +376,9 @@ def test_what_failed_is_not_tried_again(llama, monkeypatch):
 
     def failing(self, step):
         tried.append(step)
-        raise engine.GraphError("no")
+        raise decoder.GraphError("no")
 
-    monkeypatch.setattr(engine.Runner, "__init__", failing)
+    monkeypatch.setattr(decoder.GraphRunner, "__init__", failing)
     recycler = recycling(llama)
     for _ in range(2):
         with pytest.warns(UserWarning, match="without a graph: no"):
@@ -365,7 +390,7 @@ def test_without_memory_it_goes_on_without_a_graph(llama, monkeypatch):
     def full(*args, **options):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(engine, "GraphStep", full)
+    monkeypatch.setattr(decoder, "GraphStep", full)
     recycler = recycling(llama)
     with pytest.warns(UserWarning, match="no memory for a cache of 1 x 256 tokens"):
         answer = recycler.generate(PROMPTS[0], max_new_tokens=30)
@@ -395,15 +420,27 @@ def test_another_default_device(llama):
     assert answer.token_ids == expected
 
 
-def test_an_unknown_engine_is_refused(llama):
-    with pytest.raises(TokenRecyclingError, match="choose one of auto, fused, readable"):
+def test_an_unknown_choice_is_refused(llama):
+    with pytest.raises(TokenRecyclingError, match="it must be True, False or None"):
+        TokenRecycling(llama, graph="rocket")
+
+
+def test_the_old_option_still_works(llama):
+    for old, new in (("auto", None), ("fused", True), ("readable", False)):
+        with pytest.warns(DeprecationWarning, match="the option engine is now graph"):
+            recycler = TokenRecycling(llama, tree=TREE, engine=old)
+        assert recycler.options.graph is new
+    with (
+        pytest.warns(DeprecationWarning, match="is now graph"),
+        pytest.raises(TokenRecyclingError, match="set graph to True, False or None"),
+    ):
         TokenRecycling(llama, engine="rocket")
 
 
-def test_auto_reads_on_a_cpu(llama):
+def test_without_a_choice_a_cpu_has_no_graph(llama):
     recycler = TokenRecycling(llama, strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)
-    assert recycler._fused is None
+    assert recycler._graph is None
 
 
 def _commits_nothing(self, path, counts):
@@ -427,7 +464,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
         monkeypatch.setattr(FixedCache, "commit", _commits_nothing)
     else:
         breaks = _sees_everything if what == "mask" else _stands_in_a_row
-        verify = fused.GraphStep._verify
+        verify = GraphStep._verify
 
         def broken(self, draft):
             wrong = DraftTree(**{**vars(draft), "ancestors": draft.ancestors.clone()})
@@ -435,7 +472,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
             breaks(wrong)
             return verify(self, wrong)
 
-        monkeypatch.setattr(fused.GraphStep, "_verify", broken)
+        monkeypatch.setattr(GraphStep, "_verify", broken)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it must compile, and be wrong
         found = [recycler.generate(p, max_new_tokens=60).token_ids for p in PROMPTS]

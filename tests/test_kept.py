@@ -118,14 +118,14 @@ def test_learned_positions_that_were_rewritten():
     assert answer.stats.prompt_tokens == len(longer)
 
 
-def test_exact_logits_of_another_projection():
+def test_float32_logits_of_another_projection():
     model = make("llama").to(torch.bfloat16)
     recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
     model.set_output_embeddings(torch.nn.Linear(32, 96, bias=False).to(torch.bfloat16))
     found = recycler.generate(FIRST, max_new_tokens=20).token_ids
     fresh = TokenRecycling(copy.deepcopy(model), tree="ranked-8", float32_logits=True)
     assert found == fresh.generate(FIRST, max_new_tokens=20).token_ids
-    with recycler.target.exact:
+    with recycler.target.lm_head:
         assert model(torch.tensor([FIRST])).logits.dtype == torch.float32
 
 
@@ -136,7 +136,7 @@ def test_rounding_is_not_taken_for_a_change(name, dtype):
     recycler = TokenRecycling(model, tree="ranked-8")
     first = recycler.generate(FIRST, max_new_tokens=20)
     read = [*FIRST, *first.token_ids]
-    kept = recycler._context
+    kept = recycler._prefix
     assert isinstance(kept, PrefixCache)
     assert kept.common(read) == len(read) - 1
 
@@ -153,7 +153,7 @@ def test_an_untouched_copy_of_the_weights_is_no_reason():
 
 
 @pytest.mark.parametrize("begin", [True, False])
-def test_exact_logits_see_a_merged_projection(begin):
+def test_float32_logits_see_a_merged_projection(begin):
     """Merged and unmerged through ``.data``, as peft does it: no version changes."""
     model = make("llama").to(torch.bfloat16)
     recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)

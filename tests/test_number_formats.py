@@ -42,14 +42,14 @@ def test_autocast_around_a_call(drafter, tree, bundled):
         assert recycler.matrix.probabilities.isfinite().all()
 
 
-def test_autocast_around_a_fused_call(bundled, eager_graphs):
-    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", engine="fused")
+def test_autocast_around_a_call_as_a_graph(bundled, eager_graphs):
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         answer = recycler.generate("Once upon a time there was a king", max_new_tokens=40)
         readable = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
         expected = readable.generate("Once upon a time there was a king", max_new_tokens=40)
     assert answer.token_ids[:8] == expected.token_ids[:8]
-    assert recycler._fused is not None
+    assert recycler._graph is not None
     assert recycler.matrix.evidence.isfinite().all()
 
 
@@ -132,16 +132,16 @@ def test_all_logits_not_finite_emit_what_generate_emits():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("engine", ["readable", "fused"])
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_drafted_token_that_overflows_spoils_nothing(value, engine, batch, eager_graphs):
+def test_a_drafted_token_that_overflows_spoils_nothing(value, graph, batch, eager_graphs):
     """A masked entry that is not finite is still not finite: 0 · NaN."""
     model = make("llama")
     prompts = random_prompts([20] * batch, seed=2)
     written = {token for prompt in prompts for token in plain(model, prompt, 40)}
     used = written.union(*prompts) | {0}
     poison = next(token for token in range(3, 96) if token not in used)
-    recycler = TokenRecycling(model, tree="ranked-8", engine=engine)
+    recycler = TokenRecycling(model, tree="ranked-8", graph=graph)
     recycler.generate(prompts if batch > 1 else prompts[0], max_new_tokens=5)
     model.get_input_embeddings().weight.data[poison] = value
     expected = [plain(model, prompt, 40) for prompt in prompts]

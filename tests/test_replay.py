@@ -16,6 +16,7 @@ from token_recycling.accept import GreedyAcceptor
 from token_recycling.bench import replay as replaying
 from token_recycling.bench.replay import NoModel, figures, read_answers, replay
 from token_recycling.bench.suites import Question
+from token_recycling.draft_size.base import FixedSize
 from token_recycling.draft_size.costs import CostCurve
 from token_recycling.drafters import PaperDrafter, PromptLookupDrafter
 from token_recycling.metrics import Step
@@ -43,8 +44,12 @@ def joined(steps):
 # Without a model
 
 
+def by_lookup(prompt, answer):
+    return replay(MODEL, PromptLookupDrafter(), FixedSize(), prompt, answer)
+
+
 def test_prompt_lookup_on_a_text_that_repeats_by_hand():
-    steps = replay(MODEL, PromptLookupDrafter(), [5, 6, 7, 8], [5, 6, 7, 8, 5, 6, 7, 8])
+    steps = by_lookup([5, 6, 7, 8], [5, 6, 7, 8, 5, 6, 7, 8])
     # The prompt's reading yields 5. Behind "5 6 7 8 5" the last 5 was followed by 6 7 8 5: right,
     # and one more. Behind "… 8 5 6" the last 8 5 6 was followed by 7 8 5 6: the text ends in it.
     assert emitted(steps) == [[6, 7, 8, 5, 6], [7, 8]]
@@ -56,7 +61,7 @@ def test_prompt_lookup_on_a_text_that_repeats_by_hand():
     assert found.nodes == 5
     assert found.expected_speedup is None
     # control: nothing repeats
-    steps = replay(MODEL, PromptLookupDrafter(), [1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12])
+    steps = by_lookup([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12])
     assert figures([steps], [4], None).mat == 1.0
 
 
@@ -90,7 +95,7 @@ def test_prompt_lookup_is_that_of_another_implementation():
         words = [[rng.randrange(8) for _ in range(rng.randrange(1, 6))] for _ in range(4)]
         prompt = [token for _ in range(4) for token in rng.choice(words)]
         answer = [token for _ in range(10) for token in rng.choice(words)]
-        steps = replay(MODEL, PromptLookupDrafter(), prompt, answer)
+        steps = by_lookup(prompt, answer)
         found = [(step.tokens[0], step.drafted[0]) for step in steps]
         assert found == looked_up_steps(prompt, answer)
         for option in others:  # control: with another length or another n-gram
@@ -101,13 +106,13 @@ def test_prompt_lookup_is_that_of_another_implementation():
 def test_a_drafter_of_logits_needs_a_model():
     drafter = PaperDrafter(AdjacencyMatrix(50, 2), TreeTemplate.chain(2))
     with pytest.raises(TokenRecyclingError, match="paper learns from a model's logits"):
-        replay(MODEL, drafter, [1], [2, 3])
+        replay(MODEL, drafter, FixedSize(), [1], [2, 3])
 
 
 def test_short_answers():
-    assert replay(MODEL, PromptLookupDrafter(), [1], [2]) == []
+    assert by_lookup([1], [2]) == []
     with pytest.raises(TokenRecyclingError, match="the answer is empty"):
-        replay(MODEL, PromptLookupDrafter(), [1], [])
+        by_lookup([1], [])
     with pytest.raises(TokenRecyclingError, match="no answer has two tokens"):
         figures([[]], [1], None)
 
@@ -129,12 +134,12 @@ def recycled_by_hand(target, prompt, answer, k, paths):
                 tree[path] = rows[above][path[-1]]
         right: Sequence[int] = ()
         for path in tree:
-            told = [tree[path[: i + 1]] for i in range(len(path))]
-            if told == answer[done : done + len(path)] and len(path) > len(right):
+            tokens = [tree[path[: i + 1]] for i in range(len(path))]
+            if tokens == answer[done : done + len(path)] and len(path) > len(right):
                 right = path
         for path in tree:  # the rows of the tree as it was drafted; the last one stays
-            told = [tree[path[: i + 1]] for i in range(len(path))]
-            rows[tree[path]] = best(context + told)
+            tokens = [tree[path[: i + 1]] for i in range(len(path))]
+            rows[tree[path]] = best(context + tokens)
         new = answer[done : done + len(right) + 1]
         steps.append((new, len(tree) - 1))
         context += new
@@ -150,7 +155,7 @@ def test_the_papers_drafter_by_hand(tree, seed):
     prompt = [rng.randrange(12) for _ in range(6)]
     answer = [rng.randrange(12) for _ in range(40)]
     drafter = PaperDrafter(AdjacencyMatrix(12, 3), template)
-    steps = replay(target, drafter, prompt, answer)
+    steps = replay(target, drafter, FixedSize(), prompt, answer)
     found = [(step.tokens[0], step.drafted[0]) for step in steps]
     assert found == recycled_by_hand(ToyTarget(), prompt, answer, 3, template.paths)
     other = TreeTemplate.load("chain-2", 3)  # control
@@ -166,6 +171,10 @@ def opened(model, drafter, tree):
     return TokenRecycling(model, letters(), drafter=drafter, tree=tree)
 
 
+def replayed(recycler, prompt, answer):
+    return replay(recycler.target, recycler.drafter, recycler.draft_size, prompt, answer)
+
+
 @pytest.mark.parametrize(
     "drafter,tree",
     [*(("paper", tree) for tree in TREES), ("prompt-lookup", "auto"), ("prompt-lookup", "paper"),
@@ -176,7 +185,7 @@ def test_exactly_the_recorded_answer_comes_out(drafter, tree, tiny):
     own = recycler.generate(random_prompts([12])[0], max_new_tokens=40).token_ids
     for prompt, wrong in zip(random_prompts([12, 1]), random_prompts([30, 40], seed=2)):
         for answer in (wrong, [*wrong[:5], *own], [7] * 20, [2, 2]):
-            steps = replay(recycler.target, recycler.drafter, prompt, answer)
+            steps = replayed(recycler, prompt, answer)
             assert [answer[0], *joined(steps)] == answer
             assert steps[-1].reasons == ["length"]
     assert bool(recycler.matrix.rows_seen) == (drafter == "paper")
@@ -186,7 +195,7 @@ def test_the_models_own_answer_would_not(tiny, monkeypatch):
     recycler = opened(tiny, "paper", "ranked-8")
     prompt, answer = random_prompts([12])[0], random_prompts([20], seed=2)[0]
     monkeypatch.setattr(replaying, "ForcedAcceptor", lambda answer, device: GreedyAcceptor())
-    steps = replay(recycler.target, recycler.drafter, prompt, answer)
+    steps = replayed(recycler, prompt, answer)
     assert joined(steps) != answer[1:]
 
 
@@ -197,7 +206,7 @@ def test_draft_only_is_teacher_forcing_step_for_step(bundled):
     answer = encode(text, add_special_tokens=False).input_ids
 
     def shown(target, drafter):
-        steps = replay(target, drafter, prompt, answer)
+        steps = replay(target, drafter, FixedSize(), prompt, answer)
         return [(step.tokens, step.reasons, step.drafted, step.nodes) for step in steps]
 
     without = shown(NoModel(4096), PromptLookupDrafter())
@@ -210,10 +219,10 @@ def test_what_does_not_fit_is_refused(tiny):
     recycler = opened(tiny, "none", "paper")
     room = recycler.target.max_context
     prompt, answer = random_prompts([room - 10, 11])
-    steps = replay(recycler.target, recycler.drafter, prompt, answer[:10])
+    steps = replayed(recycler, prompt, answer[:10])
     assert len(steps) == 9
     with pytest.raises(TokenRecyclingError, match=f"have {room + 1} tokens, the context {room}"):
-        replay(recycler.target, recycler.drafter, prompt, answer)
+        replayed(recycler, prompt, answer)
 
 
 def test_the_expected_speedup_by_hand():
@@ -268,7 +277,7 @@ def test_answers_find_their_questions(recorded):
     assert answers_of(read_answers(path, asked("s/1"))) == {"s/1": ("x",)}
 
 
-def test_answers_of_two_suites_are_told_apart(recorded):
+def test_answers_of_two_suites_are_distinguished(recorded):
     path = recorded(line(1, "x", suite="s"), line(1, "y", suite="t"))
     assert answers_of(read_answers(path, asked("s/1", "t/1"))) == {"s/1": ("x",), "t/1": ("y",)}
     with pytest.raises(TokenRecyclingError, match="no answer to these questions"):

@@ -81,7 +81,7 @@ def example(kinds=KINDS, **decoders):
             "contexts": [128, 512],
             "seconds": [[0.02 * (1 + c * s) for s in sizes] for c in (0.01, 0.02)],
         },
-        "budget": {
+        "draft_size": {
             "decoder": list(names)[-1],
             "sizes": sizes,
             "expected_mat": [1.0, 2.0, 2.5, 3.0],
@@ -217,7 +217,7 @@ def test_texts_are_escaped():
 
 
 def test_parts_that_are_missing():
-    summary = example() | dict.fromkeys(("curve", "budget", "sample", "machine", "settings"))
+    summary = example() | dict.fromkeys(("curve", "draft_size", "sample", "machine", "settings"))
     summary |= {"losing": [], "questions": [], "model": {}, "date": None}
     html, text, charts = read(summary)
     assert len(charts) == 3
@@ -237,7 +237,7 @@ def test_figures_that_are_missing():
         part["kinds"] = {"math": {"speedup": math.nan, "speedup_interval": [math.nan, 2.0]}}
     summary["decoders"]["auto"] = {"about": None, "overall": None, "kinds": None}
     summary["curve"]["seconds"] = [None, [math.nan, 1.0, 2.0, 3.0]]
-    summary["budget"]["expected_speed"] = [math.nan, 2.0, None, math.inf]
+    summary["draft_size"]["expected_speed"] = [math.nan, 2.0, None, math.inf]
     summary["losing"][0]["speedup"] = math.nan
     html, text, _ = read(summary)
     assert "No recycled decoder was compared with generate." in text

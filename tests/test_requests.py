@@ -480,23 +480,23 @@ class TestThreads:
         slow = [lambda p=p: recycler.generate(p, **options) for p in prompts]
         assert [answer.token_ids for answer in self.run(slow)] == expected
 
-    def test_turns_come_in_the_order_of_asking(self):
+    def test_the_lock_comes_in_the_order_of_asking(self):
         from token_recycling.lock import FairLock
 
-        turns, order = FairLock(), []
+        lock, order = FairLock(), []
         asked = threading.Event()
 
         def one(i):
-            with turns.turn(wait=True) as mine:
+            with lock.acquired(wait=True) as mine:
                 assert mine
                 order.append(i)
 
-        with turns.turn(wait=True):
+        with lock.acquired(wait=True):
             threads = []
             for i in range(8):
                 thread = threading.Thread(target=one, args=(i,))
                 thread.start()
-                while len(turns._waiting) <= i:
+                while len(lock._waiting) <= i:
                     asked.wait(0.001)
                 threads.append(thread)
         for thread in threads:

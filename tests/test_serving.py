@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
-from token_recycling.accept import NO_TOKEN, accept_choices, greedy
+from token_recycling.accept import accept_choices, greedy
 from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
 from token_recycling.drafters.ngram import Context
-from token_recycling.integrations import versions
-from token_recycling.integrations.sglang.trees import full_masks, links
+from token_recycling.integrations.engines import versions
+from token_recycling.integrations.engines.options import ServingOptions
 from token_recycling.integrations.engines.requests import (
     RequestDrafter,
-    ServingOptions,
-    packed_draft,
-    unpacked_draft,
+    as_message,
+    from_message,
 )
+from token_recycling.integrations.sglang.trees import full_masks, links
+from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import TreeTemplate
 from toy import VOCABULARY, ToyTarget, next_logits
 
@@ -49,33 +50,33 @@ class Engine:
         self.drafter, self.rng, self.tokens = drafter, random.Random(seed), tokens
         self.texts, self.prompts, self.rows, self.drops = {}, {}, 0, 0
 
-    def join(self, place, prompt):
-        """What an engine does when it has read a prompt: one answer to its last token."""
+    def join(self, slot, prompt):
+        """What an engine does when it has read a prompt: logits at its last token alone."""
         first = int(next_logits(prompt).argmax())
-        at = torch.tensor([place])
-        self.drafter.begin(at, [prompt[:-1]])
-        self.drafter.propose(at, torch.tensor([prompt[-1]]), 1)
+        slots = torch.tensor([slot])
+        self.drafter.begin(slots, [prompt[:-1]])
+        self.drafter.propose(slots, torch.tensor([prompt[-1]]), 1)
         self.drafter.observe(
-            at, next_logits(prompt)[None, None], torch.tensor([1]), torch.tensor([[first]])
+            slots, next_logits(prompt)[None, None], torch.tensor([1]), torch.tensor([[first]])
         )
-        self.prompts[place], self.texts[place] = prompt, [*prompt, first]
+        self.prompts[slot], self.texts[slot] = prompt, [*prompt, first]
 
-    def step(self, places):
-        at = torch.tensor(places)
-        roots = torch.tensor([self.texts[p][-1] for p in places])
+    def step(self, live):
+        slots = torch.tensor(live)
+        roots = torch.tensor([self.texts[slot][-1] for slot in live])
         nodes = self.rng.choice([1, 4, NODES])
-        draft = self.drafter.propose(at, roots, nodes)
+        draft = self.drafter.propose(slots, roots, nodes)
         target = ToyTarget()
-        target.prefill([self.texts[p][:-1] for p in places])
+        target.prefill([self.texts[slot][:-1] for slot in live])
         logits = target.verify(draft)
-        scheduled = torch.tensor([self.rng.randint(1, draft.nodes) for _ in places])
+        scheduled = torch.tensor([self.rng.randint(1, draft.nodes) for _ in live])
         there = torch.arange(draft.nodes) < scheduled[:, None]
         draft.valid.logical_and_(there)
         accepted = accept_choices(draft, greedy(logits))
-        self.drafter.observe(at, logits, scheduled, accepted.emitted)
-        for place, emitted in zip(places, accepted.emitted.tolist()):
-            self.texts[place] += [token for token in emitted if token != NO_TOKEN]
-        self.rows += len(places)
+        self.drafter.observe(slots, logits, scheduled, accepted.emitted)
+        for slot, emitted in zip(live, accepted.emitted.tolist()):
+            self.texts[slot] += [token for token in emitted if token != NO_TOKEN]
+        self.rows += len(live)
 
     def run(self, requests, at_once=5):
         waiting, free, done = list(requests), list(range(8)), []
@@ -85,14 +86,14 @@ class Engine:
                 self.join(free.pop(), waiting.pop())
             live = list(self.texts)
             self.step(self.rng.sample(live, self.rng.randint(1, len(live))))
-            for place in live:
-                new = self.texts[place][len(self.prompts[place]) :]
+            for slot in live:
+                new = self.texts[slot][len(self.prompts[slot]) :]
                 dropped = self.rng.random() < 0.01
                 if len(new) >= self.tokens or dropped:
                     self.drops += dropped
-                    done.append((self.prompts[place], new))
-                    del self.texts[place]
-                    free.append(place)
+                    done.append((self.prompts[slot], new))
+                    del self.texts[slot]
+                    free.append(slot)
         return done
 
 
@@ -114,15 +115,16 @@ def test_requests_come_and_go(name, chain):
 def alone(steps, drafter, prompt):
     """Drafts of one request in the ordinary way, with a context of fixed size."""
     text, found = list(prompt), []
-    drafter.settle([text[:-1]], 256)
+    rows = drafter.new_rows(1, 256)
+    drafter.load(rows, [text[:-1]])
     for _ in range(steps):
-        draft = drafter.propose(torch.tensor([text[-1]]))
+        draft = drafter.propose(rows, torch.tensor([text[-1]]))
         found.append(draft.tokens[0].masked_fill(~draft.valid[0], NO_TOKEN).tolist())
         target = ToyTarget()
         target.prefill([text[:-1]])
         logits = target.verify(draft)
         accepted = accept_choices(draft, greedy(logits))
-        drafter.observe(draft, logits, accepted)
+        drafter.observe(rows, draft, logits, accepted)
         text += [token for token in accepted.emitted[0].tolist() if token != NO_TOKEN]
     return found
 
@@ -136,25 +138,27 @@ def test_a_request_is_drafted_for_as_if_alone(mixed):
     requests.begin(torch.tensor([2, 5]), [prompt[:-1], [7, 7, 7, 7]])
     text, found = list(prompt), []
     for step in range(12):
-        place = torch.tensor([5 if mixed and step == 6 else 2])
-        draft = requests.propose(place, torch.tensor([text[-1]]), NODES)
+        slot = torch.tensor([5 if mixed and step == 6 else 2])
+        draft = requests.propose(slot, torch.tensor([text[-1]]), NODES)
         found.append(draft.tokens[0].masked_fill(~draft.valid[0], NO_TOKEN).tolist())
         target = ToyTarget()
         target.prefill([text[:-1]])
         logits = target.verify(draft)
         accepted = accept_choices(draft, greedy(logits))
-        requests.observe(place, logits, torch.tensor([draft.nodes]), accepted.emitted)
+        requests.observe(slot, logits, torch.tensor([draft.nodes]), accepted.emitted)
         text += [token for token in accepted.emitted[0].tolist() if token != NO_TOKEN]
     assert (found == expected) is not mixed
 
 
 def test_a_long_text_forgets_its_beginning():
-    context = Context([list(range(1, 90)), [5, 6]], 4, room=100)
-    slid = context.slid(20)
-    assert slid.lengths.tolist() == [4 + 89 - 52, 4 + 2]
-    assert slid.last(3).tolist() == [[87, 88, 89], [NO_TOKEN, 5, 6]]
-    assert slid.tokens[0, : int(slid.lengths[0])].tolist() == list(range(1, 90))[48:]
-    assert bool((slid.tokens[0, int(slid.lengths[0]) :] == NO_TOKEN).all())
+    context = Context.empty(2, 4, "cpu", capacity=100, margin=20)
+    context.load([list(range(1, 90)), [5, 6]])
+    selected = context.select(torch.tensor([1, 0]))
+    assert selected.lengths.tolist() == [4 + 2, 4 + 89 - 52]
+    assert selected.last(3).tolist() == [[NO_TOKEN, 5, 6], [87, 88, 89]]
+    assert selected.tokens[1, : int(selected.lengths[1])].tolist() == list(range(1, 90))[48:]
+    assert bool((selected.tokens[1, int(selected.lengths[1]) :] == NO_TOKEN).all())
+    assert context.lengths.tolist() == [4 + 89, 4 + 2]  # the selected rows are copies
     engine = Engine(make("adaptive"), seed=1, tokens=600)
     for prompt, new in engine.run([[1, 2, 3], [4, 5]]):
         assert new == plain_text(prompt, len(new))
@@ -170,9 +174,10 @@ def test_the_best_branch(by_target):
         ids = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:K] for _ in tokens])
         p = torch.rand(VOCABULARY, K, generator=generator).sort(1, descending=True).values
         valid = torch.ones(VOCABULARY, dtype=torch.bool)
-        matrix.average(tokens.roll(1), tokens, ids, p, valid, keep=0.5)
-    drafter.settle([[1, 2], [2, 3], [5]], 256)
-    draft = drafter.propose(torch.tensor([4, 5, 6]))
+        matrix.average(tokens.roll(1), tokens, ids, p, valid, old_weight=0.5)
+    rows = drafter.new_rows(3, 256)
+    drafter.load(rows, [[1, 2], [2, 3], [5]])
+    draft = drafter.propose(rows, torch.tensor([4, 5, 6]))
     logits = torch.randn(3, draft.nodes, VOCABULARY, generator=generator)
     path, counts = draft.best_branch(logits if by_target else None)
     for row in range(3):
@@ -193,7 +198,7 @@ def test_the_best_branch(by_target):
 
 
 def test_drafts_shrink_with_the_batch():
-    options = ServingOptions.parse({"budget": "64"})
+    options = ServingOptions.parse({"max_step_tokens": "64"})
     assert [options.nodes_for(n, 33) for n in (1, 2, 4, 16, 64, 500)] == [33, 32, 16, 4, 1, 1]
 
 
@@ -201,8 +206,9 @@ def test_drafts_shrink_with_the_batch():
     "given, says",
     [
         ({"trees": "paper"}, "no option 'trees'"),
-        ({"budget": "many"}, "budget is 'many'"),
-        ({"budget": 0}, "1 token at least"),
+        ({"max_step_tokens": "many"}, "max_step_tokens is 'many', no number"),
+        ({"max_step_tokens": 0}, "max_step_tokens is 0; 1 token at least"),
+        ({"budget": "many"}, "max_step_tokens is 'many', no number"),  # its old name
         ({"context": 10}, "256 tokens at least"),
     ],
 )
@@ -221,7 +227,7 @@ def test_bad_drafters_are_refused(tmp_path):
         ServingOptions(matrix=str(tmp_path / "matrix")).make(VOCABULARY, 7, "cpu")
 
 
-def test_a_matrix_file_is_gone_on_with(tmp_path):
+def test_a_matrix_file_is_continued(tmp_path):
     matrix = AdjacencyMatrix(VOCABULARY, K)
     matrix.update(torch.tensor([3]), torch.tensor([[7, 8, 9, 10]]))
     matrix.save(tmp_path / "matrix")
@@ -235,23 +241,36 @@ def test_few_candidates_make_smaller_drafts():
     options = ServingOptions.parse({"candidates": 1})
     drafter = options.make(VOCABULARY, 60, "cpu")
     requests = RequestDrafter(drafter, 2, 61, "cpu", context=256)
-    places = torch.tensor([1])
-    requests.begin(places, [[1, 2, 3]])
-    draft = requests.propose(places, torch.tensor([1]), 61)
+    slots = torch.tensor([1])
+    requests.begin(slots, [[1, 2, 3]])
+    draft = requests.propose(slots, torch.tensor([1]), 61)
     assert draft.nodes < 61
-    assert requests.drafts(places).nodes == 61
-    assert torch.equal(requests.drafts(places).first(draft.nodes).valid, draft.valid)
+    assert requests.drafts(slots).nodes == 61
+    assert torch.equal(requests.drafts(slots).first(draft.nodes).valid, draft.valid)
 
 
-def test_options_come_from_the_environment(monkeypatch):
+def test_options_come_from_the_environment(monkeypatch, caplog):
     monkeypatch.setenv("TOKEN_RECYCLING_DRAFTER", "paper")
-    monkeypatch.setenv("TOKEN_RECYCLING_BUDGET", "99")
+    monkeypatch.setenv("TOKEN_RECYCLING_MAX_STEP_TOKENS", "99")
     options = ServingOptions.from_environment()
-    assert (options.drafter, options.budget, options.tree) == ("paper", 99, None)
+    assert (options.drafter, options.max_step_tokens, options.tree) == ("paper", 99, None)
+    assert not caplog.text
+
+
+def test_the_old_name_of_an_option_is_read_with_a_warning(monkeypatch, caplog):
+    said = "the option budget is now max_step_tokens"
+    assert ServingOptions.parse({"budget": "64"}).max_step_tokens == 64
+    assert caplog.text.count(said) == 1
+    monkeypatch.setenv("TOKEN_RECYCLING_BUDGET", "99")
+    assert ServingOptions.from_environment().max_step_tokens == 99
+    assert caplog.text.count(said) == 2
+    # Where both are given, the new name wins.
+    monkeypatch.setenv("TOKEN_RECYCLING_MAX_STEP_TOKENS", "98")
+    assert ServingOptions.from_environment().max_step_tokens == 98
 
 
 def grown(batch, seed=0):
-    """Drafts of a matrix with random rows, with nodes that stand for nothing among them."""
+    """Drafts of a matrix with random rows, with nodes that stand for no token among them."""
     generator = torch.Generator().manual_seed(seed)
     requests = make("paper", requests=batch)
     tokens = torch.randperm(VOCABULARY, generator=generator)[: VOCABULARY * 2 // 3]
@@ -289,7 +308,7 @@ def test_full_masks_are_the_context_and_the_ancestors():
 
 def test_a_draft_is_the_same_on_another_rank():
     draft = grown(3)
-    sent = unpacked_draft(packed_draft(draft), draft.max_depth)
+    sent = from_message(as_message(draft), draft.max_depth)
     for name in ("tokens", "parents", "depths", "ancestors", "valid"):
         assert torch.equal(getattr(sent, name), getattr(draft, name))
 
@@ -313,11 +332,12 @@ def test_untested_versions_are_refused(installed, anyway, refused, monkeypatch):
 
     monkeypatch.setattr(versions, "version", version)
     monkeypatch.setenv(versions.ANY, anyway)
+    engine = versions.Engine("Engine", ("engine", "engine-cpu"), ("0.32",))
     if not refused:
-        versions.check_version("Engine", ["engine", "engine-cpu"], ["0.32"])
+        versions.check_version(engine)
         return
     with pytest.raises(versions.EngineVersionError, match=r"was tested with Engine 0\.32; this is"):
-        versions.check_version("Engine", ["engine", "engine-cpu"], ["0.32"])
+        versions.check_version(engine)
 
 
 def test_changed_signatures_are_refused():

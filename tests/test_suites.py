@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from token_recycling import TokenRecyclingError
-from token_recycling.bench.suites import PUBLIC, Question, choose, load, load_all
+from token_recycling import BUNDLED_MODEL, TokenRecyclingError
 from token_recycling.bench.prompts import DEMO
+from token_recycling.bench.suites import PUBLIC, Question, choose, load, load_all
 
-ROOT = Path(__file__).parent.parent
-DATA = ROOT.parent / "shared" / "data"
+DATA = Path(__file__).parents[2] / "shared" / "data"
 SPEC_BENCH = {"mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"}
 LOW_REDUNDANCY = {"poem", "names", "novelty", "languages"}
 
@@ -23,7 +22,7 @@ def builtin():
 def tokenizer():
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(ROOT / "src" / "token_recycling" / "model"))
+    return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
 
 
 @pytest.fixture

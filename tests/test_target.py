@@ -11,7 +11,7 @@ from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecycling
 from token_recycling.model.masks import additive_masks
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.probe import open_target, probe
-from token_recycling.model.target import TreeTarget, primed_share
+from token_recycling.model.target import TreeTarget, prompt_fraction
 from token_recycling.tree import TreeShape, TreeTemplate
 
 TEMPLATE = TreeTemplate.load("ranked-8")
@@ -127,13 +127,13 @@ def test_prefill_in_chunks_is_prefill_at_once(monkeypatch):
     prompts = random_prompts([37, 12, 29])
     seen = []
 
-    def on_prompt(tokens, logits, valid):
+    def learn_prompt(tokens, logits, valid):
         assert tokens.shape[1] <= 4
         seen.extend(tokens[valid].tolist())
 
     whole = target.prefill(prompts)
     monkeypatch.setattr(defaults, "PREFILL_CHUNK", 12)
-    chunked = target.prefill(prompts, on_prompt=on_prompt)
+    chunked = target.prefill(prompts, learn_prompt=learn_prompt)
     lean = target.prefill(prompts)
     assert (whole - chunked).abs().max() < 2e-3
     assert (whole - lean).abs().max() < 2e-3
@@ -147,29 +147,29 @@ def test_only_wanted_prompt_tokens_get_logits_and_not_many():
     prompt = random_prompts([60])
     seen = []
 
-    def on_prompt(tokens, logits, valid):
+    def learn_prompt(tokens, logits, valid):
         seen.append((tokens[0].tolist(), logits.clone(), valid[0].tolist()))
 
-    def wants(tokens):
+    def prompt_mask(tokens):
         return tokens % 2 == 0
 
-    expected = target.prefill(prompt, on_prompt=on_prompt)
+    expected = target.prefill(prompt, learn_prompt=learn_prompt)
     (_, whole, _), even = seen.pop(), [i for i, token in enumerate(prompt[0]) if token % 2 == 0]
     for share in (1.0, 0.1):
-        target.primed = share
-        assert torch.allclose(target.prefill(prompt, on_prompt=on_prompt, wants=wants), expected)
+        target.prompt_fraction = share
+        assert torch.allclose(target.prefill(prompt, learn_prompt=learn_prompt, prompt_mask=prompt_mask), expected)
         kept = even if share == 1 else even[-6:]
         tokens, logits, valid = seen.pop()
         assert tokens == [prompt[0][i] for i in kept]
         assert all(valid)
         assert torch.allclose(logits[0], whole[0, kept], atol=1e-5)
-    target.prefill(prompt, on_prompt=on_prompt, wants=lambda tokens: None)
+    target.prefill(prompt, learn_prompt=learn_prompt, prompt_mask=lambda tokens: None)
     assert not seen
 
 
 def test_how_many_prompt_tokens_are_worth_their_logits():
     small, large = make("llama"), make("llama", vocab_size=4096)
-    assert primed_share(large) < 0.12 < primed_share(small) <= 1
+    assert prompt_fraction(large) < 0.12 < prompt_fraction(small) <= 1
 
 
 def test_eager_masks_are_additive():

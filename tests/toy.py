@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from token_recycling.drafters import Drafter
+from token_recycling.drafters import Drafter, Rows
 from token_recycling.tree import TreeShape, TreeTemplate
 
 VOCABULARY = 12
@@ -28,9 +30,11 @@ class ToyTarget:
         self.logits = logits
         self.forwards = 0
 
-    def prefill(self, prompts, *, on_prompt=None, wants=None, on_progress=None, keep=0):
+    def prefill(
+        self, prompts, *, prompt_mask=None, learn_prompt=None, on_progress=None, cached=0
+    ):
         self.rows = [list(prompt) for prompt in prompts]
-        if on_prompt is not None:
+        if learn_prompt is not None:
             for row, prompt in enumerate(prompts):
                 tokens = torch.zeros((len(prompts), len(prompt)), dtype=torch.long)
                 tokens[row] = torch.tensor(prompt)
@@ -39,9 +43,9 @@ class ToyTarget:
                     [self.logits(prompt[: i + 1]) for i in range(len(prompt))]
                 )
                 valid = torch.zeros_like(tokens, dtype=torch.bool)
-                asked = torch.ones_like(valid) if wants is None else wants(tokens)
+                asked = torch.ones_like(valid) if prompt_mask is None else prompt_mask(tokens)
                 valid[row] = False if asked is None else asked[row]
-                on_prompt(tokens, logits, valid)
+                learn_prompt(tokens, logits, valid)
         return torch.stack([self.logits(prompt) for prompt in prompts])
 
     def verify(self, draft):
@@ -65,7 +69,14 @@ class ToyTarget:
         self.rows = []
 
 
-class ScriptedDrafter(Drafter):
+@dataclass
+class Lengths(Rows):
+    """Of each row's prompt, int64 [B]."""
+
+    prompts: torch.Tensor
+
+
+class ScriptedDrafter(Drafter[Lengths]):
     """Knows what the target will say; proposes it, or something else, ``depth`` tokens ahead."""
 
     name = "scripted"
@@ -75,22 +86,26 @@ class ScriptedDrafter(Drafter):
         self.target, self.depth, self.right = target, depth, right
         self.shape = TreeShape(TreeTemplate.chain(depth), "cpu")
 
-    def start(self, prompts):
-        self.prompts = [len(prompt) for prompt in prompts]
+    def new_rows(self, batch, capacity=None):
+        return Lengths(torch.zeros(batch, dtype=torch.long))
 
-    def propose(self, roots):
-        rows = []
+    def load(self, rows, texts):
+        rows.prompts = torch.tensor([len(text) for text in texts])
+
+    def propose(self, rows, roots, nodes=None):
+        chains = []
         for row, root in enumerate(roots.tolist()):
             context, chain = [*self.target.rows[row], root], [root]
             for _ in range(self.depth):
                 token = int(self.target.logits(context).argmax())
-                if not self.right(len(context) - self.prompts[row]):
+                if not self.right(len(context) - int(rows.prompts[row])):
                     token = (token + 1) % VOCABULARY
                 context.append(token)
                 chain.append(token)
-            rows.append(chain)
-        tokens = torch.tensor(rows)
-        return self.shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+            chains.append(chain)
+        tokens = torch.tensor(chains)
+        draft = self.shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        return draft.first(nodes)
 
 
 def plain_greedy(prompt, n, logits=next_logits):

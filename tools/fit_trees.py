@@ -15,6 +15,7 @@ import json
 import lzma
 import re
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -24,16 +25,23 @@ import typer
 from rich.progress import track
 
 from token_recycling.accept import Accepted
+from token_recycling.drafters import PaperDrafter, Rows
 from token_recycling.recycler import TokenRecycling
-from token_recycling.drafters import PaperDrafter
 from token_recycling.tree import FOLDER, DraftTree
 from train_demo_model import loops
 
 NODES = 256
 CANDIDATES = 16
 MAX_DEPTH = 8
-SMOOTHING = 50.0  # steps that the product of the ranks' shares counts for
+SMOOTHING = 50.0  # steps that the product of the ranks' acceptance counts for
 SHOWN = (4, 8, 16, 32, 80)
+
+
+@dataclass
+class Progress(Rows):
+    """How much of the answer has been written, the next root left out; there is one row."""
+
+    tokens: int = 0
 
 
 class CountingDrafter(PaperDrafter):
@@ -42,23 +50,28 @@ class CountingDrafter(PaperDrafter):
     answer: list[int]
     counts: Counter[tuple[int, ...]]
 
-    def start(self, prompts: list[list[int]]) -> None:
-        self.position = 0
+    def new_rows(self, batch: int, capacity: int | None = None) -> Progress:
+        return Progress()
 
-    def propose(self, roots: torch.Tensor) -> DraftTree:
+    def load(self, rows: Progress, texts: list[list[int]]) -> None:
+        rows.tokens = 0
+
+    def propose(self, rows: Progress, roots: torch.Tensor, nodes: int | None = None) -> DraftTree:
         path: tuple[int, ...] = ()
-        ahead = self.answer[self.position : self.position + MAX_DEPTH + 1]
+        ahead = self.answer[rows.tokens : rows.tokens + MAX_DEPTH + 1]
         for token, following in pairwise(ahead):
             row = self.matrix.candidates[token].tolist()
             if following not in row:
                 break
             path += (row.index(following),)
             self.counts[path] += 1
-        return super().propose(roots)
+        return super().propose(rows, roots, nodes)
 
-    def observe(self, draft: DraftTree, logits: torch.Tensor, accepted: Accepted) -> None:
-        self.position += len(accepted.tokens[0])
-        super().observe(draft, logits, accepted)
+    def observe(
+        self, rows: Progress, draft: DraftTree, logits: torch.Tensor, accepted: Accepted
+    ) -> None:
+        rows.tokens += len(accepted.tokens[0])
+        super().observe(rows, draft, logits, accepted)
 
 
 def read_prompts(data: Path, each: int) -> list[str]:
@@ -71,7 +84,7 @@ def read_prompts(data: Path, each: int) -> list[str]:
     return [*maths, *code, *stories[:each]]
 
 
-def rank_shares(counts: Counter[tuple[int, ...]], steps: int) -> list[float]:
+def rank_acceptance(counts: Counter[tuple[int, ...]], steps: int) -> list[float]:
     """How often each rank was right where its node was reached."""
     reached: Counter[int] = Counter()
     for path, count in counts.items():
@@ -81,18 +94,18 @@ def rank_shares(counts: Counter[tuple[int, ...]], steps: int) -> list[float]:
 
 
 def rank(counts: Counter[tuple[int, ...]], steps: int) -> list[tuple[tuple[int, ...], float]]:
-    """The ``NODES`` paths that are right most often, with their shares, best first.
+    """The ``NODES`` paths that are right most often, with their acceptance, best first.
 
     A path is never right more often than its beginning, so any first N of them are a tree.
     """
-    shares = rank_shares(counts, steps)
+    by_rank = rank_acceptance(counts, steps)
     heap: list[tuple[float, int, tuple[int, ...], float]] = [(-1.0, 0, (), 1.0)]
     ranked: list[tuple[tuple[int, ...], float]] = []
     while len(ranked) <= NODES:
         negative, depth, path, product = heapq.heappop(heap)
         ranked.append((path, -negative))
-        for rank_, share in enumerate(shares if depth < MAX_DEPTH else ()):
-            child, expected = (*path, rank_), product * share
+        for rank_, acceptance in enumerate(by_rank if depth < MAX_DEPTH else ()):
+            child, expected = (*path, rank_), product * acceptance
             worth = (counts[child] + SMOOTHING * expected) / (steps + SMOOTHING)
             heapq.heappush(heap, (max(negative, -worth), depth + 1, child, expected))
     return ranked[1:]
@@ -129,11 +142,12 @@ def main(
             "model on GSM8K training questions, MBPP questions and beginnings from the books"
         ),
         "paths": [list(path) for path, _ in ranked],
-        "shares": [round(share, 5) for _, share in ranked],
+        "acceptance": [round(acceptance, 5) for _, acceptance in ranked],
     }
     (FOLDER / "ranked.json").write_text(json.dumps(tree) + "\n", encoding="utf-8")
     for size in SHOWN:
-        print(f"ranked-{size}: expected MAT {1 + sum(share for _, share in ranked[:size]):.2f}")
+        mat = 1 + sum(acceptance for _, acceptance in ranked[:size])
+        print(f"ranked-{size}: expected MAT {mat:.2f}")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from token_recycling import TokenRecycling
-from token_recycling.accept import Accepted
 from token_recycling.bench import suites
 from token_recycling.bench.runner import conversation
-from token_recycling.drafters import AutoSize
+from token_recycling.draft_size.auto import AutoSize
 from token_recycling.files import write_text
 from token_recycling.machine import describe
-from token_recycling.tree import DraftTree
+from token_recycling.metrics import Step
+from token_recycling.sequence import Sequence
 
 TENTHS = 10
 
@@ -32,23 +32,23 @@ class Logged(AutoSize):
         self._mats = mats
         return super()._best(mats, nodes)
 
-    def propose(self, roots: torch.Tensor) -> DraftTree:
+    def limit(self) -> int | None:
         self._mats = []
-        return super().propose(roots)
+        return super().limit()
 
-    def observe(self, draft: DraftTree, logits: torch.Tensor, accepted: Accepted) -> None:
+    def record(self, step: Step, sequences: list[Sequence]) -> None:
         if self._mats:
-            self.log.append((self._mats[self._size], len(accepted.tokens[0])))
-        super().observe(draft, logits, accepted)
+            self.log.append((self._mats[self._size], len(step.tokens[0])))
+        super().record(step, sequences)
 
 
 def measure(per_kind: int, new_tokens: int) -> dict[str, object]:
     """Decode the suite twice, cold and hot, and sort the steps by their promise."""
     recycler = TokenRecycling.from_pretrained(device="cpu")
-    budget = recycler.drafter
-    assert isinstance(budget, AutoSize)
-    logged = Logged(budget.drafter, budget.costs)
-    recycler.drafter = logged
+    size = recycler.draft_size
+    assert isinstance(size, AutoSize)
+    logged = Logged(recycler.drafter.acceptance, size.costs)
+    recycler.draft_size = logged
     questions = suites.load_all(["builtin"], per_kind)
     runs = {}
     for run in ("cold", "hot"):
@@ -57,8 +57,8 @@ def measure(per_kind: int, new_tokens: int) -> dict[str, object]:
             prompt = conversation(recycler, [question.turns[0]], raw=False)
             recycler.generate(prompt, max_new_tokens=new_tokens)
         steps = sorted(logged.log)
-        size = -(-len(steps) // TENTHS)
-        groups = [steps[i : i + size] for i in range(0, len(steps), size)]
+        count = -(-len(steps) // TENTHS)
+        groups = [steps[i : i + count] for i in range(0, len(steps), count)]
         promised, came = (sum(column) / len(steps) for column in zip(*steps))
         runs[run] = {
             "steps": len(steps),
@@ -74,7 +74,7 @@ def measure(per_kind: int, new_tokens: int) -> dict[str, object]:
 
 
 def plot(runs: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Sampler what came against what was promised."""
+    """Draw what came against what was promised."""
     import matplotlib
 
     matplotlib.use("svg")

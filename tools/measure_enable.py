@@ -16,9 +16,9 @@ import torch
 import transformers
 
 from token_recycling import TokenRecycling, enable
+from token_recycling.bench.prompts import DEMO
 from token_recycling.files import write_atomically
 from token_recycling.machine import describe
-from token_recycling.bench.prompts import DEMO
 from token_recycling.text import encode
 
 TREE = "ranked-16"  # an automatic one could choose other sizes on the two sides
@@ -93,9 +93,9 @@ def one_prompt(recycler, covered, hot, prompt: list[int], tokens: int, rounds: i
     return seconds
 
 
-def exact_cost(tokens: int, rounds: int) -> dict:
+def float32_logits_cost(tokens: int, rounds: int) -> dict:
     plain = TokenRecycling.from_pretrained(device="cpu", dtype="bfloat16")
-    exact = TokenRecycling(plain.model, plain.tokenizer, float32_logits=True)
+    float32 = TokenRecycling(plain.model, plain.tokenizer, float32_logits=True)
     plain.model.generation_config.eos_token_id = None
     prompts = prompts_of(plain)
     rates = {}
@@ -107,16 +107,16 @@ def exact_cost(tokens: int, rounds: int) -> dict:
 
     ways = {
         "rounded": lambda: run(plain, "rounded"),
-        "exact": lambda: run(exact, "exact"),
+        "float32": lambda: run(float32, "float32"),
     }
 
     def cold() -> None:
         plain.reset()
-        exact.reset()
+        float32.reset()
 
     compared(ways, rounds, cold)
     steps = {name: values[1:] for name, values in rates.items()}
-    return {"seconds_per_step": steps, **ratio(steps, "exact", "rounded")}
+    return {"seconds_per_step": steps, **ratio(steps, "float32", "rounded")}
 
 
 def main() -> None:
@@ -134,7 +134,7 @@ def main() -> None:
         "tokens": options.tokens,
         "rounds": options.rounds,
         "enable": wrapper_cost(options.tokens, options.rounds),
-        "float32_logits": exact_cost(options.tokens, options.rounds),
+        "float32_logits": float32_logits_cost(options.tokens, options.rounds),
     }
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(options.out, lambda partial: partial.write_text(text))

@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 from token_recycling import TokenRecycling
-from token_recycling.matrix import NO_TOKEN, AdjacencyMatrix
 from token_recycling.bench import suites
 from token_recycling.bench.runner import conversation
 from token_recycling.files import write_text
 from token_recycling.machine import describe
+from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.metrics import Step
+from token_recycling.tokens import NO_TOKEN
 
 OTHERS = ("other order", "seen", "cold", "poisoned rows", "poisoned all")
 EARLY = 500  # tokens after which a start should not be felt

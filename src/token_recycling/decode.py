@@ -87,7 +87,7 @@ class Decoding:
             self.hooks.check()
             with self.target.inference_context():
                 step = self._advance()
-            self.size.record(step)
+            self.size.record(step, self.sequences)
             yield step
 
     @property
@@ -159,7 +159,7 @@ class Decoding:
         roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=device)
         with without_autocast(device):
             draft = self.drafter.propose(self.rows, roots, self.size.limit())
-            draft = draft.first(self.size.choose(draft))
+            draft = draft.first(self.size.choose(draft, self.sequences))
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device=device))

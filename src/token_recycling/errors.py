@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+BAD_INPUT = 2  # exit code of the command line
+
 
 def one_line(error: object, limit: int | None = None) -> str:
     """Return the text of ``error`` on one line, of ``limit`` characters at most."""

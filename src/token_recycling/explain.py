@@ -73,11 +73,11 @@ def lines(nodes: list[Node], emitted: list[int], text: Callable[[int], str]) -> 
         expected = f", {1 + sum(scores):.2f} expected"
     yield f"{text(nodes[0].token)}  {len(nodes) - 1} drafted, {len(emitted)} emitted{expected}"
     below: dict[int, list[int]] = {}
-    for place, node in enumerate(nodes[1:], start=1):
-        below.setdefault(node.parent, []).append(place)
+    for index, node in enumerate(nodes[1:], start=1):
+        below.setdefault(node.parent, []).append(index)
 
-    def branch(place: int, indent: str) -> Iterator[str]:
-        children = below.get(place, [])
+    def branch(index: int, indent: str) -> Iterator[str]:
+        children = below.get(index, [])
         for child in children:
             node, last = nodes[child], child == children[-1]
             score = "" if node.score is None else f" {node.score:.3f}"

@@ -30,7 +30,7 @@ def _kind(out: Path) -> str:
 
 
 def plot_tree(tree: TreeTemplate, out: Path) -> None:
-    """Sampler ``tree`` to ``out``, a .png or .svg file; leaves are spread evenly over the width.
+    """Draw ``tree`` to ``out``, a .png or .svg file; leaves are spread evenly over the width.
 
     Raises:
         TokenRecyclingError: another kind of file, matplotlib is missing, or it cannot be written.
@@ -62,7 +62,7 @@ def plot_tree(tree: TreeTemplate, out: Path) -> None:
 
 
 def plot_costs(curve: CostCurve, out: Path) -> None:
-    """Sampler step cost against tokens verified, a line per context, to a .png or .svg file.
+    """Draw step cost against tokens verified, a line per context, to a .png or .svg file.
 
     Raises:
         TokenRecyclingError: see ``plot_tree``.

@@ -21,11 +21,11 @@ class RowSampler:
     """Every row draws as a single prompt would, with a generator of its own."""
 
     def __init__(self, generators: Sequence[torch.Generator | None]) -> None:
-        """Sampler row b with ``generators[b]``; None is PyTorch's own."""
+        """Draw row b with ``generators[b]``; None is PyTorch's own."""
         self.generators = generators
 
     def __call__(self, row: int, scores: Tensor) -> Tensor:
-        """Sampler from ``row``'s generator."""
+        """Draw from ``row``'s generator."""
         weights = scores.softmax(dim=-1)
         return torch.multinomial(weights, 1, generator=self.generators[row])[:, 0]
 
@@ -39,7 +39,7 @@ class BatchSampler:
     """
 
     def __init__(self, batch: int, *, ahead: bool = False) -> None:
-        """Sampler for ``batch`` rows from PyTorch's own random state.
+        """Draw for ``batch`` rows from PyTorch's own random state.
 
         Args:
             batch: rows.
@@ -51,7 +51,7 @@ class BatchSampler:
         self._first = 0  # index of the oldest block kept
 
     def __call__(self, row: int, scores: Tensor) -> Tensor:
-        """Sampler ``row``'s next token.
+        """Draw ``row``'s next token.
 
         Raises:
             RuntimeError: the scores are no distribution; what multinomial says.
@@ -113,7 +113,7 @@ class NodeSampler:
         self.chosen = torch.zeros(len(self.processors), dtype=torch.long, device=device)
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
-        """Sampler from these generators, one a row, from their states now."""
+        """Draw from these generators, one a row, from their states now."""
         self._generators = list(generators)
         self._states = [generator.get_state() for generator in self._generators]
         self._drawn = [0] * len(self._generators)
@@ -140,9 +140,9 @@ class NodeSampler:
             depths: int64 [B, n].
             logits: [B, n, V].
         """
-        places = (self.chosen[:, None] + depths) % self.blocks.shape[1]
+        indices = (self.chosen[:, None] + depths) % self.blocks.shape[1]
         chosen = []
         for row, processors in enumerate(self.processors):
             weights = processors(None, logits[row].float()).softmax(dim=-1)
-            chosen.append((weights / self.blocks[row, places[row]]).argmax(dim=-1))
+            chosen.append((weights / self.blocks[row, indices[row]]).argmax(dim=-1))
         return torch.stack(chosen)

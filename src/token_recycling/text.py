@@ -46,15 +46,15 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         raise TokenRecyclingError("without a tokenizer a prompt must be a list of token ids")
     ids: list[int]
     if isinstance(prompt, str):
-        ids = tokenizer(readable(prompt)).input_ids
+        ids = tokenizer(valid_text(prompt)).input_ids
     elif isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
-        ids = tokenizer(readable(render(tokenizer, prompt)), add_special_tokens=False).input_ids
+        ids = tokenizer(valid_text(render(tokenizer, prompt)), add_special_tokens=False).input_ids
     else:
         raise TokenRecyclingError("a prompt is a text, a list of messages, or a list of token ids")
     return ids
 
 
-def readable(text: str) -> str:
+def valid_text(text: str) -> str:
     """Refuse what stands for bytes that are no text (undecodable input)."""
     try:
         text.encode()
@@ -87,7 +87,7 @@ class TextStream:
         """Read with ``tokenizer`` (None: there is no text) up to one of the strings ``stop``."""
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.pieces: list[str] = []  # what each token added to the text
-        self._held = ""  # decoded, perhaps the beginning of a stop string
+        self._pending = ""  # decoded, perhaps the beginning of a stop string
         self._ids: list[int] = []
         self._begin = self._read = 0  # tokens before _begin matter no more; before _read are read
         self._before = ""  # the text of the tokens from _begin to _read
@@ -116,20 +116,20 @@ class TextStream:
         return self._ended
 
     def _release(self, new: str) -> None:
-        text = self._held + new
+        text = self._pending + new
         found = [at for s in self.stop if (at := text.find(s)) >= 0]
         if found:
             self._ended = True
-            self.pieces[-1], self._held = text[: min(found)], ""
+            self.pieces[-1], self._pending = text[: min(found)], ""
             return
-        held = max((_overlap(text, s) for s in self.stop), default=0)
-        self._held = text[len(text) - held :]
-        self.pieces[-1] = text[: len(text) - held]
+        pending = max((_overlap(text, s) for s in self.stop), default=0)
+        self._pending = text[len(text) - pending :]
+        self.pieces[-1] = text[: len(text) - pending]
 
     def finish(self) -> None:
         """Add to the last piece what was held back: no more tokens come."""
         if self.tokenizer is not None and self.pieces and not self._ended:
-            self.pieces[-1] += self._held + self._decode(self._begin)[len(self._before) :]
+            self.pieces[-1] += self._pending + self._decode(self._begin)[len(self._before) :]
             self._ended = True
 
     @property

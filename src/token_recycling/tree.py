@@ -226,7 +226,7 @@ class TreeTemplate:
         )
 
     def draw(self) -> str:
-        """Sampler the tree as text, a node a line, each with its rank."""
+        """Draw the tree as text, a node a line, each with its rank."""
         children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for path in self.paths:
             children.setdefault(path[:-1], []).append(path)

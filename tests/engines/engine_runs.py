@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-MODEL = Path(__file__).parents[2] / "src" / "token_recycling" / "model"
+MODEL = Path(__file__).parents[2] / "src" / "token_recycling" / "demo_model"
 # In two halves, for tensor parallelism; the bundled model has three heads.
 SHAPE = {
     "hidden_size": 256,
@@ -87,7 +87,7 @@ def library_mat(requests: list[dict], tree: str) -> float:
     """The library's own, request by request."""
     from token_recycling import TokenRecycling
 
-    recycler = TokenRecycling.from_pretrained(str(MODEL), tree=tree, engine="readable")
+    recycler = TokenRecycling.from_pretrained(str(MODEL), tree=tree, graph=False)
     accepted = steps = 0
     for request in requests:
         stats = recycler.generate(request["prompt"], max_new_tokens=request["tokens"]).stats

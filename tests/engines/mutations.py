@@ -7,7 +7,7 @@ def apply_version(package: str, number: str | None) -> None:
     """Pretend that another version of a package is installed."""
     if number is None:
         return
-    from token_recycling.integrations import versions
+    from token_recycling.integrations.engines import versions
 
     whole = versions.version
     versions.version = lambda name: number if name == package else whole(name)

@@ -11,8 +11,9 @@ SHARED = 90  # tokens of a common beginning
 
 def texts() -> list[str]:
     """Questions in the bundled model's language, some of them long."""
-    from token_recycling.bench.suites import load  # an engine's processes import this module, too
+    # Here, since processes of an engine without the package import this module, too.
     from token_recycling.bench.prompts import DEMO
+    from token_recycling.bench.suites import load
 
     return [*DEMO, *(question.turns[0] for question in load("builtin"))]
 
@@ -43,7 +44,7 @@ def sets(model: str) -> dict[str, dict]:
     """Requests by the name of what they are for, for a model with the bundled model's tokenizer.
 
     A set has ``requests``, how many are ``at_once``, and ``sampling`` that differs from greedy
-    decoding without an end. A request with ``after`` goes on where that one ended.
+    decoding without an end. A request with ``after`` continues that one.
     """
     from transformers import AutoTokenizer
 
@@ -83,7 +84,7 @@ def sets(model: str) -> dict[str, dict]:
 
 
 def to_the_end(limit: int) -> dict:
-    """Requests that go on to the longest context."""
+    """Requests that continue up to the longest context."""
     prompts = [[5 + i] * (i % 7 + 1) for i in range(12)]
     return {
         "requests": [

@@ -3,6 +3,7 @@
 SGLang's CPU kernels have no wheel; those of `sgl_kernel_on_cpu`, a test fixture, stand in.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from requests_plan import COUNT, sets
 NODES = 25  # of a draft, the root included
 OURS = {"speculative_algorithm": "TOKEN_RECYCLING", "speculative_num_draft_tokens": NODES}
 FOLDER = Path(__file__).parent
+PATHS = [str(FOLDER / "sgl_kernel_on_cpu"), str(FOLDER), os.environ.get("PYTHONPATH")]
 ON_CPU = {
-    "PYTHONPATH": f"{FOLDER / 'sgl_kernel_on_cpu'}:{FOLDER}",
+    "PYTHONPATH": os.pathsep.join(filter(None, PATHS)),
     "SGLANG_USE_CPU_ENGINE": "1",
 }
 FIRST, SECOND = ["one by one", "plan"], ["turns"]
@@ -79,8 +81,9 @@ def test_faults_show(folder, plain, fault):
 @pytest.mark.parametrize(
     "options",
     [
-        {"BUDGET": "40"},  # 8 requests get 5 nodes each, and 1 alone 25
-        {"BUDGET": "6", "CANDIDATES": "1"},  # 8 get roots only; a chain has fewer nodes than 25
+        {"MAX_STEP_TOKENS": "40"},  # 8 requests get 5 nodes each, and 1 alone 25
+        # 8 get roots only; a chain has fewer nodes than 25
+        {"MAX_STEP_TOKENS": "6", "CANDIDATES": "1"},
         {"DRAFTER": "paper", "TREE": "ranked-15"},
     ],
 )
@@ -90,7 +93,7 @@ def test_the_text_is_the_same_with_other_options(folder, plain, options):
     assert same(plain["plan"], found["plan"]) == COUNT
 
 
-def test_requests_that_are_put_off(folder, plain):
+def test_preempted_requests(folder, plain):
     """SGLang ends some requests every few steps, as where its cache is full, and begins them again.
 
     The variable is SGLang's own, for such tests.
@@ -104,7 +107,16 @@ def test_requests_that_are_put_off(folder, plain):
 @pytest.mark.parametrize(
     ("environment", "engine", "says"),
     [
-        ({"TOKEN_RECYCLING_BUDGET": "lots"}, OURS, "budget is 'lots', no number"),
+        (
+            {"TOKEN_RECYCLING_MAX_STEP_TOKENS": "lots"},
+            OURS,
+            "max_step_tokens is 'lots', no number",
+        ),
+        (
+            {"TOKEN_RECYCLING_BUDGET": "0"},
+            OURS,
+            "the option budget is now max_step_tokens",
+        ),
         ({}, OURS | {"page_size": 16}, "page_size(16) > 1"),
     ],
 )

@@ -115,7 +115,7 @@ def test_up_to_the_longest_context(run, mode):
         assert len(text) == 96 - (i % 7 + 1)
 
 
-def test_requests_that_are_put_off(run, plain, mode):
+def test_preempted_requests(run, plain, mode):
     """The cache is too small for all of them, so vLLM ends some and begins them again."""
     small = {"num_gpu_blocks_override": 20, "max_model_len": 512}
     ours = run(engine=WAYS[mode] | small)

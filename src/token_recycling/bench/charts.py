@@ -230,16 +230,16 @@ def _depth(summary: dict[str, Any]) -> Figure | None:
     """One line per decoder that drafts."""
     from matplotlib.ticker import MaxNLocator
 
-    shares = {
+    fractions = {
         name: numbers((decoder.get("overall") or {}).get("accepted_per_depth"))
         for name, decoder in summary["decoders"].items()
     }
-    shares = {name: values for name, values in shares.items() if any(v > 0 for v in values)}
-    if not shares:
+    fractions = {name: values for name, values in fractions.items() if any(v > 0 for v in values)}
+    if not fractions:
         return None
-    legend = [_short(name) for name in shares]
+    legend = [_short(name) for name in fractions]
     figure, axes = _canvas(2.1, legend, 0.5, "share of steps")
-    for name, values in shares.items():
+    for name, values in fractions.items():
         depths = range(1, len(values) + 1)
         axes.plot(depths, values, label=_short(name), **_line(summary, name))
     axes.set_ylim(0, 1)
@@ -316,20 +316,20 @@ def _say(axes: Axes, x: float, text: str, sizes: list[float]) -> None:
 
 
 def _phases(summary: dict[str, Any]) -> Figure | None:
-    """A bar of shares for every decoder whose steps were timed by phase."""
-    shares = {
+    """A bar of fractions for every decoder whose steps were timed by phase."""
+    fractions = {
         name: [number(phases.get(phase)) for phase in PHASES]
         for name, decoder in summary["decoders"].items()
         if (phases := (decoder.get("overall") or {}).get("phases"))
     }
-    if not shares:
+    if not fractions:
         return None
     size = 0.2
-    figure, axes, tops = _bars(list(shares), list(PHASES), size)
+    figure, axes, tops = _bars(list(fractions), list(PHASES), size)
     centres = [top + size / 2 for top in tops]
-    starts = [0.0] * len(shares)
+    starts = [0.0] * len(fractions)
     for i, phase in enumerate(PHASES):
-        widths = [0.0 if math.isnan(values[i]) else values[i] for values in shares.values()]
+        widths = [0.0 if math.isnan(values[i]) else values[i] for values in fractions.values()]
         colour = PHASE_COLOURS[i]
         axes.barh(
             centres, widths, size, starts, color=colour, edgecolor="white", linewidth=1, label=phase

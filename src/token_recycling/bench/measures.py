@@ -107,7 +107,7 @@ def measure(records: Sequence[Record], name: str, baseline: str) -> dict[str, An
         "identical": fmean(turn["identical"] for turn in every),
         "ttft_seconds": median(turn["first_seconds"] for turn in every),
         "c": mat / ratio,
-        "phases": {phase: share / total for phase, share in phases.items()} if total else None,
+        "phases": {phase: spent / total for phase, spent in phases.items()} if total else None,
         "spec_bench": spec_bench(records, name, baseline),
     }
 

@@ -101,12 +101,12 @@ def _times(value: object) -> str:
     return text if text == NOTHING else f"{'▼ ' if number(value) < 1 else ''}{text}×"
 
 
-def _share(value: object) -> str:
+def _fraction(value: object) -> str:
     """Per cent, rounded down: 100 % means all."""
-    share = number(value)
-    if math.isnan(share):
+    fraction = number(value)
+    if math.isnan(fraction):
         return NOTHING
-    return f"{math.floor(1000 * share + 1e-6) / 10:g}\N{NO-BREAK SPACE}%"
+    return f"{math.floor(1000 * fraction + 1e-6) / 10:g}\N{NO-BREAK SPACE}%"
 
 
 def _several(values: Iterable[object] | None, between: str) -> str:
@@ -172,7 +172,8 @@ def _headline(summary: dict[str, Any]) -> str:
     return (
         f"The {who} decoded {speeds[best]:.2f} times as fast as {baseline}"
         f"{_certainty(measures)} It was slower on {_slower(measures)} prompts, and "
-        f"{_share(measures.get('identical'))} of its answers are identical to those of {baseline}."
+        f"{_fraction(measures.get('identical'))} of its answers are identical to those of "
+        f"{baseline}."
     )
 
 
@@ -217,10 +218,10 @@ def _overall(summary: dict[str, Any]) -> Table:
                 _figure(m.get("tokens_per_second"), ".1f"),
                 _figure(m.get("mat")),
                 _figure(m.get("c")),
-                _share(m.get("identical")),
+                _fraction(m.get("identical")),
                 _seconds(m.get("ttft_seconds")),
                 _slower(m),
-                _share(decoder.get("spread")),
+                _fraction(decoder.get("spread")),
                 _bytes(decoder.get("peak_memory_bytes")),
                 _bytes(decoder.get("matrix_bytes")),
                 _kit(_about(summary, name)),
@@ -250,12 +251,17 @@ def _by_kind(summary: dict[str, Any]) -> Table:
 
 
 def _depths(summary: dict[str, Any]) -> Table:
-    shares = {
-        name: [_share(share) for share in _measures(summary, name).get("accepted_per_depth") or ()]
+    rows_by_name = {
+        name: [
+            _fraction(fraction)
+            for fraction in _measures(summary, name).get("accepted_per_depth") or ()
+        ]
         for name in summary["decoders"]
     }
-    deepest = max(map(len, shares.values()), default=0)
-    rows = [[name, *row, *[NOTHING] * (deepest - len(row))] for name, row in shares.items() if row]
+    deepest = max(map(len, rows_by_name.values()), default=0)
+    rows = [
+        [name, *row, *[NOTHING] * (deepest - len(row))] for name, row in rows_by_name.items() if row
+    ]
     return Table("Accepted by depth", ["Decoder", *map(str, range(1, deepest + 1))], rows)
 
 
@@ -286,7 +292,7 @@ def _draft_size(summary: dict[str, Any]) -> Table:
 
 def _phases(summary: dict[str, Any]) -> Table:
     rows = [
-        [name, *(_share(phases.get(phase)) for phase in PHASES)]
+        [name, *(_fraction(phases.get(phase)) for phase in PHASES)]
         for name in summary["decoders"]
         if (phases := _measures(summary, name).get("phases"))
     ]

@@ -167,11 +167,11 @@ class Runner:
         return room is None or len(prompt) + self.max_new_tokens <= room
 
     def _round(self, question: Question, index: int, round_: int, found: dict[str, Any]) -> None:
-        told: dict[str, list[str]] = {}  # by baseline, the conversation so far
+        said: dict[str, list[str]] = {}  # by baseline, the conversation so far
         for number, text in enumerate(question.turns):
             seed = self.seed + number
             prompts = {
-                base: conversation(self.first, [*told.get(base, []), text], self.raw)
+                base: conversation(self.first, [*said.get(base, []), text], self.raw)
                 for base in {d.variant.baseline for d in self.decoders.values()}
             }
             if not all(map(self._fits, prompts.values())):
@@ -191,4 +191,4 @@ class Runner:
                 kept["identical"] = answer.token_ids == base.token_ids
                 found[name]["rounds"][-1]["turns"].append(kept)
             for baseline in prompts:
-                told[baseline] = [*told.get(baseline, []), text, answers[baseline].text]
+                said[baseline] = [*said.get(baseline, []), text, answers[baseline].text]

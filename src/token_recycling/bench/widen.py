@@ -192,7 +192,7 @@ def widen(small: str | Path, to: str | Path, out: str | Path, *, dtype: str = "f
     try:
         partial.mkdir()
         parameters, size = _write_weights(partial, plan, _load(source))
-        _write_rest(partial, source, changes)
+        _write_remaining(partial, source, changes)
         if target.exists():
             target.rmdir()
         partial.rename(target)
@@ -469,7 +469,7 @@ def _write_weights(folder: Path, plan: _Plan, model: Any) -> tuple[int, int]:
     return parameters, size
 
 
-def _write_rest(folder: Path, source: Path, changes: dict[str, Any]) -> None:
+def _write_remaining(folder: Path, source: Path, changes: dict[str, Any]) -> None:
     config = _read_json(source / "config.json")
     config.pop("torch_dtype", None)
     _write_json(folder / "config.json", config | changes)

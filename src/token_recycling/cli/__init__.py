@@ -2,170 +2,24 @@
 
 from __future__ import annotations
 
-import io
-import os
-import re
 import sys
-import warnings
-from difflib import get_close_matches
-from itertools import pairwise
-from typing import Annotated
 
-import typer
+from token_recycling.errors import BAD_INPUT
 
-from token_recycling import __version__
-from token_recycling.cli import (
-    bench,
-    chat,
-    check,
-    demo,
-    generate,
-    matrix,
-    replay,
-    tree,
-    tune,
-    widen,
-)
-from token_recycling.cli.stdin import piped
-from token_recycling.errors import TokenRecyclingError, printable
-
-app = typer.Typer(
-    name="token-recycling",
-    help="Decode a language model several tokens at a time, without a change in any token.\n\n"
-    'token-recycling "Tell me a story"   is short for   token-recycling generate "…"',
-    add_completion=False,
-    rich_markup_mode=None,
-)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("check")(check.check)
-app.command("demo")(demo.demo)
-app.command("bench")(bench.bench)
-app.command("replay")(replay.replay)
-app.command("tune")(tune.tune)
-app.command("widen")(widen.widen)
-app.add_typer(tree.app, name="tree")
-app.add_typer(matrix.app, name="matrix")
-VERBS = {str(one.name) for one in app.registered_commands}
-VERBS |= {str(one.name) for one in app.registered_groups}
-# What other programs of this kind understand; nobody means them as a prompt.
-FOREIGN = re.compile(
-    "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|serve|server|start|"
-    "stop|test|train|version"
-)
-PATH = re.compile(r"\S*[/\\_]\S*|\S+\.[a-z]\w{1,11}")
-NEAR = 0.75  # of difflib's ratio
-BAD_INPUT = 2
-BROKEN_PIPE = 141  # as the shell has it for a program that the signal ends
-
-# Typer has carried its own copy of click since 0.20; the class is found by way of a public one.
-UsageProblem: type[Exception] = next(
-    c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
-)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"token-recycling {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
-    ] = False,
-) -> None:
-    """Hold the options that stand before a verb."""
+# What the extra "cli" brings. The library does without them.
+NEEDED = ("typer", "rich", "jinja2")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; bad input gives one line on stderr and exit code 2."""
-    argv = sys.argv[1:] if argv is None else argv
-    writable = _open_streams()
-    warnings.formatwarning = _one_line  # type: ignore[assignment]
     try:
-        if not writable:
-            raise TokenRecyclingError("stdout is closed; there is nowhere to print to")
-        if not argv:
-            argv = ["generate"] if piped() else ["--help"]
-        elif argv[0] not in VERBS | {"--help", "--version"}:
-            _refuse_mistyped(argv[0])
-            _refuse_late_verb(argv)
-            argv = ["generate", *argv]
-        try:
-            code = app(argv, standalone_mode=False)
-        except SystemExit:
-            if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # Typer's, after a broken pipe
-                raise SystemExit(_reader_gone()) from None
+        from token_recycling.cli.app import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in NEEDED:
             raise
-        sys.stdout.flush()
-    except (TokenRecyclingError, UsageProblem) as error:
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
-        print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
+        print(
+            f"error: the command line needs {error.name}: pip install 'token-recycling[cli]'",
+            file=sys.stderr,
+        )
         raise SystemExit(BAD_INPUT) from None
-    except (KeyboardInterrupt, typer.Abort):
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        raise SystemExit(_reader_gone()) from None
-    except OSError as error:  # stdout is full, for one
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
-    raise SystemExit(code if isinstance(code, int) else 0)
-
-
-def _reader_gone() -> int:
-    """Let what is still in the buffer of stdout go nowhere; return the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return BROKEN_PIPE
-
-
-def _open_streams() -> bool:
-    """Give the process the three streams that it was begun without; False without stdout.
-
-    Else the next file that is opened would become one of them.
-    """
-    writable = sys.stdout is not None
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    # A terminal of another alphabet shows a ? instead; bytes that are no text are found later.
-    for stream, errors in (
-        (sys.stdin, "surrogateescape"),
-        (sys.stdout, "replace"),
-        (sys.stderr, "replace"),
-    ):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
-    return writable
-
-
-def _one_line(message: Warning | str, *others: object) -> str:
-    """Show a warning as the line that it is, without the place in the code."""
-    return f"warning: {printable(' '.join(str(message).split()))}\n"
-
-
-def _refuse_late_verb(argv: list[str]) -> None:
-    """Refuse a verb behind options: it would be taken as the prompt.
-
-    Raises:
-        TokenRecyclingError: there is one.
-    """
-    for before, word in pairwise(argv):
-        if word in VERBS and not before.startswith("-"):
-            raise TokenRecyclingError(f"{word} stands behind options; write it first, or -p {word}")
-
-
-def _refuse_mistyped(word: str) -> None:
-    """Refuse one word that is near a verb, or that nobody would ask a model.
-
-    Raises:
-        TokenRecyclingError: it is such a word.
-    """
-    if not word or word.startswith("-") or len(word.split()) > 1:
-        return
-    near = get_close_matches(word.lower(), sorted(VERBS), n=1, cutoff=NEAR)
-    if not (near or FOREIGN.fullmatch(word.lower()) or PATH.fullmatch(word)):
-        return
-    meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(VERBS))}."
-    raise TokenRecyclingError(f"no such command: {word}; {meant} A prompt of one word: -p {word}")
+    run(argv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from token_recycling.text import Message, readable, render
+from token_recycling.text import Message, render, valid_text
 
 
 class Conversation:
@@ -41,7 +41,7 @@ class Conversation:
         Raises:
             TokenRecyclingError: the template refuses it, or it is no text.
         """
-        text = readable(render(self.tokenizer, self._asked(question)))
+        text = valid_text(render(self.tokenizer, self._asked(question)))
         ids = going_on(self.tokenizer, text, self._text, self._ids)
         self._prompt = text, ids
         return ids

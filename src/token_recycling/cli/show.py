@@ -55,7 +55,7 @@ def ending(last: Chunk | None) -> None:
 def statistics(stats: Stats) -> str:
     """Return the figures of one answer in two lines."""
     total = stats.decode_seconds or 1.0
-    phases = " ".join(f"{name} {share / total:.0%}" for name, share in stats.seconds.items())
+    phases = " ".join(f"{name} {seconds / total:.0%}" for name, seconds in stats.seconds.items())
     drafted = stats.drafted / stats.steps if stats.steps else 0.0
     return (
         f"{stats.new_tokens} tokens, {stats.steps} steps, MAT {stats.mat:.2f}, "

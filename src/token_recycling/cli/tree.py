@@ -55,7 +55,7 @@ def show(
         Path | None, typer.Option("-o", "--out", help="Draw it to this .png or .svg file.")
     ] = None,
 ) -> None:
-    """Sampler a tree: each node with its rank among its parent's candidates."""
+    """Draw a tree: each node with its rank among its parent's candidates."""
     from token_recycling.tree import TreeTemplate
 
     tree = TreeTemplate.load(name)

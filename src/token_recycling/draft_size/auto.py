@@ -56,7 +56,6 @@ class AutoSize(DraftSize):
         self.rates = AcceptanceRates(acceptance, device)
         # On a CPU the loop drops the nodes that stand for no token.
         self._compacts = torch.device(device).type == "cpu"
-        self._sequences: list[Sequence] = []
         self._batch, self._context, self._steps = 1, 0.0, 0
         self._ends = torch.tensor(self.sizes, device=device) - 1
         self._prices: dict[float, float] = {}  # cost of a step by tokens, at this context
@@ -100,7 +99,7 @@ class AutoSize(DraftSize):
     def begin(self, sequences: list[Sequence]) -> None:
         """Begin with other texts."""
         self.rates.begin()
-        self._sequences, self._batch = sequences, len(sequences)
+        self._batch = len(sequences)
         self._context = float(max(len(sequence.tokens) for sequence in sequences))
 
     def limit(self) -> int | None:
@@ -113,11 +112,11 @@ class AutoSize(DraftSize):
             return 1
         return None
 
-    def choose(self, draft: DraftTree) -> int:
+    def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
         """Return the size that gains most, or one that has to be measured."""
         if draft.nodes == 1:
             return 1
-        self.rates.watch(draft, self._sequences)
+        self.rates.watch(draft, sequences)
         mats, nodes = self._offer(draft)
         self._usual = self._best(mats, nodes)
         if self._usual:
@@ -128,9 +127,9 @@ class AutoSize(DraftSize):
         self._size = self._usual if self._unusual is None else self._unusual
         return self.sizes[self._size]
 
-    def record(self, step: Step) -> None:
+    def record(self, step: Step, sequences: list[Sequence]) -> None:
         """Take what a step emitted and how long it took."""
-        if self.rates.judge(self._sequences):
+        if self.rates.judge(sequences):
             self._ratios = self.rates.ratios(self.sizes)
         counts = list(map(len, step.tokens))
         self._context += max(counts)

@@ -20,7 +20,7 @@ class DraftSize(ABC):
     pays = True  # False while drafts are not verified; prompts then need not teach the drafter
 
     def begin(self, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Begin with other texts; ``sequences`` may be read until the next call."""
+        """Begin with other texts."""
 
     @abstractmethod
     def limit(self) -> int | None:
@@ -30,12 +30,22 @@ class DraftSize(ABC):
             1: no draft is grown. None: as many as the drafter has.
         """
 
-    def choose(self, draft: DraftTree) -> int:
-        """Return how many nodes of ``draft``, the first ones, are verified."""
+    def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
+        """Return how many nodes of ``draft``, the first ones, are verified.
+
+        Args:
+            draft: of at most ``limit`` nodes.
+            sequences: the rows that it continues.
+        """
         return draft.nodes
 
-    def record(self, step: Step) -> None:  # noqa: B027
-        """Take what a step emitted and how long it took."""
+    def record(self, step: Step, sequences: list[Sequence]) -> None:  # noqa: B027
+        """Take what a step emitted and how long it took.
+
+        Args:
+            step: that verified the draft.
+            sequences: the rows after it.
+        """
 
     def for_graph(self) -> DraftSize:
         """Return the policy for steps that are captured as graphs, one graph for each size."""

@@ -32,8 +32,8 @@ def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     if len(xs) == 1:
         return ys[0]
     i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
-    share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
-    return ys[i - 1] + share * (ys[i] - ys[i - 1])
+    fraction = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+    return ys[i - 1] + fraction * (ys[i] - ys[i - 1])
 
 
 @dataclass(frozen=True)

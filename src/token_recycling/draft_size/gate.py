@@ -23,21 +23,16 @@ class SpeculationGate(DraftSize):
         """Begin with drafts of ``size`` tokens, the root included."""
         self.size, self.costs = size, costs
         self._plain_steps_left, self._cooldown = 0, COOLDOWN
-        self._sequences: list[Sequence] = []
         self._begin_trial()
 
     def _begin_trial(self) -> None:
         self._steps, self._tokens, self._weight = 0, 0.0, 0.0
 
-    def begin(self, sequences: list[Sequence]) -> None:
-        """Read the length of the context from ``sequences``."""
-        self._sequences = sequences
-
     def limit(self) -> int:
         """Return the size, or 1 during a cooldown."""
         return 1 if self._plain_steps_left else self.size
 
-    def record(self, step: Step) -> None:
+    def record(self, step: Step, sequences: list[Sequence]) -> None:
         """Take what a step emitted."""
         if self._plain_steps_left:
             self._plain_steps_left -= 1
@@ -50,7 +45,7 @@ class SpeculationGate(DraftSize):
         self._weight = decay * self._weight + 1
         if self._steps < TRIAL:
             return
-        context = max(len(sequence.tokens) for sequence in self._sequences)
+        context = max(len(sequence.tokens) for sequence in sequences)
         price = self.costs.at(rows * self.size, context) / self.costs.at(rows, context)
         if self._tokens / self._weight >= price:
             self._cooldown = COOLDOWN

@@ -72,6 +72,6 @@ class StepTimer:
             end = above if below is None else below
             assert end is not None
             return median(self._samples[end])
-        share = (size - below) / (above - below)
+        fraction = (size - below) / (above - below)
         low, high = median(self._samples[below]), median(self._samples[above])
-        return low + share * (high - low)
+        return low + fraction * (high - low)

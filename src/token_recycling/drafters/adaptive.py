@@ -186,17 +186,17 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         rows.context.append_accepted(accepted)
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the k best candidates of [..., V] logits and their shares among themselves.
+        """Return the k best candidates of [..., V] logits and their probabilities among themselves.
 
         The sum over the whole vocabulary would cost more than it tells. The last tensor, bool
-        [...], is False where logits have overflowed and there are no shares.
+        [...], is False where logits have overflowed and there are no probabilities.
         """
         logits = logits[..., : self.matrix.vocab_size]
         if logits.device.type == "cpu":
             logits = logits.float()  # sorting half precision takes longer than this copy
         values, ids = logits.topk(self.matrix.k, dim=-1)
-        shares = values.float().softmax(dim=-1)
-        return ids, shares, shares.isfinite().all(dim=-1)
+        probabilities = values.float().softmax(dim=-1)
+        return ids, probabilities, probabilities.isfinite().all(dim=-1)
 
     def _count(self, roots: Tensor, previous: Tensor, emitted: Tensor, chain: NgramMatch) -> None:
         """Count which candidates were right along the emitted text, drafted or not.
@@ -223,7 +223,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         ids, features = self.rows.both(before, nodes, ChainSource.state(chain)[:, None] * has)
         there = live[..., None] & (ids != NO_TOKEN) & (ids != below[..., None])
         self.calibration.count(features, ids == emitted[..., None], there)
-        place = torch.arange(steps, device=emitted.device)
-        of_chain = self.chains.of(chain, below, place, ids) + self.rows.features
+        depth = torch.arange(steps, device=emitted.device)
+        of_chain = self.chains.of(chain, below, depth, ids) + self.rows.features
         self.calibration.count(of_chain, below == emitted, has)
         self.calibration.refresh()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PRIOR = 4.0  # observations that the expected share counts for
-SUREST = 0.995  # a share at most, so that a node's score is below its parent's
+PRIOR = 4.0  # observations that the expected rate counts for
+SUREST = 0.995  # a rate at most, so that a node's score is below its parent's
 
 
 class Calibration:
-    """Estimates, per feature of a candidate, the share of times that it was the next token.
+    """Estimates, per feature of a candidate, the rate of times that it was the next token.
 
-    Softmax probabilities are no such shares: greedy text takes the first candidate whatever its
+    Softmax probabilities are no such rates: greedy text takes the first candidate whatever its
     lead, and a row was written in another context than the one it is used in. So every candidate
     has a feature (its source, its rank, its probability, …), and hits and trials are counted per
-    feature along the text that came: share = (hits + PRIOR · expected) / (trials + PRIOR).
+    feature along the text that came: rate = (hits + PRIOR · expected) / (trials + PRIOR).
     """
 
     def __init__(self, evidence: Tensor, expected: Tensor) -> None:
@@ -23,18 +23,18 @@ class Calibration:
 
         Args:
             evidence: float32 [2, f], hits and trials; counted on in place.
-            expected: float32 [f], shares before anything was counted; 0 stays 0.
+            expected: float32 [f], rates before anything was counted; 0 stays 0.
         """
         self.evidence, self.expected = evidence, expected.to(evidence.device)
-        self.logs = torch.empty_like(self.expected)  # of the shares
+        self.logs = torch.empty_like(self.expected)  # of the rates
         self.refresh()
 
     def refresh(self) -> None:
-        """Compute the shares from the counts."""
+        """Compute the rates from the counts."""
         hits, trials = self.evidence
-        shares = (hits.minimum(trials) + PRIOR * self.expected) / (trials + PRIOR)
-        shares = torch.where(self.expected > 0, shares, 0.0)
-        self.logs.copy_(shares.clamp(max=SUREST).log())
+        rates = (hits.minimum(trials) + PRIOR * self.expected) / (trials + PRIOR)
+        rates = torch.where(self.expected > 0, rates, 0.0)
+        self.logs.copy_(rates.clamp(max=SUREST).log())
 
     def count(self, features: Tensor, right: Tensor, there: Tensor) -> None:
         """Count candidates: int64 features, bool right and bool there, of one shape."""

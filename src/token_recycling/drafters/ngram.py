@@ -44,7 +44,7 @@ class Context(Rows):
         lengths: int64 [B], the used slots, those of the window included.
         window: tokens of the longest n-gram that is compared.
         capacity: tokens that a row may come to. Then all shapes stay fixed, everything is written
-            in place and nothing is read by the host. None: the buffer grows.
+            in start and nothing is read by the host. None: the buffer grows.
         margin: free slots that a selected row has at least; where ``capacity`` leaves fewer, the
             row forgets its first half.
     """
@@ -162,9 +162,9 @@ class NgramMatcher:
         ends = torch.arange(self.window, used + 1, device=tail.device)  # slot behind each n-gram
         runs = self._runs[agree.long()]
         matches = (runs >= least) & (ends < context.lengths[:, None])
-        best, place = torch.where(matches, runs * used + ends, 0).max(dim=1)
+        best, start = torch.where(matches, runs * used + ends, 0).max(dim=1)
         run = best // used
-        ahead = place[:, None] + self.window + torch.arange(length, device=tail.device)
+        ahead = start[:, None] + self.window + torch.arange(length, device=tail.device)
         valid = (ahead < context.lengths[:, None]) & (run > 0)[:, None]
         copied = context.tokens.gather(1, ahead.clamp(max=width - 1))
         return NgramMatch(copied.masked_fill(~valid, 0), valid, run)

@@ -18,7 +18,7 @@ STATES = 3  # of the chain at the node: none, from a short run, from a long one
 LONG = 4  # tokens of a run that is called long
 # The first of each class of runs, in tokens, and what a chain's token is expected to be worth.
 RUNS = {0: 0.0, 1: 0.2, 2: 0.35, 3: 0.5, 4: 0.65, 5: 0.75, 7: 0.8, 10: 0.85, 16: 0.9}
-PLACES = (0, 1, 2, 4, 8)  # the first of each class of places in the chain
+DEPTHS = (0, 1, 2, 4, 8)  # the first of each class of depths in the chain
 RANKS = 4  # of a chain's token in the row: not there, first, second, lower
 NO_MATCH = -2  # equal to no candidate, NO_TOKEN neither
 
@@ -90,38 +90,38 @@ def _bins(probabilities: Tensor) -> Tensor:
 class ChainSource:
     """What followed the last tokens before (``Context.continuation``), as one branch.
 
-    Feature: the length of the run, the place in the chain, and the rank that the node's rows
+    Feature: the length of the run, the depth in the chain, and the rank that the node's rows
     give to the chain's token.
     """
 
-    features = len(RUNS) * len(PLACES) * RANKS
+    features = len(RUNS) * len(DEPTHS) * RANKS
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """Have features on ``device``."""
         self._runs = torch.tensor(list(RUNS), device=device)
-        self._places = torch.tensor(PLACES, device=device)
+        self._depths = torch.tensor(DEPTHS, device=device)
 
     def expected(self) -> Tensor:
         """Expect more of longer runs: float32 [features]."""
-        shares = torch.tensor(list(RUNS.values()), dtype=torch.float32, device=self._runs.device)
-        return shares.repeat_interleave(len(PLACES) * RANKS)
+        rates = torch.tensor(list(RUNS.values()), dtype=torch.float32, device=self._runs.device)
+        return rates.repeat_interleave(len(DEPTHS) * RANKS)
 
     @staticmethod
     def state(chain: NgramMatch) -> Tensor:
         """Return the chain's state at its nodes, int64 [B]."""
         return (chain.run > 0).long() + (chain.run >= LONG)
 
-    def of(self, chain: NgramMatch, token: Tensor, place: Tensor, candidates: Tensor) -> Tensor:
+    def of(self, chain: NgramMatch, token: Tensor, depth: Tensor, candidates: Tensor) -> Tensor:
         """Return the features of the chain's tokens.
 
         Args:
             chain: of B rows.
             token: int64 [B, m], the chain's token below each node.
-            place: int64 [m], its place in the chain.
+            depth: int64 [m], its depth in the chain.
             candidates: int64 [B, m, c], of the rows.
         """
         same = candidates == token[..., None]
         rank = torch.where(same.any(dim=-1), same.long().argmax(dim=-1).clamp(max=2) + 1, 0)
         run = torch.bucketize(chain.run, self._runs, right=True)[:, None] - 1
-        kind = torch.bucketize(place, self._places, right=True) - 1
-        return (run * len(PLACES) + kind) * RANKS + rank
+        kind = torch.bucketize(depth, self._depths, right=True) - 1
+        return (run * len(DEPTHS) + kind) * RANKS + rank

@@ -49,8 +49,8 @@ class TreeBuilder:
         self.nodes = nodes = min(nodes, sum(levels))
         self.max_depth = min(chain_length + LEVELS, nodes)
         device = calibration.logs.device
-        self._chain_places = torch.arange(chain_length + 1, device=device)
-        self._chain_parents = (self._chain_places - 1).clamp(min=0)
+        self._chain_depths = torch.arange(chain_length + 1, device=device)
+        self._chain_parents = (self._chain_depths - 1).clamp(min=0)
         self._eye = torch.eye(nodes + 1, dtype=torch.float32, device=device)
         self._eye[0, 0] = 0.0  # the root is its own parent, and is counted as such
 
@@ -64,7 +64,7 @@ class TreeBuilder:
         has = below != NO_MATCH
         state = ChainSource.state(chain)[:, None] * has
         ids, features = self.rows.both(before, tokens, state)
-        of_chain = self.chains.of(chain, below, self._chain_places, ids) + self.rows.features
+        of_chain = self.chains.of(chain, below, self._chain_depths, ids) + self.rows.features
         steps = logs[of_chain].masked_fill(~has, NEVER)[:, :-1].cumsum(dim=1)
         scores = pad(steps, (1, 0))
         children = scores[..., None] + logs[features]
@@ -74,10 +74,10 @@ class TreeBuilder:
         begin = 0  # of the level in all of them
         for level in range(LEVELS):
             width = min(self.width, children[0].numel())
-            best, place = children.flatten(1).topk(width, dim=1)
-            above = place // ids.shape[-1]
+            best, index = children.flatten(1).topk(width, dim=1)
+            above = index // ids.shape[-1]
             before, begin, parents = tokens.gather(1, above), begin + tokens.shape[1], above + begin
-            tokens = ids.flatten(1).gather(1, place).long()
+            tokens = ids.flatten(1).gather(1, index).long()
             levels.append((tokens, parents, best))
             if level + 1 < LEVELS:
                 ids, features = self.rows.best(before, tokens)
@@ -89,15 +89,15 @@ class TreeBuilder:
         batch, n = len(tokens), self.nodes + 1
         # The root's score is 0 and no other's is, so it comes first.
         best, chosen = scores.topk(n, dim=1)
-        places = torch.zeros_like(parents)
-        places.scatter_(1, chosen, torch.arange(n, device=chosen.device).expand(batch, n))
-        shares = best.exp()
-        valid = shares > HOPELESS
+        indices = torch.zeros_like(parents)
+        indices.scatter_(1, chosen, torch.arange(n, device=chosen.device).expand(batch, n))
+        probabilities = best.exp()
+        valid = probabilities > HOPELESS
         # What is not proposed hangs below the root, so that cutting finds it no parent too far.
-        parents = places.gather(1, parents.gather(1, chosen)) * valid
+        parents = indices.gather(1, parents.gather(1, chosen)) * valid
         # Ancestors: (identity + parents) to a power that windows the root from every depth.
-        reach = self._eye + one_hot(parents, n)
-        ancestors = torch.linalg.matrix_power(reach, 2 ** ceil(log2(self.max_depth))) > 0
+        paths = self._eye + one_hot(parents, n)
+        ancestors = torch.linalg.matrix_power(paths, 2 ** ceil(log2(self.max_depth))) > 0
         return DraftTree(
             tokens.gather(1, chosen).clamp(min=0),
             parents,
@@ -105,7 +105,7 @@ class TreeBuilder:
             ancestors,
             valid,
             self.max_depth,
-            shares,
+            probabilities,
         )
 
 

@@ -99,9 +99,9 @@ class GraphRunner:
         except Exception as error:  # whatever compilers raise
             raise GraphError(one_line(error, 200)) from error
         # What the host reads and writes, for every step that may be out.
-        place: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
-        self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **place)
-        self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **place)
+        memory: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
+        self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **memory)
+        self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **memory)
         self._turn = 0
 
     def _run(self) -> Tensor:
@@ -318,7 +318,7 @@ class GraphDecoder:
                     on_device[row] += sum(token != NO_TOKEN for token in emitted)
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
                 done = Step(tokens, reasons, drafted, step.nodes, seconds)
-                self.size.record(done)
+                self.size.record(done, sequences)
                 yield done
                 begun = perf_counter()
         finally:

@@ -102,7 +102,7 @@ class GraphStep:
         target, n = self.target, draft.nodes
         lengths = self.cache.lengths[:, None]
         end = self.cache.lengths.max()
-        self.cache.places = end + self._slots[:n]
+        self.cache.draft_slots = end + self._slots[:n]
         positions = target.positions(lengths, draft)
         node = (self._slots - end).expand(len(lengths), -1)
         drafted = (node >= 0) & (node < n)

@@ -76,7 +76,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         self.lengths = [0] * batch
         self.capacity = 0
         # Each [g, B, heads, capacity, size], with the layers' attributes that view it.
-        self._packs: list[tuple[Tensor, list[tuple[PreallocatedLayer, str]]]] = []
+        self._stacks: list[tuple[Tensor, list[tuple[PreallocatedLayer, str]]]] = []
 
     @property
     def end(self) -> int:
@@ -92,15 +92,15 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             return
         step = max(defaults.CACHE_CHUNK, self.capacity // 4)
         old, self.capacity = self.capacity, max(self.end + queries, self.capacity + step)
-        self._pack()
-        for index, (pack, views) in enumerate(self._packs):
-            grown = pack.new_zeros(*pack.shape[:3], self.capacity, pack.shape[4])
-            grown[:, :, :, :old] = pack
+        self._stack()
+        for index, (stack, views) in enumerate(self._stacks):
+            grown = stack.new_zeros(*stack.shape[:3], self.capacity, stack.shape[4])
+            grown[:, :, :, :old] = stack
             self._bind(index, grown, views)
 
-    def _pack(self) -> None:
+    def _stack(self) -> None:
         """Once the first forward has shown the shapes, put equal ones into one tensor."""
-        if self._packs:
+        if self._stacks:
             return
         alike: dict[Any, list[tuple[PreallocatedLayer, str]]] = {}
         for layer in self.layers:
@@ -110,12 +110,12 @@ class RecyclingCache(Cache):  # type: ignore[misc]
                 alike.setdefault(key, []).append((layer, name))
         for index, views in enumerate(alike.values()):
             stacked = torch.stack([getattr(layer, name) for layer, name in views])
-            self._packs.append((stacked, views))
+            self._stacks.append((stacked, views))
             self._bind(index, stacked, views)
 
-    def _bind(self, index: int, pack: Tensor, views: list[tuple[PreallocatedLayer, str]]) -> None:
-        self._packs[index] = (pack, views)
-        for (layer, name), entries in zip(views, pack.unbind(0)):
+    def _bind(self, index: int, stack: Tensor, views: list[tuple[PreallocatedLayer, str]]) -> None:
+        self._stacks[index] = (stack, views)
+        for (layer, name), entries in zip(views, stack.unbind(0)):
             setattr(layer, name, entries)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
@@ -127,9 +127,9 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         """
         p, end = max(counts), self.end
         if p > 1 or any(n and length != end for n, length in zip(counts, self.lengths)):
-            self._pack()
-            for pack, _ in self._packs:
-                _gather(pack, path[:, :p].to(pack.device), end, self.lengths)
+            self._stack()
+            for stack, _ in self._stacks:
+                _gather(stack, path[:, :p].to(stack.device), end, self.lengths)
         self.lengths = [n + more for n, more in zip(self.lengths, counts)]
 
     def entries(self, begin: int, end: int) -> list[Tensor]:
@@ -150,7 +150,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths)]
 
 
-def _gather(pack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
+def _gather(stack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
     """Copy slots ``end + path[b]`` of [g, B, heads, capacity, size] to ``lengths[b]`` and on.
 
     What lands behind a row's accepted nodes is not committed and does no harm: a draft has at
@@ -158,14 +158,14 @@ def _gather(pack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
     """
     batch, p = path.shape
     if batch == 1:
-        kept = pack.index_select(3, path[0] + end)
-        pack[:, :, :, lengths[0] : lengths[0] + p] = kept
+        kept = stack.index_select(3, path[0] + end)
+        stack[:, :, :, lengths[0] : lengths[0] + p] = kept
         return
-    shape = (pack.shape[0], batch, pack.shape[2], p, pack.shape[4])
+    shape = (stack.shape[0], batch, stack.shape[2], p, stack.shape[4])
     source = (path + end)[None, :, None, :, None].expand(shape)
-    starts = torch.tensor(lengths, device=pack.device)[:, None]
-    slots = starts + torch.arange(p, device=pack.device)
-    pack.scatter_(3, slots[None, :, None, :, None].expand(shape), pack.gather(3, source))
+    starts = torch.tensor(lengths, device=stack.device)[:, None]
+    slots = starts + torch.arange(p, device=stack.device)
+    stack.scatter_(3, slots[None, :, None, :, None].expand(shape), stack.gather(3, source))
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -195,8 +195,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the states of one forward to the slots of the draft; return all entries."""
-        self.keys.index_copy_(2, self.cache.places, key_states)
-        self.values.index_copy_(2, self.cache.places, value_states)
+        self.keys.index_copy_(2, self.cache.draft_slots, key_states)
+        self.values.index_copy_(2, self.cache.draft_slots, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -219,7 +219,7 @@ class FixedCache(Cache):  # type: ignore[misc]
 
     Attributes:
         lengths: int64 [B], committed entries of each row.
-        places: int64 [n], slots that the draft of the current step is written to.
+        draft_slots: int64 [n], slots that the draft of the current step is written to.
     """
 
     def __init__(self, like: RecyclingCache, batch: int, slots: int, device: torch.device) -> None:
@@ -228,7 +228,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[FixedLayer(self, layer) for layer in like.layers])
         self._filled = [n for n, layer in enumerate(self.layers) if layer.is_initialized]
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.places = self.lengths
+        self.draft_slots = self.lengths
 
     def _pairs(self, cache: RecyclingCache) -> list[tuple[Any, Any]]:
         return [(self.layers[n], cache.layers[n]) for n in self._filled]
@@ -266,7 +266,7 @@ class FixedCache(Cache):  # type: ignore[misc]
             path: int64 [B, p], the accepted nodes of each row first.
             counts: int64 [B], how many.
         """
-        source = self.places[path]
+        source = self.draft_slots[path]
         target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
         rows = torch.arange(self.batch, device=path.device)[:, None]
         for n in self._filled:

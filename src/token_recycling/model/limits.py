@@ -122,8 +122,8 @@ def slot_limit(config: Any) -> int | None:
     begins = []
     if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
         begins.append(config.floor_scale - 1)  # Llama-4 scales queries by slot
-    if keep := getattr(config, "keep_window_size", None):
-        begins.append(keep)  # Doge keeps so many keys, and breaks ties by slot
+    if window := getattr(config, "keep_window_size", None):
+        begins.append(window)  # Doge keeps so many keys, and breaks ties by slot
     if not begins:
         return None
     limit = min(begins) - TREE_ROOM

@@ -29,13 +29,13 @@ def additive_masks(
         [B, 1, q, s], or a dict of them by layer type where a model has several types.
     """
     masks = {}
-    for kind, reach in windows.items():
+    for kind, window in windows.items():
         seen = visible
-        if reach.rule == "sliding":
-            seen = visible & (query_positions[:, :, None] - key_positions[:, None] < reach.size)
-        elif reach.rule == "chunked":
-            own = query_positions[:, :, None] // reach.size
-            seen = visible & (own == key_positions[:, None] // reach.size)
+        if window.rule == "sliding":
+            seen = visible & (query_positions[:, :, None] - key_positions[:, None] < window.size)
+        elif window.rule == "chunked":
+            own = query_positions[:, :, None] // window.size
+            seen = visible & (own == key_positions[:, None] // window.size)
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         masks[kind] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))

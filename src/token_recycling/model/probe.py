@@ -168,7 +168,8 @@ def _twin(target: TreeTarget) -> TreeTarget:
         }
     twin.model = modules[id(model)]
     twin.windows = {
-        kind: reach._replace(size=min(WINDOW, reach.size)) for kind, reach in target.windows.items()
+        kind: window._replace(size=min(WINDOW, window.size))
+        for kind, window in target.windows.items()
     }
     return twin
 

@@ -105,8 +105,8 @@ def pays() -> bool:
 @lru_cache
 def _tried(threads: int) -> bool:
     with torch.inference_mode():
-        place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-        weight, rows = torch.rand(TRIAL, **place), torch.rand(TRIAL_ROWS, TRIAL[1], **place)
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        weight, rows = torch.rand(TRIAL, **kind), torch.rand(TRIAL_ROWS, TRIAL[1], **kind)
         times: dict[Any, list[float]] = {linear: [], turned: []}
         for _ in range(7):
             for way, found in times.items():

@@ -108,7 +108,7 @@ def inference_context_of(model: Any) -> Callable[[], AbstractContextManager[Any]
     return torch.no_grad
 
 
-def prompt_share(model: Any) -> float:
+def prompt_fraction(model: Any) -> float:
     """Share of a prompt's tokens whose logits cost no more than ``PROMPT_COST`` of reading it."""
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if weight is None or not weight.numel():
@@ -161,7 +161,7 @@ class TreeTarget:
         self.takes_positions = "position_ids" in self._takes
         skinny = self.device.type == "cpu" and self.dtype == torch.float32 and pays()
         self.skinny_gemm = SkinnyGemm(model) if skinny else None
-        self.prompt_share = prompt_share(model) if "logits_to_keep" in self._takes else 1.0
+        self.prompt_fraction = prompt_fraction(model) if "logits_to_keep" in self._takes else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class samples in a way of its own")
         self._tried: tuple[Any, ...] = ()  # the training mode that ``_repeatable`` is known of
@@ -270,7 +270,7 @@ class TreeTarget:
                 mask = _learnt(prompt_mask, tokens, positions < lengths[:, None])
             columns = mask.any(dim=0).nonzero()[:, 0].tolist()
             if prompt_mask is not None:
-                columns = columns[-max(1, int(self.prompt_share * size)) :]
+                columns = columns[-max(1, int(self.prompt_fraction * size)) :]
             ending = {n for n in last.tolist() if 0 <= n < size}
             computed = sorted({*columns, *ending})
             logits = self._forward(

@@ -48,8 +48,8 @@ class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
         """Relay what the n-gram algorithm relays."""
         from sglang.srt.managers.overlap_utils import FutureMap
 
-        device, pool, *rest = args
-        return FutureMap(device, self, pool, *rest, **options)
+        device, pool, *others = args
+        return FutureMap(device, self, pool, *others, **options)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Set what the user has not, and refuse what does not go together.

@@ -38,7 +38,7 @@ def install(proposer: type[Proposer], *, tree: bool) -> None:
     _wrap(partial(_catching_logits, proposer), *SAMPLE_TOKENS)
     _wrap(partial(_sampling, proposer), *SAMPLE)
     if tree:
-        _wrap(partial(_placing_trees, proposer), *PREPARE_INPUTS)
+        _wrap(partial(_positioning_trees, proposer), *PREPARE_INPUTS)
 
 
 def _wrap(around: Callable[..., Any], name: str, *parameters: str) -> None:
@@ -75,7 +75,7 @@ def _catching_logits(kind: type[Proposer], method: Callable[..., Any]) -> Callab
     return sample_tokens
 
 
-def _placing_trees(kind: type[Proposer], method: Callable[..., Any]) -> Callable[..., Any]:
+def _positioning_trees(kind: type[Proposer], method: Callable[..., Any]) -> Callable[..., Any]:
     """Give the nodes of trees the positions of their depths, and the attention its masks."""
 
     def prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:

@@ -38,8 +38,8 @@ def check_model(vllm_config: Any) -> None:
         "the model is spread over a pipeline": parallel.pipeline_parallel_size > 1,
         "the cache is quantised": vllm_config.cache_config.cache_dtype not in ("auto", "float32"),
     }
-    for reason, holds in reasons.items():
-        if holds:
+    for reason, applies in reasons.items():
+        if applies:
             raise TokenRecyclingError(f"mode=tree cannot be used: {reason}. Use mode=chain")
 
 
@@ -79,7 +79,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attends request by request. A slot of the cache holds a key and behind it its value."""
+    """Attends request by request. A slot of the cache applies a key and behind it its value."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,0 +1,153 @@
+"""Imports between the files of the package: no circle, and none from a lower room to a higher one."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+import token_recycling
+
+PACKAGE = Path(token_recycling.__file__).parent
+# From the bottom to the top. A file may import files of its own room and of rooms further up in
+# this list; a name with a slash is a folder.
+ROOMS = (
+    ("errors", "tokens", "defaults", "modes", "metrics", "text", "files", "machine", "lock"),
+    ("tree", "matrix"),
+    ("model/",),
+    ("sequence", "samplers", "accept"),
+    ("drafters/",),
+    ("draft_size/",),
+    ("graph/",),
+    ("decode", "explain"),
+    ("hf_generate/",),
+    ("answers", "checkpoint", "options"),
+    ("recycler",),
+    ("integrations/",),
+    ("bench/", "plot"),
+    ("cli/",),
+)
+
+
+def module_of(file: Path, package: Path) -> str:
+    parts = file.relative_to(package).with_suffix("").parts
+    return "/".join(parts[:-1] if parts[-1] == "__init__" else parts) or "."
+
+
+class Imports(ast.NodeVisitor):
+    """Collects what a file imports of the package, in functions too, for type checkers not."""
+
+    def __init__(self, modules: set[str]) -> None:
+        self.modules, self.found = modules, set()
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) not in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert not node.level, "imports are absolute"
+        for alias in node.names:
+            if not self._add(f"{node.module}.{alias.name}"):
+                self._add(str(node.module))
+
+    def _add(self, name: str) -> bool:
+        root, _, rest = name.partition(".")
+        module = rest.replace(".", "/") or "."
+        known = root == "token_recycling" and module in self.modules
+        if known:
+            self.found.add(module)
+        return known
+
+
+def graph(package: Path) -> dict[str, set[str]]:
+    """Module -> the modules that it imports."""
+    files = {module_of(file, package): file for file in package.rglob("*.py")}
+    edges = {}
+    for module, file in files.items():
+        imports = Imports(set(files))
+        imports.visit(ast.parse(file.read_text("utf-8")))
+        edges[module] = imports.found - {module}
+    return edges
+
+
+def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that import each other, however indirectly."""
+
+    def reached(start: str) -> set[str]:
+        seen, waiting = set(), [start]
+        while waiting:
+            for module in edges[waiting.pop()] - seen:
+                seen.add(module)
+                waiting.append(module)
+        return seen
+
+    reach = {module: reached(module) for module in edges}
+    found = []
+    for module in sorted(edges):
+        circle = {other for other in reach[module] if module in reach[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def level(module: str) -> int:
+    for index, rooms in enumerate(ROOMS):
+        for room in rooms:
+            if module == room or f"{module}/".startswith(room if room[-1] == "/" else f"{room}//"):
+                return index
+    raise AssertionError(f"{module} belongs to no room")
+
+
+def climbing(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Imports of a module in a higher room."""
+    package = {".", "_moved"}
+    return [
+        (module, other)
+        for module, others in edges.items()
+        for other in others
+        if not {module, other} & package and level(other) > level(module)
+    ]
+
+
+def test_no_circle():
+    assert circles(graph(PACKAGE)) == []
+
+
+def test_no_import_from_a_lower_room_to_a_higher_one():
+    assert climbing(graph(PACKAGE)) == []
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return shutil.copytree(
+        PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("demo_model", "__pycache__")
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from token_recycling.recycler import TokenRecycling",
+        "def later():\n    from token_recycling import recycler",
+        "import token_recycling.recycler",
+    ],
+)
+def test_a_circle_and_an_import_upwards_are_found(copy, line):
+    """The negative control: ``tree`` imports ``recycler``, which imports it."""
+    file = copy / "tree.py"
+    file.write_text(f"{file.read_text('utf-8')}\n{line}\n", "utf-8")
+    assert any({"tree", "recycler"} <= circle for circle in circles(graph(copy)))
+    assert ("tree", "recycler") in climbing(graph(copy))
+
+
+def test_imports_for_type_checkers_are_no_circle(copy):
+    file = copy / "tree.py"
+    line = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import token_recycling.recycler"
+    file.write_text(f"{file.read_text('utf-8')}\n{line}\n", "utf-8")
+    assert circles(graph(copy)) == []
