@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from token_recycling.model.attention import packed_attention
+from token_recycling.model.attention import pack_queries, packed_attention
 
 Seconds = Callable[[Callable[[], Any]], float]
 CONTEXTS = (256, 2048, 8192, 32768)
@@ -85,10 +85,13 @@ def _ways(
     compiles = query.device.type == "cuda"
     flex = torch.compile(flex_attention, dynamic=False) if compiles else flex_attention
     blocks = _blocks(visible)
+    marked = mask.clone()
+    pack_queries(marked)
+    packed = partial(packed_attention, sdpa_attention_forward)
     return {
         "repeated": lambda: sdpa_attention_forward(layer, query, key, value, mask)[0],
         "grouped": lambda: sdpa(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2),
-        "packed": lambda: packed_attention(layer, query, key, value, mask)[0],
+        "packed": lambda: packed(layer, query, key, value, marked)[0],
         "flex": lambda: flex(query, key, value, block_mask=blocks, enable_gqa=True).transpose(1, 2),
         "flex's block mask": lambda: _blocks(visible),
     }

@@ -1,4 +1,4 @@
-"""Tiny random models of every causal architecture of Transformers that could be made."""
+"""Tiny random models of all causal architectures of Transformers that can be built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 VOCABULARY = 96
 WINDOW = 16
 POSITIONS = 512
-# Options of all architectures under all their names; each takes those that its configuration has.
+# Options under all their names; each configuration class takes those that it has.
 COMMON: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
     pad_token_id=0,
@@ -45,15 +45,15 @@ for names, value in {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make a tiny random model, and what is known of it.
+    """How to build a tiny random model, and what to expect of it.
 
     Attributes:
-        model_class: name of the class in ``transformers``.
-        config_class: name of its configuration's class.
-        options: what differs from ``COMMON``; None leaves the configuration's own default.
-        supported: whether trees can be verified.
-        window: how far its layers see.
-        why: for a refused one, a pattern that the reason matches.
+        model_class: class name in ``transformers``.
+        config_class: name of its configuration class.
+        options: overrides of ``COMMON``; None keeps the configuration's own default.
+        supported: whether the probe accepts it for tree verification.
+        window: attention window, for the table.
+        why: if refused, a regular expression that the reason matches.
     """
 
     model_class: str
@@ -84,7 +84,7 @@ CHUNKED = dict(
     intermediate_size_mlp=48,
     initializer_range=0.8,
 )
-BUSY = dict(num_hidden_layers=4, initializer_range=0.8)  # else they repeat one token
+BUSY = dict(num_hidden_layers=4, initializer_range=0.8)  # otherwise they repeat one token
 MLA = dict(num_key_value_heads=4)
 INDEXED = dict(index_topk=WINDOW, index_head_dim=16, index_n_heads=2)
 GEMMA4 = MIXED | dict(global_head_dim=8)
@@ -100,13 +100,13 @@ DIFFER = "logits in a tree differ"
 def _row(
     stem: str, *, model: str = "", config: str = "", window: str = "none", **options: Any
 ) -> Architecture:
-    """A supported architecture, by what its classes' names begin with."""
+    """Return a supported architecture, by the common prefix of its class names."""
     names = model or f"{stem}ForCausalLM", config or f"{stem}Config"
     return Architecture(*names, options, window=window)
 
 
 def _rows(names: str, **options: Any) -> dict[str, Architecture]:
-    """Supported architectures, named "name:Stem"."""
+    """Return supported architectures from pairs "name:Stem"; "_+" in a name becomes ", "."""
     pairs = (pair.split(":") for pair in names.split())
     return {name.replace("_+", ", "): _row(stem, **options) for name, stem in pairs}
 
@@ -128,7 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon, new": _row("Falcon", new_decoder_architecture=True, num_kv_heads=2),
     "emu3": _row("Emu3", config="Emu3TextConfig"),
     "mllama": _row("Mllama", config="MllamaTextConfig", cross_attention_layers=[]),
-    # layers used several times; at 0.4 rounding alone changes its logits by 0.16
+    # reuses its layers; with an initializer range of 0.4, rounding alone changes logits by 0.16
     "hrm_text": _row("HrmText", initializer_range=0.1, num_hidden_layers=1),
     # mixtures of experts
     **_rows(
@@ -150,7 +150,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         **MLA,
     ),
     "longcat_flash": _row("LongcatFlash", zero_expert_num=2, **MLA),
-    # learned positions, and other ways to take them
+    # learned positions and other position encodings
     "gpt2": _row("GPT2", model="GPT2LMHeadModel"),
     "gpt_bigcode": _row("GPTBigCode", initializer_range=0.8),
     "ctrl": _row("CTRL", model="CTRLLMHeadModel"),
@@ -224,7 +224,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama4": _row(
         "Llama4", config="Llama4TextConfig", window=f"chunks of {WINDOW} on layers 0, 2", **CHUNKED
     ),
-    # refused: positions or masks of their own
+    # refused: their own positions or masks
     **_refused(
         _rows("bloom:Bloom") | {"falcon, alibi": _row("Falcon", alibi=True)}, "the probe failed"
     ),
@@ -251,7 +251,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         "local layers",
     ),
-    # refused: no cache that is one of keys and values
+    # refused: no key-value cache
     **_refused(
         {
             "openai-gpt": _row("OpenAIGPT", model="OpenAIGPTLMHeadModel"),
@@ -268,7 +268,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         "",
     ),
-    # refused: sparse attention chooses its keys by slot, or keeps an index
+    # refused: sparse attention that selects keys by cache slot, or keeps an index
     **_refused(
         _rows(
             "axk2:AXK2 deepseek_v32:DeepseekV32 glm_moe_dsa:GlmMoeDsa hy_v4:HYV4", **MLA, **INDEXED
@@ -343,15 +343,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_refused(
         {
             "rwkv": _row("Rwkv"),
-            # 64: it takes the heads' size from there, whatever hidden_size says
+            # 64: the cache rounds the heads' total size up to a multiple of 64, the layers do not
             "xlstm": _row("xLSTM", hidden_size=64, qk_dim_factor=1.0),
         },
         DIFFER,
     ),
-    # refused: what they do from a certain length on, longer than the probe
+    # refused: behaviour that changes at a length beyond that of the probe
     **_refused(
         {
-            # the keys kept are the best 40; equal tokens are equally good, and either may be kept
+            # keeps the best 40 keys; equal tokens tie, and either may be kept
             "doge, sparse": _row("Doge", keep_window_size=40),
             # layers without rotary positions scale their queries by cache slot
             "llama4, scaled": _row(
@@ -369,7 +369,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def make(name: str, **changes: Any) -> Any:
-    """A random model in float32, in evaluation mode; greedy text does not end early."""
+    """Return a random model in float32 and eval mode, without EOS so that text has full length."""
     import transformers
 
     architecture = ARCHITECTURES[name]
@@ -384,7 +384,7 @@ def make(name: str, **changes: Any) -> Any:
     given = {k: v for k, v in (architecture.options | changes).items() if v is not None}
     config = config_class(**common | given)
     model = getattr(transformers, architecture.model_class)(config).float().eval()
-    for parameter in model.parameters():  # models whose own initialisation is too tame to branch
+    for parameter in model.parameters():  # initial weights too small for varied text
         if parameter.ndim == 2 and parameter.std() < 0.1:
             torch.nn.init.normal_(parameter, std=0.4)
     model.generation_config.eos_token_id = None

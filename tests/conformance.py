@@ -1,6 +1,6 @@
-"""What the architectures of Transformers do under tree verification, one record for each.
+"""Conformance of Transformers' architectures under tree verification, one record each.
 
-``python tests/conformance.py [names]`` prints them as a page in Markdown.
+``python tests/conformance.py [names]`` prints the records as a Markdown page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.model.probe import open_target
 
 TREE = "ranked-16"
-NEW = 100  # greedy tokens of a single prompt: beyond every window
+NEW = 100  # greedy tokens of a single prompt; longer than every attention window
 BATCH_NEW, SAMPLED_NEW, REFUSED_NEW = 40, 40, 30
 SEEDS = (3, 4)
 SINGLES = random_prompts([20, 7])
@@ -35,26 +35,26 @@ SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_k": 0}
 
 @dataclass
 class Record:
-    """What was found of one architecture.
+    """Results for one architecture.
 
     Attributes:
-        name: its key in ``ARCHITECTURES``.
-        expected: whether the table says that it is supported.
-        reason: why the probe refuses it; empty when it passes.
+        name: key in ``ARCHITECTURES``.
+        expected: whether ``ARCHITECTURES`` says that it is supported.
+        reason: why the probe refuses it; empty if it passes.
         attention: attention implementations that load and pass the probe.
-        window: how far its layers see.
-        greedy: tokens of the two single prompts are those of ``model.generate``.
-        distinct: different tokens in the shorter prompt's answer; a constant text proves little.
-        accepted: drafted tokens accepted in the greedy runs.
-        batch: tokens of a batch are those of ``model.generate`` for the same padded batch, or,
+        window: attention window of its layers.
+        greedy: the tokens for the two single prompts are those of ``model.generate``.
+        distinct: fewest distinct tokens in one of these answers; a constant text proves little.
+        accepted: number of drafted tokens accepted in the greedy runs.
+        batch: the tokens of a batch are those of ``model.generate`` for the same padded batch or,
             where that differs, for the prompts one by one.
-        stock_batch: Transformers' own padded batch equals its own single runs.
-        sampled: tokens with the same seed are those of ``model.generate``.
+        stock_batch: the padded batch of ``model.generate`` equals its own single runs.
+        sampled: the tokens are those of ``model.generate`` with the same seed.
         control: with a wrong mask, some greedy text changes.
-        plain: for a refused one: plainly decoded text is that of ``model.generate``. ``batch``
-            then compares with the padded batch alone.
-        error: of whatever raised, the first line.
-        seconds: what finding out took.
+        plain: if refused, the plainly decoded text is that of ``model.generate``. ``batch`` then
+            compares with the padded batch only.
+        error: type and message of an exception, truncated.
+        seconds: duration of the examination.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def problems(self) -> list[str]:
-        """What is not as it should be; empty when all is well."""
+        """Descriptions of unexpected results; empty if there are none."""
         supported = not self.reason
         found = [self.error] if self.error else []
         if supported != self.expected:
@@ -92,7 +92,7 @@ class Record:
 
 
 def examine(name: str, **changes: Any) -> Record:
-    """Make the architecture's model, with ``changes`` of its options, and find out about it."""
+    """Build the architecture's model, with ``changes`` to its options, and run all checks on it."""
     architecture = ARCHITECTURES[name]
     record = Record(name, architecture.supported, window=architecture.window)
     begin = time.perf_counter()
@@ -121,7 +121,7 @@ def _examine(record: Record, changes: dict[str, Any]) -> None:
     for attention in ("eager", "sdpa"):
         try:
             other = make(record.name, **changes, attn_implementation=attention)
-        except ValueError:  # Transformers refuses it for this architecture
+        except ValueError:  # not available for this architecture
             continue
         if not _refusal(other):
             record.attention.append(attention)
@@ -147,7 +147,7 @@ def _batch(record: Record, model: Any, recycler: TokenRecycling, singles: list[l
     alone = [tokens[:BATCH_NEW] for tokens in singles]
     try:
         padded = stock_batch(model, BATCH, BATCH_NEW)
-    except Exception:  # an architecture whose own padded batch does not even run
+    except Exception:  # some architectures cannot run a padded batch
         padded = []
     record.batch = found == padded
     if not record.batch:
@@ -157,7 +157,7 @@ def _batch(record: Record, model: Any, recycler: TokenRecycling, singles: list[l
 
 
 def _refusal(model: Any) -> str:
-    """Why a strict load is refused; empty when it is not."""
+    """Return why a strict load is refused; empty if it is not."""
     try:
         open_target(model, strict=True)
     except TokenRecyclingError as error:
@@ -166,7 +166,7 @@ def _refusal(model: Any) -> str:
 
 
 def break_masks(recycler: TokenRecycling) -> None:
-    """Let every node see all nodes before it, after a passed probe: the negative control."""
+    """Let every node attend to all nodes before it, for the negative control after the probe."""
     target: Any = recycler.target
     right = target.verify
 
@@ -179,7 +179,7 @@ def break_masks(recycler: TokenRecycling) -> None:
 
 
 def ours(recycler: TokenRecycling, prompt: list[int], new: int, **options: Any) -> list[int]:
-    """New tokens of the recycler for one prompt."""
+    """Return the recycler's new tokens for one prompt."""
     tokens: list[int] = recycler.generate(prompt, max_new_tokens=new, **options).token_ids
     return tokens
 
@@ -187,14 +187,14 @@ def ours(recycler: TokenRecycling, prompt: list[int], new: int, **options: Any) 
 def stock(
     model: Any, prompt: list[int], new: int, *, seed: int | None = None, **options: Any
 ) -> list[int]:
-    """New tokens of ``model.generate`` for one prompt."""
+    """Return the new tokens of ``model.generate`` for one prompt."""
     if seed is not None:
         torch.manual_seed(seed)
     return stock_batch(model, [prompt], new, **options)[0]
 
 
 def stock_batch(model: Any, prompts: list[list[int]], new: int, **options: Any) -> list[list[int]]:
-    """New tokens of ``model.generate`` for the prompts, padded on the left with 0."""
+    """Return the new tokens of ``model.generate`` for prompts left-padded with 0."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -206,7 +206,7 @@ def stock_batch(model: Any, prompts: list[list[int]], new: int, **options: Any) 
 
 
 def page(records: list[Record]) -> str:
-    """Return ``docs/models.md``."""
+    """Return the text of ``docs/models.md``."""
     import transformers
 
     supported = sum(not record.reason for record in records)
@@ -285,7 +285,7 @@ def _examined(name: str) -> Record:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Examine all architectures, or those named; problems go to stderr."""
+    """Examine all or the named architectures; problems go to stderr."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures; none: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")

@@ -1,4 +1,4 @@
-"""Models and tokenizers that the tests share."""
+"""Environment and fixtures shared by all tests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from token_recycling import TokenRecycling
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKEN_RECYCLING_CACHE"] = mkdtemp()  # not what was tuned on this machine
+os.environ["TOKEN_RECYCLING_CACHE"] = mkdtemp()  # ignore step costs tuned on this machine
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-if "PYTEST_XDIST_WORKER" in os.environ:  # two at once: threads of their own would be in the way
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers in parallel: one thread each
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 else:

@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny random models: 96 short pieces, so that stop strings can be tried."""
+"""Tokenizer of 96 short pieces for the tiny random models, to test stop strings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
 def letters():
-    """A fast tokenizer with a vocabulary of 96; ids 0, 1, 2 are padding, begin and end."""
+    """Return a fast tokenizer with a vocabulary of 96; ids 0, 1, 2 are pad, BOS and EOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

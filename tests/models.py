@@ -1,4 +1,4 @@
-"""Tiny random models that the tests share, and what Transformers makes of them."""
+"""Architectures and trees that the tests share, random prompts and plain decoding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from architectures import VOCABULARY
 
-# One of each kind that most tests run on; `make test-models` examines all others.
+# One architecture of each kind, used by most tests; `make test-models` covers all others.
 SUPPORTED = (
     "llama",
     "qwen3",
@@ -18,9 +18,9 @@ SUPPORTED = (
     "llama4",
     "phi3",
 )
-# What must be found out and decoded plainly.
+# Architectures that the probe must refuse, so that they are decoded plainly.
 REFUSED = ("bloom", "mpt", "mamba", "gpt_neo", "qwen3_next")
-# Trees of every kind: cut from the ranked one, the paper's, a chain, and the one that adapts.
+# Trees of every kind: prefixes of the ranked tree, the paper's, a chain, and automatic size.
 TREES = ("ranked-4", "ranked-8", "ranked-16", "ranked-32", "paper", "chain-6", "auto")
 
 
@@ -30,7 +30,7 @@ def random_prompts(lengths, seed=1, vocabulary=VOCABULARY):
 
 
 def plain(model, prompt, n, **options):
-    """New tokens of ``model.generate`` for one prompt; greedy unless told otherwise."""
+    """Return the new tokens of ``model.generate`` for one prompt; greedy by default."""
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": n} | options
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)

@@ -1,4 +1,4 @@
-"""The published algorithm in plain Python lists, written from the paper for comparison only.
+"""The published algorithm in plain Python, written from the paper as a reference for tests.
 
 arXiv 2408.08696, section 3: the adjacency matrix, the static tree by breadth-first search, the
 verification along the tree, and the update by the top-k candidates of every draft token.
@@ -15,11 +15,11 @@ class Oracle:
 
     def __init__(self, rank, paths, k):
         self.rank, self.k = rank, k
-        self.paths = [tuple(p) for p in paths]  # a parent stands before its children
+        self.paths = [tuple(p) for p in paths]  # parents precede their children
         self.matrix = {}
 
     def draft(self, root):
-        """Path -> token, for the paths that exist."""
+        """Return path -> token for the paths whose token is known."""
         tree = {(): root}
         for path in self.paths:
             parent = tree.get(path[:-1])
@@ -29,9 +29,9 @@ class Oracle:
         return tree
 
     def run(self, prompt, n):
-        """Yield (draft, emitted tokens) per step; the first step has no draft."""
+        """Yield (draft, emitted tokens) per step; the draft of the first step is None."""
         answers = [(t, self.rank(prompt[: i + 1])) for i, t in enumerate(prompt)]
-        # The prompt's candidates are recycled too: the last ones of tokens without a row.
+        # The prompt's candidates fill missing rows; a token's last occurrence wins.
         self.matrix = {token: row[: self.k] for token, row in answers} | self.matrix
         context = [*prompt, self.rank(prompt)[0]]
         yield None, context[-1:]
@@ -49,7 +49,7 @@ class Oracle:
                 if not following:
                     break
                 path = following[0]
-            for path in tree:  # in the order of the nodes: of equal tokens the last row stays
+            for path in tree:  # in node order: of equal tokens, the last node wins
                 self.matrix[tree[path]] = answer[path][: self.k]
             emitted = emitted[: n - (len(context) - len(prompt))]
             context += emitted

@@ -1,4 +1,4 @@
-"""Convert llama2.c's stories260K (shared/data) to Transformers: weights and tokens."""
+"""Conversion of llama2.c's stories260K (shared/data) to Transformers: weights and tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def load_model(path):
-    """Read the legacy format: seven int32, then float32 tensors in a fixed order."""
+    """Load llama2.c's legacy format: seven int32, then float32 tensors in a fixed order."""
     raw = path.read_bytes()
     dim, hidden, layers, heads, kv_heads, vocabulary, context = struct.unpack("7i", raw[:28])
     values = torch.from_numpy(np.frombuffer(raw, dtype=np.float32, offset=28).copy())
@@ -35,7 +35,7 @@ def load_model(path):
     norm = take(dim)
 
     def halves(weight, n):
-        """Rotary pairs lie side by side there and half a head apart here."""
+        """Reorder RoPE pairs: adjacent in llama2.c, half a head apart in Transformers."""
         return weight.view(n, size // 2, 2, dim).transpose(1, 2).reshape(n * size, dim)
 
     model = LlamaForCausalLM(
@@ -65,7 +65,7 @@ def load_model(path):
             at + "mlp.up_proj.weight": up[i],
         }
     model.load_state_dict(state)
-    model.generation_config.eos_token_id = None  # llama2.c ends at the next BOS, not here
+    model.generation_config.eos_token_id = None  # llama2.c stops at the next BOS instead
     return model
 
 
@@ -80,7 +80,7 @@ def load_tokens(path):
 
 
 def text_of(tokens, ids):
-    """Join the bytes; ``<0x0A>`` is a byte by name, and the space after BOS is not printed."""
+    """Return the text of token ids, with ``<0x0A>`` as a byte and without the leading space."""
     parts = [tokens[i] for i in ids]
     parts = [bytes([int(p[3:5], 16)]) if p.startswith(b"<0x") else p for p in parts]
     return b"".join(parts).decode().removeprefix(" ")

@@ -19,8 +19,8 @@ from token_recycling.drafters.calibration import PRIOR, SUREST, Calibration
 from token_recycling.drafters.ngram import Context, NgramMatch, NgramMatcher
 from token_recycling.drafters.sources import (
     BINS,
+    DEPTHS,
     PAIR,
-    PLACES,
     RANKS,
     STATES,
     TOKEN,
@@ -35,7 +35,7 @@ from token_recycling.tokens import NO_TOKEN
 V, K = 12, 3
 
 
-def filled(seed, pairs=31, share=0.8):
+def filled(seed, pairs=31, fraction=0.8):
     """A matrix with random rows, some tokens and pairs without."""
     rng = torch.Generator().manual_seed(seed)
     matrix = AdjacencyMatrix(V, K, pairs=pairs)
@@ -44,7 +44,7 @@ def filled(seed, pairs=31, share=0.8):
         before = torch.randint(0, V, (20,), generator=rng)
         ids = torch.stack([torch.randperm(V, generator=rng)[:K] for _ in range(20)])
         p = torch.rand(20, K, generator=rng).sort(dim=1, descending=True).values
-        valid = torch.rand(20, generator=rng) < share
+        valid = torch.rand(20, generator=rng) < fraction
         matrix.average(before, tokens, ids, p, valid, old_weight=0.5)
     return matrix
 
@@ -188,7 +188,7 @@ def test_the_chains_feature():
     candidates = torch.tensor([[[4, 1, 2], [1, 5, 2], [1, 2, 6], [1, 2, 3], [NO_TOKEN] * 3]])
     found = ChainSource().of(chain, below, torch.arange(5), candidates)
     depths, ranks = [0, 1, 2, 2, 3], [1, 2, 3, 0, 0]
-    assert found[0].tolist() == [(7 * len(PLACES) + d) * RANKS + r for d, r in zip(depths, ranks)]
+    assert found[0].tolist() == [(7 * len(DEPTHS) + d) * RANKS + r for d, r in zip(depths, ranks)]
     assert int(found.max()) < ChainSource.features == len(ChainSource().expected())
     runs = NgramMatch(chain.tokens.repeat(3, 1), chain.valid.repeat(3, 1), torch.tensor([0, 3, 4]))
     assert ChainSource.state(runs).tolist() == [0, 1, 2]
@@ -197,7 +197,7 @@ def test_the_chains_feature():
 # Calibration
 
 
-def test_shares_are_hits_over_trials():
+def test_probabilities_are_hits_over_trials():
     evidence, expected = torch.zeros(2, 4), torch.tensor([0.0, 0.5, 0.25, 1.0])
     calibration = Calibration(evidence, expected)
     assert calibration.logs.exp().tolist() == pytest.approx([0, 0.5, 0.25, SUREST])
@@ -207,8 +207,8 @@ def test_shares_are_hits_over_trials():
     calibration.count(features, right, there)
     calibration.refresh()
     assert evidence.tolist() == [[0, 1, 1, 2], [0, 2, 1, 2]]
-    shares = [0, (1 + PRIOR * 0.5) / (2 + PRIOR), (1 + PRIOR * 0.25) / (1 + PRIOR), SUREST]
-    assert calibration.logs.exp().tolist() == pytest.approx(shares)
+    rates = [0, (1 + PRIOR * 0.5) / (2 + PRIOR), (1 + PRIOR * 0.25) / (1 + PRIOR), SUREST]
+    assert calibration.logs.exp().tolist() == pytest.approx(rates)
 
 
 # The tree builder

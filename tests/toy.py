@@ -1,4 +1,4 @@
-"""A target without a network, and drafters that always, never or sometimes guess right."""
+"""A target without a network, and a drafter with scripted right and wrong guesses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ VOCABULARY = 12
 
 
 def next_logits(context):
-    """Pseudo-random logits of the last three tokens; the same for the same context."""
+    """Return pseudo-random logits that depend only on the last three tokens."""
     rng = torch.Generator().manual_seed(hash(tuple(context[-3:])) % (2**31))
     return torch.randn(VOCABULARY, generator=rng)
 
 
 class ToyTarget:
-    """Answers every node from its path alone; commits by the book."""
+    """Target that computes the logits of every node from its path alone."""
 
     device = torch.device("cpu")
     vocab_size = VOCABULARY
@@ -30,9 +30,7 @@ class ToyTarget:
         self.logits = logits
         self.forwards = 0
 
-    def prefill(
-        self, prompts, *, prompt_mask=None, learn_prompt=None, on_progress=None, cached=0
-    ):
+    def prefill(self, prompts, *, prompt_mask=None, learn_prompt=None, on_progress=None, cached=0):
         self.rows = [list(prompt) for prompt in prompts]
         if learn_prompt is not None:
             for row, prompt in enumerate(prompts):
@@ -71,18 +69,18 @@ class ToyTarget:
 
 @dataclass
 class Lengths(Rows):
-    """Of each row's prompt, int64 [B]."""
+    """Prompt length of each row, int64 [B]."""
 
     prompts: torch.Tensor
 
 
 class ScriptedDrafter(Drafter[Lengths]):
-    """Knows what the target will say; proposes it, or something else, ``depth`` tokens ahead."""
+    """Proposes the target's own greedy tokens, or wrong ones, ``depth`` tokens ahead."""
 
     name = "scripted"
 
     def __init__(self, target, depth, right):
-        """``right(i)``: is the draft of the i-th new token right?"""
+        """Draft the i-th new token correctly if ``right(i)``."""
         self.target, self.depth, self.right = target, depth, right
         self.shape = TreeShape(TreeTemplate.chain(depth), "cpu")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from token_recycling import _moved
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.version import __version__
 
 if TYPE_CHECKING:
     from token_recycling.answers import Chunk, Generation
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
     from token_recycling.tree import DraftTree, TreeTemplate
 
-__version__ = "0.1.0"
-
-# Imported when first used: PyTorch takes seconds that `import token_recycling` need not.
+# Imported on first use, so that `import token_recycling` does not import PyTorch (seconds).
 _LAZY = {
     "BUNDLED_MODEL": "checkpoint",
     "AdjacencyMatrix": "matrix",
@@ -54,6 +53,7 @@ __all__ = [
     "TokenRecycling",
     "TokenRecyclingError",
     "TreeTemplate",
+    "__version__",
     "enable",
 ]
 

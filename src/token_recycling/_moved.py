@@ -1,4 +1,4 @@
-"""Modules that have moved, importable under their old names with a ``DeprecationWarning``."""
+"""Imports of old module names, each with a ``DeprecationWarning``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOVED = {
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds an old name after no file of that name was found."""
+    """Resolves old module names that no other finder has found."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -56,10 +56,10 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the module has its contents."""
+        """Do nothing: ``create_module`` has filled the module."""
 
 
 def install() -> None:
-    """Let imports look for old names, behind all other finders."""
+    """Append the finder of old names to ``sys.meta_path``, once."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,4 +1,4 @@
-"""Lossless acceptance: the longest path of the draft that the target would have written itself."""
+"""Lossless acceptance: the longest draft path that the target would have generated itself."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from token_recycling.tree import DraftTree
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a step emits: on the device, and as the host reads it.
+    """What a step emits, as tensors on the device and as lists on the host.
 
-    Inside a fused step the host has not read anything yet, and its lists are empty.
+    Inside a graph step the host has not read anything yet, and the lists are empty.
 
     Attributes:
-        path: int64 [B, p]; ``path[b, :counts[b]]`` are the nodes whose answers were taken, the
-            root first.
-        emitted: int64 [B, p], the tokens after these nodes, the last one the bonus token;
-            ``NO_TOKEN`` behind them.
-        counts: int64 [B], 0 for a row that had ended before. A row that ends in this step may
-            count more than ``tokens`` has.
-        tokens: per row the emitted tokens, cut where the row ends.
-        reasons: per row why it ended in this step, or None.
-        drafted: per row the valid nodes below the root.
+        path: int64 [B, p]; ``path[b, :counts[b]]`` are the accepted nodes, the root first.
+        emitted: int64 [B, p], the token that the target chose after each of these nodes, the
+            bonus token last; padded with ``NO_TOKEN``.
+        counts: int64 [B], emitted tokens per row; 0 for a row that had ended before. For a row
+            that ends in this step it may exceed the length of ``tokens``.
+        tokens: per row, the emitted tokens up to where the row ends.
+        reasons: per row, why it ended in this step, or None.
+        drafted: per row, the number of valid nodes below the root.
     """
 
     path: Tensor
@@ -43,10 +42,10 @@ class Accepted:
 
 
 class Acceptor(Protocol):
-    """Chooses tokens from the target's logits along the draft."""
+    """Chooses the emitted tokens from the target's logits along the draft."""
 
     def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
-        """Walk ``draft`` by ``logits`` [B, n, V] and append what is emitted to ``sequences``.
+        """Accept a path of ``draft`` by ``logits`` [B, n, V]; append its tokens to ``sequences``.
 
         A row whose root is invalid emits nothing.
         """
@@ -57,11 +56,11 @@ def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         draft: B trees of n nodes.
-        choices: int64 [B, n], the token that the target puts after each node.
+        choices: int64 [B, n], the token that the target chooses after each node.
 
     Returns:
         The path from the root, int64 [B, max_depth + 1], and its number of nodes, int64 [B]
-        (0 where the root is invalid). On equal depth the first node wins.
+        (0 where the root is invalid). Among nodes of equal depth the first wins.
     """
     batch, n = draft.tokens.shape
     wrong = (draft.tokens != choices.gather(1, draft.parents)) | ~draft.valid
@@ -74,34 +73,34 @@ def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Return the target's choices int64 [B, n] by its logits [B, n, V].
+    """Return the target's greedy choices, int64 [B, n], from its logits [B, n, V].
 
-    In float64 ``generate`` rounds to float32 first, and what is equal then is a tie.
+    Float64 logits are rounded to float32 first, as ``generate`` does, so that ties are the same.
     """
     if logits.dtype == torch.float64:
         logits = logits.float()
-    return logits.max(dim=-1).indices  # argmax, but a third of its time in bfloat16
+    return logits.max(dim=-1).indices  # takes a third of argmax's time in bfloat16
 
 
 def overflowed(logits: Tensor) -> Tensor:
-    """Return bool []: hidden states that are not finite reached the logits [B, n, V].
+    """Return bool [], True when non-finite hidden states have produced NaN logits [B, n, V].
 
-    A projection spreads them over the whole vocabulary, so one token tells.
+    The LM head spreads them over the whole vocabulary, so checking one token is enough.
     """
     return logits[..., :1].isnan().any()
 
 
 def accept_choices(draft: DraftTree, choices: Tensor) -> Accepted:
-    """Accept the longest path of the target's choices, int64 [B, n], without the host."""
+    """Accept the longest path along the target's choices, int64 [B, n], on the device alone."""
     path, counts = longest_paths(draft, choices)
     behind = torch.arange(path.shape[1], device=path.device) >= counts[:, None]
     return Accepted(path, choices.gather(1, path).masked_fill(behind, NO_TOKEN), counts)
 
 
 def step_summary(draft: DraftTree, accepted: Accepted) -> Tensor:
-    """Put everything that the host reads of a step into one tensor, int64 [B, p + 1].
+    """Pack everything that the host reads of a step into one tensor, int64 [B, p + 1].
 
-    The first column is the number of drafted nodes; then come the emitted tokens.
+    The first column is the number of drafted nodes; the emitted tokens follow.
     """
     return torch.cat([draft.valid.sum(dim=1, keepdim=True) - 1, accepted.emitted], dim=1)
 
@@ -112,8 +111,8 @@ def append_emitted(
     """Append the emitted tokens of a step to their sequences, up to where each row ends.
 
     Args:
-        rows: of ``step_summary``, on the host.
-        sequences: one per row; one that had ended before gets nothing.
+        rows: the result of ``step_summary`` as lists.
+        sequences: one per row; a sequence that had ended before gets nothing.
 
     Returns:
         Tokens, finish reasons and drafted nodes of each row (see ``Accepted``).
@@ -136,7 +135,7 @@ def append_emitted(
 
 
 def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequence]) -> Accepted:
-    """Accept the longest path of ``choices`` and append it to the sequences on the host."""
+    """Accept the longest path along ``choices`` and append its tokens to the sequences."""
     found = accept_choices(draft, choices)
     tokens, reasons, drafted = append_emitted(step_summary(draft, found).tolist(), sequences)
     longest = max(1, *map(len, tokens))
@@ -145,17 +144,17 @@ def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequenc
 
 
 class GreedyAcceptor:
-    """The target's choice is its argmax; whole trees at once, one read by the host."""
+    """Accepts by argmax: all rows and nodes at once, with one read by the host."""
 
     def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
-        """Accept the longest path of argmaxes."""
+        """Accept the longest path along the argmax tokens."""
         return accept_and_append(draft, greedy(logits), sequences)
 
 
 def _from_host(
     path: Tensor, tokens: list[list[int]], reasons: list[str | None], drafted: list[int]
 ) -> Accepted:
-    """Return what the host decided, with its tensors."""
+    """Build the result of choices that were made on the host."""
     rows = [row + [NO_TOKEN] * (path.shape[1] - len(row)) for row in tokens]
     emitted = torch.tensor(rows, device=path.device)
     return Accepted(path, emitted, (emitted != NO_TOKEN).sum(dim=1), tokens, reasons, drafted)
@@ -163,14 +162,14 @@ def _from_host(
 
 # (ids int64 [1, t], logits float32 [1, V]) -> scores [1, V]
 Processors = Callable[[Tensor, Tensor], Tensor]
-# (row, logits float32 [1, V], scores float32 [1, V]) of every token chosen, in order
+# (row, logits float32 [1, V], scores float32 [1, V]), called for every chosen token in order
 OnChoice = Callable[[int, Tensor, Tensor], None]
 
 
 class FollowAcceptor:
-    """Sample-and-follow: choose a token as plain decoding would, follow it while the draft has it.
+    """Chooses each token as plain decoding would and follows it as long as the draft contains it.
 
-    The logits processors run along the walked path only, so their calls and the random numbers
+    The logits processors run on the followed path only, so their calls and the random numbers
     drawn are those of plain decoding: the same seed gives the same text, whatever the draft.
     """
 
@@ -180,18 +179,18 @@ class FollowAcceptor:
         sampler: Sampler | None,
         on_choice: OnChoice | None = None,
     ) -> None:
-        """Choose tokens.
+        """Choose tokens with these processors.
 
         Args:
-            processors: per row; they see the row's padding, prompt and answer.
+            processors: one per row, called with the row's padding, prompt and answer.
             sampler: draws a token; None: take the argmax.
-            on_choice: gets logits and scores of every token chosen.
+            on_choice: called with the logits and scores of every chosen token.
         """
         self.processors, self.sampler, self.on_choice = processors, sampler, on_choice
 
     def _choose(self, row: int, sequence: Sequence, logits: Tensor) -> Tensor:
-        """Choose the token, int64 [], that follows ``sequence`` by ``logits`` [V]."""
-        with ordinary_tensors():  # processors are other people's code
+        """Choose the token, int64 [], that follows ``sequence``, from ``logits`` [V]."""
+        with ordinary_tensors():  # processors may be third-party code
             whole = logits[None].float().clone()
             scores = self.processors[row](sequence.ids(logits.device), whole).reshape(1, -1)
             token = scores.argmax(dim=-1) if self.sampler is None else self.sampler(row, scores)

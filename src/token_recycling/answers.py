@@ -1,4 +1,4 @@
-"""What an answer consists of: as a whole, and token by token."""
+"""The results of generation: a whole answer, or one token of a stream."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Generation:
     """A finished answer.
 
     Attributes:
-        text: without special tokens, and without the stop string that ended it.
-        token_ids: all emitted tokens, an end-of-sequence token included.
+        text: the text without special tokens and without the stop string that ended it.
+        token_ids: all emitted tokens, including an end-of-sequence token.
         finish_reason: "eos", "stop" (a stop string) or "length" (a limit).
-        stats: what it took.
+        stats: counts and times of this answer.
     """
 
     text: str
@@ -29,12 +29,13 @@ class Chunk:
     """One token of a streamed answer.
 
     Attributes:
-        text: what the token adds; empty while a character or a stop string is incomplete.
+        text: the text that the token adds; empty while a character or a possible stop string is
+            incomplete.
         token_id: the token.
         from_draft: True when the token was drafted and accepted. The last token of every step
             counts as the target's own.
-        finish_reason: set on the last chunk (see ``Generation``).
-        stats: set on the last chunk.
+        finish_reason: set in the last chunk only (see ``Generation``).
+        stats: set in the last chunk only.
     """
 
     text: str

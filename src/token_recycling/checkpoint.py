@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer by the name or the folder of a checkpoint."""
+"""Loading of a model and its tokenizer from a checkpoint name or folder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def load_checkpoint(
     """Return a model in evaluation mode, and its tokenizer.
 
     Args:
-        name_or_path: a checkpoint; None: the small model that comes with the package.
-        device: where to put it; None: an accelerator if there is one. Leave it out with
-            ``device_map``.
+        name_or_path: a checkpoint; None: the small bundled model.
+        device: where to put the model; None: an accelerator if there is one, else the CPU. Omit
+            it with ``device_map``.
         dtype: None: float32 on a CPU and for the bundled model, else the checkpoint's own.
-        **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` as they are.
+        **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` unchanged.
 
     Raises:
-        TokenRecyclingError: the checkpoint cannot be loaded, or the device not be used.
+        TokenRecyclingError: the checkpoint cannot be loaded, or the device cannot be used.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,8 +56,8 @@ def load_checkpoint(
         shared = {k: v for k, v in model_options.items() if k in TOKENIZER_OPTIONS}
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
         if device is not None and model.device.type != torch.device(device).type:
-            model.to(device)  # a quantised model may refuse even to stay where it is
-    except Exception as error:  # whatever a broken checkpoint makes the libraries raise
+            model.to(device)  # only if needed: a quantised model may refuse any call of ``to``
+    except Exception as error:  # a broken checkpoint may raise anything
         line = one_line(error, 300)
         raise TokenRecyclingError(f"cannot load the model {path}: {line}") from error
     return model.eval(), tokenizer

@@ -21,18 +21,18 @@ from token_recycling.modes import without_autocast
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree, root_only
 
-# (rows, draft, accepted) of every step, before the drafter learns from it
+# (rows, draft, accepted), called at every step before the drafter learns from it
 OnDraft = Callable[[Any, DraftTree, Accepted], None]
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a caller wants to be called for while decoding.
+    """Callbacks during decoding.
 
     Attributes:
-        check: before every step; raises when the target was used for something else.
-        on_progress: while the prompts are read (see ``Target.prefill``).
-        on_draft: with every draft and what was accepted of it; then no step is a graph.
+        check: called before every step; raises when the target has been used for something else.
+        on_progress: called while the prompts are read (see ``Target.prefill``).
+        on_draft: called with every draft and what was accepted of it; requires the eager loop.
     """
 
     check: Callable[[], None] = lambda: None
@@ -42,17 +42,17 @@ class Hooks:
 
 @dataclass
 class Decoding:
-    """Everything that a step works with.
+    """One run of the decoding loop over B rows.
 
     Attributes:
         target: the model.
-        drafter: what proposes.
-        size: how many nodes of a draft are verified.
-        accept: what chooses tokens; it appends them to the sequences.
+        drafter: proposes the drafts.
+        size: the draft-size policy.
+        accept: chooses the tokens and appends them to the sequences.
         sequences: B rows.
-        graph: takes the steps as long as it can, as one graph each.
-        hooks: the caller's.
-        rows: what the drafter keeps of each row.
+        graph: runs steps as graphs as long as it can, before the eager loop; None: eager only.
+        hooks: the caller's callbacks.
+        rows: the drafter's state of each row.
     """
 
     target: Target
@@ -68,10 +68,10 @@ class Decoding:
         self.rows = self.drafter.new_rows(len(self.sequences))
 
     def steps(self) -> Generator[Step, None, None]:
-        """Decode; yield the prefill as the first ``Step``, then one per forward.
+        """Decode; yield the prefill as the first ``Step``, then one ``Step`` per forward.
 
-        The consumer may stop early: before a ``Step`` is yielded its tokens are committed, all
-        but the last of each row, and nothing else is in the cache.
+        The consumer may stop early: when a ``Step`` is yielded, all its tokens but the last of
+        each row are committed, and nothing else is in the cache.
 
         Raises:
             TokenRecyclingError: a prompt is empty or longer than the context.
@@ -95,7 +95,7 @@ class Decoding:
         return any(sequence.active for sequence in self.sequences)
 
     def _load(self, texts: list[list[int]]) -> None:
-        """Begin with these tokens per row."""
+        """Start the draft-size policy and the drafter with these tokens per row."""
         self.size.begin(self.sequences)
         with without_autocast(self.target.device):
             self.drafter.load(self.rows, texts)
@@ -127,15 +127,16 @@ class Decoding:
         return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
 
     def _advance(self) -> Step:
-        """Take one step; rows that have ended take part, but emit and teach nothing."""
+        """Take one step; rows that have ended are computed too but emit and teach nothing."""
         target, drafter = self.target, self.drafter
         timestamps = [perf_counter()]
         draft = self._propose()
         timestamps.append(perf_counter())
         logits = target.verify(draft)
         if draft.nodes > 1 and bool(overflowed(logits)):
-            # A drafted token that overflows spoils every node of the forward: masked entries get
-            # a weight of 0, and 0 * NaN is NaN. Plain decoding would not have read it.
+            # A drafted token whose activations overflow makes every node of the forward NaN,
+            # since masked entries get a weight of 0 and 0 * NaN is NaN. Plain decoding would not
+            # have read that token, so verify the root alone.
             draft = draft.first(1)
             target.clear_drafts()
             logits = target.verify(draft)
@@ -153,9 +154,9 @@ class Decoding:
         return Step(accepted.tokens, accepted.reasons, accepted.drafted, draft.nodes, seconds)
 
     def _propose(self) -> DraftTree:
-        """Return the nodes that are to be verified."""
+        """Return the draft to verify."""
         device = self.target.device
-        # A row that has ended keeps some root; nothing of its draft is valid.
+        # Rows that have ended get a root too, but their nodes are marked invalid below.
         roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=device)
         with without_autocast(device):
             draft = self.drafter.propose(self.rows, roots, self.size.limit())
@@ -163,5 +164,5 @@ class Decoding:
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device=device))
-        # On a CPU every node costs time, those that stand for no token too.
+        # On a CPU every node costs time, even an invalid one.
         return draft.compact() if device.type == "cpu" else draft

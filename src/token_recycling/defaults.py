@@ -2,8 +2,8 @@
 
 CANDIDATES = 8  # k: candidates kept per token (the paper's value)
 DRAFTER = "adaptive"
-TREE = "auto"  # the size of drafts follows machine and text
-MOST_NODES = 80  # below the root, with an automatic tree (the paper's number)
+TREE = "auto"  # draft size chosen while decoding, for machine and text
+MOST_NODES = 80  # nodes below the root with an automatic tree (the paper's number)
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 512  # prompt tokens per forward, over all rows of a batch
-CACHE_CHUNK = 256  # slots by which the KV cache grows at least
+CACHE_CHUNK = 256  # the KV cache grows by at least this many slots

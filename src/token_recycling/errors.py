@@ -1,4 +1,4 @@
-"""The one exception of bad input, and the warning of a model that is decoded plainly."""
+"""The exception for unusable input, and the warning about models that are decoded plainly."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ BAD_INPUT = 2  # exit code of the command line
 
 
 def one_line(error: object, limit: int | None = None) -> str:
-    """Return the text of ``error`` on one line, of ``limit`` characters at most."""
+    """Return the text of ``error`` as one line of at most ``limit`` characters."""
     return " ".join(str(error).split())[:limit]
 
 
 def printable(text: object) -> str:
-    """Return ``text`` with what would steer a terminal, or turn text round, written out."""
+    """Return ``text`` with control, format and line-separator characters escaped."""
     return "".join(
         character.encode("unicode_escape").decode()
         if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -23,8 +23,8 @@ def printable(text: object) -> str:
 
 
 class TokenRecyclingError(ValueError):
-    """Input that cannot be used; its text is one line that says what is wrong and what to do."""
+    """Unusable input; the one-line message says what is wrong and what to do."""
 
 
 class PlainDecodingWarning(UserWarning):
-    """The model cannot be verified by tree attention and is decoded one token at a time."""
+    """Warns that the model cannot verify draft trees and is decoded one token at a time."""

@@ -1,4 +1,4 @@
-"""What was drafted in each step, from where, how likely it was, and what was accepted."""
+"""An account of each step: drafted tokens, their sources and scores, and what was accepted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Node:
 
     Attributes:
         token: its id.
-        parent: index of its parent among the nodes; the root is its own.
-        score: how likely the drafter said it was; None: the drafter does not say.
-        source: where it came from.
+        parent: index of its parent among the nodes; the root is its own parent.
+        score: the drafter's probability that the node is right; None: the drafter gives none.
+        source: where the drafter got the token.
         accepted: True when it became part of the text.
     """
 
@@ -33,13 +33,13 @@ class Node:
 def drafted_nodes(
     drafter: AnyDrafter, rows: Any, draft: DraftTree, accepted: Accepted
 ) -> list[Node]:
-    """Return the nodes of the first row, the root first; none where the row had ended.
+    """Return the nodes of the first row, the root first; none if the row had ended.
 
     Args:
-        drafter: what proposed.
+        drafter: the one that proposed the draft.
         rows: its rows, before it observes the step.
-        draft: what was verified.
-        accepted: what became of it.
+        draft: the verified draft.
+        accepted: what was accepted of it.
     """
     emitted = accepted.tokens[0]
     if not emitted:
@@ -55,17 +55,17 @@ def drafted_nodes(
     return [
         Node(token, parent, score, source, index in taken)
         for index, (token, parent, score, source, valid) in enumerate(columns)
-        if valid  # in a single row no valid node follows an invalid one
+        if valid  # a single row has its valid nodes first, so indices stay right
     ]
 
 
 def lines(nodes: list[Node], emitted: list[int], text: Callable[[int], str]) -> Iterator[str]:
-    """Draw a step's tree, a node a line, each with its source and its score.
+    """Draw a step's tree as text, one node per line, with its source and score.
 
     Args:
         nodes: the root first.
-        emitted: tokens of the step.
-        text: shows a token.
+        emitted: tokens that the step emitted.
+        text: returns a printable form of a token.
     """
     expected = ""
     scores = [node.score for node in nodes[1:] if node.score is not None]

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Atomic writes: a reader never sees a partially written file."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pathlib import Path
 from token_recycling.errors import TokenRecyclingError
 
 PARTIAL = ".partial"
-ABANDONED = 24 * 3600.0  # seconds after which a partial file of another machine is left over
-_numbers = itertools.count()  # next() of it is atomic: no two partial files of a process are one
+ABANDONED = 24 * 3600.0  # seconds after which a partial file of another machine is stale
+_numbers = itertools.count()  # next() is atomic, so partial files of one process are distinct
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with a temporary neighbour of ``path``, then rename it to ``path``.
+    """Call ``write`` with a temporary file next to ``path``, then rename that to ``path``.
 
-    A link is followed. The file keeps its mode; a new one gets what the umask leaves. What killed
-    writers of the same file have left behind is removed.
+    Links are followed. An existing file keeps its mode; a new one gets mode 0666 less the umask.
+    Partial files left by killed writers of the same file are removed.
 
     Raises:
-        TokenRecyclingError: the folder is missing or cannot be written, or ``path`` is something
-            else than a file.
+        TokenRecyclingError: the folder is missing or not writable, or ``path`` is not a regular
+            file.
     """
     try:
         place = _regular(Path(path))
         partial = place.with_name(f"{_prefix(place)}{os.getpid()}-{next(_numbers)}{PARTIAL}")
         _remove_abandoned(place)
-        # Made here, so that the system applies the umask; whoever writes may make it anew.
+        # Created here so that the umask applies; ``write`` may replace the file.
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    except (OSError, ValueError, TypeError) as error:  # a null character is a ValueError
+    except (OSError, ValueError, TypeError) as error:  # ValueError: a null character
         raise _failure(path, error) from error
     try:
         mode = stat.S_IMODE((place if place.exists() else partial).stat().st_mode)
@@ -53,7 +53,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, whole or not at all.
+    """Write ``text`` as UTF-8 atomically.
 
     Raises:
         TokenRecyclingError: see ``write_atomically``.
@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_file(path: str | Path) -> bool:
-    """True for a file that is there; False for a name that no file can have, too."""
+    """Return True if ``path`` is an existing file; False for an invalid path too."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError, TypeError):
@@ -75,10 +75,10 @@ def _failure(path: object, error: Exception) -> TokenRecyclingError:
 
 
 def _regular(path: Path) -> Path:
-    """Return the file behind ``path``, which need not exist.
+    """Return ``path`` with all links resolved; the file need not exist.
 
     Raises:
-        OSError: there is a folder, a device or the like.
+        OSError: it exists and is a folder, a device or the like.
     """
     place = Path(os.path.realpath(path))
     if os.path.lexists(place) and not place.is_file():
@@ -87,15 +87,15 @@ def _regular(path: Path) -> Path:
 
 
 def _prefix(place: Path) -> str:
-    """What the names of a file's partial neighbours from this machine begin with."""
+    """Return the name prefix of this machine's partial files for a file."""
     name = hashlib.sha256(place.name.encode(errors="surrogateescape")).hexdigest()[:12]
     host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
     return f".{name}-{host}-"
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove partial neighbours whose writers are gone."""
-    prefix, older = _prefix(place), f"{place.name}."  # older versions of this program
+    """Remove partial files of the same file whose writers no longer run."""
+    prefix, older = _prefix(place), f"{place.name}."  # naming scheme of older versions
     everywhere = prefix[: prefix.index("-") + 1]
     for file in place.parent.iterdir():
         if not (file.name.startswith((everywhere, older)) and file.name.endswith(PARTIAL)):
@@ -111,7 +111,7 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """True for a process that runs, or when that cannot be told."""
+    """Return True if the process runs or this cannot be determined."""
     if os.name != "posix":
         return True
     try:

@@ -1,4 +1,4 @@
-"""A fair lock that does not block the thread that owns it."""
+"""A fair lock that never blocks its owning thread."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 
 class FairLock:
-    """A lock that waiting threads get in the order in which they asked.
+    """A lock that waiting threads acquire in first-come, first-served order.
 
-    ``threading.Lock`` promises no order, so one busy thread may starve the others.
+    ``threading.Lock`` guarantees no order, so one busy thread may starve the others.
     """
 
     def __init__(self) -> None:
-        """Begin without an owner."""
+        """Create an unlocked lock."""
         self._mutex = threading.Lock()
-        self._owner: int | None = None  # ident of a thread
+        self._owner: int | None = None  # thread ident
         self._waiting: deque[tuple[int, threading.Event]] = deque()
 
     def __reduce__(self) -> tuple[type[FairLock], tuple[()]]:
@@ -25,10 +25,10 @@ class FairLock:
 
     @contextmanager
     def acquired(self, *, wait: bool) -> Iterator[bool]:
-        """Yield True with the lock, which is released at the end of the block.
+        """Yield True with the lock acquired; release it at the end of the block.
 
-        Yield False when another thread has it and ``wait`` is False, and when this thread has it
-        already: it would wait for itself.
+        Yield False if this thread owns the lock already (waiting would deadlock), or if another
+        thread owns it and ``wait`` is False.
         """
         if not self._take(wait):
             yield False
@@ -51,7 +51,7 @@ class FairLock:
             self._waiting.append((me, called))
         try:
             called.wait()
-        except BaseException:  # a signal's exception, while waiting
+        except BaseException:  # raised by a signal handler while waiting
             with self._mutex:
                 if called.is_set():
                     self._pass_on()

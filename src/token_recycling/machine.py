@@ -1,4 +1,4 @@
-"""What a program runs on: names of devices and versions."""
+"""A description of the hardware and software in use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import transformers
 
-from token_recycling import __version__
+from token_recycling.version import __version__
 
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 
 
 def processor() -> str:
-    """Name of the CPU."""
+    """Return the name of the CPU."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(errors="replace").splitlines():
@@ -29,7 +29,7 @@ def processor() -> str:
 
 
 def instructions() -> list[str]:
-    """Of the instruction sets that decide what a product of matrices costs, those of the CPU."""
+    """Return those of ``INSTRUCTIONS``, which affect matrix products, that the CPU has."""
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return []
@@ -40,32 +40,32 @@ def instructions() -> list[str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the hardware behind ``device``."""
+    """Return the hardware name of ``device``."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor() if device.type == "cpu" else f"{device.type} on {processor()}"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done what was asked of it."""
+    """Wait until ``device`` has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def commit() -> str:
-    """Commit of the checkout that this package was imported from, or ""."""
+    """Return the commit of the checkout that this package was imported from, or ""."""
     folder = Path(__file__).parent
     ask = ["git", "-C", str(folder), "rev-parse", "--show-prefix", "HEAD"]
     try:
         found = subprocess.run(ask, capture_output=True, text=True).stdout.split()
     except OSError:
         return ""
-    # Installed in a virtual environment, it may lie within somebody else's repository.
+    # An installed package may lie inside another repository, e.g. in its virtual environment.
     return found[1] if found[:1] == [f"src/{folder.name}/"] else ""
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return hardware, versions, commit and command line as JSON types."""
+    """Return hardware, versions, commit and command line as JSON-compatible values."""
     memory = 0
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,15 +18,15 @@ from token_recycling.files import is_file, write_atomically
 from token_recycling.tokens import NO_TOKEN
 
 FORMAT = "token-recycling-matrix-1"
-NO_KEY = torch.iinfo(torch.int64).min  # of a place without a pair
-STATE = ("_candidates", "_probabilities", "_keys", "evidence")  # tensors to copy and to move
+NO_KEY = torch.iinfo(torch.int64).min  # key of an empty slot
+STATE = ("_candidates", "_probabilities", "_keys", "evidence")  # names of the learnt tensors
 
 
 def fingerprint(tokenizer: Any, vocab_size: int) -> str:
-    """Name a vocabulary: its size and a hash over the tokenizer's (token, id) pairs.
+    """Return an identifier of a vocabulary: its size and a hash of its (token, id) pairs.
 
-    A matrix holds token ids, so it means something only under the tokenizer that made it.
-    ``tokenizer=None`` gives an empty name, which fits every tokenizer.
+    A matrix stores token ids, which are meaningful only with the tokenizer that produced them.
+    ``tokenizer=None`` gives an empty fingerprint, which matches every tokenizer.
     """
     if tokenizer is None:
         return ""
@@ -36,14 +36,14 @@ def fingerprint(tokenizer: Any, vocab_size: int) -> str:
 
 
 class AdjacencyMatrix:
-    """``candidates`` int32 [V, k], best first, and ``probabilities`` float16 [V, k].
+    """Candidate ids int32 [V, k], best first, with probabilities float16 [V, k].
 
-    A row never seen holds ``NO_TOKEN`` throughout and proposes nothing. A probability of 0 means
-    that it was not recorded (the paper's drafter keeps ids only).
+    The row of a token never seen is all ``NO_TOKEN`` and proposes nothing. A probability of 0
+    means that none was recorded (the paper's drafter keeps ids only).
 
-    If asked to, it keeps rows for pairs of tokens too, in a hash table of fixed size where the
-    latest pair of a slot stays, and ``evidence`` float32 [2, f]: how often each kind of
-    candidate was right, and how often it was there (see ``calibration``).
+    Optionally there are rows for pairs of tokens, in a hash table of fixed size in which a new
+    pair replaces the old one of its slot, and ``evidence`` float32 [2, f]: how often each kind of
+    candidate was right, and how often it was present (see ``drafters.calibration``).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AdjacencyMatrix:
         device: torch.device | str = "cpu",
         fingerprint: str = "",
     ) -> None:
-        """Make an empty matrix, with room for rows of ``pairs`` pairs.
+        """Create an empty matrix with ``pairs`` slots for rows of pairs.
 
         Raises:
             TokenRecyclingError: ``k`` is not within 1..``vocab_size``.
@@ -63,9 +63,9 @@ class AdjacencyMatrix:
         if not 1 <= k <= vocab_size:
             raise TokenRecyclingError(f"k is {k}; it must lie between 1 and {vocab_size}")
         self.vocab_size, self.k, self.fingerprint = vocab_size, k, fingerprint
-        # Two rows more than the vocabulary keep shapes and indices free of special cases: token t
-        # has row t + 1; row 0 belongs to NO_TOKEN and stays empty; row V + 1 takes what must not be
-        # written. The pairs' rows follow, and the last key is no pair's.
+        # Two extra rows avoid special cases: token t has row t + 1, row 0 belongs to NO_TOKEN and
+        # stays empty, and row V + 1 takes masked writes. The rows of pairs follow. The last entry
+        # of the keys takes masked writes too.
         rows = vocab_size + 2 + pairs
         self._candidates = torch.full((rows, k), NO_TOKEN, dtype=torch.int32, device=device)
         self._probabilities = torch.zeros((rows, k), dtype=torch.float16, device=device)
@@ -85,17 +85,17 @@ class AdjacencyMatrix:
 
     @property
     def pairs(self) -> int:
-        """How many pairs there is room for."""
+        """Number of slots for pairs."""
         return len(self._keys) - 1
 
     @property
     def pairs_seen(self) -> int:
-        """How many pairs have a row."""
+        """Number of pairs that have a row."""
         return int((self._keys[:-1] != NO_KEY).sum())
 
     @property
     def device(self) -> torch.device:
-        """Where the rows live."""
+        """Device of the rows."""
         return self._candidates.device
 
     @property
@@ -106,11 +106,11 @@ class AdjacencyMatrix:
 
     @property
     def rows_seen(self) -> int:
-        """How many tokens have a row."""
+        """Number of tokens that have a row."""
         return int((self.candidates[:, 0] != NO_TOKEN).sum())
 
     def reserve_pairs(self, pairs: int) -> None:
-        """Make room for ``pairs`` pairs, unless there is room for some already."""
+        """Add ``pairs`` slots for pairs, unless the matrix has some already."""
         if self.pairs or not pairs:
             return
         grown = AdjacencyMatrix(self.vocab_size, self.k, pairs=pairs, device=self.device)
@@ -120,17 +120,17 @@ class AdjacencyMatrix:
         self._keys, self._winners = grown._keys, grown._winners
 
     def assume_probabilities(self) -> None:
-        """Where rows were recorded without, give their ranks 1/2, 1/4, …"""
+        """Give rows recorded without probabilities 1/2, 1/4, … by rank."""
         self._probabilities.copy_(self._scores())
 
     def to(self, device: torch.device | str) -> AdjacencyMatrix:
-        """Move the rows to ``device`` in place; returns itself."""
+        """Move all tensors to ``device`` in place; return self."""
         for name in (*STATE, "_winners"):
             setattr(self, name, getattr(self, name).to(device))
         return self
 
     def reset(self) -> None:
-        """Forget every row and all evidence (cold start)."""
+        """Clear every row and all evidence (cold start)."""
         self._candidates.fill_(NO_TOKEN)
         self._probabilities.zero_()
         self._keys.fill_(NO_KEY)
@@ -140,21 +140,21 @@ class AdjacencyMatrix:
         return {name.strip("_"): getattr(self, name) for name in STATE}
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of all that was learnt, on the CPU, for ``restore``."""
+        """Return CPU copies of all learnt tensors, for ``restore``."""
         return {name: tensor.cpu().clone() for name, tensor in self._learnt().items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a ``state`` of a matrix of the same shape."""
+        """Restore a ``state`` of a matrix of the same shape."""
         for name, tensor in self._learnt().items():
             tensor.copy_(state[name])
 
     def copy_(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
-        """Take over the rows of ``other``, which must be of the same shape; returns itself."""
+        """Copy everything learnt from ``other``, of the same shape; return self."""
         self.restore(other._learnt())
         return self
 
     def clone(self) -> AdjacencyMatrix:
-        """Return an independent matrix with the same rows."""
+        """Return an independent copy."""
         twin = AdjacencyMatrix(
             self.vocab_size,
             self.k,
@@ -166,16 +166,23 @@ class AdjacencyMatrix:
         return twin.copy_(self)
 
     def seen(self, tokens: Tensor) -> Tensor:
-        """Say which of ``tokens`` (int64, any shape) have a row: bool of the same shape."""
+        """Return which of ``tokens`` (int64, any shape) have a row: bool of the same shape."""
         return self.candidates[:, 0][tokens] != NO_TOKEN
 
     def unseen(self, tokens: Tensor) -> Tensor:
-        """Say where ``tokens`` (int64 [B, c]) have no row, each where it stands last: bool."""
+        """Find tokens that have no row in the matrix.
+
+        Args:
+            tokens: int64 [B, c].
+
+        Returns:
+            bool [B, c], True at the last occurrence of each such token within its batch row.
+        """
         same = tokens[:, :, None] == tokens[:, None, :]
         return ~(self.seen(tokens) | same.triu(diagonal=1).any(dim=2))
 
     def offsets(self, ranks: Tensor) -> Tensor:
-        """Prepare candidate ranks (any shape, each below k) for ``lookup``: int32."""
+        """Convert candidate ranks (any shape, each below k) to int32 offsets for ``lookup``."""
         return (ranks + self.k).to(torch.int32)
 
     def lookup(self, tokens: Tensor, offsets: Tensor) -> Tensor:
@@ -183,10 +190,10 @@ class AdjacencyMatrix:
 
         Args:
             tokens: int32 [B, m], ``NO_TOKEN`` allowed.
-            offsets: int32 [m], from ``offsets``: which candidate.
+            offsets: int32 [m] from ``offsets``, the candidate's rank.
 
         Returns:
-            int32 [B, m], ``NO_TOKEN`` where there is none.
+            int32 [B, m], ``NO_TOKEN`` where there is no candidate.
         """
         flat = torch.add(offsets, tokens, alpha=self.k)  # (token + 1) · k + rank
         return self._candidates.view(-1).index_select(0, flat.view(-1)).view(flat.shape)
@@ -198,13 +205,13 @@ class AdjacencyMatrix:
         probabilities: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> None:
-        """Replace the rows of ``tokens``; of several rows for one token the last one stays.
+        """Replace the rows of ``tokens``; the last entry of a repeated token wins.
 
         Args:
             tokens: int64 [n].
             candidates: [n, k] ids, best first.
-            probabilities: [n, k], or None when they are not recorded.
-            valid: bool [n]; entries that are False write nothing. None: all are valid.
+            probabilities: [n, k]; None: not recorded.
+            valid: bool [n]; False entries are not written. None: all are valid.
         """
         rows = tokens + 1
         if valid is not None:
@@ -217,25 +224,25 @@ class AdjacencyMatrix:
             self._probabilities[rows] = probabilities[last].to(torch.float16)
 
     def rows(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the row of each (previous token, token), or else that of the token alone.
+        """Find the row of each pair (previous token, token), or else that of the token alone.
 
         Args:
-            previous: int64 [...], ``NO_TOKEN`` in front of a text.
+            previous: int64 [...]; ``NO_TOKEN`` before the first token of a text.
             tokens: int64 [...].
 
         Returns:
-            Indices for ``fetch``, int64 [...], and bool [...]: it is the pair's row.
+            Indices for ``fetch``, int64 [...], and bool [...], True where it is the pair's row.
         """
         keys, slots = self._slots(previous, tokens)
         known = self._keys[slots] == keys
         return torch.where(known, slots + (self.vocab_size + 2), tokens + 1), known
 
     def fetch(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return candidates int32 [..., k] and probabilities float16 [..., k] of rows."""
+        """Return candidates int32 [..., k] and probabilities float16 [..., k] of ``rows``."""
         return self._candidates[rows], self._probabilities[rows]
 
     def _slots(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Each pair's key and its place in the hash table; a prime number of them spreads best."""
+        """Return each pair's key and hash-table slot; use a prime number of slots."""
         keys = previous * self.vocab_size + tokens
         return keys, keys.remainder(max(self.pairs, 1))
 
@@ -249,18 +256,18 @@ class AdjacencyMatrix:
         *,
         old_weight: float,
     ) -> None:
-        """Average new rows into those of the tokens and of the pairs; the k best of both stay.
+        """Average new rows into those of the tokens and pairs; keep the k best of the union.
 
-        A probability becomes w · old + (1 - w) · new with w = ``old_weight``; a row that was not
-        there is taken as it is. Of several rows for one place the last one is averaged in, and the
-        others are lost.
+        A probability becomes w · old + (1 - w) · new with w = ``old_weight``. Where there was no
+        row, the new one is stored unchanged. Of several entries for one row or slot, only the
+        last one takes effect.
 
         Args:
-            previous: int64 [n], the token before each; ``NO_TOKEN`` in front of a text.
+            previous: int64 [n], the token before each; ``NO_TOKEN`` before the first of a text.
             tokens: int64 [n].
             candidates: int [n, k] ids, best first.
             probabilities: float32 [n, k].
-            valid: bool [n]; entries that are False write nothing.
+            valid: bool [n]; False entries are not written.
             old_weight: weight of the old row, below 1.
         """
         nowhere = self.vocab_size + 1
@@ -290,18 +297,18 @@ class AdjacencyMatrix:
         self._probabilities[rows] = weights[last].to(torch.float16)
 
     def _last(self, rows: Tensor) -> Tensor:
-        """For each of ``rows`` (int64 [n]) the index of its last repetition, int64 [n].
+        """Return, for each of ``rows`` (int64 [n]), the index of its last occurrence, int64 [n].
 
-        Writing repeated indices has no defined winner on CUDA. If every repetition writes what
-        the last one does, the order of the writes does not matter.
+        On CUDA it is undefined which write to a repeated index wins. If all occurrences write the
+        values of the last one, the order does not matter.
         """
         order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        # Only the places written are read.
+        # Only entries written here are read, so the buffer needs no clearing.
         self._winners.scatter_reduce_(0, rows, order, "amax", include_self=False)
         return self._winners[rows].long()
 
     def _scores(self) -> Tensor:
-        """float32 [all rows, k] to merge by: probabilities, or 2^-(rank+1) where unrecorded."""
+        """Return merge scores, float32 [all rows, k]: probabilities, else 2^-(rank + 1)."""
         recorded = self._probabilities.float()
         ranks = torch.arange(1, self.k + 1, dtype=torch.float32, device=self.device)
         by_rank = 0.5**ranks
@@ -311,12 +318,12 @@ class AdjacencyMatrix:
     def merge(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
         """Return a new matrix with the rows and the evidence of both.
 
-        A row that only one has is taken as it is. Where both have one, the scores of equal
-        candidates are added, the best k stay and recorded probabilities are averaged; on equal
-        scores the first matrix wins, and so it does where two pairs want one place.
+        A row that only one matrix has is copied. Where both have one, the scores of equal
+        candidates are added, the best k are kept and recorded probabilities are averaged. On equal
+        scores, and where two pairs share a slot, this matrix wins.
 
         Raises:
-            TokenRecyclingError: the two differ in vocabulary, tokenizer, k or room for pairs.
+            TokenRecyclingError: the two differ in vocabulary, tokenizer, k or slots for pairs.
         """
         self._check_same(other.vocab_size, other.k, other.fingerprint, "the other matrix")
         if self.pairs and other.pairs and self.pairs != other.pairs:
@@ -353,7 +360,7 @@ class AdjacencyMatrix:
         return merged
 
     def save(self, path: str | Path) -> None:
-        """Write the matrix as safetensors; the file appears whole or not at all.
+        """Write the matrix atomically as a safetensors file.
 
         Raises:
             TokenRecyclingError: the file cannot be written.
@@ -383,10 +390,10 @@ class AdjacencyMatrix:
 
     @classmethod
     def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> AdjacencyMatrix:
-        """Read what ``save`` wrote.
+        """Read a file written by ``save``.
 
         Raises:
-            TokenRecyclingError: the file is missing, damaged or no matrix.
+            TokenRecyclingError: the file is missing, damaged or not a matrix file.
         """
         if not is_file(path):
             raise TokenRecyclingError(f"no matrix file at {path}")
@@ -394,7 +401,7 @@ class AdjacencyMatrix:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except Exception as error:  # whatever a damaged file makes the library raise
+        except Exception as error:  # a damaged file may raise anything
             raise TokenRecyclingError(
                 f"{path} is damaged or no matrix file ({one_line(error, 200)}); delete it or save "
                 "it again"
@@ -424,7 +431,7 @@ class AdjacencyMatrix:
             len(ids), ids.shape[1], pairs=len(keys), fingerprint=about.get("fingerprint", "")
         )
         matrix.candidates.copy_(ids)
-        # Probabilities and counts that cannot be are none.
+        # Replace NaN, infinite and out-of-range values of a tampered file.
         matrix.probabilities.copy_(p.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1))
         matrix._keys[:-1] = keys
         matrix._candidates[len(ids) + 2 :] = pairs[0]
@@ -433,10 +440,10 @@ class AdjacencyMatrix:
         return matrix.to(device)
 
     def check(self, vocab_size: int, fingerprint: str, *, what: str) -> None:
-        """Refuse a model (``what``) that this matrix was not made with.
+        """Check that the matrix fits a model, named ``what`` in messages.
 
         Raises:
-            TokenRecyclingError: vocabulary or tokenizer differ.
+            TokenRecyclingError: the vocabulary or the tokenizer differs.
         """
         self._check_same(vocab_size, self.k, fingerprint, what)
 
@@ -457,14 +464,14 @@ class AdjacencyMatrix:
 def _averaged(
     old: Tensor, old_p: Tensor, new: Tensor, new_p: Tensor, old_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the k best candidates of two rows each, and p = w · old_p + (1 - w) · new_p.
+    """Average n old and n new rows: the k best candidates, and p = w · old_p + (1 - w) · new_p.
 
     Args:
         old: int32 [n, k].
         old_p: float32 [n, k].
-        new: int32 [n, k], no id twice.
+        new: int32 [n, k], ids unique within a row.
         new_p: float32 [n, k].
-        old_weight: w, float32 [n, 1]; 0 takes the new row as it is.
+        old_weight: w, float32 [n, 1]; 0 takes the new row unchanged.
     """
     same = (old[:, :, None] == new[:, None, :]) & (old_weight > 0)[:, :, None]
     new_p = new_p * (1 - old_weight)
@@ -476,6 +483,6 @@ def _averaged(
 
 
 def _are_rows(ids: Tensor, p: Tensor) -> bool:
-    """True for candidates and their probabilities."""
+    """Return True if dtypes and shapes are those of candidates and their probabilities."""
     types = (ids.dtype, p.dtype) == (torch.int32, torch.float16)
     return types and ids.ndim == 2 and ids.shape == p.shape

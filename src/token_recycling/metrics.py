@@ -1,4 +1,4 @@
-"""What a decoding step did, and the statistics over many."""
+"""The record of one decoding step, and statistics over many."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Step:
     """One forward of the target over B rows; the first step of a run is its prefill.
 
     Attributes:
-        tokens: per row the tokens emitted: those accepted from the draft, and the bonus token. A
-            row that ends inside an accepted path ends with a drafted token.
-        reasons: per row why it ended here ("eos", "stop", "length"), or None.
-        drafted: per row the tokens drafted.
+        tokens: per row, the emitted tokens: those accepted from the draft, then the bonus token.
+            If the row ends inside the accepted path, the last one is a drafted token.
+        reasons: per row, why it ended in this step ("eos", "stop", "length"), or None.
+        drafted: per row, the number of drafted tokens.
         nodes: tokens verified per row, the root included.
-        seconds: of the phases in ``PHASES``; of the prefill as a whole in the first step. Wall
-            clock on the host: on a GPU a phase that waits is charged for work queued before it.
+        seconds: one value per phase in ``PHASES``; for the prefill, a single total. Wall clock on
+            the host: on a GPU, a phase that waits includes the time of work queued before it.
     """
 
     tokens: list[list[int]]
@@ -36,17 +36,17 @@ class Step:
 
 @dataclass
 class Stats:
-    """Statistics of one row, or of several added up.
+    """Statistics of one row, or the sum over several.
 
     Attributes:
-        prompt_tokens: tokens read; a kept context is not read again.
-        new_tokens: tokens emitted, the one that the prefill yields included.
+        prompt_tokens: prompt tokens read; those of a reused context do not count.
+        new_tokens: tokens emitted, including the one of the prefill.
         steps: forwards after the prefill, counted once per row that took part.
-        drafted: tokens proposed.
-        accepted: tokens emitted beyond one per step.
+        drafted: tokens drafted.
+        accepted: tokens emitted after the prefill beyond one per step.
         accepted_per_depth: how many steps accepted at least 1, 2, … tokens.
-        prefill_seconds: until the first token.
-        seconds: by phase, in ``PHASES``.
+        prefill_seconds: time to the first token.
+        seconds: time after the prefill per phase in ``PHASES``.
     """
 
     prompt_tokens: int = 0
@@ -59,12 +59,12 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def add(self, step: Step, row: int, prompt_tokens: int = 0) -> None:
-        """Count a step for ``row``; nothing if the row had ended.
+        """Add a step of ``row``; do nothing if the row had ended.
 
         Args:
-            step: the prefill, or one that verified a draft.
-            row: of the batch.
-            prompt_tokens: that the prefill read.
+            step: the prefill, or a step that verified a draft.
+            row: index in the batch.
+            prompt_tokens: tokens that the prefill read.
         """
         if not (emitted := len(step.tokens[row])):
             return
@@ -96,17 +96,17 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of decoding, the prefill and its token left out."""
+        """New tokens per second of decoding, without the prefill and its token."""
         tokens = self.steps + self.accepted
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens per second."""
+        """Prompt tokens per second of prefill."""
         return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures, the derived ones too, as JSON types."""
+        """Return all figures, including derived ones, as JSON-compatible values."""
         return {
             **asdict(self),
             "mat": self.mat,

@@ -1,4 +1,4 @@
-"""PyTorch's modes around computations that are not the model's own."""
+"""PyTorch modes for computations outside the model's forward."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Create tensors that may be written to and kept, even inside a caller's inference mode."""
+    """Leave inference mode, so that new tensors can be modified later; gradients stay off."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch a caller's autocast off for computations that are not the model's own."""
+    """Disable the caller's autocast for computations outside the model's forward."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

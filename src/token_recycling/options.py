@@ -1,10 +1,10 @@
-"""The options of a recycler, each stated once; constructors, command line and engines read them."""
+"""The options of a recycler, shared by constructors, the command line and the engines."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from token_recycling.draft_size.costs import CostCurve
 from token_recycling.drafters import AnyDrafter, Drafter
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.modes import ordinary_tensors
 from token_recycling.tree import TreeTemplate
 
-GRAPHS = {"auto": None, "fused": True, "readable": False}  # of the option that was called engine
-# (old name, new name, what the old value means)
+GRAPHS = {"auto": None, "fused": True, "readable": False}  # values of the deprecated option engine
+# (old name, new name, conversion of the old value)
 RENAMED: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("engine", "graph", lambda value: _graph(value)),
     ("exact_logits", "float32_logits", lambda value: value),
@@ -26,26 +27,26 @@ RENAMED: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 
 @dataclass(frozen=True)
 class Options:
-    """How to draft, verify and share a model.
+    """How to draft, verify and serve several threads.
 
     Attributes:
-        drafter: "adaptive", "paper", "prompt-lookup", "none", a registered name, or an object.
-        tree: "auto": as many nodes as pay, chosen while decoding; or a shipped tree, "ranked-N",
-            "chain-N", a JSON file or a template. None: "auto".
+        drafter: "adaptive", "paper", "prompt-lookup", "none", a registered name, or a ``Drafter``.
+        tree: "auto": as many nodes as pay off, chosen while decoding; or a shipped tree,
+            "ranked-N", "chain-N", a JSON file or a template. None: "auto".
         k: candidates kept per token; None: 8, or those of ``matrix``.
         matrix: the adjacency matrix to start from, or its file.
-        costs: what steps cost here, for ``tree="auto"``. None: what ``token-recycling tune``
-            measured for this model and machine, else a guess; steps correct both.
-        graph: True: steps are compiled and, on a GPU, captured as one graph each; what a graph
-            cannot hold goes through the eager loop, with the same output. False: never. None: on
-            CUDA.
-        float32_logits: compute the LM head in float32, for models in half precision: rounded
-            logits tie, and which of them wins is up to the kernel (see ``lm_head.Float32Head``).
-        queue: calls from several threads wait for each other, in their order. False: while one is
-            answered, ``generate`` of an enabled model decodes others plainly, and other calls
-            raise.
-        strict: raise where the model cannot be verified by tree attention, instead of warning and
-            decoding plainly.
+        costs: step costs on this machine, for ``tree="auto"``. None: those measured by
+            ``token-recycling tune`` for this model and machine, else a guess. Either is corrected
+            while decoding.
+        graph: True: compile steps and, on a GPU, capture them as graphs; what cannot be captured
+            runs in the eager loop, with the same output. False: always eager. None: True on CUDA,
+            else False.
+        float32_logits: compute the LM head in float32, for models in half precision, where rounded
+            logits can tie and the kernel decides which one wins (see ``lm_head.Float32Head``).
+        queue: calls from several threads wait for each other, first come, first served. False:
+            during a call, ``generate`` of an enabled model decodes plainly, and other calls raise.
+        strict: raise when the model or a call cannot be served by draft trees, instead of warning
+            and decoding plainly.
     """
 
     drafter: str | AnyDrafter = defaults.DRAFTER
@@ -60,10 +61,10 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
-        """Check options; old names give a ``DeprecationWarning``.
+        """Check ``given`` options and build from them; old names give a ``DeprecationWarning``.
 
         Raises:
-            TokenRecyclingError: a value is of the wrong kind.
+            TokenRecyclingError: a value has the wrong type.
             TypeError: there is no such option.
         """
         values = dict(given)
@@ -81,7 +82,7 @@ class Options:
 
     @classmethod
     def names(cls) -> set[str]:
-        """Return the names of all options, old ones included."""
+        """Return the names of all options, including deprecated ones."""
         return {one.name for one in fields(cls)} | {old for old, _, _ in RENAMED}
 
     def _check(self) -> None:
@@ -98,9 +99,40 @@ class Options:
         if self.graph not in (None, True, False):
             raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
 
+    def load_matrix(self) -> AdjacencyMatrix | None:
+        """Return the given matrix, loaded if it is a file, or None.
+
+        Raises:
+            TokenRecyclingError: the file cannot be read, or its k differs from the given one.
+        """
+        matrix = self.matrix
+        if not isinstance(self.drafter, str):
+            matrix = getattr(self.drafter, "matrix", None) or matrix
+        if isinstance(matrix, str | Path):
+            with ordinary_tensors():
+                matrix = AdjacencyMatrix.load(matrix)
+        if matrix is not None and self.k is not None and self.k != matrix.k:
+            raise TokenRecyclingError(f"the matrix keeps k={matrix.k} candidates, not {self.k}")
+        return matrix
+
+    def template(self, k: int) -> TreeTemplate:
+        """Return the tree for ``k`` candidates per token; with "auto", the largest ranked one used.
+
+        Raises:
+            TokenRecyclingError: there is no such tree, or it needs more candidates.
+        """
+        if self.tree is None or self.automatic:
+            ranked = TreeTemplate.load("ranked", k)
+            largest = ranked.first(min(defaults.MOST_NODES, len(ranked.paths)))
+            return replace(largest, name=defaults.TREE)
+        if not isinstance(self.tree, TreeTemplate):
+            return TreeTemplate.load(self.tree, k)
+        self.tree.check_k(k)
+        return self.tree
+
     @property
     def automatic(self) -> bool:
-        """True when the size of drafts follows machine and text."""
+        """True when the draft size is chosen while decoding."""
         return self.tree is None or self.tree == defaults.TREE
 
 

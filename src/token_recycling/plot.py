@@ -1,4 +1,4 @@
-"""Drawing trees and cost curves with matplotlib (extra ``plot``)."""
+"""Drawings of trees and cost curves with matplotlib (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from token_recycling.tree import TreeTemplate
 
 
 def _kind(out: Path) -> str:
-    """Return "png" or "svg", and see to it that matplotlib can draw it.
+    """Return "png" or "svg" by the file name, and select matplotlib's Agg backend.
 
     Raises:
-        TokenRecyclingError: another kind of file, or matplotlib is missing.
+        TokenRecyclingError: ``out`` has another suffix, or matplotlib is missing.
     """
     kind = out.suffix.lower()
     if kind not in (".png", ".svg"):
@@ -30,19 +30,20 @@ def _kind(out: Path) -> str:
 
 
 def plot_tree(tree: TreeTemplate, out: Path) -> None:
-    """Draw ``tree`` to ``out``, a .png or .svg file; leaves are spread evenly over the width.
+    """Draw ``tree`` to ``out``, a .png or .svg file, with evenly spaced leaves.
 
     Raises:
-        TokenRecyclingError: another kind of file, matplotlib is missing, or it cannot be written.
+        TokenRecyclingError: ``out`` has another suffix or cannot be written, or matplotlib is
+            missing.
     """
     kind = _kind(out)
     from matplotlib.figure import Figure
 
     paths = ((), *tree.paths)
     inner = {path[:-1] for path in tree.paths}
-    leaves = sorted(path for path in paths if path not in inner)  # depth first, from the left
+    leaves = sorted(path for path in paths if path not in inner)  # depth first, left to right
     column = {path: float(i) for i, path in enumerate(leaves)}
-    for path in reversed(paths):  # children before parents: a node stands over its children
+    for path in reversed(paths):  # children first: a node is centred above its children
         below = [column[p] for p in tree.paths if p[:-1] == path]
         if below:
             column[path] = sum(below) / len(below)
@@ -62,7 +63,7 @@ def plot_tree(tree: TreeTemplate, out: Path) -> None:
 
 
 def plot_costs(curve: CostCurve, out: Path) -> None:
-    """Draw step cost against tokens verified, a line per context, to a .png or .svg file.
+    """Draw step cost over tokens verified, one line per context, to a .png or .svg file.
 
     Raises:
         TokenRecyclingError: see ``plot_tree``.

@@ -1,4 +1,4 @@
-"""How a sampled token is drawn, so that it is the one that plain sampling draws."""
+"""Samplers that draw the same tokens as plain sampling."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import Tensor
 
 
 class Sampler(Protocol):
-    """Draws a row's next token."""
+    """Draws the next token of a row."""
 
     def __call__(self, row: int, scores: Tensor) -> Tensor:
-        """Return a token, int64 [1], drawn by ``scores`` float32 [1, V]."""
+        """Draw a token, int64 [1], from ``scores`` (logits) float32 [1, V]."""
 
 
 class RowSampler:
-    """Every row draws as a single prompt would, with a generator of its own."""
+    """Draws for each row as for a single prompt, with a generator per row."""
 
     def __init__(self, generators: Sequence[torch.Generator | None]) -> None:
-        """Draw row b with ``generators[b]``; None is PyTorch's own."""
+        """Draw for row b with ``generators[b]``; None: PyTorch's global one."""
         self.generators = generators
 
     def __call__(self, row: int, scores: Tensor) -> Tensor:
-        """Draw from ``row``'s generator."""
+        """Draw with the generator of ``row``."""
         weights = scores.softmax(dim=-1)
         return torch.multinomial(weights, 1, generator=self.generators[row])[:, 0]
 
 
 class BatchSampler:
-    """Rows draw as one ``torch.multinomial`` over the batch would, though they run apart.
+    """Draws like ``torch.multinomial`` over the whole batch, though rows advance independently.
 
     ``multinomial`` of one sample divides the weights by a block of exponential random numbers
-    [B, V] and takes the argmax (the exponential race). Token t of every row belongs to block t,
-    so a block is drawn when the first row gets there and kept until the last one has.
+    [B, V] and takes the argmax (the exponential race). Token t of every row uses block t, so a
+    block is drawn when the first row needs it and kept until the last row has used it.
     """
 
     def __init__(self, batch: int, *, ahead: bool = False) -> None:
-        """Draw for ``batch`` rows from PyTorch's own random state.
+        """Draw for ``batch`` rows from PyTorch's global random state.
 
         Args:
-            batch: rows.
-            ahead: some rows may draw tokens that are dropped in the end (see ``rewind``).
+            batch: B.
+            ahead: rows may draw tokens that are discarded later; keep states for ``rewind``.
         """
         self._drawn = [0] * batch
         self._states: list[Tensor] | None = [] if ahead else None  # before each block
@@ -51,10 +51,10 @@ class BatchSampler:
         self._first = 0  # index of the oldest block kept
 
     def __call__(self, row: int, scores: Tensor) -> Tensor:
-        """Draw ``row``'s next token.
+        """Draw the next token of ``row``.
 
         Raises:
-            RuntimeError: the scores are no distribution; what multinomial says.
+            RuntimeError: the scores give no distribution, with the message of ``multinomial``.
         """
         weights = scores.softmax(dim=-1)
         if not bool((weights >= 0).all()):
@@ -73,23 +73,23 @@ class BatchSampler:
         return token
 
     def rewind(self, count: int, device: torch.device) -> None:
-        """Bring the random state to where plain sampling of ``count`` tokens a row has it."""
+        """Set the random state to that after plain sampling of ``count`` tokens per row."""
         if self._states is not None and count < len(self._states):
             _random(device).set_rng_state(self._states[count])
 
 
 def _random(device: torch.device) -> Any:
-    """The module that keeps the random state of a kind of device."""
+    """Return the torch module that keeps the random state of a device type."""
     return torch.random if device.type == "cpu" else getattr(torch, device.type)
 
 
 class NodeSampler:
-    """Draws for every node of a draft at once, each by the random numbers of its place.
+    """Draws a token after every node of a draft at once, by the node's position in the text.
 
-    The block of exponential numbers that ``torch.multinomial`` would divide the weights of token
-    t by (see ``BatchSampler``) is drawn before the step, into a ring of the coming tokens. A node
-    of depth d in a step after t tokens is drawn by block t + d. So the longest path of these
-    choices is the text that plain sampling gives.
+    The exponential random numbers by which ``torch.multinomial`` would divide the weights of token
+    t (block t, see ``BatchSampler``) are drawn before the step into a ring buffer. In a step after
+    t tokens, a node of depth d uses block t + d. The longest path along these choices is therefore
+    the text of plain sampling.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class NodeSampler:
         vocab_size: int,
         device: torch.device | str,
     ) -> None:
-        """Keep ``ahead`` blocks for every row.
+        """Allocate a ring of ``ahead`` blocks per row.
 
         Args:
-            processors: per row, from logits float32 [n, V] to scores; each row by itself.
-            ahead: blocks.
+            processors: one per row, maps logits float32 [n, V] to scores, node by node.
+            ahead: blocks in the ring.
             vocab_size: V.
-            device: of the logits.
+            device: that of the logits.
         """
         self.processors = list(processors)
         shape = (len(self.processors), ahead, vocab_size)
@@ -113,14 +113,14 @@ class NodeSampler:
         self.chosen = torch.zeros(len(self.processors), dtype=torch.long, device=device)
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
-        """Draw from these generators, one a row, from their states now."""
+        """Start drawing with these generators, one per row, from their current states."""
         self._generators = list(generators)
         self._states = [generator.get_state() for generator in self._generators]
         self._drawn = [0] * len(self._generators)
         self.chosen.zero_()
 
     def draw(self, row: int, count: int) -> None:
-        """Have the first ``count`` blocks of ``row`` drawn; the oldest of the ring are lost."""
+        """Draw the first ``count`` blocks of ``row``; new ones overwrite the oldest in the ring."""
         ring = self.blocks.shape[1]
         while self._drawn[row] < count:
             block = self.blocks[row, self._drawn[row] % ring]
@@ -128,7 +128,7 @@ class NodeSampler:
             self._drawn[row] += 1
 
     def rewind(self, row: int, count: int) -> None:
-        """Bring the generator of ``row`` to where plain sampling of ``count`` tokens has it."""
+        """Set the generator of ``row`` to its state after plain sampling of ``count`` tokens."""
         self._generators[row].set_state(self._states[row])
         for _ in range(count):
             self.blocks[row, 0].exponential_(generator=self._generators[row])

@@ -11,25 +11,25 @@ from token_recycling.metrics import Stats
 from token_recycling.modes import ordinary_tensors
 from token_recycling.text import TextStream
 
-# Called after every appended token: why the row ends with this token, or None.
+# Called after every appended token; returns why the row ends with this token, or None.
 StopRule = Callable[["Sequence"], "str | None"]
-# If several rules end a row at the same token, the first of these is reported.
+# If several rules end a row at the same token, the earliest reason in this list is reported.
 REASONS = ("eos", "stop", "length")
 
 
 class Sequence:
-    """The owner of a row's tokens. Everything that needs them reads them here.
+    """The tokens of one row, and the only object that stores them.
 
-    Tokens are added by ``append`` only, one at a time, so stop rules see every token, those in
-    the middle of an accepted path too.
+    Tokens are added by ``append`` only, one at a time, so stop rules see every token, including
+    those in the middle of an accepted path.
 
     Attributes:
         tokens: prompt and answer, without padding.
-        prompt_length: how many of them are the prompt.
-        cached: how many of the prompt's tokens the target had read before.
-        text: the answer's text, or None where it is not needed token by token.
-        finish_reason: "eos", "stop" or "length" after the row has ended.
-        stats: what the answer took.
+        prompt_length: number of prompt tokens.
+        cached: number of prompt tokens that the target had read before.
+        text: the answer's text, or None if it is not needed token by token.
+        finish_reason: "eos", "stop" or "length" after the row has ended, else None.
+        stats: statistics of the answer.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class Sequence:
         text: TextStream | None = None,
         on_append: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """Begin with ``prompt``.
+        """Create the row of ``prompt``.
 
         Args:
             prompt: token ids.
-            rules: say after which token the row ends; all are called for every token.
-            padding: ids in front of the prompt, which the model does not read, but logits
-                processors and stopping criteria see.
-            unknown: tokens at the beginning of the prompt whose ids are not known, since the target
-                has read them before; processors and criteria do not see them.
+            rules: decide after which token the row ends; all are called for every token.
+            padding: ids in front of the prompt, which logits processors and stopping criteria get
+                but the model does not read.
+            unknown: number of tokens at the beginning of the prompt whose ids are unknown because
+                the target read them in an earlier call; processors and criteria do not get them.
             text: gets every new token; a stop string in it ends the row.
-            on_append: called after every token, when it is known whether the row ends.
+            on_append: called after every token, once ``finish_reason`` is set.
         """
         self.tokens = list(prompt)
         self.prompt_length = len(self.tokens)
@@ -61,7 +61,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stats = Stats()
         self._padding, self._unknown = list(padding), unknown
-        self._ids: Tensor | None = None  # int64 [1, capacity], the first ``_copied`` are filled
+        self._ids: Tensor | None = None  # int64 [1, capacity], the first ``_copied`` are set
         self._copied = 0
 
     @property
@@ -76,11 +76,11 @@ class Sequence:
 
     @property
     def padded_length(self) -> int:
-        """Tokens of padding, prompt and answer, as criteria count them."""
+        """Number of tokens in padding, prompt and answer, as stopping criteria count them."""
         return len(self._padding) + len(self.tokens) - self._unknown
 
     def append(self, token: int) -> str | None:
-        """Add a token of the answer; return why the row ends with it, or None."""
+        """Append a token to the answer; return why the row ends with it, or None."""
         self.tokens.append(token)
         reasons = ["stop"] if self.text is not None and self.text.feed(token) else []
         reasons += [reason for rule in self.rules if (reason := rule(self)) is not None]
@@ -91,12 +91,12 @@ class Sequence:
         return self.finish_reason
 
     def ids(self, device: torch.device | str) -> Tensor:
-        """Return padding, prompt and answer as int64 [1, t] on ``device``; a view, not a copy."""
+        """Return padding, prompt and answer, int64 [1, t], as a view of a buffer on ``device``."""
         length = self.padded_length
         with ordinary_tensors():
             if self._ids is None or self._ids.shape[1] < length:
                 whole = self._padding + self.tokens[self._unknown :]
-                # Room for as many tokens again, so that appending does not copy every time.
+                # Twice the size, so that appending rarely reallocates.
                 self._ids = torch.tensor([whole + whole], device=device)
             elif self._copied < length:
                 new = self.tokens[self._copied - length :]

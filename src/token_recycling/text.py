@@ -1,4 +1,4 @@
-"""From prompts to tokens, and from tokens to text as it grows."""
+"""Encoding of prompts and incremental decoding of answers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from token_recycling.errors import TokenRecyclingError
 
 Message = dict[str, str]
-# Text as it is, a conversation, or token ids.
+# A string, a conversation, or token ids.
 Prompt = str | list[Message] | list[int]
 
 
 def is_batch(prompt: Any) -> bool:
-    """True for a list of prompts, False for a single one.
+    """Return True for a list of prompts, False for a single prompt.
 
-    A list of messages (dicts) and a list of token ids are single prompts.
+    A list of messages (dicts) or of token ids is a single prompt.
     """
     return isinstance(prompt, list | tuple) and not (
         prompt and all(isinstance(part, dict | int) for part in prompt)
@@ -23,9 +23,9 @@ def is_batch(prompt: Any) -> bool:
 
 
 def as_conversation(tokenizer: Any, turns: Sequence[str], raw: bool = False) -> Prompt:
-    """Make messages of ``turns``, the user's and the model's in turn.
+    """Convert ``turns``, alternating between user and model, into a list of messages.
 
-    Without a chat template, or with ``raw``, they become one text.
+    Without a chat template, or with ``raw``, they are joined into one string.
     """
     if raw or not getattr(tokenizer, "chat_template", None):
         return "\n\n".join(turns)
@@ -34,11 +34,11 @@ def as_conversation(tokenizer: Any, turns: Sequence[str], raw: bool = False) -> 
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Turn a prompt into token ids: text as it is, messages through the chat template.
+    """Convert a prompt to token ids: a string directly, messages through the chat template.
 
     Raises:
-        TokenRecyclingError: there is no tokenizer or chat template to do it with, or the prompt
-            is of no known kind.
+        TokenRecyclingError: the tokenizer or chat template that this needs is missing, or the
+            prompt has another type.
     """
     if isinstance(prompt, list) and all(isinstance(part, int) for part in prompt):
         return [part for part in prompt if isinstance(part, int)]
@@ -55,7 +55,11 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def valid_text(text: str) -> str:
-    """Refuse what stands for bytes that are no text (undecodable input)."""
+    """Return ``text``, or raise if it contains surrogates (from undecodable input).
+
+    Raises:
+        TokenRecyclingError: ``text`` cannot be encoded as UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -64,33 +68,38 @@ def valid_text(text: str) -> str:
 
 
 def render(tokenizer: Any, messages: Any) -> str:
-    """Put a conversation through the chat template."""
+    """Render a conversation with the chat template.
+
+    Raises:
+        TokenRecyclingError: there is no chat template, or it rejects the messages.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise TokenRecyclingError("this model has no chat template; give the prompt as text")
     try:
         text: str = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-    except Exception as error:  # jinja's errors, and whatever a template raises itself
+    except Exception as error:  # jinja errors, or anything that the template raises
         raise TokenRecyclingError(f"the chat template refuses the messages: {error}") from error
     return text
 
 
 class TextStream:
-    """A row's text, token by token, ending in front of the first stop string.
+    """The text of a row, decoded token by token, up to the first stop string.
 
-    A token's bytes need not be whole characters, and a stop string may be spread over several
-    tokens: text that could still change or turn out to be a stop string is held back.
+    A token may end inside a character, and a stop string may span several tokens. Text that may
+    still change or be part of a stop string is kept pending.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        """Read with ``tokenizer`` (None: there is no text) up to one of the strings ``stop``."""
+        """Decode with ``tokenizer`` (None: no text) up to the first of the strings ``stop``."""
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self.pieces: list[str] = []  # what each token added to the text
-        self._pending = ""  # decoded, perhaps the beginning of a stop string
+        self.pieces: list[str] = []  # the text that each token added
+        self._pending = ""  # decoded, but possibly the beginning of a stop string
         self._ids: list[int] = []
-        self._begin = self._read = 0  # tokens before _begin matter no more; before _read are read
-        self._before = ""  # the text of the tokens from _begin to _read
+        # Tokens before _read are decoded; those from _begin on are context for the next ones.
+        self._begin = self._read = 0
+        self._before = ""  # text of the tokens from _begin to _read
         self._ended = False
 
     def _decode(self, begin: int) -> str:
@@ -98,18 +107,18 @@ class TextStream:
         return text
 
     def feed(self, token: int) -> bool:
-        """Take one more token; True when the text ends with it."""
+        """Add a token; return True when the text ends with it."""
         self.pieces.append("")
         if self.tokenizer is None or self._ended:
             return self._ended
         self._ids.append(token)
-        # A few tokens of context in front: a tokenizer may join a token to the one before.
+        # Decode with some preceding tokens: a token's text may depend on the one before.
         whole = self._decode(self._begin)
-        if whole.endswith("\ufffd"):  # the bytes of a character are not complete
+        if whole.endswith("\ufffd"):  # incomplete character
             return False
         new = whole[len(self._before) :]
         self._before = whole
-        if recent := self._decode(self._read):  # special tokens are no context
+        if recent := self._decode(self._read):  # empty for special tokens, which give no context
             self._begin, self._before = self._read, recent
         self._read = len(self._ids)
         self._release(new)
@@ -127,19 +136,19 @@ class TextStream:
         self.pieces[-1] = text[: len(text) - pending]
 
     def finish(self) -> None:
-        """Add to the last piece what was held back: no more tokens come."""
+        """Add all pending text to the last piece, as no more tokens follow."""
         if self.tokenizer is not None and self.pieces and not self._ended:
             self.pieces[-1] += self._pending + self._decode(self._begin)[len(self._before) :]
             self._ended = True
 
     @property
     def text(self) -> str:
-        """The text so far; all of it after ``finish``."""
+        """The text so far, without pending text; complete after ``finish``."""
         return "".join(self.pieces)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest ending of ``text`` that begins ``stop``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - length :]):
             return length

@@ -1,3 +1,3 @@
-"""The id that stands where there is no token."""
+"""The placeholder id for "no token"."""
 
 NO_TOKEN = -1

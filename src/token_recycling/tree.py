@@ -1,4 +1,4 @@
-"""Draft trees: the static template of a tree's shape, and the tree of tokens of one step."""
+"""Draft trees: static templates of their shape, and the tree of tokens of one step."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ RANKED = re.compile(r"ranked-([1-9]\d*)")
 class TreeTemplate:
     """The shape of a static draft tree.
 
-    A path names a node by the candidate ranks that lead to it from the root: ``(0, 2)`` is the
-    third candidate of the first candidate of the root. Node 0 is the root and has no path; the
-    others stand in the order of ``paths``, each behind its parent.
+    A path identifies a node by the candidate ranks from the root down to it: ``(0, 2)`` is the
+    third candidate of the root's first candidate. Node 0 is the root and has no path; the other
+    nodes are in the order of ``paths``, each after its parent.
 
     Attributes:
-        name: what it is called.
-        paths: level by level; in a ranked tree the most useful first, so that any first N of them
-            are the best tree of N.
-        acceptance: of a ranked tree, each path's acceptance probability; else empty.
+        name: the tree's name.
+        paths: level by level; in a ranked tree the most useful first, so that the first N of them
+            are the best tree of N paths.
+        acceptance: the acceptance probability of each path of a ranked tree; else empty.
         description: one line.
         provenance: where the paths come from.
     """
@@ -50,12 +50,12 @@ class TreeTemplate:
     def from_paths(
         cls, name: str, paths: Any, acceptance: Any = None, **about: str
     ) -> TreeTemplate:
-        """Check ``paths`` (lists of ranks) and put them in level order, or that of ``acceptance``.
+        """Check ``paths`` (lists of ranks); sort them by level, or by falling ``acceptance``.
 
         Raises:
-            TokenRecyclingError: there is no path, or one is no list of ranks, stands twice, or
-                has no parent; the message names the path. Or ``acceptance`` are not a number for
-                each path that is no higher than its parent's.
+            TokenRecyclingError: there is no path; or one is not a list of ranks, is too long, is
+                a duplicate or has no parent (the message names the path); or ``acceptance`` does
+                not have one number for each path, at most that of its parent.
         """
         if not isinstance(paths, list | tuple) or not paths:
             raise TokenRecyclingError(f"tree {name}: it has no paths; give at least [[0]]")
@@ -103,7 +103,7 @@ class TreeTemplate:
 
     @classmethod
     def chain(cls, length: int) -> TreeTemplate:
-        """Return the tree of one branch: the best candidate, ``length`` times."""
+        """Return the tree of a single branch of ``length`` best candidates."""
         return cls.from_paths(
             f"chain-{length}",
             [(0,) * depth for depth in range(1, min(length, MAX_DEPTH + 1) + 1)],
@@ -114,16 +114,16 @@ class TreeTemplate:
     def load(cls, name: str | Path, k: int = defaults.CANDIDATES) -> TreeTemplate:
         """Return a shipped tree, ``chain-N``, ``ranked-N``, or the tree of a JSON file.
 
-        The file holds a list of paths, or an object with ``paths`` and, if wanted, ``acceptance``,
-        ``name``, ``description`` and ``provenance``.
+        The file contains a list of paths, or an object with ``paths`` and optionally
+        ``acceptance``, ``name``, ``description`` and ``provenance``.
 
         Args:
-            name: of the tree.
-            k: candidates per token. ``ranked-N`` has the N best paths that need no more.
+            name: the tree's name or file.
+            k: candidates per token. ``ranked-N`` has the N best paths whose ranks are below ``k``.
 
         Raises:
-            TokenRecyclingError: no such tree or file, no JSON, no tree, or it needs more
-                candidates.
+            TokenRecyclingError: there is no such tree or file, the file is not JSON or not a valid
+                tree, or the tree needs more candidates.
         """
         if k < 1:
             raise TokenRecyclingError(f"k is {k}; it must be 1 or more")
@@ -152,17 +152,17 @@ class TreeTemplate:
             data = {"paths": data}
         about = {key: str(data.get(key, "")) for key in ("description", "provenance")}
         name = str(data.get("name") or path.stem)
-        acceptance = data.get("acceptance", data.get("shares"))  # its name in older files
+        acceptance = data.get("acceptance", data.get("shares"))  # "shares": older files
         return cls.from_paths(name, data.get("paths"), acceptance, **about)
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, the root included."""
+        """Number of nodes, including the root."""
         return len(self.paths) + 1
 
     @property
     def max_depth(self) -> int:
-        """Edges from the root to the deepest node."""
+        """Number of edges from the root to the deepest node."""
         return max(map(len, self.paths))
 
     @property
@@ -172,7 +172,7 @@ class TreeTemplate:
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
-        """Index of each node's parent; the root is its own."""
+        """Index of each node's parent; the root is its own parent."""
         index = {(): 0} | {path: i for i, path in enumerate(self.paths, start=1)}
         return (0, *(index[path[:-1]] for path in self.paths))
 
@@ -185,7 +185,7 @@ class TreeTemplate:
         return tuple(map(tuple, levels))
 
     def check_k(self, k: int) -> None:
-        """Refuse a matrix that keeps too few candidates.
+        """Check that ``k`` candidates per token are enough.
 
         Raises:
             TokenRecyclingError: a path uses rank ``k`` or higher; the message names it.
@@ -209,10 +209,10 @@ class TreeTemplate:
         )
 
     def first(self, count: int) -> TreeTemplate:
-        """Return the tree of the first ``count`` paths, called ``name-count``.
+        """Return the tree of the first ``count`` paths, named ``name-count``.
 
         Raises:
-            TokenRecyclingError: there are fewer.
+            TokenRecyclingError: the tree has fewer paths.
         """
         if count > len(self.paths):
             raise TokenRecyclingError(
@@ -226,7 +226,7 @@ class TreeTemplate:
         )
 
     def draw(self) -> str:
-        """Draw the tree as text, a node a line, each with its rank."""
+        """Draw the tree as text, one node per line, labelled with its rank."""
         children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for path in self.paths:
             children.setdefault(path[:-1], []).append(path)
@@ -244,7 +244,7 @@ class TreeTemplate:
 
 
 def shipped() -> list[str]:
-    """Names of the trees that come with the package, smallest first."""
+    """Return the names of the shipped trees, smallest first."""
     counts = {
         file.stem: len(json.loads(file.read_text(encoding="utf-8"))["paths"])
         for file in FOLDER.glob("*.json")
@@ -258,14 +258,14 @@ class DraftTree:
 
     Attributes:
         tokens: int64 [B, n].
-        parents: int64 [B, n], a parent stands before its children; the root is its own.
+        parents: int64 [B, n]; a parent precedes its children; the root is its own parent.
         depths: int64 [B, n], 0 for the root.
-        ancestors: bool [B, n, n]; ``[b, i, j]``: j is i or above it.
-        valid: bool [B, n]; a node that is False stands for no token and is never accepted, and
-            neither is anything below it, which must be False too.
-        max_depth: bound of ``depths``.
-        scores: float32 [B, n], how likely each node is right, none above the one before; None
-            where the drafter does not say.
+        ancestors: bool [B, n, n]; ``[b, i, j]`` is True if j is i or an ancestor of i.
+        valid: bool [B, n]; an invalid node is padding and never accepted. All nodes below an
+            invalid node must be invalid too.
+        max_depth: upper bound of ``depths``.
+        scores: float32 [B, n], the probability that each node is right, in descending order; None
+            if the drafter gives none.
     """
 
     tokens: Tensor
@@ -278,41 +278,41 @@ class DraftTree:
 
     @property
     def nodes(self) -> int:
-        """Nodes of a row, the root included."""
+        """Number of nodes per row, including the root."""
         return self.tokens.shape[1]
 
     def only(self, rows: Tensor) -> DraftTree:
-        """Return the same draft with every node of the rows outside ``rows`` (bool [B]) invalid."""
+        """Return the draft with all nodes invalid in rows where ``rows`` (bool [B]) is False."""
         return replace(self, valid=self.valid & rows[:, None])
 
     def up_to(self, counts: Tensor) -> DraftTree:
-        """Return the same draft with only the first ``counts`` (int64 [B]) nodes of a row valid."""
+        """Return the draft with all but the first ``counts`` (int64 [B]) nodes of a row invalid."""
         there = torch.arange(self.nodes, device=self.tokens.device) < counts[:, None]
         return replace(self, valid=self.valid & there)
 
     def path_of(self, on: Tensor) -> Tensor:
-        """Return the nodes of a path by depth, int64 [B, max_depth + 1]; 0 behind the last.
+        """Return the nodes of a path by depth, int64 [B, max_depth + 1], padded with 0.
 
         Args:
-            on: bool [B, n], the nodes of one path of each row.
+            on: bool [B, n], True for the nodes of one path per row.
         """
         batch, n = self.tokens.shape
-        # Every node on the path goes to the column of its depth, all others to one beyond the last.
+        # Nodes on the path go to the column of their depth, all others to an extra last column.
         columns = self.depths.masked_fill(~on, self.max_depth + 1)
         nodes = torch.arange(n, device=on.device).expand(batch, n)
         path = nodes.new_zeros(batch, self.max_depth + 2).scatter_(1, columns, nodes)
         return path[:, :-1]
 
     def best_branch(self, logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Go down from the root, always to the child that is likeliest.
+        """Follow the most likely child from the root down.
 
         Args:
-            logits: [B, n, V], the target's answer to every node; None: of siblings the first,
-                which in a draft that stands best first is the likeliest to the drafter.
+            logits: [B, n, V], the target's logits at every node. None: take the first child, which
+                is the drafter's most likely one if its drafts are sorted best first.
 
         Returns:
-            The nodes gone by, int64 [B, max_depth + 1], the root first; 0 behind the last. And
-            how many, int64 [B]; 1 where nothing hangs below the root.
+            The nodes of the branch, int64 [B, max_depth + 1], the root first, padded with 0; and
+            their number, int64 [B], 1 where the root has no valid child.
         """
         batch, n = self.tokens.shape
         nodes = torch.arange(n, device=self.tokens.device)
@@ -324,7 +324,7 @@ class DraftTree:
         below = self.valid.clone()
         below[:, 0] = False
         worth = worth.masked_fill(~below, -torch.inf)
-        # Of siblings the one of most worth, and of equals the first.
+        # Among siblings choose the highest worth; on a tie, the first.
         siblings = (self.parents[:, :, None] == self.parents[:, None, :]) & below[:, None, :]
         above = worth[:, None, :] > worth[:, :, None]
         before = (worth[:, None, :] == worth[:, :, None]) & (nodes < nodes[:, None])
@@ -334,7 +334,7 @@ class DraftTree:
         return self.path_of(on), on.sum(dim=1)
 
     def first(self, nodes: int | None) -> DraftTree:
-        """Return the draft of the first ``nodes`` nodes, the root included; None: all."""
+        """Return the draft of the first ``nodes`` nodes, including the root; None: all."""
         if nodes is None or nodes >= self.nodes:
             return self
         return DraftTree(
@@ -350,8 +350,8 @@ class DraftTree:
     def compact(self) -> DraftTree:
         """Drop the nodes that are invalid in every row.
 
-        Where every verified node costs time (a CPU), a cold matrix should not pay for a whole
-        tree. The shapes of the result depend on the data, so a captured graph skips this.
+        This saves time on a CPU, where every verified node costs time, above all with a cold
+        matrix. Shapes of the result depend on the data, so graph steps do not use it.
         """
         kept = self.valid.any(dim=0)
         kept[0] = True
@@ -361,7 +361,7 @@ class DraftTree:
         renumbered = kept.cumsum(0) - 1
         return DraftTree(
             self.tokens[:, nodes],
-            # The parent of a node that is invalid in this row may have gone; any node will do.
+            # A node that is invalid in this row may have lost its parent; any index will do then.
             renumbered.clamp(min=0)[self.parents[:, nodes]],
             self.depths[:, nodes],
             self.ancestors[:, nodes][:, :, nodes],
@@ -372,7 +372,7 @@ class DraftTree:
 
 
 def chains(tokens: Tensor) -> DraftTree:
-    """Return drafts without branches: ``tokens`` int64 [B, n], the roots first."""
+    """Return single-branch drafts of ``tokens``, int64 [B, n], the roots first."""
     batch, n = tokens.shape
     depths = torch.arange(n, device=tokens.device)
     ancestors = depths[:, None] >= depths
@@ -387,12 +387,12 @@ def chains(tokens: Tensor) -> DraftTree:
 
 
 def root_only(tokens: Tensor) -> DraftTree:
-    """Return the root-only draft of ``tokens`` (int64 [B]), for a step of plain decoding."""
+    """Return root-only drafts of ``tokens`` (int64 [B]), for a step of plain decoding."""
     return chains(tokens[:, None])
 
 
 class TreeShape:
-    """A template's structure as tensors on one device, shared by all drafts of that shape."""
+    """The structure of a template as tensors on one device, shared by all drafts of that shape."""
 
     def __init__(self, template: TreeTemplate, device: torch.device | str) -> None:
         n = template.nodes
@@ -400,7 +400,7 @@ class TreeShape:
         self.nodes, self.max_depth = n, template.max_depth
         self.parents = torch.tensor(template.parents, device=device)
         ranks = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
-        # For every level: where each node's parent stands in the level above, and its rank there.
+        # Per level: the index of each node's parent within the level above, and the node's rank.
         levels = [(0,), *template.levels]
         place = {node: i for level in levels for i, node in enumerate(level)}
         self.rungs = [
@@ -410,7 +410,7 @@ class TreeShape:
             )
             for level in template.levels
         ]
-        # Where each node stands in the concatenated levels; None: there already.
+        # Index of each node in the concatenated levels; None if that is the identity.
         grown = [node for level in levels for node in level]
         order = torch.tensor(grown, device=device).argsort()
         self.order = None if grown == list(range(n)) else order
@@ -421,7 +421,7 @@ class TreeShape:
         self.ancestors = ancestors.to(device)
 
     def draft(self, tokens: Tensor, valid: Tensor) -> DraftTree:
-        """Return the draft with ``tokens`` int64 [B, n] and ``valid`` bool [B, n]."""
+        """Return a draft of this shape with ``tokens`` int64 [B, n] and ``valid`` bool [B, n]."""
         batch, n = tokens.shape
         return DraftTree(
             tokens,

@@ -15,6 +15,29 @@ from token_recycling import TokenRecycling, TokenRecyclingError, TreeTemplate, _
 from token_recycling.cli import main
 
 
+def test_the_public_names():
+    """Adding a name is a decision, and removing one breaks somebody's import."""
+    assert token_recycling.__all__ == [
+        "BUNDLED_MODEL",
+        "AdjacencyMatrix",
+        "Chunk",
+        "DraftTree",
+        "Drafter",
+        "Generation",
+        "PlainDecodingWarning",
+        "Rows",
+        "Stats",
+        "Step",
+        "TokenRecycling",
+        "TokenRecyclingError",
+        "TreeTemplate",
+        "__version__",
+        "enable",
+    ]
+    for name in token_recycling.__all__:
+        assert getattr(token_recycling, name)
+
+
 @pytest.mark.parametrize("old", sorted(_moved.MOVED))
 def test_every_moved_module_is_importable(old):
     sys.modules.pop(f"token_recycling.{old}", None)

@@ -1,1 +1,1 @@
-"""The benchmark: suites of questions, timed runs over them, and the report."""
+"""Benchmark: question suites, timed runs over them, and the report."""

@@ -1,4 +1,4 @@
-"""Answer files in Spec-Bench's format, which its own scripts read; one per variant."""
+"""Answer files in Spec-Bench's format, one per variant, readable by its scripts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from token_recycling.bench.measures import Record, accept_lengths
 from token_recycling.files import write_text
 
-PLAIN_NUMBER = re.compile("0|[1-9][0-9]{0,17}")  # reads the same when it is written again
-LONGEST = 100  # characters of a file's name, its ending left out
+PLAIN_NUMBER = re.compile("0|[1-9][0-9]{0,17}")  # survives str -> int -> str unchanged
+LONGEST = 100  # characters of a variant's name kept in its file name
 
 
 def file_names(variants: Iterable[str]) -> dict[str, str]:
-    """Return a file's name for every variant; all differ, on any file system."""
+    """Return a file name per variant, unique even on a case-insensitive file system."""
     found: dict[str, str] = {}
     taken: set[str] = set()
     for variant in variants:
@@ -30,9 +30,10 @@ def file_names(variants: Iterable[str]) -> dict[str, str]:
 
 
 def line(record: Record, variant: str) -> dict[str, Any]:
-    """One question's line; every repeated round is a choice, of which Spec-Bench reads the first.
+    """Return the answer line of one question.
 
-    ``wall_time`` is the whole call with the prompt's reading, as in Spec-Bench.
+    Every round is a choice; Spec-Bench reads only the first. ``wall_time`` is the whole call
+    including prefill, as in Spec-Bench.
     """
     row = record["variants"][variant]
     identity = hashlib.sha256(f"{record['name']} {variant}".encode()).hexdigest()[:22]
@@ -65,7 +66,7 @@ def line(record: Record, variant: str) -> dict[str, Any]:
 
 
 def write(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Write ``folder/VARIANT.jsonl`` for every variant; return the files."""
+    """Write ``folder/VARIANT.jsonl`` for every variant and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for variant, name in file_names(records[0]["variants"] if records else ()).items():

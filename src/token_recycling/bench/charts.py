@@ -1,4 +1,4 @@
-"""The charts of the report: inline SVG that stays readable at the width of a phone."""
+"""Charts of the report: inline SVG that stays readable at phone width."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Inches and points. A phone shows 3.4 inches on some 320 pixels, so that 9.5 points are 12 pixels.
+# Inches, and points for FONT. A phone shows 3.4 inches on about 320 pixels: 9.5 pt are 12 pixels.
 WIDTH, LEFT, RIGHT, BOTTOM, FONT = 3.4, 0.12, 0.24, 0.42, 9.5
-HEADING, GAP = 0.2, 0.1  # the line above a group of bars, and the space below it
+HEADING, GAP = 0.2, 0.1  # inches: the label above a group of bars, the space below it
 
-# Okabe and Ito's colours that stand out on white; more decoders than that are hatched and dashed.
+# Colours of Okabe and Ito with good contrast on white; further decoders reuse them with hatching
+# and dashes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 BASELINE, INK = "#6b7280", "#1f2430"
 HATCHES = (None, "/////", ".....", "xxxxx")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "osD^vPX*<>hp"
-# Paul Tol's light colours, kept apart from those of the decoders: dark figures stand on them.
+# Paul Tol's light colours: distinct from the decoders' colours and light enough for dark labels.
 PHASE_COLOURS = ("#77aadd", "#dddddd", "#eedd88", "#ee8866", "#44bb99")
 
 RC = {
@@ -68,25 +69,25 @@ RC = {
 
 
 def number(value: object) -> float:
-    """Return ``value`` as a float, NaN for whatever is not a finite number."""
+    """Return ``value`` as a float, or NaN if it is not a finite number."""
     if isinstance(value, (int, float)) and math.isfinite(value):
         return float(value)
     return math.nan
 
 
 def numbers(values: Sequence[object] | None) -> list[float]:
-    """Likewise for a list, or for none."""
+    """Return ``number`` of each value; an empty list for None."""
     return [number(value) for value in values or ()]
 
 
 def relative(seconds: Sequence[object] | None) -> list[float]:
-    """Return ``seconds`` in units of the first of them."""
+    """Return ``seconds`` relative to the first value."""
     values = numbers(seconds)
     return [value / values[0] if values[0] else math.nan for value in values]
 
 
 def compared(summary: dict[str, Any]) -> list[str]:
-    """Names of the decoders that are compared with another one, their baseline."""
+    """Return the names of the decoders that are not baselines themselves."""
     return [
         name
         for name, decoder in summary["decoders"].items()
@@ -95,7 +96,7 @@ def compared(summary: dict[str, Any]) -> list[str]:
 
 
 def drawable() -> bool:
-    """True where charts can be drawn."""
+    """Return True if matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -104,9 +105,9 @@ def drawable() -> bool:
 
 
 def draw(summary: dict[str, Any]) -> dict[str, Markup]:
-    """Return the charts by name; one for which the summary has no figures is left out.
+    """Return the charts by name, without those for which the summary has no figures.
 
-    Without matplotlib there are none.
+    Without matplotlib the result is empty.
     """
     if not drawable():
         return {}
@@ -121,7 +122,7 @@ def draw(summary: dict[str, Any]) -> dict[str, Markup]:
     }
     drawn = {}
     with matplotlib.rc_context(RC), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # text stays text: no glyph is needed
+        warnings.filterwarnings("ignore", message="Glyph")  # SVG text needs no glyphs
         for name, (label, chart) in charts.items():
             if (figure := chart(summary)) is not None:
                 drawn[name] = _inline(figure, name, label)
@@ -129,20 +130,20 @@ def draw(summary: dict[str, Any]) -> dict[str, Markup]:
 
 
 def _bar(summary: dict[str, Any], decoder: str) -> dict[str, Any]:
-    """How the bars of a decoder look: its colour in all charts, and a hatch."""
+    """Return the style of a decoder's bars: its colour in all charts, and a hatch."""
     colour, turn, _ = _looks(summary, decoder)
     return {"color": colour, "hatch": HATCHES[turn % len(HATCHES)]}
 
 
 def _line(summary: dict[str, Any], decoder: str) -> dict[str, Any]:
-    """How the lines of a decoder look: its colour in all charts, dashes and a marker."""
+    """Return the style of a decoder's lines: its colour in all charts, dashes and a marker."""
     colour, turn, index = _looks(summary, decoder)
     marker, dashes = MARKERS[index % len(MARKERS)], DASHES[turn % len(DASHES)]
     return {"color": colour, "marker": marker, "linestyle": dashes}
 
 
 def _looks(summary: dict[str, Any], decoder: str) -> tuple[str, int, int]:
-    """Return the colour, how often all colours were used before, and the place in the order."""
+    """Return the colour, how often the palette has wrapped around, and the decoder's index."""
     names = compared(summary)
     if decoder not in names:
         return BASELINE, 0, 0
@@ -151,13 +152,13 @@ def _looks(summary: dict[str, Any], decoder: str) -> tuple[str, int, int]:
 
 
 def _short(name: object, length: int = 30) -> str:
-    """Cut a name to the width of a chart; what XML cannot hold is replaced."""
+    """Truncate a name to ``length`` and replace unprintable characters."""
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(name))
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _canvas(plot: float, legend: list[str], left: float, title: str = "") -> tuple[Figure, Axes]:
-    """Make a figure around a plot of that height, with room for the legend and a title above."""
+    """Make a figure with a plot ``plot`` inches high, and room for legend and title above it."""
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(legend) / _columns(legend))
@@ -171,7 +172,7 @@ def _canvas(plot: float, legend: list[str], left: float, title: str = "") -> tup
 
 
 def _columns(legend: list[str]) -> int:
-    """How many columns of these names fit side by side."""
+    """Return the number of legend columns that fit these names."""
     longest = max(map(len, legend), default=0)
     return 3 if longest <= 7 else 2 if longest <= 16 else 1
 
@@ -184,22 +185,25 @@ def _legend(figure: Figure, axes: Axes, names: list[str]) -> None:
 
 
 def _bars(groups: list[str], legend: list[str], size: float) -> tuple[Figure, Axes, list[float]]:
-    """Make a figure of groups of bars, each below its name; return where their bars start.
+    """Make a figure of groups of horizontal bars, each group below its name.
 
-    One unit of the vertical axis is one inch, downwards.
+    One unit of the vertical axis is one inch; it points downwards.
+
+    Returns:
+        Figure, axes, and the y coordinate where the bars of each group start.
     """
     pitch = HEADING + size + GAP
     figure, axes = _canvas(pitch * len(groups), legend, LEFT)
     axes.set_ylim(pitch * len(groups), 0)
     axes.set_yticks([])
     for i, group in enumerate(groups):
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the grid
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # covers the grid
         axes.text(0, pitch * i + HEADING / 2, _short(group, 36), va="center", zorder=4, bbox=box)
     return figure, axes, [pitch * i + HEADING for i in range(len(groups))]
 
 
 def _speedup(summary: dict[str, Any]) -> Figure | None:
-    """Grouped bars with their intervals, and a line at the baseline."""
+    """Draw speedups as grouped bars with their intervals, and a line at the baseline."""
     if not (names := compared(summary)):
         return None
     kinds = summary.get("kinds") or []
@@ -227,7 +231,7 @@ def _speedup(summary: dict[str, Any]) -> Figure | None:
 
 
 def _depth(summary: dict[str, Any]) -> Figure | None:
-    """One line per decoder that drafts."""
+    """Draw accepted tokens by depth, one line per decoder that drafts."""
     from matplotlib.ticker import MaxNLocator
 
     fractions = {
@@ -251,7 +255,7 @@ def _depth(summary: dict[str, Any]) -> Figure | None:
 
 
 def _cost(summary: dict[str, Any]) -> Figure | None:
-    """One line per context: time of a step over the time of the smallest one."""
+    """Draw the time of a step relative to the smallest step, one line per context length."""
     from matplotlib import colormaps
 
     curve = summary.get("curve") or {}
@@ -281,7 +285,7 @@ def _cost(summary: dict[str, Any]) -> Figure | None:
 
 
 def _draft_size(summary: dict[str, Any]) -> Figure | None:
-    """The expected speed by tree size, with the chosen size marked."""
+    """Draw the expected speed by tree size, with the chosen size marked."""
     draft_size = summary.get("draft_size") or {}
     sizes, speeds = numbers(draft_size.get("sizes")), numbers(draft_size.get("expected_speed"))
     if not sizes or not any(not math.isnan(s) for s in speeds):
@@ -303,7 +307,7 @@ def _draft_size(summary: dict[str, Any]) -> Figure | None:
 
 
 def _say(axes: Axes, x: float, text: str, sizes: list[float]) -> None:
-    """Write beside a vertical line, at the bottom, on the side that has more room."""
+    """Label a vertical line at the bottom, on the side with more room."""
     right = x - min(sizes) < max(sizes) - x
     axes.annotate(
         text,
@@ -316,7 +320,7 @@ def _say(axes: Axes, x: float, text: str, sizes: list[float]) -> None:
 
 
 def _phases(summary: dict[str, Any]) -> Figure | None:
-    """A bar of fractions for every decoder whose steps were timed by phase."""
+    """Draw one stacked bar of phase shares per decoder whose steps were timed by phase."""
     fractions = {
         name: [number(phases.get(phase)) for phase in PHASES]
         for name, decoder in summary["decoders"].items()
@@ -335,7 +339,7 @@ def _phases(summary: dict[str, Any]) -> Figure | None:
             centres, widths, size, starts, color=colour, edgecolor="white", linewidth=1, label=phase
         )
         for y, start, width in zip(centres, starts, widths):
-            if width >= 0.12:  # else it would not fit
+            if width >= 0.12:  # the label does not fit otherwise
                 text = f"{width:.0%}"
                 axes.text(start + width / 2, y, text, ha="center", va="center_baseline")
         starts = [start + width for start, width in zip(starts, widths)]
@@ -349,8 +353,8 @@ def _phases(summary: dict[str, Any]) -> Figure | None:
 def _inline(figure: Figure, name: str, label: str) -> Markup:
     """Return ``figure`` as an SVG element for use inside HTML.
 
-    Namespaces, metadata and the document-wide style are dropped; ids carry the chart's name, for
-    all charts share one page.
+    Drops namespaces, metadata and the document-wide style, and prefixes ids with the chart's name
+    because all charts share one page.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -372,7 +376,7 @@ def _inline(figure: Figure, name: str, label: str) -> Markup:
 
 
 def _own(key: str, value: str, name: str) -> str:
-    """Put ``name`` before an id, or before the ids that an attribute refers to."""
+    """Prefix an id, or the ids that an attribute refers to, with ``name``."""
     if key == "id":
         return f"{name}-{value}"
     if key.endswith("href"):

@@ -1,4 +1,7 @@
-"""Does this model, in this precision, give the text of plain decoding? And if not, how narrowly?"""
+"""Check that a model in its precision gives the text of plain decoding.
+
+Differences are compared with the numerical noise of plain decoding itself.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ from token_recycling.recycler import TokenRecycling
 from token_recycling.text import Prompt, encode
 
 Verdict = Literal["lossless", "near-tie", "WRONG"]
-# A token may differ where plain decoding's lead is at most this many times its own noise: one
-# time for each of the two logits in each of the two kernels.
+# A differing token is a near-tie if plain decoding preferred its own token by at most this many
+# times the noise: once for each of the two logits in each of the two kernels.
 NOISES = 4
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a recycled answer leaves the plain one.
+    """The first token where a recycled answer differs from the plain one.
 
     Attributes:
-        position: new tokens before it, which are the same in both.
-        plain_token: what plain decoding chose.
-        token: what was chosen instead.
-        gap: by how much the plain token's logit leads there, in plain decoding.
-        runner_up: true when the other token was plain decoding's second choice.
+        position: number of new tokens before it, identical in both answers.
+        plain_token: chosen by plain decoding.
+        token: chosen instead.
+        gap: logit of the plain token minus that of the other one, in plain decoding.
+        runner_up: True if the other token was the second choice of plain decoding.
     """
 
     position: int
@@ -41,13 +44,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Result:
-    """One prompt.
+    """The comparison for one prompt.
 
     Attributes:
-        new_tokens: of plain decoding.
-        difference: the first one; None when both answers are the same.
-        noise: largest difference between the logits that the model gives for the plain answer
-            token by token and in one forward. Both are plain; only the kernels differ.
+        new_tokens: number of new tokens in plain decoding.
+        difference: the first one; None if both answers are the same.
+        noise: largest difference between the plain answer's logits computed token by token and in
+            one forward pass. Both are plain decoding; only the kernels differ.
     """
 
     new_tokens: int
@@ -56,7 +59,7 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """A difference within the noise of plain decoding is a near tie; any other is wrong."""
+        """Return near-tie for a difference within the noise of plain decoding, WRONG beyond it."""
         if self.difference is None:
             return "lossless"
         return "near-tie" if self.difference.gap <= NOISES * self.noise else "WRONG"
@@ -67,7 +70,7 @@ class Result:
 
 
 def overall(results: Iterable[Result]) -> Verdict:
-    """Return the worst verdict of all."""
+    """Return the worst verdict."""
     verdicts = {result.verdict for result in results}
     worst: tuple[Verdict, ...] = ("WRONG", "near-tie")
     return next((verdict for verdict in worst if verdict in verdicts), "lossless")
@@ -76,12 +79,12 @@ def overall(results: Iterable[Result]) -> Verdict:
 def check(
     recycler: TokenRecycling, prompts: Iterable[Prompt], max_new_tokens: int
 ) -> Iterator[Result]:
-    """Decode every prompt plainly and recycled, greedily, and compare.
+    """Decode every prompt greedily, plainly and recycled, and compare the answers.
 
-    With exact logits both are computed with them.
+    If the recycler has a float32 LM head, both sides use it.
 
     Yields:
-        A ``Result`` per prompt.
+        One ``Result`` per prompt.
 
     Raises:
         TokenRecyclingError: a prompt cannot be used.
@@ -98,7 +101,7 @@ def check(
 def _plainly(
     recycler: TokenRecycling, prompt: list[int], max_new_tokens: int
 ) -> tuple[list[int], Tensor, float]:
-    """Return the plain answer, its logits float32 [t, V] and their noise."""
+    """Return the plain answer of t tokens, its logits float32 [t, V] and their noise."""
     options = {
         "do_sample": False,
         "max_new_tokens": max_new_tokens,
@@ -108,7 +111,7 @@ def _plainly(
     }
     try:
         out = stock_generate(recycler, prompt, options)
-    except ValueError as error:  # what the model's own generation_config asks for
+    except ValueError as error:  # caused by the model's generation_config
         line = one_line(error)
         raise TokenRecyclingError(f"Transformers refuses: {line}") from error
     with recycler.target.lm_head:
@@ -126,7 +129,7 @@ def _first_difference(plain: list[int], found: list[int], logits: Tensor) -> Dif
         if token == other:
             continue
         row = logits[position]
-        second = row[other] == row.topk(2).values[1]  # several tokens may tie for it
+        second = row[other] == row.topk(2).values[1]  # by value: second place may be a tie
         return Difference(position, token, other, float(row[token] - row[other]), bool(second))
     if len(plain) == len(found):
         return None

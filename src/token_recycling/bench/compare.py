@@ -1,4 +1,4 @@
-"""Plain and recycled decoding side by side: the same tokens, and how much sooner?"""
+"""Side-by-side comparison of plain and recycled decoding: tokens and speed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two ways to decode one prompt.
+    """One prompt decoded both plainly and recycled.
 
     Attributes:
         text: the recycled answer.
-        plain_tokens: from ``model.generate``.
-        tokens: from Token Recycling.
-        plain_seconds: per round, the whole call with its prefill.
-        seconds: likewise.
+        plain_tokens: new tokens of ``model.generate``.
+        tokens: new tokens of Token Recycling.
+        plain_seconds: per round, time of the whole ``model.generate`` call including prefill.
+        seconds: the same for Token Recycling.
         stats: of the recycled answer.
     """
 
@@ -42,22 +42,22 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """True when both ways gave the same tokens."""
+        """True if both gave the same tokens."""
         return self.tokens == self.plain_tokens
 
     @property
     def plain_tokens_per_second(self) -> float:
-        """New tokens over the median of the rounds' seconds, of ``model.generate``."""
+        """New tokens of ``model.generate`` over its median time per round."""
         return len(self.plain_tokens) / median(self.plain_seconds)
 
     @property
     def tokens_per_second(self) -> float:
-        """Likewise, of Token Recycling."""
+        """New tokens of Token Recycling over its median time per round."""
         return len(self.tokens) / median(self.seconds)
 
     @property
     def speedup(self) -> float:
-        """Ratio of the two."""
+        """Tokens per second of Token Recycling over those of ``model.generate``."""
         return self.tokens_per_second / self.plain_tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Comparison:
         }
 
     def table(self) -> str:
-        """Return the comparison in a few lines."""
+        """Return the comparison as a few lines of text."""
         return (
             f"model.generate   {self.plain_tokens_per_second:7.1f} tokens/s\n"
             f"Token Recycling  {self.tokens_per_second:7.1f} tokens/s   MAT {self.stats.mat:.2f}\n"
@@ -81,7 +81,7 @@ class Comparison:
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Call, and return the result with the seconds until ``device`` was done."""
+    """Run ``call``; return its result and the seconds until ``device`` finished."""
     begin = perf_counter()
     result = call()
     synchronize(device)
@@ -89,9 +89,10 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
 
 def stock_generate(recycler: TokenRecycling, prompt: list[int], options: dict[str, Any]) -> Any:
-    """Call the ``generate`` of the model's class, whatever the model object's own does.
+    """Call ``generate`` of the model's class, bypassing an override on the model object.
 
-    Ends at the model's context, as the recycler does; plain ``generate`` would go on beyond it.
+    Stops at the model's maximum context, as the recycler does; plain ``generate`` would continue
+    past it.
 
     Raises:
         TokenRecyclingError: the prompt is empty, or leaves no room in the context.
@@ -107,7 +108,7 @@ def stock_generate(recycler: TokenRecycling, prompt: list[int], options: dict[st
 
 
 def plain_generate(recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any]) -> list[int]:
-    """Return what ``model.generate`` makes of the same prompt and options."""
+    """Return the new tokens of ``model.generate`` for the recycler's prompt and options."""
     options = dict(options)
     seed, stop = options.pop("seed", None), options.pop("stop", None)
     ids = encode(recycler.tokenizer, prompt)
@@ -125,10 +126,10 @@ def plain_generate(recycler: TokenRecycling, prompt: Prompt, options: dict[str, 
 def compare(
     recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any], rounds: int = ROUNDS
 ) -> Comparison:
-    """Decode ``prompt`` both ways, ``rounds`` times in turn after one warm-up of each.
+    """Decode ``prompt`` plainly and recycled in turn, ``rounds`` times after one warm-up round.
 
     Every recycled round starts from the matrix as it was before the call; afterwards the matrix
-    holds what one round adds. Without a seed, sampling uses seed 0 on both sides.
+    holds the additions of one round. Without a seed, both sides sample with seed 0.
     """
     options = {**options, "seed": options.get("seed") or 0}
     before = recycler.matrix.clone()

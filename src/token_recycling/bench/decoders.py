@@ -1,4 +1,4 @@
-"""One answer by one variant, with what it took."""
+"""Benchmark decoders: one variant each, with the answers it gives and their timings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Turn:
     """An answer to one turn of a question.
 
     Attributes:
-        token_ids: emitted.
-        text: of these.
-        seconds: of the whole call, the prompt's reading included.
-        first_seconds: until the first token.
-        accept_lengths: tokens emitted by each forward after the prompt's; of ``model.generate``
-            by each forward.
-        nodes: tokens verified by each forward after the prompt's; empty where generate looks its
-            drafts up and does not say how long they are.
+        token_ids: emitted tokens.
+        text: the decoded ``token_ids``.
+        seconds: time of the whole call including prefill.
+        first_seconds: time to the first token.
+        accept_lengths: tokens emitted by each forward pass after prefill; for
+            ``model.generate``, by each forward pass.
+        nodes: tokens verified by each of these forward passes; empty for ``model.generate`` with
+            prompt lookup, which does not report the length of its drafts.
         phases: seconds by phase.
     """
 
@@ -43,17 +43,17 @@ class Turn:
     phases: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON types."""
+        """Return all fields as JSON types."""
         return asdict(self)
 
 
 class Decoder:
-    """A variant with its model, its matrix and its drafter."""
+    """A variant with its recycler, which shares the model with all other variants."""
 
     def __init__(
         self, variant: Variant, first: TokenRecycling, costs: CostCurve | None, max_new_tokens: int
     ) -> None:
-        """Share the model of ``first``.
+        """Create a decoder on the model of ``first``.
 
         Raises:
             TokenRecyclingError: the variant's tree or k cannot be used.
@@ -66,19 +66,19 @@ class Decoder:
 
     @property
     def auto_size(self) -> AutoSize | None:
-        """The policy that chooses the size of drafts, if there is one."""
+        """The draft-size policy, if drafts are sized automatically."""
         size = self.recycler.draft_size
         return size if self.variant.drafter and isinstance(size, AutoSize) else None
 
     @property
     def nodes(self) -> int | None:
-        """Tokens that a step verifies at most, where that is fixed."""
+        """Maximum number of tokens verified per step; None if not fixed or nothing is recycled."""
         if not self.variant.recycles or self.auto_size:
             return None
         return self.recycler.template.nodes
 
     def answer(self, prompt: list[int], seed: int) -> Turn:
-        """Decode ``prompt``; sampling draws by ``seed``.
+        """Decode ``prompt``; ``seed`` is used when sampling.
 
         Raises:
             TokenRecyclingError: the prompt does not fit, or ``model.generate`` fails.
@@ -104,7 +104,7 @@ class Decoder:
             )
         except TokenRecyclingError:
             raise
-        except Exception as error:  # whatever this model and these options make it raise
+        except Exception as error:  # depends on the model and the options
             line = one_line(error, 200)
             raise TokenRecyclingError(
                 f"{self.variant.name} fails with this model: {line}"
@@ -136,13 +136,13 @@ class Decoder:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """What it has learnt from the texts so far; what it knows of times is left out."""
+        """Return what matrix and draft-size policy have learned from text; timings are excluded."""
         if self.variant.drafter is None:
             return {}
         return self.recycler.matrix.state() | self.recycler.draft_size.state()
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a ``state``."""
+        """Restore the result of ``state``."""
         if not state:
             return
         self.recycler.matrix.restore(state)
@@ -165,7 +165,7 @@ def _recycler(variant: Variant, first: TokenRecycling, costs: CostCurve | None) 
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when ``model.generate`` emits its first token, and how many each forward emits."""
+    """Records when ``model.generate`` emits its first token, and how many each forward emits."""
 
     def __init__(self) -> None:
         self.first = 0.0
@@ -173,7 +173,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         self._prompt_came = False
 
     def put(self, value: Tensor) -> None:
-        if not self._prompt_came:  # generate puts the prompt first
+        if not self._prompt_came:  # generate passes the prompt first
             self._prompt_came = True
             return
         self.first = self.first or perf_counter()

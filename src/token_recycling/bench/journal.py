@@ -1,7 +1,7 @@
-"""A run's folder: its plan, a line for every question done, and the state to go on from.
+"""Folder of a benchmark run: its plan, one line per finished question, and the state to resume.
 
-A question is done when its line in ``journal.jsonl`` is whole. The state after it was written
-before, so that whatever a killed run leaves is one that ``open`` can go on from.
+A question is finished when its line in ``journal.jsonl`` is complete. The state after the question
+is written before that line, so a run that was killed at any point can be resumed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.files import write_atomically, write_text
 
-State = Mapping[str, Mapping[str, Tensor]]  # variant -> what it has learnt
+State = Mapping[str, Mapping[str, Tensor]]  # by variant (see ``Decoder.state``)
 
 
 class Journal:
-    """The questions done so far, kept in a folder."""
+    """The finished questions of a run, stored in a folder."""
 
     def __init__(self, folder: Path, plan: dict[str, Any], *, resume: bool) -> None:
-        """Begin a run in ``folder``, or go on with the one that is there.
+        """Start a run in ``folder``, or resume the one stored there.
 
         Raises:
-            TokenRecyclingError: there is a run and ``resume`` is not set, it had another plan,
-                or the folder cannot be used.
+            TokenRecyclingError: the folder holds a run and ``resume`` is not set, that run has a
+                different plan, or the folder cannot be used.
         """
         self.folder = folder
         self._plan, self._lines = folder / "plan.json", folder / "journal.jsonl"
@@ -43,11 +43,11 @@ class Journal:
         self.records = self._read()
         if before is None:
             unknown = any(folder.iterdir())
-        else:  # a plan.json of another program has other entries
+        else:  # a plan.json of another program has different keys
             unknown = not self.records and before.keys() != plan.keys()
         if unknown:
             raise TokenRecyclingError(f"{folder} holds other files; choose a new folder")
-        if not self.records:  # what did not come to its first answer has nothing to lose
+        if not self.records:  # a run without any answer may be overwritten
             write_text(self._plan, json.dumps(plan, indent=1) + "\n")
         elif not resume:
             raise TokenRecyclingError(
@@ -58,7 +58,7 @@ class Journal:
         self._begun_as = self._plan.read_bytes()
 
     def _before(self) -> dict[str, Any] | None:
-        """Read the plan that is there."""
+        """Return the stored plan, or None if there is none."""
         if not self._plan.is_file():
             return None
         try:
@@ -67,7 +67,7 @@ class Journal:
             raise TokenRecyclingError(f"{self._plan} cannot be read: {error}") from error
 
     def _compare(self, before: dict[str, Any], plan: dict[str, Any]) -> None:
-        """Refuse to go on under another plan."""
+        """Raise if the stored plan differs from the new one."""
         differ = [name for name in {**before, **plan} if before.get(name) != plan.get(name)]
         if differ:
             raise TokenRecyclingError(
@@ -76,7 +76,7 @@ class Journal:
             )
 
     def _read(self) -> list[dict[str, Any]]:
-        """Read the whole lines; a last one that was cut off is none."""
+        """Read the complete lines; an incomplete last line is ignored."""
         raw = self._lines.read_bytes() if self._lines.is_file() else b""
         self._size, self._whole = len(raw), raw.rfind(b"\n") + 1
         try:
@@ -88,7 +88,7 @@ class Journal:
         return self.folder / f"state-{done}.safetensors"
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state after the questions done; empty before the first.
+        """Return the state after the last finished question; empty before the first.
 
         Raises:
             TokenRecyclingError: its file is missing or damaged.
@@ -107,10 +107,10 @@ class Journal:
         return found
 
     def add(self, record: dict[str, Any], state: State) -> None:
-        """Keep a question's record and the state after it.
+        """Store a question's record and the state after it.
 
         Raises:
-            TokenRecyclingError: they cannot be written, or another run writes here too.
+            TokenRecyclingError: they cannot be written, or another run writes to this folder.
         """
         self._check_alone()
         tensors = {
@@ -136,12 +136,12 @@ class Journal:
             raise TokenRecyclingError(f"cannot write {self._lines}: {error.strerror}") from error
         self._size = self._whole = self._whole + len(line)
         self.records.append(record)
-        for old in self.folder.glob("state-*"):  # those of a killed run too
+        for old in self.folder.glob("state-*"):  # including leftovers of a killed run
             if old != kept:
                 old.unlink(missing_ok=True)
 
     def _check_alone(self) -> None:
-        """Refuse to mix two runs that write into one folder at the same time."""
+        """Raise if another run has written to the folder since this one started."""
         size = self._lines.stat().st_size if self._lines.is_file() else 0
         if size != self._size or self._plan.read_bytes() != self._begun_as:
             raise TokenRecyclingError(f"another run writes into {self.folder}; this one ends here")

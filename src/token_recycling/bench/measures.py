@@ -1,4 +1,4 @@
-"""From the records of a run to its figures."""
+"""Figures computed from the records of a run."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import numpy as np
 from token_recycling.metrics import PHASES
 
 RESAMPLES = 2000
-SEED = 0  # of the bootstrap
+SEED = 0  # for the bootstrap
 CONFIDENCE = 95.0
-DEEPEST = 16  # accepted tokens per step that are told apart
+DEEPEST = 16  # largest depth reported in accepted_per_depth
 
 Record = dict[str, Any]  # a line of the journal
 FairLock = list[dict[str, Any]]
 
 
 def turns(record: Record, name: str, round_: int) -> FairLock:
-    """The turns of one variant in one round of a question."""
+    """Return the turns of one variant in one round of a question."""
     found: FairLock = record["variants"][name]["rounds"][round_]["turns"]
     return found
 
 
 def rounds(record: Record, name: str) -> int:
-    """How often the question was answered."""
+    """Return how often a variant answered the question."""
     return len(record["variants"][name]["rounds"])
 
 
 def speed(record: Record, name: str, round_: int | None = None) -> float:
-    """Tokens per second of a question; without a round, by the median of the rounds' seconds."""
+    """Return tokens per second in one round, or over the median time of all rounds."""
     which = range(rounds(record, name)) if round_ is None else (round_,)
     seconds: float = median(sum(t["seconds"] for t in turns(record, name, r)) for r in which)
     return sum(len(t["token_ids"]) for t in turns(record, name, which[0])) / seconds
 
 
 def speedup(records: Sequence[Record], name: str, baseline: str, round_: int) -> float:
-    """Ratio of the medians of the questions' tokens per second in one round."""
+    """Return the ratio of the median tokens per second over questions, in one round."""
     own = median(speed(record, name, round_) for record in records)
     return own / median(speed(record, baseline, round_) for record in records)
 
 
 def interval(own: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Bootstrap interval of the ratio of medians; questions are drawn in pairs."""
+    """Return the bootstrap interval of the ratio of medians, resampling questions in pairs."""
     pairs = np.array([own, base])
     drawn = np.random.default_rng(SEED).integers(len(own), size=(RESAMPLES, len(own)))
     top, bottom = np.median(pairs[:, drawn], axis=2)
@@ -57,17 +57,17 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 
 def accept_lengths(turns: FairLock) -> list[int]:
-    """Tokens emitted by every forward of some turns."""
+    """Return the number of tokens emitted by each forward pass of ``turns``."""
     return [length for turn in turns for length in turn["accept_lengths"]]
 
 
 def mean_accepted(lengths: Sequence[int]) -> float:
-    """MAT; 1 where there was no forward after the prompt's."""
+    """Return the MAT; 1 if there was no forward pass after prefill."""
     return fmean(lengths) if lengths else 1.0
 
 
 def spec_bench(records: Sequence[Record], name: str, baseline: str) -> dict[str, float]:
-    """Spec-Bench's own aggregate: means over questions of tokens per second, first round only."""
+    """Return Spec-Bench's aggregate: mean tokens per second over questions, first round only."""
     lengths = accept_lengths([turn for record in records for turn in turns(record, name, 0)])
     own = fmean(speed(record, name, 0) for record in records)
     return {
@@ -78,7 +78,7 @@ def spec_bench(records: Sequence[Record], name: str, baseline: str) -> dict[str,
 
 
 def measure(records: Sequence[Record], name: str, baseline: str) -> dict[str, Any]:
-    """Return the figures of one variant over some questions."""
+    """Return the figures of one variant over ``records``."""
     own = [speed(record, name) for record in records]
     base = [speed(record, baseline) for record in records]
     ratios = [a / b for a, b in zip(own, base)]
@@ -113,12 +113,12 @@ def measure(records: Sequence[Record], name: str, baseline: str) -> dict[str, An
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Range of repeated results in relation to their median; None for a single one."""
+    """Return the range of repeated results relative to their median; None for a single one."""
     return (max(values) - min(values)) / median(values) if len(values) > 1 else None
 
 
 def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Group by kind; by suite and kind where there are several suites."""
+    """Group records by kind, or by suite and kind if there are several suites."""
     records = list(records)
     several = len({record["suite"] for record in records}) > 1
     found: dict[str, list[Record]] = {}

@@ -1,4 +1,4 @@
-"""The most memory that a piece of work has used."""
+"""Peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ RESET_PEAK = "5"  # see proc(5), clear_refs
 
 
 class PeakMemory:
-    """Bytes at most since ``reset``: of the process on a CPU, of the allocator on CUDA."""
+    """Peak memory since ``reset``: of the process on a CPU, of PyTorch's allocator on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        """Watch ``device``."""
+        """Measure on ``device``."""
         self.device = device
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset the peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         try:
             Path("/proc/self/clear_refs").write_text(RESET_PEAK)
-        except OSError:  # no Linux, or not allowed: the peak is that of the whole process
+        except OSError:  # not Linux, or not permitted: the peak covers the whole process lifetime
             return
 
     def read(self) -> int | None:
-        """Bytes, or None where the system does not say."""
+        """Return the peak in bytes, or None if the system does not report it."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         try:

@@ -1,4 +1,4 @@
-"""Prompts of our own for the demonstration; none is in the bundled model's training text."""
+"""Prompts written for the demo; none is in the bundled model's training text."""
 
 DEMO = (
     "Anna reads 15 pages a day. Her book has 180 pages. How many days does she need to finish it?",

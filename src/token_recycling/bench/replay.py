@@ -1,4 +1,4 @@
-"""Drafters on recorded answers: the very same text for all, whatever the model would say."""
+"""Replay of recorded answers: every drafter drafts the same text, whatever the model prefers."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from token_recycling.tree import DraftTree
 
 
 class ForcedAcceptor:
-    """Emits a recorded answer, whatever the logits say (teacher forcing); for one row."""
+    """Acceptor that emits a recorded answer whatever the logits (teacher forcing); one row."""
 
     def __init__(self, answer: Iterable[int], device: torch.device | str) -> None:
-        """Emit ``answer``."""
+        """Emit ``answer``; drafts are on ``device``."""
         self.answer = list(answer)
         self._device = device
 
     def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
-        """Accept what the draft has of the answer."""
+        """Accept the longest path of the draft that matches the answer."""
         done = len(sequences[0].new_tokens)
         ahead = self.answer[done : done + draft.max_depth + 1]
         ahead += [NO_TOKEN] * (draft.max_depth + 1 - len(ahead))
-        # A node on the right path is followed by the answer's token of its depth.
+        # On the matching path, a node at depth d is followed by token d of the remaining answer.
         choices = torch.tensor(ahead, device=self._device)[draft.depths]
         return accept_and_append(draft, choices, sequences)
 
 
 class NoModel:
-    """A target that says nothing, for drafters that learn from the text alone."""
+    """Target without logits, for drafters that learn from the text alone."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Have ``vocab_size`` tokens."""
+        """Create a target with ``vocab_size`` tokens."""
         self.vocab_size, self.device = vocab_size, torch.device("cpu")
         self.max_context: int | None = None
         self.lm_head = StockHead()
@@ -83,16 +83,17 @@ class NoModel:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a drafter made of some recorded answers.
+    """Results of a drafter on recorded answers.
 
     Attributes:
-        answers: how many.
-        tokens: in them, the first of each left out.
-        steps: it took.
-        accepted_per_depth: share of steps that accepted at least 1, 2, … tokens.
-        nodes: mean tokens verified per step.
-        draft_seconds: mean of drafting and observing, per step.
-        expected_speedup: by a cost curve, over steps of one token; None without a measured one.
+        answers: number of answers.
+        tokens: number of tokens in them, without the first token of each.
+        steps: number of steps.
+        accepted_per_depth: fraction of steps that accepted at least 1, 2, … tokens.
+        nodes: mean number of tokens verified per step.
+        draft_seconds: mean time per step spent in ``propose`` and ``observe``.
+        expected_speedup: over steps of one token, by the cost curve; None without a measured
+            curve.
     """
 
     answers: int
@@ -105,18 +106,18 @@ class Figures:
 
     @property
     def mat(self) -> float:
-        """Mean tokens per step."""
+        """Mean number of tokens emitted per step (MAT)."""
         return self.tokens / self.steps
 
 
 def replay(
     target: Target, drafter: AnyDrafter, size: DraftSize, prompt: list[int], answer: list[int]
 ) -> list[Step]:
-    """Let ``drafter`` draft a recorded answer; return the steps after the prefill.
+    """Let ``drafter`` draft a recorded answer; return the steps after prefill.
 
     Raises:
-        TokenRecyclingError: the drafter needs a model and ``target`` is none, the answer is
-            empty, or prompt and answer do not fit into the context.
+        TokenRecyclingError: the drafter needs logits but ``target`` is a ``NoModel``, the answer
+            is empty, or prompt and answer do not fit into the context.
     """
     if not answer:
         raise TokenRecyclingError("the answer is empty")
@@ -135,10 +136,10 @@ def replay(
 
 
 def figures(runs: list[list[Step]], contexts: list[int], curve: CostCurve | None) -> Figures:
-    """Sum up the runs of one drafter; ``contexts`` are the lengths of their prompts.
+    """Summarise the runs of one drafter; ``contexts`` are the lengths of their prompts.
 
     Raises:
-        TokenRecyclingError: there is not one step.
+        TokenRecyclingError: there are no steps.
     """
     steps = [step for run in runs for step in run]
     if not steps:
@@ -168,10 +169,12 @@ def figures(runs: list[list[Step]], contexts: list[int], curve: CostCurve | None
 
 
 def read_answers(path: Path, questions: Iterable[Question]) -> list[Question]:
-    """Give the questions the answers of a file in Spec-Bench's format; drop those without.
+    """Return the questions with their answers from a file in Spec-Bench's format.
+
+    Questions without an answer are dropped.
 
     Raises:
-        TokenRecyclingError: it cannot be read, or has no answer to any of the questions.
+        TokenRecyclingError: the file cannot be read, or answers none of the questions.
     """
     recorded: dict[tuple[str, str], tuple[str, ...]] = {}
     suites: set[str] = set()
@@ -184,7 +187,7 @@ def read_answers(path: Path, questions: Iterable[Question]) -> list[Question]:
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             raise TokenRecyclingError(f"{path}, line {number}: no answer ({error!r})") from error
         suites.add(suite)
-    # Among the answers to one suite, whatever it was called then, the number is enough.
+    # If the file covers a single suite, match by id alone: the suite's name may have changed.
     only = suites.pop() if len(suites) == 1 else None
     keys = [(q.suite if only is None else only, q.id) for q in questions]
     found = [replace(q, answers=recorded[k]) for q, k in zip(questions, keys) if k in recorded]

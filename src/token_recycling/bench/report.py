@@ -1,4 +1,4 @@
-"""The report of a benchmark: one HTML document that needs nothing but itself."""
+"""Benchmark report: one self-contained HTML document."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from token_recycling.files import write_text
 from token_recycling.metrics import PHASES
 
 NOTHING = "–"
-SHOWN = 12  # losing prompts in sight; the others are folded away
+SHOWN = 12  # losing prompts shown; the others are collapsed
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; the first cell of every row is its head.
+    """A table; the first cell of every row is the row's header.
 
     Attributes:
-        label: says to a screen reader what it is.
-        columns: the heads.
-        rows: the cells, as text.
-        words: columns of running text, which is set to the left; the others hold figures.
-        prose: the last column holds whole sentences.
+        label: description for screen readers.
+        columns: the column headers.
+        rows: the cells as text.
+        words: indices of left-aligned text columns; the others hold numbers.
+        prose: True if the last column holds whole sentences.
     """
 
     label: str
@@ -40,11 +40,7 @@ class Table:
 
 
 def render(summary: dict[str, Any]) -> str:
-    """Return the HTML report of a benchmark's ``summary``.
-
-    Raises:
-        TokenRecyclingError: matplotlib is missing.
-    """
+    """Return the HTML report of a benchmark's ``summary``; without matplotlib it has no charts."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -87,7 +83,7 @@ def write(summary: dict[str, Any], path: Path) -> None:
     write_text(path, html)
 
 
-# Figures as text
+# Numbers formatted as text
 
 
 def _figure(value: object, form: str = ".2f") -> str:
@@ -96,13 +92,13 @@ def _figure(value: object, form: str = ".2f") -> str:
 
 
 def _times(value: object) -> str:
-    """A speedup; one below 1 has a mark."""
+    """Format a speedup; values below 1 are marked with ▼."""
     text = _figure(value)
     return text if text == NOTHING else f"{'▼ ' if number(value) < 1 else ''}{text}×"
 
 
 def _fraction(value: object) -> str:
-    """Per cent, rounded down: 100 % means all."""
+    """Format a fraction as per cent, rounded down: 100 % means all."""
     fraction = number(value)
     if math.isnan(fraction):
         return NOTHING
@@ -157,7 +153,7 @@ def _about(summary: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _headline(summary: dict[str, Any]) -> str:
-    """The result of the fastest recycled decoder, be it good or bad."""
+    """Return one paragraph on the fastest recycled decoder, faster than its baseline or not."""
     names = compared(summary)
     recycled = [n for n in names if _about(summary, n).get("drafter") not in NOT_RECYCLED]
     speeds = {name: number(_measures(summary, name).get("speedup")) for name in recycled}
@@ -192,12 +188,12 @@ def _slower(measures: dict[str, Any]) -> str:
 
 
 def _subject(summary: dict[str, Any]) -> str:
-    """Which model, on which machine."""
+    """Return a line with the model and the machine that were measured."""
     model, machine = summary.get("model") or {}, summary.get("machine") or {}
     what = [_text(model.get("name")), f"{_count(model.get('parameters'))} parameters"]
     what += [str(model[key]) for key in ("dtype", "note") if model.get(key)]
     where = [_text(machine.get(key)) for key in ("device_name", "cpu") if machine.get(key)]
-    where = list(dict.fromkeys(where))  # on a CPU both may be the same
+    where = list(dict.fromkeys(where))  # on a CPU both may be equal
     where += [f"{machine[key]} {key}" for key in ("cores", "threads") if machine.get(key)]
     return f"{', '.join(what)}; on {', '.join(where) or 'an unnamed machine'}"
 
@@ -231,7 +227,7 @@ def _overall(summary: dict[str, Any]) -> Table:
 
 
 def _kit(about: dict[str, Any]) -> str:
-    """What a decoder is made of."""
+    """Return drafter, tree, k and temperature of a decoder as text."""
     parts = [str(about["drafter"])] if about.get("drafter") else []
     if about.get("drafter") not in NOT_RECYCLED:
         parts += [f"{key} {about[key]}" for key in ("tree", "k") if about.get(key) is not None]
@@ -325,7 +321,7 @@ def _losing(prompts: list[dict[str, Any]]) -> Table:
 
 
 def _sample(sample: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Join neighbouring pieces of the same origin."""
+    """Join adjacent pieces of the sample text that are both drafted or both not."""
     if not sample:
         return None
     pieces = [(str(text), bool(drafted)) for text, drafted in sample.get("pieces") or ()]
@@ -339,7 +335,7 @@ def _sample(sample: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _conditions(summary: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """What it was measured on and with, as headings and lists of facts."""
+    """Return machine, model, settings and report format as headings with lists of facts."""
     forms = {"memory_bytes": _bytes, "parameters": _count, "vocab_size": _count}
     return [
         (
@@ -354,7 +350,7 @@ def _conditions(summary: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]
 
 
 def _prompts(questions: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Names of the prompts by kind."""
+    """Return the names of the prompts by kind."""
     kinds: dict[str, list[str]] = {}
     for question in questions:
         kinds.setdefault(_text(question.get("kind")), []).append(_text(question.get("name")))

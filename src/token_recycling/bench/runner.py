@@ -1,4 +1,4 @@
-"""The benchmark itself: every question by every variant, in turn."""
+"""Benchmark runner: every variant answers every question, in turn."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ WARM_UP_TOKENS = 16
 
 
 def conversation(recycler: TokenRecycling, turns: Sequence[str], raw: bool) -> list[int]:
-    """Return the prompt's tokens; ``turns`` are the user's and the model's, in turn."""
+    """Return the prompt's tokens; ``turns`` alternate between user and model."""
     return encode(recycler.tokenizer, as_conversation(recycler.tokenizer, turns, raw))
 
 
 def fitting(
     recycler: TokenRecycling, questions: Sequence[Question], max_new_tokens: int, raw: bool
 ) -> tuple[list[Question], list[Question]]:
-    """Split into the questions that fit into the model's context with their answers, and others.
+    """Split questions by whether they fit into the model's context together with their answers.
 
-    What a tokenizer makes nothing of is among the others.
+    A question with a turn that gives no tokens counts as not fitting.
+
+    Returns:
+        Questions that fit, and the others.
     """
     room = recycler.target.max_context
     fits: list[Question] = []
@@ -46,19 +49,19 @@ def fitting(
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """Name the texts of ``questions`` and their kinds."""
+    """Return a hash of the questions: names, kinds, categories and texts."""
     texts = json.dumps([[q.name, q.kind, q.category, *q.turns] for q in questions])
     return hashlib.sha256(texts.encode()).hexdigest()[:16]
 
 
 class Runner:
-    """Decodes question after question; every answer is kept in the journal before the next.
+    """Answers the questions one by one and stores each answer in the journal before the next.
 
-    All variants take turns on every turn of a question, in an order that moves on (see ``order``).
-    Each keeps a matrix of its own. Repeated rounds of a question begin with the matrix as it was
-    before, so that they do the same work; afterwards it holds what one round added. In a question
-    of several turns all go on from the baseline's answers; where these have become so long that
-    the next one may not fit into the context, the question ends.
+    All variants answer each turn of a question, in an order that changes (see ``order``). Each has
+    its own matrix. Repeated rounds of a question start from the same matrix, so that they do the
+    same work; afterwards the matrix holds the additions of one round. In a multi-turn question,
+    every variant continues from its baseline's answers. The question ends early if the next answer
+    might not fit into the context.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Runner:
         seed: int,
         raw: bool,
     ) -> None:
-        """Make the decoders, on the model of ``first``."""
+        """Create the decoders on the model of ``first``."""
         self.first, self.rounds, self.seed, self.raw = first, rounds, seed, raw
         self.max_new_tokens = max_new_tokens
         self.decoders = {v.name: Decoder(v, first, costs, max_new_tokens) for v in variants}
@@ -84,11 +87,11 @@ class Runner:
         journal: Journal,
         on_progress: Callable[[int, int], None],
     ) -> None:
-        """Answer the questions that the journal does not have yet.
+        """Answer the questions that are not in the journal yet.
 
         Raises:
-            TokenRecyclingError: the journal is another run's, a variant cannot decode, or a file
-                cannot be read or written.
+            TokenRecyclingError: the journal holds other questions, a variant cannot decode, or a
+                file cannot be read or written.
         """
         done = len(journal.records)
         if [record.get("name") for record in journal.records] != [q.name for q in questions[:done]]:
@@ -104,7 +107,7 @@ class Runner:
             on_progress(index + 1, len(questions))
 
     def _warm_up(self) -> None:
-        """Let every variant decode once; nothing of it stays."""
+        """Let every variant decode once, then restore its state."""
         room = self.first.target.max_context
         prompt = conversation(self.first, [DEMO[0]], self.raw)[: room and room // 2]
         for decoder in self.decoders.values():
@@ -118,7 +121,7 @@ class Runner:
             decoder.restore(before)
 
     def answer(self, question: Question, index: int) -> dict[str, Any]:
-        """Return what all variants make of a question."""
+        """Answer a question with all variants and return its journal record."""
         for decoder in self.decoders.values():
             if decoder.variant.start == "cold":
                 decoder.recycler.reset()
@@ -151,10 +154,11 @@ class Runner:
         return record
 
     def order(self, index: int, moves: int) -> list[str]:
-        """Return in which order the variants decode a question, moved on ``moves`` times.
+        """Return the order in which the variants decode question ``index``, rotated by ``moves``.
 
-        In a block of as many questions as there are variants each comes first once, and lots say
-        where: the kinds of questions take turns too, and none may always have the same order.
+        In a block of as many questions as there are variants, each variant comes first once. The
+        order within a block is random, because the kinds of questions also alternate and no kind
+        may always get the same order.
         """
         names = list(self.decoders)
         block, place = divmod(index, len(names))
@@ -167,7 +171,7 @@ class Runner:
         return room is None or len(prompt) + self.max_new_tokens <= room
 
     def _round(self, question: Question, index: int, round_: int, found: dict[str, Any]) -> None:
-        said: dict[str, list[str]] = {}  # by baseline, the conversation so far
+        said: dict[str, list[str]] = {}  # the conversation so far, by baseline
         for number, text in enumerate(question.turns):
             seed = self.seed + number
             prompts = {

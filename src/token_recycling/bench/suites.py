@@ -1,4 +1,4 @@
-"""The questions of the benchmark: suites from files, and a choice among their questions."""
+"""Benchmark questions: loading suites from files and selecting questions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 from token_recycling.errors import TokenRecyclingError
 
 BUILTIN = Path(__file__).parent / "suites" / "builtin.jsonl"
-PUBLIC = ("spec-bench", "mbpp", "gsm8k")  # known by name, but not in the package
-# The categories of MT-bench in Spec-Bench, which reports them as one.
+PUBLIC = ("spec-bench", "mbpp", "gsm8k")  # known by name, but not included in the package
+# MT-bench categories in Spec-Bench, which reports them as a single one.
 MT_BENCH = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
-# The keys that a line may have its turns under, and what stands there.
+# Accepted keys for a line's turns, and the type of their value.
 TURNS = {"turns": list, "prompt": str, "question": str}
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a user says to a model, turn by turn."""
+    """The user's turns of a conversation."""
 
     suite: str
-    id: str  # unique in the suite
-    kind: str  # what a report groups by
-    category: str  # as it stands in the file
+    id: str  # unique within the suite
+    kind: str  # the report groups by it
+    category: str  # as given in the file
     turns: tuple[str, ...]
-    answers: tuple[str, ...] = ()  # recorded ones, to the first turns
+    answers: tuple[str, ...] = ()  # recorded answers to the first turns
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class Question:
 
 
 def load_all(suites: Iterable[str], per_kind: int | None = None) -> list[Question]:
-    """Return the chosen questions of several suites (see ``load`` and ``choose``).
+    """Return the selected questions of several suites (see ``load`` and ``choose``).
 
     Raises:
         TokenRecyclingError: a suite cannot be loaded, or two of them have the same name.
@@ -56,17 +56,17 @@ def load_all(suites: Iterable[str], per_kind: int | None = None) -> list[Questio
 
 
 def load(suite: str) -> list[Question]:
-    """Return the questions of a suite in the order of its file; there is at least one.
+    """Return the questions of a suite in file order, at least one.
 
     Args:
         suite: ``builtin``, ``NAME=PATH`` for a public suite (spec-bench, mbpp, gsm8k), or the path
-            of a JSONL file, whose stem is then the suite's name. A line holds ``turns`` (a list),
-            ``prompt`` or ``question``, and perhaps ``question_id`` or ``id`` (default: the number
-            of the line), ``category`` or ``kind`` (default: the suite's name) and ``answer`` (a
-            text, or a list with one for each turn).
+            of a JSONL file, whose stem becomes the suite's name. Each line holds ``turns`` (a
+            list), ``prompt`` or ``question``, and optionally ``question_id`` or ``id`` (default:
+            the line number), ``category`` or ``kind`` (default: the suite's name) and ``answer``
+            (a text, or a list with one text per turn).
 
     Raises:
-        TokenRecyclingError: there is no such suite, its file cannot be read, or a line is wrong.
+        TokenRecyclingError: there is no such suite, its file cannot be read, or a line is invalid.
     """
     if suite == "builtin":
         return _read(suite, BUILTIN)
@@ -77,14 +77,14 @@ def load(suite: str) -> list[Question]:
         raise TokenRecyclingError(
             f"{name} is not in the package; write {name}=PATH with the path of its JSONL file"
         )
-    return _read(name, Path(expanduser(path)))  # a shell expands no ~ behind a =
+    return _read(name, Path(expanduser(path)))  # the shell does not expand ~ after =
 
 
 def choose(questions: Iterable[Question], per_kind: int | None = None) -> list[Question]:
-    """Return at most ``per_kind`` questions of every kind in a suite, each kind in turn.
+    """Return at most ``per_kind`` questions of every kind in a suite, alternating between kinds.
 
     They are spread evenly over the questions of their kind, beginning with the first; None takes
-    all. Since the kinds take turns, a run that is cut short has seen all of them.
+    all. Because the kinds alternate, a run that is cut short covers all of them.
 
     Raises:
         TokenRecyclingError: ``per_kind`` is below 1.
@@ -104,7 +104,7 @@ def _spread(group: Sequence[Question], number: int | None) -> list[Question]:
 
 
 def _read(suite: str, path: Path) -> list[Question]:
-    """Read a file line by line and say of a mistake where it is."""
+    """Read the questions of a file; errors name the line."""
     try:
         lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
@@ -153,7 +153,7 @@ def _question(suite: str, number: int, line: bytes) -> Question:
 
 
 def _texts(row: dict[str, Any], key: str, form: Any) -> tuple[str, ...]:
-    """Return one text or a list of texts as a tuple; none may be blank."""
+    """Return a text or a list of texts as a tuple; raise if it is empty or one is blank."""
     value = row[key]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(value, form) or not all(isinstance(text, str) for text in texts):
@@ -167,7 +167,7 @@ def _texts(row: dict[str, Any], key: str, form: Any) -> tuple[str, ...]:
 
 
 def _label(row: dict[str, Any], *keys: str, default: str) -> str:
-    """Return the first of the keys that is there, as text that fits on a line."""
+    """Return the value of the first key present, as one line of text."""
     for key in keys:
         if key in row:
             value = row[key]

@@ -1,4 +1,4 @@
-"""The summary of a run: figures, machine, model and settings, as JSON types."""
+"""Summary of a run: figures, machine, model and settings as JSON types."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from token_recycling.recycler import TokenRecycling
 from token_recycling.text import TextStream
 
 FORMAT = "token-recycling-bench-1"
-LOSING = 30  # prompts listed at most
-PROMPT = 120  # characters of a prompt that are shown
+LOSING = 30  # maximum number of prompts listed
+PROMPT = 120  # characters shown of a prompt
 
 
 def describe_model(recycler: TokenRecycling, name: str) -> dict[str, Any]:
-    """What model it is."""
+    """Return name, size, dtype and shape of the model."""
     config = text_config(recycler.model.config)
     widened = getattr(recycler.model.config, "widened", None)
     note = None
@@ -40,7 +40,7 @@ def describe_model(recycler: TokenRecycling, name: str) -> dict[str, Any]:
 
 
 def losing(records: Sequence[Record], baselines: dict[str, str]) -> list[dict[str, Any]]:
-    """The questions that a variant answered more slowly than its baseline, the worst first."""
+    """Return the questions that a variant answered more slowly than its baseline, worst first."""
     found = []
     for record in records:
         for name, baseline in baselines.items():
@@ -63,12 +63,12 @@ def losing(records: Sequence[Record], baselines: dict[str, str]) -> list[dict[st
 
 
 def sample(records: Sequence[Record], name: str, tokenizer: Any) -> dict[str, Any] | None:
-    """A question of middling speed with its answer in pieces, drafted and not."""
+    """Return the question of median speed with its answer in pieces, each marked drafted or not."""
     if not records or tokenizer is None:
         return None
     record = sorted(records, key=lambda r: measures.speed(r, name))[len(records) // 2]
     turn = measures.turns(record, name, 0)[0]
-    drafted = [False]  # the token that the prompt's reading yields
+    drafted = [False]  # the first token comes from prefill
     for length in turn["accept_lengths"]:
         drafted += [True] * (length - 1) + [False]
     reader = TextStream(tokenizer)
@@ -81,7 +81,7 @@ def sample(records: Sequence[Record], name: str, tokenizer: Any) -> dict[str, An
 
 
 def sizes(decoders: dict[str, Decoder], curve: CostCurve | None) -> dict[str, Any] | None:
-    """What the automatic tree expected of every size at the end of the run."""
+    """Return MAT and speed that ``AutoSize`` expects of every size at the end of the run."""
     for name, decoder in decoders.items():
         size = decoder.auto_size
         if size is not None and curve is not None:
@@ -103,13 +103,13 @@ def summarise(
     curve: CostCurve | None,
     about: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary.
+    """Return the summary of a run.
 
     Args:
         records: of all questions.
         decoders: by name, the baseline first.
-        curve: what steps cost.
-        about: date, machine, model, settings, questions, left out: as they are.
+        curve: step costs.
+        about: date, machine, model, settings, questions and omitted questions; copied unchanged.
     """
     kinds = measures.by_kind(records)
     table: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A summary as tables: on the terminal and in Markdown, from the same rows."""
+"""Tables of a summary, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
-# column title -> cell of a decoder's entry in the summary
+# column title -> function from a decoder's summary entry to its cell
 OVERALL: dict[str, Callable[[dict[str, Any]], str]] = {
     "tokens/s": lambda d: f"{d['overall']['tokens_per_second']:.1f}",
     "speedup": lambda d: f"{d['overall']['speedup']:.2f}x",
@@ -35,7 +35,7 @@ OVERALL: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def overall(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
-    """Titles and rows: a decoder a row, all questions together."""
+    """Return titles and rows: one row per decoder, over all questions."""
     rows = [
         [name, *(cell(entry) for cell in OVERALL.values())]
         for name, entry in summary["decoders"].items()
@@ -44,7 +44,7 @@ def overall(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
 
 
 def by_kind(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
-    """Titles and rows: a kind a row, the speedup of every decoder but the first baseline."""
+    """Return titles and rows: per kind the speedup of every decoder but the first baseline."""
     names = [name for name in summary["decoders"] if name != summary["baseline"]]
     rows = []
     for kind in summary["kinds"]:
@@ -55,7 +55,7 @@ def by_kind(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
 
 
 def spec_bench(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
-    """Titles and rows: Spec-Bench's own aggregate."""
+    """Return titles and rows of Spec-Bench's aggregate."""
     rows = []
     for name, entry in summary["decoders"].items():
         found = entry["overall"]["spec_bench"]
@@ -73,7 +73,7 @@ def markdown(table: tuple[Row, list[Row]]) -> str:
 
 
 def document(summary: dict[str, Any]) -> str:
-    """Return all tables as one Markdown text, with the command that made them."""
+    """Return all tables as one Markdown text, headed by the command that produced them."""
     machine, model = summary["machine"], summary["model"]
     note = f", {model['note']}" if model["note"] else ""
     head = (

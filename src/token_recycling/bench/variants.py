@@ -1,4 +1,4 @@
-"""The ways to decode that a benchmark compares, by name."""
+"""Variants: the decoding methods that a benchmark compares, by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from token_recycling.tree import TreeTemplate
 GENERATE, LOOKUP, AUTO = "generate", "generate-pld", "auto"
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, as Spec-Bench sets it
 DEFAULT = (GENERATE, LOOKUP, "prompt-lookup", "paper", AUTO)
-# Drafters that keep no matrix; a decoder of another library has none.
+# Drafters without a matrix; None stands for ``model.generate``.
 NOT_RECYCLED = (None, "none", "prompt-lookup")
-FIXED_TREE = "paper"  # of a drafter named without a tree
+FIXED_TREE = "paper"  # for a drafter named without a tree
 MODES = {"": None, "graph": True, "no-graph": False}
 SWEEPS = ("k", "tree", "temperature", "start")
 STARTS = ("hot", "cold")
@@ -26,18 +26,18 @@ TEMPERATURES = "a temperature is 0, or lies between 0.00001 and 100"
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to decode.
+    """A decoding method with its settings.
 
     Attributes:
-        name: unique in a run.
-        drafter: of ours; None: ``model.generate``.
-        lookup: ``model.generate`` with prompt lookup.
-        tree: "auto", a name or a file.
+        name: unique within a run.
+        drafter: name of the drafter; None for ``model.generate``.
+        lookup: True for ``model.generate`` with prompt lookup.
+        tree: "auto", the name of a tree, or a file.
         k: candidates per token.
         temperature: 0 is greedy.
         graph: see ``Options``.
-        start: "hot": the matrix is kept from question to question; "cold": emptied before each.
-        baseline: the name of what it is compared with.
+        start: "hot" keeps the matrix between questions, "cold" empties it before each.
+        baseline: name of the variant that it is compared with.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Variant:
 
     @property
     def recycles(self) -> bool:
-        """True when it keeps a matrix."""
+        """True if it keeps a matrix."""
         return self.drafter not in NOT_RECYCLED
 
     def template(self) -> TreeTemplate:
-        """Load its tree, without the nodes that need more candidates than there are.
+        """Load the tree, without nodes whose rank is beyond ``k`` candidates.
 
         Raises:
-            TokenRecyclingError: there is no such tree, or nothing of it is left.
+            TokenRecyclingError: there is no such tree, or no node is left.
         """
         tree = TreeTemplate.load(self.tree, max(self.k, defaults.CANDIDATES)).limited(self.k)
         if not tree.paths:
@@ -70,8 +70,8 @@ class Variant:
 def parse(spec: str) -> Variant:
     """Read ``generate``, ``generate-pld``, ``auto``, ``DRAFTER`` or ``DRAFTER@TREE``.
 
-    A drafter without a tree drafts as published: ``paper`` with its 80 nodes. Behind one of ours
-    may stand ``+graph`` or ``+no-graph``.
+    A drafter without a tree uses the published one: ``paper`` with its 80 nodes. All except the
+    first two may be followed by ``+graph`` or ``+no-graph``.
 
     Raises:
         TokenRecyclingError: there is no such decoder.
@@ -90,7 +90,7 @@ def parse(spec: str) -> Variant:
 
 
 def is_temperature(value: float) -> bool:
-    """True for what can be sampled at, and for 0; see ``TEMPERATURES``."""
+    """Return True for 0 and for temperatures in the supported range (see ``TEMPERATURES``)."""
     return value == 0 or 1e-5 <= value <= 100
 
 
@@ -98,7 +98,7 @@ def read_sweep(text: str) -> tuple[str, list[Any]]:
     """Read ``k=2,4``, ``tree=paper,auto``, ``temperature=0,0.7`` or ``start=cold,hot``.
 
     Raises:
-        TokenRecyclingError: it is something else.
+        TokenRecyclingError: ``text`` is none of these.
     """
     name, _, listed = text.partition("=")
     values = [value.strip() for value in listed.split(",") if value.strip()]
@@ -129,8 +129,8 @@ def expand(
 ) -> list[Variant]:
     """Return the variants of ``specs`` with every combination of the swept values.
 
-    k and start concern what keeps a matrix, tree what is drafted in trees, temperature all. The
-    baseline, ``model.generate`` at each temperature, is always among them and comes first.
+    Sweeps over k, start and tree apply to variants that keep a matrix, temperature to all. The
+    baseline, ``model.generate`` at each temperature, is always included and comes first.
 
     Raises:
         TokenRecyclingError: a decoder or tree is unknown, or two variants have the same name.
@@ -152,7 +152,7 @@ def _concerns(sweep: str, variant: Variant) -> bool:
 
 
 def _set(variant: Variant, values: dict[str, Any]) -> Variant:
-    """Return the variant with swept values, named after them."""
+    """Return the variant with the swept values set and added to its name."""
     name = variant.name
     if "tree" in values:
         name = AUTO if values["tree"] == AUTO else f"{variant.drafter}@{values['tree']}"

@@ -1,10 +1,10 @@
-"""A small Llama in the shape of a larger one: the same function at the larger one's cost.
+"""Widening: a small Llama padded to the shape of a larger one, with the same outputs.
 
-Speed depends on a model's shape, and what recycling gains depends on its text. A widened
-checkpoint has the shape of a real model and the text of the small one, so both can be measured
-together without the real model's weights. Everything that is added is zero, and what zeros alone
-would change (the mean of a norm, the scale of attention, the logits of tokens that the small
-model does not have) is compensated exactly, up to rounding.
+The cost of a step depends on a model's shape; the gain from recycling depends on its text. A
+widened checkpoint has the shape of a large model and generates the text of the small one, so both
+can be measured together without the large model's weights. All added weights are zero. Where zeros
+alone would change the result (the mean in a norm, the scale of attention, the logits of tokens that
+the small model does not have), other weights compensate for it, up to rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from token_recycling.checkpoint import BUNDLED_MODEL
 from token_recycling.errors import TokenRecyclingError, one_line
 
-# Sizes only, under the names of a Hugging Face config. Qwen's attention biases are left out.
+# Sizes only, with the keys of a Hugging Face config. Qwen's attention biases are omitted.
 SHAPES: dict[str, dict[str, int]] = {
     "smollm2-135m": dict(
         hidden_size=576,
@@ -80,7 +80,7 @@ SHAPES: dict[str, dict[str, int]] = {
     ),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What makes a checkpoint whole besides its weights and config.json.
+# Files of a checkpoint that are copied, besides the weights and config.json.
 COPIED = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -90,16 +90,16 @@ COPIED = (
     "chat_template*",
     "generation_config.json",
 )
-# Frequencies that depend on nothing but their place among the head's dimensions.
+# RoPE types whose frequencies depend only on the position among the head's dimensions.
 SPREADABLE_ROPE = ("default", "linear", "llama3")
-# The logit of a token that the small model does not have is this / the last state's rms: below
-# -50 up to an rms of 327 (the bundled model's is under 100), and a number that float16 has.
+# A token that the small model does not have gets the logit SILENT / rms of the last hidden state:
+# below -50 up to an rms of 327 (the bundled model's is under 100). Representable in float16.
 SILENT = -(2.0**14)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a Llama's cost depends on, under the names of a Hugging Face config."""
+    """The sizes that determine a Llama's cost, named as in a Hugging Face config."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -115,7 +115,7 @@ class Shape:
         """Read a shape from the values of a Hugging Face config.
 
         Raises:
-            TokenRecyclingError: a size is missing or none.
+            TokenRecyclingError: a size is missing or not a positive integer.
         """
         given = {name: value for name, value in values.items() if value is not None}
         heads = given.get("num_attention_heads")
@@ -131,7 +131,7 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads per key-value head."""
+        """Number of query heads per key-value head."""
         return self.num_attention_heads // self.num_key_value_heads
 
 
@@ -140,9 +140,9 @@ class Widened:
     """What ``widen`` wrote.
 
     Attributes:
-        parameters: how many the checkpoint has.
-        bytes: what they take.
-        differs: where its shape is not the one asked for, in words; mostly empty.
+        parameters: number of parameters.
+        bytes: size of the parameters.
+        differs: descriptions of deviations from the requested shape; usually empty.
     """
 
     parameters: int
@@ -151,15 +151,15 @@ class Widened:
 
 
 def widen(small: str | Path, to: str | Path, out: str | Path, *, dtype: str = "float32") -> Widened:
-    """Write ``small`` in the shape ``to`` as the checkpoint folder ``out``.
+    """Write ``small``, padded to the shape ``to``, as the checkpoint folder ``out``.
 
-    The function stays: the same logits up to rounding, and tokens that the small model does not
-    have are never likely. ``config.json`` says under ``widened`` what was done.
+    The logits stay the same up to rounding, and tokens that the small model does not have get very
+    low logits. ``widened`` in ``config.json`` records source, shape and deviations.
 
     Args:
-        small: folder of a plain Llama (no biases), or "bundled".
+        small: folder of a plain Llama (no biases, not quantised), or "bundled".
         to: a name in ``SHAPES`` or the path of a ``config.json``.
-        out: a folder that is new or empty.
+        out: a new or empty folder.
         dtype: float32, bfloat16 or float16.
 
     Raises:
@@ -230,14 +230,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_llama(folder: Path) -> Any:
-    """Return the configuration of a Llama without biases and not quantised."""
+    """Return the configuration of a plain Llama; raise if it has biases or is quantised."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise TokenRecyclingError(f"{folder} is no checkpoint folder: it has no config.json")
     try:
         config = AutoConfig.from_pretrained(str(folder))
-    except Exception as error:  # whatever a broken configuration makes the library raise
+    except Exception as error:  # a broken configuration may raise anything
         line = one_line(error, 300)
         raise TokenRecyclingError(f"cannot read {folder}: {line}") from error
     plain = config.model_type == "llama" and "LlamaForCausalLM" in (config.architectures or [])
@@ -254,19 +254,19 @@ def _load(folder: Path) -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    except Exception as error:  # whatever broken weights make the libraries raise
+    except Exception as error:  # broken weights may raise anything
         line = one_line(error, 300)
         raise TokenRecyclingError(f"cannot load the model {folder}: {line}") from error
 
 
 def _fit(config: Any, small: Shape, asked: Shape) -> Shape:
-    """Return the shape nearest to the one asked for that can hold the small model.
+    """Return the shape closest to ``asked`` that can hold the small model.
 
     Raises:
         TokenRecyclingError: there is none.
     """
     for name, least in asdict(small).items():
-        # Too few key-value heads are made up for below; tying is no size.
+        # ``_fit_heads`` handles too few key-value heads; tie_word_embeddings is not a size.
         if name in ("num_key_value_heads", "tie_word_embeddings"):
             continue
         if getattr(asked, name) < least:
@@ -298,15 +298,16 @@ def _fit(config: Any, small: Shape, asked: Shape) -> Shape:
         asked,
         num_attention_heads=heads,
         num_key_value_heads=kv,
-        # An output matrix of its own costs the same to read as a tied one.
+        # A separate output matrix costs as much to read as a tied one.
         tie_word_embeddings=asked.tie_word_embeddings and small.tie_word_embeddings,
     )
 
 
 def _fit_heads(small: Shape, asked: Shape) -> tuple[int, int]:
-    """Return the fewest query and key-value heads, none fewer than asked for, that hold the small.
+    """Return the smallest numbers of query and key-value heads that hold the small model's heads.
 
-    Transformers wants the query heads to divide the width.
+    Neither is smaller than asked for. Transformers requires that the number of query heads divides
+    the hidden size.
     """
     choices = [
         (heads, kv)
@@ -321,19 +322,19 @@ def _fit_heads(small: Shape, asked: Shape) -> tuple[int, int]:
 
 
 def _copies(small_group: int, large_group: int) -> int:
-    """Return how many key-value heads it takes to serve one group of the small model."""
+    """Return the number of key-value heads needed for one group of the small model."""
     return -(-small_group // large_group)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the numbers of one weight go.
+    """Position of one small weight within the large weight.
 
     Attributes:
         shape: of the large weight.
-        index: of every dimension, which places are filled.
-        scale: what the numbers are multiplied by.
-        rows: which rows of the small weight are taken; None takes all.
+        index: per dimension, the indices that are filled.
+        scale: factor applied to the small weight.
+        rows: rows taken from the small weight; None takes all.
     """
 
     shape: tuple[int, ...]
@@ -352,21 +353,23 @@ class _Place:
 
 
 class _Plan:
-    """Where everything goes, and the numbers that are not the small model's.
+    """Positions of all weights in the large model, and the compensating values.
 
-    The mean square of H0 numbers among H1 - H0 zeros is H0 / H1 of what it was, so the norms'
-    weights are multiplied by sqrt(H0 / H1), and eps by H0 / H1.
+    H0 and H1 are the hidden sizes of the small and the large model. Padding H0 values with H1 - H0
+    zeros scales their mean square by H0 / H1, so the weights of the norms are multiplied by
+    sqrt(H0 / H1), and eps by H0 / H1.
 
-    Two spare dimensions of the residual hold a constant a for every real token and take 2 a² / H1
-    out of eps. The final norm weighs them 1 / a and -1 / a. Tokens of the small model have the
-    same number for both in the output matrix (a if tied, else 0), which cancels in their logits;
-    other tokens have ``SILENT`` for the first alone, hence the logit ``SILENT`` / rms.
+    If the vocabulary grows, two spare dimensions of the residual hold a constant a for every token
+    of the small model. This adds 2 a² / H1 to the mean square, which is subtracted from eps. The
+    final norm has the weights 1 / a and -1 / a there. In the output matrix, tokens of the small
+    model have the same value in both dimensions (a if tied, else 0), which cancels in their
+    logits; other tokens have ``SILENT`` in the first one only, hence the logit ``SILENT`` / rms.
     """
 
     def __init__(self, small: Shape, large: Shape, eps: float, dtype: torch.dtype) -> None:
         self.small, self.large, self.dtype = small, large, dtype
         h0, h1 = small.hidden_size, large.hidden_size
-        # A power of two is exact in every dtype; 2 a² <= eps H0 leaves eps at 0 or more.
+        # A power of two is exact in every dtype; 2 a² <= eps H0 keeps eps non-negative.
         grows = large.vocab_size > small.vocab_size
         self.constant = 2.0 ** math.floor(math.log2(eps * h0 / 2) / 2) if grows else 0.0
         self.eps = (eps * h0 - 2 * self.constant**2) / h1
@@ -377,7 +380,7 @@ class _Plan:
 
         queries, keys, rows = self._heads()
         inner = torch.arange(small.intermediate_size)
-        # Attention divides by the root of head_dim.
+        # Compensates for attention's division by sqrt(head_dim).
         sharper = math.sqrt(large.head_dim / small.head_dim)
         q = large.num_attention_heads * large.head_dim
         kv = large.num_key_value_heads * large.head_dim
@@ -395,9 +398,9 @@ class _Plan:
         }
 
     def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the places of queries and of keys, and the small model's rows of the latter.
+        """Return the rows of queries and of keys, and the small model's rows for the keys.
 
-        A group larger than the large model's is split among several, each with a copy of its
+        A group larger than the large model's groups is split into several, each with a copy of the
         key-value head.
         """
         small, large = self.small, self.large
@@ -406,7 +409,8 @@ class _Plan:
         kv, rank = head // small.group, head % small.group
         queries = (kv * copies + rank // large.group) * large.group + rank % large.group
         keys = torch.arange(small.num_key_value_heads * copies)
-        # Rotation turns dimensions i and i + head_dim / 2 by theta ** (-2 i / head_dim).
+        # RoPE rotates dimensions i and i + head_dim / 2 with the frequency
+        # theta ** (-2 i / head_dim).
         step = large.head_dim // small.head_dim
         pairs = torch.arange(small.head_dim // 2) * step
         dims = torch.cat((pairs, large.head_dim // 2 + pairs))
@@ -417,7 +421,7 @@ class _Plan:
         )
 
     def shards(self, model: Any) -> Iterator[dict[str, Tensor]]:
-        """Yield all weights by name: first those outside the layers, then layer by layer."""
+        """Yield all weights by name: those outside the layers first, then layer by layer."""
         yield self._outside(model)
         for number in range(self.large.num_hidden_layers):
             inside = number < self.small.num_hidden_layers
@@ -449,12 +453,12 @@ class _Plan:
 
 
 def _flat(heads: Tensor, head_dim: int, dims: Tensor) -> Tensor:
-    """Return the rows [heads * dims] that dimensions of heads have in a projection."""
+    """Return the row indices [heads * dims] of the given dimensions of the given heads."""
     return (heads[:, None] * head_dim + dims).flatten()
 
 
 def _write_weights(folder: Path, plan: _Plan, model: Any) -> tuple[int, int]:
-    """Write a file per layer, so that one layer at a time is in memory; return sizes."""
+    """Write one file per layer to save memory; return the numbers of parameters and bytes."""
     count = plan.large.num_hidden_layers + 1
     files: dict[str, str] = {}
     parameters = size = 0

@@ -1,4 +1,4 @@
-"""The command line: one file per verb; PyTorch is imported only when a verb needs a model."""
+"""Command line: one file per verb; PyTorch is imported only when a verb needs a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 
 from token_recycling.errors import BAD_INPUT
 
-# What the extra "cli" brings. The library does without them.
+# Packages of the extra "cli"; the library does not need them.
 NEEDED = ("typer", "rich", "jinja2")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; bad input gives one line on stderr and exit code 2."""
+    """Run the command line; bad input prints one line on stderr and exits with code 2."""
     try:
         from token_recycling.cli.app import run
     except ModuleNotFoundError as error:

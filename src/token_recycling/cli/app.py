@@ -1,4 +1,4 @@
-"""The verbs, and what happens around them: streams, bad input, mistyped verbs."""
+"""Command-line app: the verbs, standard streams, error messages and mistyped verbs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from token_recycling import __version__
 from token_recycling.cli import (
     bench,
     chat,
@@ -28,6 +27,7 @@ from token_recycling.cli import (
 )
 from token_recycling.cli.stdin import piped
 from token_recycling.errors import BAD_INPUT, TokenRecyclingError, printable
+from token_recycling.version import __version__
 
 app = typer.Typer(
     name="token-recycling",
@@ -48,16 +48,16 @@ app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")
 VERBS = {str(one.name) for one in app.registered_commands}
 VERBS |= {str(one.name) for one in app.registered_groups}
-# What other programs of this kind understand; nobody means them as a prompt.
+# Verbs of similar programs; unlikely to be meant as a prompt.
 FOREIGN = re.compile(
     "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|serve|server|start|"
     "stop|test|train|version"
 )
 PATH = re.compile(r"\S*[/\\_]\S*|\S+\.[a-z]\w{1,11}")
-NEAR = 0.75  # of difflib's ratio
-BROKEN_PIPE = 141  # as the shell has it for a program that the signal ends
+NEAR = 0.75  # difflib similarity ratio
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as in a shell
 
-# Typer has carried its own copy of click since 0.20; the class is found by way of a public one.
+# Typer bundles its own copy of click since 0.20; find the class through a public subclass.
 UsageProblem: type[Exception] = next(
     c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
 )
@@ -75,11 +75,11 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
-    """Hold the options that stand before a verb."""
+    """Accept options before the verb."""
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Run the command line; bad input gives one line on stderr and exit code 2."""
+    """Run the command line; bad input prints one line on stderr and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
     writable = _open_streams()
     warnings.formatwarning = _one_line  # type: ignore[assignment]
@@ -107,28 +107,28 @@ def run(argv: list[str] | None = None) -> None:
         raise SystemExit(130) from None
     except BrokenPipeError:
         raise SystemExit(_reader_gone()) from None
-    except OSError as error:  # stdout is full, for one
+    except OSError as error:  # for example, the disk behind stdout is full
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
 def _reader_gone() -> int:
-    """Let what is still in the buffer of stdout go nowhere; return the exit code."""
+    """Redirect stdout's remaining buffer to the null device; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return BROKEN_PIPE
 
 
 def _open_streams() -> bool:
-    """Give the process the three streams that it was begun without; False without stdout.
+    """Open missing standard streams on the null device; return False if stdout was missing.
 
-    Else the next file that is opened would become one of them.
+    Otherwise the next file opened would take over a standard file descriptor.
     """
     writable = sys.stdout is not None
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    # A terminal of another alphabet shows a ? instead; bytes that are no text are found later.
+    # Output that the terminal cannot encode becomes ?. Undecodable input is rejected later.
     for stream, errors in (
         (sys.stdin, "surrogateescape"),
         (sys.stdout, "replace"),
@@ -140,12 +140,12 @@ def _open_streams() -> bool:
 
 
 def _one_line(message: Warning | str, *others: object) -> str:
-    """Show a warning as the line that it is, without the place in the code."""
+    """Format a warning as one line, without the source location."""
     return f"warning: {printable(' '.join(str(message).split()))}\n"
 
 
 def _refuse_late_verb(argv: list[str]) -> None:
-    """Refuse a verb behind options: it would be taken as the prompt.
+    """Reject a verb after options: it would be taken as the prompt.
 
     Raises:
         TokenRecyclingError: there is one.
@@ -156,10 +156,10 @@ def _refuse_late_verb(argv: list[str]) -> None:
 
 
 def _refuse_mistyped(word: str) -> None:
-    """Refuse one word that is near a verb, or that nobody would ask a model.
+    """Reject a single word that resembles a verb, a verb of similar programs, or a path.
 
     Raises:
-        TokenRecyclingError: it is such a word.
+        TokenRecyclingError: ``word`` is one of these.
     """
     if not word or word.startswith("-") or len(word.split()) > 1:
         return

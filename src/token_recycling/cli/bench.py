@@ -1,4 +1,4 @@
-"""`token-recycling bench`: what is gained, on this model, this machine, these texts."""
+"""`token-recycling bench`: measure the speedup for a model, a machine and a set of questions."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def bench(
     ] = Path("token-recycling-bench"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
-    """Decode questions in several ways, side by side, and report what each gained.
+    """Benchmark several decoders on the same questions.
 
-    Writes into the folder --out: answers/*.jsonl in Spec-Bench's format, summary.json,
-    tables.md and report.html. A run that was interrupted goes on with the same options and
-    --resume.
+    Reports the speedup of each, and writes to the folder --out: answers/*.jsonl in
+    Spec-Bench's format, summary.json, tables.md and report.html. To continue an interrupted
+    run, repeat the command with --resume.
     """
     from token_recycling.bench import suites
     from token_recycling.bench.variants import AUTO, DEFAULT, expand
@@ -91,7 +91,7 @@ def bench(
     variants = expand(specs, _sweeps(sweep or ()), temperature=temp, cold=cold)
     for variant in variants:
         if variant.drafter and variant.tree != AUTO:
-            variant.template()  # refuse a wrong one before a model is loaded
+            variant.template()  # report an invalid tree before loading a model
     recycler = o.Loading(
         model,
         device,
@@ -136,12 +136,12 @@ def _check_sampling(temperature: float, seed: int) -> None:
 
     if not is_temperature(temperature):
         raise TokenRecyclingError(f"--temp is {temperature}; {TEMPERATURES}")
-    if not 0 <= seed < 2**62:  # turns after the first count on
+    if not 0 <= seed < 2**62:  # later turns use seed + turn
         raise TokenRecyclingError(f"--seed is {seed}; it must be a whole number below 2^62")
 
 
 class _Run:
-    """A benchmark from its options to its files."""
+    """A benchmark run, from parsed options to result files."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Run:
         self.settings: dict[str, Any] = {}
 
     def execute(self, out: Path, *, resume: bool, tune: bool) -> dict[str, Any]:
-        """Run what is left to run, write all files and return the summary."""
+        """Run the remaining questions, write all files and return the summary."""
         from token_recycling.bench import answers, report, runner, tables
         from token_recycling.bench.journal import Journal
         from token_recycling.bench.summary import summarise
@@ -201,7 +201,7 @@ class _Run:
         return summary
 
     def _plan(self, questions: list[Question]) -> dict[str, Any]:
-        """What must be the same for a run to be gone on with."""
+        """Return everything that must be unchanged when a run is resumed."""
         from token_recycling.bench.runner import digest
         from token_recycling.draft_size.costs import identity
 
@@ -216,7 +216,7 @@ class _Run:
         }
 
     def _costs(self, out: Path, tune: bool, *, anew: bool) -> CostCurve | None:
-        """The costs that this run began with, those kept before, or new ones."""
+        """Return the step costs stored by this run, else those on file or newly measured."""
         from token_recycling.draft_size import tune as tuning
         from token_recycling.draft_size.costs import CostCurve, find
         from token_recycling.model.target import TreeTarget

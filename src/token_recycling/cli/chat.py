@@ -1,4 +1,4 @@
-"""`token-recycling chat`: a conversation that keeps matrix and context between turns."""
+"""`token-recycling chat`: a conversation that keeps the matrix and the KV cache between turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMAND = re.compile(r"/\w*")
 HELP = """/reset   begin a new conversation; what was learnt stays
 /forget  begin a new conversation with an empty matrix
 /quit    end, as Ctrl-D does"""
-ANSWER = 4  # of the context, the part kept free for an answer at most
+ANSWER = 4  # at most 1/ANSWER of the context is reserved for the answer
 
 
 def chat(
@@ -47,9 +47,9 @@ def chat(
     threads: o.Threads = None,
     strict: o.Strict = False,
 ) -> None:
-    """Talk to a model, a line a turn. /help lists the commands; /quit or the end of input ends it.
+    """Chat with a model, one line per turn.
 
-    Ctrl-C ends an answer early.
+    /help lists the commands; /quit or the end of input ends the chat. Ctrl-C stops an answer.
     """
     loading = o.Loading(
         model,
@@ -93,15 +93,15 @@ class _Talk:
         self.conversation = Conversation(recycler.tokenizer, system)
 
     def check(self) -> None:
-        """Refuse a wrong option or system message before the first question.
+        """Check options and system message before the first question.
 
         Raises:
-            TokenRecyclingError: there is one.
+            TokenRecyclingError: an option or the system message cannot be used.
         """
         self.recycler.stream(self.conversation.prompt("Hello"), **self.options)
 
     def take(self, line: str) -> None:
-        """Obey a command, or answer."""
+        """Execute a command, or answer ``line``."""
         if not COMMAND.fullmatch(line):
             self._answer(line)
         elif line == "/reset":
@@ -118,7 +118,7 @@ class _Talk:
             show.note(HELP)
 
     def _answer(self, line: str) -> None:
-        """Answer ``line``; question and answer, as far as it came, join the conversation."""
+        """Answer ``line`` and add question and answer, even if interrupted, to the conversation."""
         if self.cold:
             self.recycler.reset()
         tokens: list[int] = []
@@ -146,7 +146,7 @@ class _Talk:
         self.conversation.answered(line, "".join(parts), tokens)
 
     def _fitting(self, line: str) -> list[int]:
-        """Return the prompt; the oldest turns are left out where the context is too short.
+        """Return the prompt, without the oldest turns if the context is too short.
 
         Raises:
             TokenRecyclingError: ``line`` alone is too long.
@@ -162,7 +162,7 @@ class _Talk:
 
 
 def _read_line() -> str | None:
-    """Read a turn from stdin; None at its end."""
+    """Read a turn from stdin; return None at end of input."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()

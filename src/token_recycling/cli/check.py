@@ -1,4 +1,4 @@
-"""`token-recycling check`: is the text of this model, on this machine, that of plain decoding?"""
+"""`token-recycling check`: compare a model's text with plain decoding on this machine."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def check(
     strict: o.Strict = False,
     as_json: o.Json = False,
 ) -> None:
-    """Compare recycled with plain decoding, prompt by prompt.
+    """Compare recycled decoding with plain decoding, prompt by prompt.
 
-    Says of every prompt whether the text is the same and, if not, by how much plain decoding
-    preferred its own token at the first difference. The verdict is `lossless`, `near-tie` (all
-    differences lie within the noise that plain decoding itself has between two kernels, as is
-    usual in half precision) or `WRONG`, with exit code 1.
+    Reports for every prompt whether the text is the same and, if not, by how much plain
+    decoding preferred its own token at the first difference. The verdict is `lossless`,
+    `near-tie` (all differences are within the numerical noise of plain decoding itself between
+    two kernels, which is common in half precision) or `WRONG` (exit code 1).
     """
     from token_recycling.bench.prompts import DEMO
 

@@ -1,4 +1,4 @@
-"""The turns of a chat, as messages and as the tokens that the model has read and written."""
+"""Chat turns, as messages and as the tokens that the model has read and written."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from token_recycling.text import Message, render, valid_text
 
 
 class Conversation:
-    """A chat of which the tokens are kept, so that no turn is read twice.
+    """A chat that keeps its tokens, so that no turn has to be prefilled twice.
 
-    Between an answer and the next question the template is rendered anew. Its text begins with
-    what was said, but its tokens may not: the model may have written "Hello" as another token than
-    the tokenizer makes of it behind the template's last space, and all that follows would have to
-    be read again. So the beginning is recognised by its text, and its tokens stay those that were
-    read and written.
+    For each question the chat template is rendered again. The new text starts with the previous
+    conversation, but its tokens may differ: the tokenizer may split the model's answer differently
+    than the model wrote it, and everything after that point would have to be prefilled again.
+    Therefore the known beginning is matched as text, and keeps the tokens that were read and
+    written.
     """
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        """Begin with a ``system`` message, if given."""
+        """Start with a ``system`` message, if given."""
         self.tokenizer = tokenizer
         self._opening: list[Message] = []
         if system:
@@ -26,20 +26,20 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all turns."""
         self._turns: list[tuple[Message, Message]] = []
-        self._text, self._ids = "", list[int]()  # of the beginning of what is rendered
-        self._prompt = self._text, self._ids  # the last one
+        self._text, self._ids = "", list[int]()  # of the known beginning of the rendered text
+        self._prompt = self._text, self._ids  # text and tokens of the last prompt
 
     def _asked(self, question: str, begin: int = 0) -> list[Message]:
         said = [message for turn in self._turns[begin:] for message in turn]
         return [*self._opening, *said, {"role": "user", "content": question}]
 
     def prompt(self, question: str) -> list[int]:
-        """Return the tokens of the conversation with ``question`` at its end.
+        """Return the tokens of the conversation followed by ``question``.
 
         Raises:
-            TokenRecyclingError: the template refuses it, or it is no text.
+            TokenRecyclingError: the template rejects the conversation, or it is not valid text.
         """
         text = valid_text(render(self.tokenizer, self._asked(question)))
         ids = going_on(self.tokenizer, text, self._text, self._ids)
@@ -47,26 +47,26 @@ class Conversation:
         return ids
 
     def answered(self, question: str, answer: str, tokens: list[int]) -> None:
-        """Take what the model wrote to the last ``prompt``: ``tokens``, and their text."""
+        """Add a turn: the model's ``answer`` to the last ``prompt``, and its ``tokens``."""
         text, ids = self._prompt
         special = set(self.tokenizer.all_special_ids)
         written = list(tokens)
-        while written and written[-1] in special:  # the end; templates have their own
+        while written and written[-1] in special:  # end tokens; the template adds its own
             written.pop()
         whole = self.tokenizer.decode(written, skip_special_tokens=True) == answer
-        if whole:  # a text that was cut in front of a stop string is not what was written
+        if whole:  # not if the text was cut before a stop string
             self._text, self._ids = text + answer, ids + written
         said = {"role": "assistant", "content": answer}
         self._turns.append(({"role": "user", "content": question}, said))
 
     def shorten(self, question: str, most: int) -> int:
-        """Leave out the oldest turns if the prompt of ``question`` has more than ``most`` tokens.
+        """Drop the oldest turns if the prompt of ``question`` has more than ``most`` tokens.
 
-        What is left takes half of that, so that not every turn begins with another first one: all
-        of the prompt has to be read anew then.
+        The rest fits into half of that. Each time turns are dropped, the whole prompt has to be
+        prefilled again, so this must not happen on every turn.
 
         Returns:
-            FairLock left out; none where the question is too long even alone.
+            Number of dropped turns; 0 if even the question alone is too long.
         """
         if len(self.prompt(question)) <= most:
             return 0
@@ -81,10 +81,10 @@ class Conversation:
 
 
 def going_on(tokenizer: Any, text: str, known: str, ids: list[int]) -> list[int]:
-    """Return the tokens of ``text``: ``ids`` where it begins with ``known``, and the rest of it.
+    """Return the tokens of ``text``: ``ids`` for its beginning ``known``, and those of the rest.
 
-    The rest are the tokens that it has within the whole text. Where a token lies across the seam,
-    or the tokenizer does not say which token stands where, all tokens are the tokenizer's.
+    The rest is tokenized as part of the whole text. If ``text`` does not begin with ``known``, a
+    token spans the boundary, or the tokenizer has no offsets, the whole text is tokenized.
     """
     if not (ids and text.startswith(known) and getattr(tokenizer, "is_fast", False)):
         whole: list[int] = tokenizer(text, add_special_tokens=False).input_ids

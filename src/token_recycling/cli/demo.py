@@ -1,4 +1,4 @@
-"""`token-recycling demo`: the bundled model on prompts of our own, plain and recycled."""
+"""`token-recycling demo`: the bundled model on built-in prompts, plain and recycled."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def demo(
     graph: o.Graph = None,
     threads: o.Threads = None,
 ) -> None:
-    """Show an answer as it grows, then decode eight prompts plainly and recycled, in turn.
+    """Compare plain and recycled decoding on eight prompts.
 
-    Ends with exit code 1 if any output differs.
+    Streams one answer first. Exits with code 1 if any output differs.
     """
     from token_recycling.bench.compare import compare
     from token_recycling.bench.prompts import DEMO

@@ -1,4 +1,4 @@
-"""`token-recycling generate`: one answer."""
+"""`token-recycling generate`: answer one prompt."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def generate(
     ] = False,
     as_json: o.Json = False,
 ) -> None:
-    """Answer a prompt. The text goes to stdout, statistics to stderr.
+    """Answer a prompt. The text goes to stdout, statistics go to stderr.
 
-    What comes on stdin, from a file or a pipe, stands in front of the prompt.
+    Input from a file or a pipe on stdin is put before the prompt.
 
     token-recycling "Tell me the story of the fox" -n 100
     """
@@ -91,7 +91,7 @@ def generate(
             _compare(recycler, as_prompt(recycler, question, raw), options, as_json)
         else:
             _answer(recycler, as_prompt(recycler, question, raw), options, as_json)
-    except (KeyboardInterrupt, OSError) as error:  # what was learnt is worth keeping
+    except (KeyboardInterrupt, OSError) as error:  # save what was learned so far
         if isinstance(error, KeyboardInterrupt):
             show.note("\ninterrupted: the answer is cut here")
         loading.save(recycler)
@@ -110,7 +110,7 @@ def _question(text: str | None, prompt: str | None) -> str:
 
 
 def as_prompt(recycler: TokenRecycling, question: str, raw: bool) -> Prompt:
-    """Make a conversation of the question where the model has a chat template."""
+    """Return the question as a chat if the model has a chat template, unless ``raw``."""
     from token_recycling.text import as_conversation
 
     return as_conversation(recycler.tokenizer, [question], raw)
@@ -133,7 +133,7 @@ def _answer(
 
 
 def _explaining(recycler: TokenRecycling) -> Callable[..., None]:
-    """Return what shows on stderr what every step drafted."""
+    """Return an ``on_draft`` callback that shows on stderr what every step drafted."""
     from token_recycling.explain import drafted_nodes, lines
 
     def text(token: int) -> str:

@@ -1,4 +1,4 @@
-"""`token-recycling matrix`: look into matrix files and merge them."""
+"""`token-recycling matrix`: show and merge matrix files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show(
     ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Show what a matrix file holds."""
+    """Show the contents of a matrix file."""
     from token_recycling.matrix import AdjacencyMatrix
 
     matrix = AdjacencyMatrix.load(file)

@@ -1,4 +1,4 @@
-"""The options that several verbs share, and loading a model by them."""
+"""Options shared by several verbs, and loading a model with them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class Loading:
-    """Which model to load and how to draft."""
+    """Options that select the model and how to draft."""
 
     model: str | None
     device: str | None
@@ -77,7 +77,7 @@ class Loading:
     graph: bool | None = None
 
     def open(self) -> TokenRecycling:
-        """Load the model; on a terminal stderr shows that something goes on.
+        """Load the model; on a terminal, stderr shows a spinner.
 
         Raises:
             TokenRecyclingError: an option or the checkpoint cannot be used.
@@ -88,7 +88,7 @@ class Loading:
             raise TokenRecyclingError(f"--threads is {self.threads}; choose 1 to 1024")
         if self.matrix is not None and not self.matrix.parent.is_dir():
             raise TokenRecyclingError(f"no folder {self.matrix.parent} for the matrix file")
-        if self.tree != defaults.TREE:  # cheap to check before a model is loaded
+        if self.tree != defaults.TREE:  # report an invalid tree before loading a model
             from token_recycling.tree import TreeTemplate
 
             TreeTemplate.load(
@@ -120,13 +120,13 @@ class Loading:
         return recycler
 
     def save(self, recycler: TokenRecycling) -> None:
-        """Save the matrix where ``--matrix`` says."""
+        """Save the matrix to the file given by ``--matrix``, if any."""
         if self.matrix is not None:
             recycler.matrix.save(self.matrix)
 
 
 def renamed(float32_logits: bool, exact_logits: bool) -> bool:
-    """Return ``--float32-logits``, given by that name or by the old one, which gives a warning."""
+    """Return the value of ``--float32-logits``; warn if it was given by its old name."""
     if exact_logits:
         show.note("warning: the option --exact-logits is now --float32-logits")
     return float32_logits or exact_logits
@@ -142,7 +142,7 @@ def sampling_options(
     seed: int | None,
     stop: list[str] | None,
 ) -> dict[str, Any]:
-    """Return the options of ``TokenRecycling.generate`` that were given."""
+    """Return the given options as arguments of ``TokenRecycling.generate``."""
     options = {
         "top_p": top_p,
         "top_k": top_k,
@@ -155,10 +155,10 @@ def sampling_options(
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Read whole numbers above 0, separated by commas.
+    """Parse positive integers separated by commas.
 
     Raises:
-        TokenRecyclingError: it is something else; the message names ``option``.
+        TokenRecyclingError: ``text`` is anything else; the message names ``option``.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 0 < int(part) < 10**9 for part in parts):

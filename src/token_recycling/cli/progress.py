@@ -1,4 +1,4 @@
-"""What goes on, on stderr: loading, reading a prompt, long measurements."""
+"""Progress on stderr: loading, prefill and long measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from token_recycling import defaults
 
 @contextmanager
 def busy_shown(what: str) -> Iterator[None]:
-    """Show a spinner on stderr while ``what`` goes on, if it is a terminal."""
+    """Show a spinner labelled ``what`` on stderr, if it is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -25,9 +25,9 @@ def busy_shown(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress_shown(what: str) -> Iterator[Any]:
-    """Yield an ``on_progress(done, total)`` that draws a bar with an estimate on stderr.
+    """Yield an ``on_progress(done, total)`` that shows a bar with the remaining time on stderr.
 
-    Where stderr is no terminal it writes a line now and then.
+    If stderr is not a terminal, it prints a line at intervals.
     """
     from rich.console import Console
     from rich.progress import (
@@ -57,7 +57,7 @@ def progress_shown(what: str) -> Iterator[Any]:
 
 
 class _Lines:
-    """Progress as lines, at most one in ``PAUSE`` seconds."""
+    """Prints progress as lines, at most one per ``PAUSE`` seconds."""
 
     PAUSE = 20.0
 
@@ -65,7 +65,7 @@ class _Lines:
         self.what, self.begun, self.last, self.first = what, monotonic(), monotonic(), -1
 
     def __call__(self, done: int, total: int) -> None:
-        if self.first < 0:  # what a resumed run found done took no time
+        if self.first < 0:  # a resumed run starts with finished items, which took no time
             self.first, self.begun = done, monotonic()
         now = monotonic()
         if now - self.last < self.PAUSE or done == self.first:
@@ -77,7 +77,7 @@ class _Lines:
 
 @contextmanager
 def prefill_shown() -> Iterator[Any]:
-    """Yield an ``on_progress`` that draws a bar on stderr for prompts of several chunks."""
+    """Yield an ``on_progress`` that shows a bar on stderr for prompts longer than one chunk."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""`token-recycling replay`: drafters on recorded answers."""
+"""`token-recycling replay`: compare drafters on recorded answers."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def replay(
     threads: o.Threads = None,
     as_json: o.Json = False,
 ) -> None:
-    """Let drafters draft the very same recorded answers, and compare what would be accepted.
+    """Compare drafters on the same recorded answers.
 
     The model reads the answers (teacher forcing) and supplies the candidates; what it would have
-    said itself does not matter. The expected speedup is by the step costs that `tune` measured.
+    answered itself has no effect. The expected speedup uses the step costs measured by `tune`.
     """
     from token_recycling.bench import replay as replaying
     from token_recycling.bench import suites
@@ -127,7 +127,7 @@ def replay(
 
 
 class _WithModel:
-    """Teacher forcing: one model for all drafters."""
+    """Replay with teacher forcing; all drafters share one model."""
 
     def __init__(self, loading: o.Loading) -> None:
         self.first = loading.open()
@@ -143,7 +143,7 @@ class _WithModel:
 
 
 class _WithoutModel:
-    """The tokenizer alone."""
+    """Replay with the tokenizer alone."""
 
     def __init__(self, model: str | None) -> None:
         from transformers import AutoTokenizer
@@ -166,7 +166,7 @@ class _WithoutModel:
 
         target = NoModel(len(self.tokenizer))
         assert variant.drafter is not None
-        template = TreeTemplate.chain(1)  # not for a drafter of text
+        template = TreeTemplate.chain(1)  # unused by drafters that copy text
         drafter = make_drafter(variant.drafter, AdjacencyMatrix(target.vocab_size, 1), template)
         return target, drafter, FixedSize(), None
 
@@ -174,7 +174,7 @@ class _WithoutModel:
 def _texts(
     make: Any, question: Question, raw: bool, limit: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer of every turn that has a recorded answer; ``make`` has the tokenizer."""
+    """Return prompt and answer tokens per turn with a recorded answer of two tokens or more."""
     from token_recycling.bench.runner import conversation
 
     found = []

@@ -1,4 +1,4 @@
-"""What the verbs print: streamed answers, legends and statistics."""
+"""Output of the verbs: streamed answers, legends and statistics."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DRAFTED = "green"
 
 
 def note(line: str) -> None:
-    """Print a line for people, on stderr."""
+    """Print a line on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def legend() -> None:
-    """Say on stderr what the colours mean, if there are any."""
+    """Explain the colours on stderr, if stdout shows colours."""
     out = Console()
     if out.is_terminal and not out.no_color:
         console = Console(stderr=True, highlight=False)
@@ -30,7 +30,7 @@ def legend() -> None:
 
 
 def stream(chunks: Iterable[Chunk]) -> Chunk | None:
-    """Print an answer as it comes, accepted tokens coloured; return the last chunk."""
+    """Print an answer as it is generated, with drafted tokens coloured; return the last chunk."""
     console = Console(highlight=False, soft_wrap=True)
     chunk = None
     for chunk in chunks:
@@ -44,7 +44,7 @@ def stream(chunks: Iterable[Chunk]) -> Chunk | None:
 
 
 def ending(last: Chunk | None) -> None:
-    """Say on stderr what an answer took, and whether it was cut."""
+    """Print an answer's statistics on stderr, and whether it was cut at a length limit."""
     if last is None or last.stats is None:
         return
     if last.finish_reason == "length":
@@ -53,7 +53,7 @@ def ending(last: Chunk | None) -> None:
 
 
 def statistics(stats: Stats) -> str:
-    """Return the figures of one answer in two lines."""
+    """Return the statistics of one answer as two lines."""
     total = stats.decode_seconds or 1.0
     phases = " ".join(f"{name} {seconds / total:.0%}" for name, seconds in stats.seconds.items())
     drafted = stats.drafted / stats.steps if stats.steps else 0.0

@@ -1,4 +1,4 @@
-"""What comes on stdin: a prompt, or what a prompt is about."""
+"""Input on stdin: a prompt, or text that the prompt refers to."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-PATIENCE = 3.0  # seconds after which a terminal is told what is being waited for
+PATIENCE = 3.0  # seconds of waiting before a note is printed on a terminal
 
 
 def piped() -> bool:
-    """True where something is connected to stdin that ends: a file, a pipe or a socket."""
+    """Return True if stdin is a file, a pipe or a socket, which end by themselves."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # a test's stand-in, which can be read
+    except (OSError, ValueError):  # replaced by an object without a file descriptor
         return not sys.stdin.isatty()
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def read() -> str:
-    """Return all of stdin; "" where it cannot be read."""
+    """Return all of stdin, or "" if it cannot be read."""
     with _waiting_shown():
         try:
-            return sys.stdin.read().removeprefix("\ufeff")  # a byte order mark is no text
+            return sys.stdin.read().removeprefix("\ufeff")  # byte order mark
         except OSError:
             return ""
 
 
 def joined(prompt: str | None) -> str:
-    """Return ``prompt`` with what comes on stdin in front of it, as ``llm`` joins the two.
+    """Return the text on stdin followed by ``prompt``, joined as the ``llm`` tool does.
 
-    A prompt of "-" is what comes on stdin alone.
+    If ``prompt`` is "-", return the text on stdin alone.
     """
     if prompt == "-":
         return read()
@@ -43,7 +43,7 @@ def joined(prompt: str | None) -> str:
 
 @contextmanager
 def _waiting_shown() -> Iterator[None]:
-    """Say on a terminal that stdin is being read, if that takes long."""
+    """Print a note if reading stdin takes more than ``PATIENCE`` seconds, on a terminal."""
     line = "reading stdin; Ctrl-D ends it (< /dev/null: nothing to read)"
     timer = Timer(PATIENCE, lambda: print(line, file=sys.stderr, flush=True))
     timer.daemon = True

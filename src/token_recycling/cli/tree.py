@@ -19,7 +19,7 @@ Name = Annotated[str, typer.Argument(help="A shipped tree, ranked-N, chain-N or 
 
 @app.command("list")
 def list_trees(as_json: o.Json = False) -> None:
-    """List the trees that come with the package."""
+    """List the trees shipped with the package."""
     from token_recycling.tree import TreeTemplate, shipped
 
     rows = []
@@ -72,7 +72,7 @@ def show(
 
 @app.command("check")
 def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
-    """Check a tree of your own; a wrong path is named."""
+    """Check a tree file of your own; the error names an invalid path."""
     from token_recycling.tree import TreeTemplate
 
     k = defaults.CANDIDATES if top_k_candidates is None else top_k_candidates

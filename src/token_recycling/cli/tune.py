@@ -1,4 +1,4 @@
-"""`token-recycling tune`: what a step costs here, kept for the automatic tree."""
+"""`token-recycling tune`: measure step costs on this machine for `--tree auto`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def tune(
     threads: o.Threads = None,
     as_json: o.Json = False,
 ) -> None:
-    """Measure the cost of verifying 1, 2, 4 … 81 tokens, and keep it for `--tree auto`.
+    """Measure step costs on this machine for `--tree auto`.
 
-    The result belongs to this model's shape and type, the device and its threads. It is kept
-    in $TOKEN_RECYCLING_CACHE, or in token-recycling in your cache folder.
+    Times steps that verify 1, 2, 4 … 81 tokens. The result applies to this model's shape and
+    dtype, the device and the number of threads. It is saved in $TOKEN_RECYCLING_CACHE, or in
+    token-recycling in your cache folder.
     """
     lengths = None if contexts is None else o.numbers("--contexts", contexts)
     if rounds < 1:
@@ -77,7 +78,7 @@ def tune(
 
 
 def table(curve: CostCurve) -> str:
-    """Return milliseconds, and steps of one token, by tokens verified and context."""
+    """Return step times by tokens verified and context: in ms, and relative to one token."""
     lines = ["tokens  " + "".join(f"{f'context {c}':>18}" for c in curve.contexts)]
     for index, size in enumerate(curve.sizes):
         cells = (f"{row[index] * 1e3:8.1f} ms {row[index] / row[0]:5.2f}x" for row in curve.seconds)

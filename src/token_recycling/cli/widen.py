@@ -1,4 +1,4 @@
-"""`token-recycling widen`: a small model at the cost of a larger one."""
+"""`token-recycling widen`: pad a small model to the shape of a larger one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def widen(
     ],
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16.")] = "float32",
 ) -> None:
-    """Write a small Llama in the shape of a larger one: the same text at the larger one's cost.
+    """Pad a small Llama to the shape of a larger one.
 
-    What is added is zero or cancels out, so that the logits stay the same up to rounding. With
-    it, real text can be timed at a real shape without the real model's weights.
+    The result writes the same text at the larger model's cost: the added weights are zero or
+    cancel out, so the logits stay the same up to rounding. It allows timing real text at a large
+    model's shape without that model's weights.
     """
     from transformers.utils import logging
 

@@ -1,1 +1,1 @@
-"""How many nodes of a draft are verified, and what that costs."""
+"""Draft-size policies and the costs that they weigh."""

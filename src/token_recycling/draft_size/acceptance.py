@@ -1,4 +1,4 @@
-"""How often each node of a drafter's drafts is right, whatever part of them is verified."""
+"""Acceptance rates of all nodes of the drafts, including nodes that are not verified."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from torch import Tensor
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
 
-EVERY = 4  # steps from one watched draft to the next
-MEMORY = 50.0  # watched drafts after which an old one counts 1/e
-PRIOR = 4.0  # watched drafts that the expected probabilities count for
+EVERY = 4  # one draft in so many steps is watched
+MEMORY = 50.0  # watched drafts after which the weight of an old one is 1/e
+PRIOR = 4.0  # weight of the expected probabilities, in watched drafts
 
 
 class AcceptanceRates:
-    """Compares a whole draft with the text that followed it, every few steps.
+    """Estimates acceptance rates by comparing whole drafts with the text that followed them.
 
-    Nodes that were cut off are judged like the others, so the estimate does not depend on how many
-    nodes were verified.
+    Nodes that were not verified are compared as well, so the estimate does not depend on the draft
+    size.
     """
 
     def __init__(self, expected: tuple[float, ...], device: torch.device | str) -> None:
-        """Assume ``expected``, an acceptance probability per node below the root, at first."""
+        """Start from ``expected``, an acceptance probability per node below the root."""
         self._expected = torch.tensor(expected, dtype=torch.float32, device=device)
         self._right = torch.zeros_like(self._expected)  # decayed counts
         self._promised = torch.zeros_like(self._expected)
         self._there = torch.zeros_like(self._expected)
         self._watched = 0.0
         self._draft: DraftTree | None = None
-        self._begins: list[int] = []  # of each row, its length when the draft was made
+        self._begins: list[int] = []  # length of each row when the watched draft was proposed
         self._steps = 0
 
     def begin(self) -> None:
-        """Begin with other texts."""
+        """Drop the pending draft, as the texts change."""
         self._draft = None
 
     def watch(self, draft: DraftTree, sequences: list[Sequence]) -> None:
-        """See the whole draft of a step; one in ``EVERY`` is compared later, if none is pending."""
+        """Take the whole draft of a step; remember one in ``EVERY`` if none is pending."""
         self._steps += 1
         if self._draft is None and self._steps >= EVERY:
             self._draft, self._steps = draft, 0
             self._begins = [len(sequence.tokens) for sequence in sequences]
 
     def judge(self, sequences: list[Sequence]) -> bool:
-        """Compare the watched draft once enough text has followed it; True when it was."""
+        """Compare the watched draft once enough text has followed; return True if compared."""
         if self._draft is None:
             return False
         depth = self._draft.max_depth
@@ -73,15 +73,16 @@ class AcceptanceRates:
         self._watched = decay * self._watched + 1
 
     def promised(self, draft: DraftTree) -> Tensor:
-        """How likely a draft says its nodes below the root are right: float32 [B, n].
+        """Return the probability of each node below the root by the draft: float32 [B, n - 1].
 
-        Without a word from the draft, those expected at first.
+        These are the draft's scores or, if it has none, the expected probabilities; 0 for invalid
+        nodes.
         """
         scores = self._expected if draft.scores is None else draft.scores[:, 1:]
         return scores * draft.valid[:, 1:]
 
     def ratios(self, sizes: list[int]) -> list[float]:
-        """Per size of a draft: right nodes for every one promised. Reads from the device."""
+        """Return, per draft size, right nodes divided by promised ones; synchronizes."""
         ends = torch.tensor(sizes, device=self._right.device) - 1
         right = self._right + PRIOR * self._expected
         promised = self._promised + PRIOR * self._expected
@@ -91,9 +92,9 @@ class AcceptanceRates:
         return ratios
 
     def expected(self, sizes: list[int]) -> tuple[list[float], list[float]]:
-        """Per size of a draft (the root included): its MAT, and how many of its nodes there are.
+        """Return, per draft size, the expected MAT and the expected number of valid nodes.
 
-        Reads from the device.
+        Sizes and numbers include the root. This synchronizes with the device.
         """
         weight = self._watched + PRIOR
         right = (self._right + PRIOR * self._expected) / weight
@@ -104,13 +105,13 @@ class AcceptanceRates:
         return mats, nodes
 
     def state(self) -> dict[str, Tensor]:
-        """What was learnt, for ``restore``."""
+        """Return the learnt counts on the CPU, for ``restore``."""
         watched = torch.tensor([self._watched], dtype=torch.float32)
         counts = {"right": self._right, "promised": self._promised, "there": self._there}
         return {"watched": watched} | {name: count.cpu() for name, count in counts.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a ``state``."""
+        """Continue from a ``state``."""
         self._right = state["right"].to(self._right.device)
         self._promised = state["promised"].to(self._right.device)
         self._there = state["there"].to(self._there.device)

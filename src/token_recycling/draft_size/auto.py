@@ -1,4 +1,4 @@
-"""The number of nodes that pays: on this machine, for this text, at this moment."""
+"""The automatic draft-size policy, from measured step costs and expected tokens."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from token_recycling.metrics import Step
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
 
-REVIEW = 8  # steps for which prices by the curve are kept
-OFTEN, SELDOM, RARELY = 3, 64, 512  # steps from one that measures a size to the next
-HOPELESS = 0.3  # a size that promises less than the best by this share is measured rarely
-MEMORY = 50.0  # steps after which an old one counts 1/e in the speed reached
-PATIENCE = 4  # drafts refused in a row before one is not even grown
-LONGEST_COOLDOWN = 15  # steps of plain decoding from one grown draft to the next
+REVIEW = 8  # steps for which costs from the curve are cached
+OFTEN, SELDOM, RARELY = 3, 64, 512  # steps between measurements of a size
+# A size whose gain is below the best one by more than this fraction of the MAT is measured rarely.
+HOPELESS = 0.3
+MEMORY = 50.0  # steps after which the weight of an old one in the speed is 1/e
+PATIENCE = 4  # drafts refused in a row before a cooldown
+LONGEST_COOLDOWN = 15  # longest cooldown, in steps of plain decoding
 
 
 class AutoSize(DraftSize):
-    """Verifies the first n nodes of every draft, n by expected tokens per second.
+    """Verifies the first n nodes of every draft, with n chosen by expected tokens per second.
 
-    Expected tokens are the sum of a draft's own scores, or, where it has none, come from
-    comparing whole drafts with the text that followed (``AcceptanceRates``). Costs come from a
-    curve that the steps themselves correct (``StepTimer``). A size of 1 is plain decoding: where
-    no draft pays, none is verified.
+    Expected tokens are the sum of the draft's scores or, if it has none, of acceptance rates
+    (``AcceptanceRates``). Costs come from a curve that is corrected by the measured time of steps
+    (``StepTimer``). Size 1 is plain decoding, chosen where no draft pays off.
     """
 
     def __init__(
         self, acceptance: tuple[float, ...], costs: CostCurve, device: torch.device | str = "cpu"
     ) -> None:
-        """Choose by ``costs``.
+        """Choose sizes by ``costs``.
 
         Args:
-            acceptance: of the drafter (see ``Drafter.acceptance``).
-            costs: of steps by tokens verified.
-            device: of the drafts.
+            acceptance: acceptance probabilities (see ``Drafter.acceptance``).
+            costs: step cost by tokens verified.
+            device: that of the drafts.
 
         Raises:
-            TokenRecyclingError: the drafter does not order its nodes by their probability.
+            TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
         """
         if not acceptance:
             raise TokenRecyclingError("drafts of this drafter cannot be cut; name a tree")
@@ -54,29 +54,29 @@ class AutoSize(DraftSize):
         most = len(acceptance) + 1
         self.sizes = sorted({most, *(size for size in costs.sizes if size < most)})
         self.rates = AcceptanceRates(acceptance, device)
-        # On a CPU the loop drops the nodes that stand for no token.
+        # On a CPU the decoding loop drops invalid nodes.
         self._compacts = torch.device(device).type == "cpu"
         self._batch, self._context, self._steps = 1, 0.0, 0
         self._ends = torch.tensor(self.sizes, device=device) - 1
-        self._prices: dict[float, float] = {}  # cost of a step by tokens, at this context
+        self._prices: dict[float, float] = {}  # cost of a step by tokens, at the current context
         self._ratios = self.rates.ratios(self.sizes)
         mats, speeds = self.speeds()
         best = speeds.index(max(speeds))
         self._timer = StepTimer(len(self.sizes), best, trusted=costs.measured)
-        # The text of the last steps: tokens, and what they cost.
+        # Decayed sums over recent steps: tokens emitted, and their cost.
         self._tokens, self._spent = mats[best], mats[best] / speeds[best]
         self._usual = self._favourite = self._size = best
         self._hopeful = [True] * len(self.sizes)
         self._cooldown = self._refused = 0
-        self._unusual: int | None = None  # the size that the next step measures
-        self._explored = 0  # the step that last measured a size
-        self._used = [0] * len(self.sizes)  # the step that last took each size
-        self._uses = [0.0] * len(self.sizes)  # how often lately
+        self._unusual: int | None = None  # index of the size that the next step measures
+        self._explored = 0  # number of the step that last measured a size
+        self._used = [0] * len(self.sizes)  # number of the step that last used each size
+        self._uses = [0.0] * len(self.sizes)  # decayed count of each size's uses
         self._uses[best] = KNOWN
 
     @property
     def size(self) -> int:
-        """Tokens that the last step took as best, the root included."""
+        """Best draft size at the last step, including the root."""
         return self.sizes[self._usual]
 
     @property
@@ -85,7 +85,7 @@ class AutoSize(DraftSize):
         return self._refused <= PATIENCE
 
     def for_graph(self) -> DraftSize:
-        """Return drafts of the present size, or plain decoding."""
+        """Return a speculation gate between the current size and plain decoding."""
         return SpeculationGate(self.size, self.costs)
 
     def state(self) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ class AutoSize(DraftSize):
         self.rates.restore(state)
 
     def begin(self, sequences: list[Sequence]) -> None:
-        """Begin with other texts."""
+        """Start with new texts."""
         self.rates.begin()
         self._batch = len(sequences)
         self._context = float(max(len(sequence.tokens) for sequence in sequences))
@@ -113,7 +113,7 @@ class AutoSize(DraftSize):
         return None
 
     def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
-        """Return the size that gains most, or one that has to be measured."""
+        """Return the size with the highest expected gain, or one that is due to be measured."""
         if draft.nodes == 1:
             return 1
         self.rates.watch(draft, sequences)
@@ -128,7 +128,7 @@ class AutoSize(DraftSize):
         return self.sizes[self._size]
 
     def record(self, step: Step, sequences: list[Sequence]) -> None:
-        """Take what a step emitted and how long it took."""
+        """Update acceptance rates, step costs and speed from a step."""
         if self.rates.judge(sequences):
             self._ratios = self.rates.ratios(self.sizes)
         counts = list(map(len, step.tokens))
@@ -147,7 +147,7 @@ class AutoSize(DraftSize):
             self._spent = decay * self._spent + cost
 
     def speeds(self) -> tuple[list[float], list[float]]:
-        """Per size: the expected MAT, and the expected tokens per unit of the cost curve."""
+        """Return, per size, the expected MAT and the expected tokens per unit of cost."""
         mats, nodes = self.rates.expected(self.sizes)
         speeds = []
         for size, mat in enumerate(mats):
@@ -156,7 +156,7 @@ class AutoSize(DraftSize):
         return mats, speeds
 
     def _price(self, tokens: float) -> float:
-        """Cost of a step by the curve; looked up anew every ``REVIEW`` steps."""
+        """Return the cost of a step by the curve, cached for up to ``REVIEW`` steps."""
         if self._steps % REVIEW == 0:
             self._prices.clear()
         if tokens not in self._prices:
@@ -164,21 +164,22 @@ class AutoSize(DraftSize):
         return self._prices[tokens]
 
     def _offer(self, draft: DraftTree) -> tuple[list[float], list[float]]:
-        """Per size: the MAT that this draft promises, and the nodes there are. One read."""
+        """Return, per size, the MAT that the draft promises and its valid nodes; reads once."""
         promised = self.rates.promised(draft).mean(dim=0)
         there = draft.valid[:, 1:].any(dim=0).float()
         sums = pad(torch.stack([promised, there]).cumsum(dim=1), (1, 0))[:, self._ends]
         tokens, nodes = sums.tolist()
-        # A drafter calibrates its own scores, and sooner; but it may have begun with wrong counts.
+        # The drafter calibrates its scores, and adapts faster than the ratios do. The ratios may
+        # only lower scores, in case the drafter started with wrong counts.
         most = inf if draft.scores is None else 1.0
         mats = [1 + min(ratio, most) * more for ratio, more in zip(self._ratios, tokens)]
         return mats, [1 + count for count in nodes]
 
     def _best(self, mats: list[float], nodes: list[float]) -> int:
-        """Index of the size that gains most over what its time brings on average.
+        """Return the index of the size with the highest gain: tokens - speed · cost.
 
-        Tokens per second over many steps are highest when every step takes the size of the
-        largest (tokens - speed · cost), with the speed reached (Dinkelbach 1967).
+        Maximizing this at every step, with ``speed`` the recent tokens per unit of cost, maximizes
+        tokens per second over many steps (Dinkelbach 1967).
         """
         speed = self._tokens / self._spent
         guesses, gains = [], []
@@ -193,10 +194,11 @@ class AutoSize(DraftSize):
         return best
 
     def _due(self) -> int | None:
-        """Index of a size to measure in this step, if it is time for one.
+        """Return the index of a size to measure in this step, or None.
 
-        Plain decoding, the neighbours of the usual size and the one that the curve alone would
-        take: often until they are known, then seldom, and rarely where there is little hope.
+        Candidates are plain decoding, the neighbours of the usual size, and the size that is best
+        by the uncorrected curve. They are measured often until their cost is known, then seldom,
+        and rarely if their gain is far below the best.
         """
         if self._steps - self._explored < OFTEN:
             return None
@@ -212,9 +214,9 @@ class AutoSize(DraftSize):
         return min(due, key=self._used.__getitem__)
 
     def _pause(self, size: int) -> int:
-        """Steps from one measurement of ``size`` to the next."""
+        """Return the number of steps between measurements of ``size``."""
         if not self._timer.is_known(size):
             return OFTEN
         if self._hopeful[size]:
             return SELDOM
-        return RARELY if size else 2 * SELDOM  # the cost of plain decoding must stay current
+        return RARELY if size else 2 * SELDOM  # plain decoding: its cost must stay current

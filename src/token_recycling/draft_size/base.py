@@ -1,4 +1,4 @@
-"""How many nodes of a draft a step verifies: the policy beside the drafter."""
+"""The interface of draft-size policies, which choose how many nodes a step verifies."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from token_recycling.tree import DraftTree
 
 
 class DraftSize(ABC):
-    """Chooses the size of every draft from what steps cost and emit.
+    """Chooses how many nodes of each draft are verified.
 
-    The decoding loop calls ``begin`` once, then ``limit``, ``choose`` and ``record`` per step.
+    The decoding loop calls ``begin`` whenever it calls ``Drafter.load``, then ``limit``,
+    ``choose`` and ``record`` once per step.
     """
 
-    pays = True  # False while drafts are not verified; prompts then need not teach the drafter
+    pays = True  # False while drafts are not verified; the drafter then skips the prompts
 
     def begin(self, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Begin with other texts."""
+        """Start with new texts."""
 
     @abstractmethod
     def limit(self) -> int | None:
-        """Return the nodes that the next draft may have, the root included.
+        """Return the number of nodes that the drafter may propose next, including the root.
 
         Returns:
-            1: no draft is grown. None: as many as the drafter has.
+            1: a root-only draft. None: as many nodes as the drafter proposes.
         """
 
     def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
-        """Return how many nodes of ``draft``, the first ones, are verified.
+        """Return n, to verify the first n nodes of ``draft``.
 
         Args:
-            draft: of at most ``limit`` nodes.
+            draft: at most ``limit`` nodes per row.
             sequences: the rows that it continues.
         """
         return draft.nodes
 
     def record(self, step: Step, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Take what a step emitted and how long it took.
+        """Learn from the tokens and the time of a step.
 
         Args:
-            step: that verified the draft.
-            sequences: the rows after it.
+            step: the step that verified the draft.
+            sequences: the rows after the step.
         """
 
     def for_graph(self) -> DraftSize:
-        """Return the policy for steps that are captured as graphs, one graph for each size."""
+        """Return the policy for graph steps, where every size is a graph of its own."""
         return self
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learnt from texts, for ``restore``; times are left out."""
+        """Return what was learnt from texts, without times, for ``restore``."""
         return {}
 
     def restore(self, state: dict[str, Tensor]) -> None:  # noqa: B027
@@ -60,12 +61,12 @@ class DraftSize(ABC):
 
 
 class FixedSize(DraftSize):
-    """Always verify whole drafts, or their first ``nodes`` nodes."""
+    """Verifies whole drafts, or drafts of a fixed number of nodes."""
 
     def __init__(self, nodes: int | None = None) -> None:
-        """Verify up to ``nodes`` nodes, the root included; None: all."""
+        """Verify up to ``nodes`` nodes, including the root; None: all."""
         self.nodes = nodes
 
     def limit(self) -> int | None:
-        """Return the same number at every step."""
+        """Return the fixed number of nodes."""
         return self.nodes

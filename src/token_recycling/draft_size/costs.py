@@ -1,4 +1,4 @@
-"""What a decoding step costs on this machine: the curve, and the file that it is kept in."""
+"""The cost of a decoding step on this machine: the cost curve and its file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from token_recycling.machine import device_name
 from token_recycling.model.limits import text_config
 
 FORMAT = "token-recycling-costs-1"
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81)  # tokens verified, the root included
-# What one more token adds to a step of one token, where nothing was measured: a data-centre GPU
-# verified 81 tokens at 1.23 steps (A100, 7B), two CPU cores at 3 to 4.
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81)  # tokens verified, including the root
+# Assumed cost of each further token, relative to a step of one token. A data-centre GPU verified
+# 81 tokens at the cost of 1.23 steps (A100, 7B), two CPU cores at that of 3 to 4.
 ASSUMED = {"cuda": 0.003, "cpu": 0.03}
 ASSUMED_ELSEWHERE = 0.02
 
 
 def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Interpolate linearly; beyond the ends, go on like the last piece."""
+    """Interpolate linearly; extrapolate from the first or last segment."""
     if len(xs) == 1:
         return ys[0]
     i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
@@ -38,15 +38,15 @@ def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Cost of a step by tokens verified and by context length.
+    """Cost of a step by tokens verified and context length.
 
     Attributes:
         sizes: tokens verified, ascending.
         contexts: tokens in the cache, ascending.
-        seconds: per context, per size; of one step, all phases. In an assumed curve relative to
-            a step of one token.
+        seconds: ``seconds[context][size]`` of a step over all phases; in an assumed curve,
+            relative to a step of one token.
         measured: False for an assumed curve.
-        about: what it was measured on.
+        about: model and machine of the measurement (see ``identity``).
     """
 
     sizes: tuple[int, ...]
@@ -57,33 +57,33 @@ class CostCurve:
 
     @classmethod
     def assumed(cls, device_type: str) -> CostCurve:
-        """Return a guess for a kind of device."""
+        """Return an assumed curve for a type of device."""
         slope = ASSUMED.get(device_type, ASSUMED_ELSEWHERE)
         return cls(SIZES, (0,), (tuple(1 + slope * (n - 1) for n in SIZES),), measured=False)
 
     def at(self, tokens: float, context: float) -> float:
-        """Cost of a step that verifies ``tokens`` behind ``context``, by interpolation."""
+        """Return the interpolated cost of a step of ``tokens`` after ``context`` cached tokens."""
         rows = [_line(self.sizes, row, tokens) for row in self.seconds]
         cost = _line(self.contexts, rows, min(max(context, self.contexts[0]), self._longest))
         return max(cost, 1e-9)
 
     @property
     def _longest(self) -> int:
-        """Beyond the contexts measured the line goes on, up to twice the last."""
+        """Largest context to extrapolate to: twice the longest one measured."""
         return 2 * self.contexts[-1]
 
     def save(self, path: Path) -> None:
-        """Write the curve as JSON; the file appears whole or not at all."""
+        """Write the curve atomically as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
         write_text(path, text)
 
     @classmethod
     def load(cls, path: Path) -> CostCurve:
-        """Read what ``save`` wrote.
+        """Read a file written by ``save``.
 
         Raises:
-            TokenRecyclingError: the file cannot be read or is no curve.
+            TokenRecyclingError: the file cannot be read or is not a cost curve.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ class CostCurve:
                 and curve.sizes[-1] < 1e6
                 and 0 <= curve.contexts[0] <= curve.contexts[-1] < 1e9
             )
-        # What hand-made JSON can raise, numbers without end and lists without bottom among it.
+        # All that malformed JSON can raise, including huge numbers and deeply nested lists.
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as e:
             reason = f"{type(e).__name__}: {one_line(e, 80)}"
             raise TokenRecyclingError(f"{path} is no cost curve ({reason}); run tune") from e
@@ -115,7 +115,7 @@ class CostCurve:
 
 
 def identity(model: Any, device: torch.device) -> dict[str, Any]:
-    """What a curve depends on: the model's shape and type, the device and its threads."""
+    """Return what a curve depends on: the model's shape and type, the device and its threads."""
     config = text_config(model.config).to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "widened"):
         config.pop(name, None)
@@ -134,24 +134,24 @@ def identity(model: Any, device: torch.device) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """``$TOKEN_RECYCLING_CACHE``, or ``token-recycling`` in the user's cache folder."""
+    """Return ``$TOKEN_RECYCLING_CACHE``, or ``token-recycling`` in the user's cache folder."""
     if own := os.environ.get("TOKEN_RECYCLING_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "token-recycling"
 
 
 def cached_path(about: dict[str, Any]) -> Path:
-    """Where the curve of ``identity`` is kept."""
+    """Return the path of the curve for ``about``, a result of ``identity``."""
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / "costs" / f"{about['model']}-{name}.json"
 
 
 def find(model: Any, device: torch.device) -> CostCurve:
-    """Return the curve that ``tune`` kept for this model and machine, or an assumed one."""
+    """Return the curve saved by ``tune`` for this model and machine, or an assumed one."""
     path = cached_path(identity(model, device))
     if path.is_file():
         try:
             return CostCurve.load(path)
-        except TokenRecyclingError as error:  # no reason to fail; tune writes it anew
+        except TokenRecyclingError as error:  # not fatal: tune rewrites the file
             warnings.warn(f"measured costs are ignored: {error}", stacklevel=2)
     return CostCurve.assumed(device.type)

@@ -1,4 +1,4 @@
-"""Drafts of one size or plain decoding: plain steps for a while where drafts do not pay."""
+"""The draft-size policy of graph steps: one draft size, or plain decoding during a cooldown."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from token_recycling.metrics import Step
 from token_recycling.sequence import Sequence
 
 TRIAL = 24  # drafted steps before a decision
-MEMORY = 50.0  # steps after which an old one counts 1/e
-# Plain steps from one trial to the next: at first, and at most. Each failed trial doubles them.
+MEMORY = 50.0  # steps after which the weight of an old one is 1/e
+# Plain steps between trials: initial and maximum number. Every failed trial doubles it.
 COOLDOWN, LONGEST_COOLDOWN = 64, 512
 
 
 class SpeculationGate(DraftSize):
-    """Compares the tokens that a step emits with what it costs in plain steps.
+    """Pauses drafting while a step emits fewer tokens than it costs in plain steps.
 
-    For steps that are captured as graphs: every size is a graph of its own, so there are two only.
+    Intended for graph steps: every size is a graph of its own, so there are only two sizes.
     """
 
     def __init__(self, size: int, costs: CostCurve) -> None:
-        """Begin with drafts of ``size`` tokens, the root included."""
+        """Start with drafts of ``size`` tokens, including the root."""
         self.size, self.costs = size, costs
         self._plain_steps_left, self._cooldown = 0, COOLDOWN
         self._begin_trial()
@@ -29,11 +29,11 @@ class SpeculationGate(DraftSize):
         self._steps, self._tokens, self._weight = 0, 0.0, 0.0
 
     def limit(self) -> int:
-        """Return the size, or 1 during a cooldown."""
+        """Return the draft size, or 1 during a cooldown."""
         return 1 if self._plain_steps_left else self.size
 
     def record(self, step: Step, sequences: list[Sequence]) -> None:
-        """Take what a step emitted."""
+        """Count the tokens of a step; end the trial or the cooldown when due."""
         if self._plain_steps_left:
             self._plain_steps_left -= 1
             return

@@ -1,4 +1,4 @@
-"""What a step of each size costs at the moment, from the steps that are taken anyway."""
+"""The current cost of steps of each size, measured on the steps of ordinary decoding."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from statistics import median
 
 KNOWN = 3  # samples after which a size counts as measured
 SAMPLES = 11  # kept per size
-TRUST = 5  # samples that a measured curve counts for
-RECENT = 7  # steps from which the machine's present speed is estimated
-OUTLIER = 1.5  # a sample further off than this (of a logarithm) counts as this far off
-SURPRISE = 0.25  # a sample further off than this asks for more of them
+TRUST = 5  # weight of a measured curve, in samples
+RECENT = 7  # steps from which the machine's current speed is estimated
+OUTLIER = 1.5  # larger deviations, of logarithms, are clipped to this
+SURPRISE = 0.25  # after a larger deviation, the size is measured more often
 
 
 class StepTimer:
     """Corrections of a cost curve, per size, as logarithms.
 
-    A machine that is slower for all sizes changes no choice between them. So a sample of one
-    size is taken relative to the recent steps of the others.
+    A slowdown of all sizes does not affect the choice between them. Therefore a sample of a size is
+    taken relative to recent steps of the usual size.
     """
 
     def __init__(self, sizes: int, usual: int, trusted: bool) -> None:
-        """Begin without corrections.
+        """Start without corrections.
 
         Args:
-            sizes: how many there are.
-            usual: the one that the first steps take; the others are measured against it.
-            trusted: the curve was measured on this machine.
+            sizes: the number of sizes.
+            usual: index of the size of the first steps, against which others are measured.
+            trusted: True if the curve was measured on this machine.
         """
         self._samples: list[deque[float]] = [deque(maxlen=SAMPLES) for _ in range(sizes)]
         for size in range(sizes) if trusted else (usual,):
@@ -36,17 +36,17 @@ class StepTimer:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def is_known(self, size: int) -> bool:
-        """True when ``size`` was measured several times and the last time brought no surprise."""
+        """Return True if ``size`` has enough samples and the last one was close to expectation."""
         return len(self._samples[size]) >= KNOWN and not self._surprised[size]
 
     def record(self, size: int, seconds: float, expected: float, usual: bool) -> None:
-        """Take the time of a step and what the curve says of it.
+        """Add the time of a step.
 
         Args:
-            size: index of the size.
-            seconds: measured.
-            expected: by the curve, in any unit.
-            usual: True for the size that the others are measured against.
+            size: index of the step's size.
+            seconds: measured time.
+            expected: cost by the curve, in any unit.
+            usual: True for the size against which the others are measured.
         """
         found = log(seconds / expected)
         believed = self.correction(size)
@@ -59,9 +59,9 @@ class StepTimer:
             self._samples[size].append(believed + min(max(off, -OUTLIER), OUTLIER))
 
     def correction(self, size: int) -> float:
-        """Logarithm of how much more a step of ``size`` costs than the curve says.
+        """Return log(actual cost / cost by the curve) for steps of ``size``.
 
-        That of a size never measured is interpolated.
+        For a size without samples it is interpolated between its neighbours.
         """
         if self._samples[size]:
             return median(self._samples[size])

@@ -1,4 +1,4 @@
-"""Measure what a decoding step costs by tokens verified and by context length."""
+"""Measurement of the cost of a decoding step by tokens verified and context length."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from token_recycling.model.target import Target, TreeTarget
 from token_recycling.sequence import Sequence
 
 CONTEXTS = (128, 512, 1024, 2048, 4096)
-ROUNDS = 7  # of which the median counts
-SECONDS = 60.0  # per context, after which no further round begins
-FEWEST = 3  # rounds, however long they take
+ROUNDS = 7  # per context; the median is used
+SECONDS = 60.0  # per context, after which no new round starts
+FEWEST = 3  # minimum of rounds, regardless of time
 
 
 def longest(target: TreeTarget) -> int:
-    """The longest context that leaves room for the largest draft."""
+    """Return the longest context that leaves room for the largest draft."""
     limit = target.max_context
     return max(CONTEXTS) if limit is None else max(1, limit - max(SIZES))
 
@@ -41,18 +41,18 @@ def measure(
 ) -> CostCurve:
     """Time whole steps (propose, verify, accept, observe, commit) on random tokens.
 
-    The sizes take turns, so that a busy moment of the machine affects all of them. The context of
-    ``target`` is lost.
+    Sizes alternate within each round, so that temporary load on the machine affects all of them.
+    The context of ``target`` is dropped.
 
     Args:
         target: the model to measure.
-        contexts: tokens in the cache. None: those of ``CONTEXTS`` that the model has room for.
-        sizes: tokens verified, 1 among them.
-        rounds: per context.
-        on_progress: called with (rounds done, rounds in all).
+        contexts: tokens in the cache. None: those of ``CONTEXTS`` that fit the model.
+        sizes: tokens verified; must include 1.
+        rounds: rounds per context.
+        on_progress: called with (rounds done, total rounds).
 
     Raises:
-        TokenRecyclingError: the model is decoded plainly, or a context or size does not fit.
+        TokenRecyclingError: the model is decoded plainly, or a context or size is out of range.
     """
     if not isinstance(target, TreeTarget):
         raise TokenRecyclingError("this model is decoded plainly; there is nothing to tune")
@@ -77,7 +77,7 @@ def measure(
             turn = round_ % len(sizes)
             for size in sizes[turn:] + sizes[:turn]:
                 seconds = bench.step(size)
-                if round_:  # the first is the warm-up
+                if round_:  # round 0 is the warm-up
                     times[size].append(seconds)
             if on_progress is not None:
                 on_progress(index * (rounds + 1) + round_ + 1, len(contexts) * (rounds + 1))
@@ -89,14 +89,14 @@ def measure(
 
 
 def save_curve(target: TreeTarget, curve: CostCurve) -> str:
-    """Write the curve to where ``tree="auto"`` finds it; return the file's name."""
+    """Save the curve where ``tree="auto"`` looks for it; return the path."""
     path = cached_path(identity(target.model, target.device))
     curve.save(path)
     return str(path)
 
 
 class _Bench:
-    """A target with a context, and steps that leave it as it was."""
+    """A target with a context, and timed steps after which the context is restored."""
 
     def __init__(self, target: TreeTarget) -> None:
         self.target = target
@@ -120,7 +120,7 @@ class _Bench:
         self.root = torch.tensor([prompt[-1]], device=self.target.device)
 
     def step(self, size: int) -> float:
-        """Take a step that verifies ``size`` tokens; return its seconds."""
+        """Time a step that verifies ``size`` tokens; return the seconds."""
         target = self.target
         with target.inference_context():
             synchronize(target.device)

@@ -1,4 +1,4 @@
-"""Drafters by name: the built-in ones and those that other packages register.
+"""Drafters by name: the built-in ones and those registered by other packages.
 
 A package registers a drafter through the entry-point group ``token_recycling.drafters``; the
 entry point is a callable ``(matrix, template) -> Drafter``.
@@ -35,7 +35,7 @@ __all__ = [
 
 Factory = Callable[[AdjacencyMatrix, TreeTemplate], AnyDrafter]
 GROUP = "token_recycling.drafters"
-# Drafters without a part, to see what it is worth.
+# Options that turn off one part of the adaptive drafter, for ablation studies.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "pairs": {"pairs": 0},
     "averages": {"old_weight": 0.0},
@@ -45,7 +45,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate, **options: Any) -> AnyDrafter:
-    """A tree says how many nodes; their shape comes from the text."""
+    """Make an adaptive drafter; only the number of nodes is taken from ``template``."""
     return AdaptiveDrafter(matrix, len(template.paths), **options)
 
 
@@ -62,15 +62,15 @@ BUILT_IN: dict[str, Factory] = {
 
 
 def names() -> list[str]:
-    """Names of all drafters, the built-in ones first."""
+    """Return the names of all drafters, the built-in ones first."""
     return [*BUILT_IN, *(point.name for point in entry_points(group=GROUP))]
 
 
 def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> AnyDrafter:
-    """Make the drafter called ``name``.
+    """Create the drafter named ``name``.
 
     Raises:
-        TokenRecyclingError: there is none of that name.
+        TokenRecyclingError: there is no drafter of that name.
     """
     if name in BUILT_IN:
         return BUILT_IN[name](matrix, template)

@@ -1,4 +1,4 @@
-"""A scored tree that knows its context: pairs of tokens, averaged rows, a chain, calibration."""
+"""The default drafter: scored trees from token pairs, averaged rows and a chain, calibrated."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree, TreeTemplate, root_only
 
-WINDOW = 16  # tokens of the longest run that is looked for
-PAIRS = 32749  # rows for pairs of tokens, a prime: 1.75 MiB with k = 8
+WINDOW = 16  # longest run of agreeing tokens searched for in the context
+PAIRS = 32749  # slots for pairs of tokens, a prime number: 1.75 MiB with k = 8
 OLD_WEIGHT = 0.4  # weight of the old row in an average
-CHAIN = 16  # tokens of a chain
+CHAIN = 16  # longest chain
 MOST_NODES = 256
-COUNTED = 2  # steps from one that calibrates to the next
+COUNTED = 2  # in the eager loop, candidates are counted every so many steps
 
 
 @dataclass
 class AdaptiveRows(Rows):
-    """What the adaptive drafter keeps of each row.
+    """The adaptive drafter's state of each row.
 
     Attributes:
-        context: the tokens so far, the root of the last draft included.
-        match: what the last draft's chain was copied from; None where none was grown.
-        steps: observed since ``load``, where candidates are not counted at every step.
+        context: the tokens so far, including the root of the last draft.
+        match: the match that gave the chain of the last draft; None if that was root-only.
+        steps: steps observed since ``load``; used only if candidates are not counted every step.
     """
 
     context: Context
@@ -42,11 +42,11 @@ class AdaptiveRows(Rows):
     steps: int = 0
 
     def previous(self) -> Tensor:
-        """Return the tokens before the roots, int64 [B]."""
+        """Return the token before each root, int64 [B]."""
         return self.context.last(2)[:, 0]
 
     def counts_now(self) -> bool:
-        """Every second step is enough; a graph is the same at every step."""
+        """Return True if this step is to be counted: every second one, or every one in a graph."""
         if self.context.capacity is not None:
             return True
         self.steps += 1
@@ -54,12 +54,12 @@ class AdaptiveRows(Rows):
 
 
 class AdaptiveDrafter(Drafter[AdaptiveRows]):
-    """Grows the most likely tree from rows with probabilities and a chain from the context.
+    """Builds the most likely tree from matrix rows and a chain copied from the context.
 
     Beyond the paper (docs/drafting.md): rows keep probabilities and are averaged over time; pairs
-    of tokens have rows of their own; what followed the last n-gram in this context is one more
-    branch; every candidate's score is calibrated by how often its kind was right; and the tree
-    has the best nodes by these scores, not a fixed shape.
+    of tokens have rows of their own; the tokens that followed an earlier occurrence of the last
+    n-gram are one more branch (the chain); every candidate's score is calibrated by how often its
+    kind was right; and the tree consists of the best nodes by these scores, not of a fixed shape.
     """
 
     name = "adaptive"
@@ -77,15 +77,15 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         chain: int = CHAIN,
         calibrate: bool = True,
     ) -> None:
-        """Draft from ``matrix``, which gets room for ``pairs`` and evidence if it has none.
+        """Draft from ``matrix``; slots for pairs and evidence are added if it has none.
 
         Args:
-            matrix: shared by every row of a batch.
-            nodes: below the root, 256 at most; fewer where so few candidates have no more.
-            pairs: rows for pairs of tokens; 0: none.
-            old_weight: weight of the old row in an average; 0: the latest row stays.
-            chain: tokens copied from the context at most; 0: none.
-            calibrate: count how often candidates are right; else expect their probabilities.
+            matrix: shared by all rows of a batch.
+            nodes: nodes below the root, 1 to 256; a small k may allow only fewer.
+            pairs: slots for pairs of tokens; 0: none.
+            old_weight: weight of the old row in an average; 0: the new row replaces it.
+            chain: most tokens copied from the context; 0: none.
+            calibrate: count how often candidates are right. False: rely on expected rates.
 
         Raises:
             TokenRecyclingError: ``nodes`` is not within 1..256.
@@ -109,7 +109,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """That of the ranked tree, until drafts bring their own."""
+        """Acceptance probabilities of the ranked tree, used until drafts have scores."""
         return self._acceptance
 
     def new_rows(self, batch: int, capacity: int | None = None) -> AdaptiveRows:
@@ -120,23 +120,23 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         return AdaptiveRows(context, None if capacity is None else match)
 
     def load(self, rows: AdaptiveRows, texts: list[list[int]]) -> None:
-        """Take the texts as context."""
+        """Load the texts as context."""
         rows.context.load(texts)
         rows.match, rows.steps = None, 0
         self.calibration.refresh()
 
     def prompt_mask(self, tokens: Tensor) -> Tensor | None:
-        """Ask for tokens without a row, each at its last occurrence."""
+        """Select tokens without a row, each at its last occurrence."""
         return self.matrix.unseen(tokens)
 
     def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
-        """Recycle a part of the prompts; the token before each is not known here."""
+        """Store rows of prompt tokens; none for pairs, as the preceding tokens are unknown here."""
         ids, p, finite = self._best(logits)
         mask = mask & finite
         self.matrix.update(tokens.flatten(), ids.flatten(0, 1), p.flatten(0, 1), mask.flatten())
 
     def propose(self, rows: AdaptiveRows, roots: Tensor, nodes: int | None = None) -> DraftTree:
-        """Grow the tree."""
+        """Build the tree."""
         rows.context.append_roots(roots)
         if nodes == 1:
             rows.match = None
@@ -145,12 +145,13 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         return self.builder(roots, rows.previous(), rows.match).first(nodes)
 
     def sources(self, rows: AdaptiveRows, draft: DraftTree) -> list[str]:
-        """Say "chain", "pair" or "token"; a token's row may stand in for a pair's."""
+        """Return "root", "chain", "pair" or "token" (no pair row has the node's token) per node."""
         tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
         chain: list[int] = []
         if rows.match is not None:
             chain = rows.match.tokens[0][rows.match.valid[0]].tolist()
-        on_chain = [0] + [-1] * (len(tokens) - 1)  # tokens of the chain up to the node
+        # Number of chain tokens from the root to the node; -1 if the node is off the chain.
+        on_chain = [0] + [-1] * (len(tokens) - 1)
         found = ["root"] * len(tokens)
         for node in range(1, len(tokens)):
             above = parents[node]
@@ -168,7 +169,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     def observe(
         self, rows: AdaptiveRows, draft: DraftTree, logits: Tensor, accepted: Accepted
     ) -> None:
-        """Count what was right, average the rows of every node, and extend the context."""
+        """Count right candidates, average the rows of all nodes, and extend the context."""
         roots, previous = draft.tokens[:, 0], rows.previous()
         if self.calibrate and rows.match is not None and rows.counts_now():
             self._count(roots, previous, accepted.emitted, rows.match)
@@ -186,32 +187,32 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         rows.context.append_accepted(accepted)
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the k best candidates of [..., V] logits and their probabilities among themselves.
+        """Return the k best candidates of logits [..., V] and their softmax over these k.
 
-        The sum over the whole vocabulary would cost more than it tells. The last tensor, bool
-        [...], is False where logits have overflowed and there are no probabilities.
+        A softmax over the whole vocabulary would cost more than it gains. The third tensor, bool
+        [...], is False where logits have overflowed and the probabilities are not finite.
         """
         logits = logits[..., : self.matrix.vocab_size]
         if logits.device.type == "cpu":
-            logits = logits.float()  # sorting half precision takes longer than this copy
+            logits = logits.float()  # faster: topk in half precision takes longer than this copy
         values, ids = logits.topk(self.matrix.k, dim=-1)
         probabilities = values.float().softmax(dim=-1)
         return ids, probabilities, probabilities.isfinite().all(dim=-1)
 
     def _count(self, roots: Tensor, previous: Tensor, emitted: Tensor, chain: NgramMatch) -> None:
-        """Count which candidates were right along the emitted text, drafted or not.
+        """Count which candidates were right along the emitted tokens, whether drafted or not.
 
         Args:
             roots: int64 [B].
-            previous: int64 [B], the tokens before the roots.
-            emitted: int64 [B, t]; ``NO_TOKEN`` behind the last token of a row.
-            chain: what was found for these roots.
+            previous: int64 [B], the token before each root.
+            emitted: int64 [B, t], padded with ``NO_TOKEN``.
+            chain: the match for these roots.
         """
         steps = emitted.shape[1]
         nodes = torch.cat([roots[:, None], emitted[:, :-1]], dim=1).clamp(min=0)
         before = torch.cat([previous[:, None], nodes[:, :-1]], dim=1)
         live = emitted != NO_TOKEN
-        # The text is on the chain as long as it took the chain's tokens.
+        # The chain applies as long as all tokens emitted so far were the chain's.
         below = torch.full_like(emitted, NO_MATCH)
         length = min(steps, chain.tokens.shape[1])
         below[:, :length] = chain.tokens.masked_fill(~chain.valid, NO_MATCH)[:, :length]

@@ -1,4 +1,4 @@
-"""The contract of a drafter, and of what it keeps of each row."""
+"""The interface of drafters and of their state per row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Self = TypeVar("Self", bound="Rows")
 
 @dataclass
 class Rows:
-    """What a drafter keeps of each row of a batch.
+    """A drafter's state of each row of a batch.
 
     A subclass is a dataclass. Its fields are tensors [B, …], other ``Rows`` or None; fields of
-    any other type belong to all rows. The caller holds the rows and passes them to every call of
-    the drafter, which may change them. Rows are independent of each other: engines, whose requests
-    come and go, select and write them by index.
+    other types apply to all rows. The caller owns the rows and passes them to every call of the
+    drafter, which may modify them. Rows are independent of each other: the engines select and
+    write them by index as requests arrive and finish.
     """
 
     def select(self: Self, index: Tensor) -> Self:
@@ -37,7 +37,7 @@ class Rows:
         return replace(self, **found)
 
     def write(self: Self, index: Tensor, rows: Self | None) -> None:
-        """Put ``rows`` at ``index`` (int64 [b], each at most once); None: zeros."""
+        """Write ``rows`` to ``index`` (int64 [b], no duplicates); None: write zeros."""
         for one in fields(self):
             mine = getattr(self, one.name)
             theirs = None if rows is None else getattr(rows, one.name)
@@ -53,86 +53,90 @@ R = TypeVar("R", bound=Rows)
 class Drafter(ABC, Generic[R]):
     """Proposes a draft tree for every row of a batch and learns from the target's logits.
 
-    The decoding loop calls ``new_rows`` and ``load`` once, ``prompt_mask`` and ``learn_prompt``
-    for every chunk of the prompts, then ``propose`` and ``observe`` once per step. The object
-    itself holds only what all rows share. A drafter that keeps an adjacency matrix holds it in
-    ``matrix``.
+    The decoding loop calls ``new_rows`` once, ``load`` before the prompts are read and again
+    after graph steps, ``prompt_mask`` and ``learn_prompt`` for every chunk of the prompts, then
+    ``propose`` and ``observe`` once per step. The object itself stores only what is common to all
+    rows. A drafter that uses an adjacency matrix has it in ``matrix``.
     """
 
     name: str
     matrix: AdjacencyMatrix | None = None
-    needs_logits = False  # learns from the logits, not only from the emitted tokens
-    # ``propose`` and ``observe`` are tensor functions of fixed shapes that write in place and never
-    # read from the device, so that a graph can hold them. Rows with a ``capacity`` must then keep
-    # their tensors; ``load`` refills them.
+    needs_logits = False  # True: learns from logits, not only from emitted tokens
+    # True: ``propose`` and ``observe`` have fixed shapes, write in place and never read from the
+    # device, so that they can be captured in a graph. Rows with a ``capacity`` must then never
+    # replace their tensors; ``load`` refills them.
     capturable = False
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Acceptance probability that is expected of each node below the root, highest first.
+        """Expected acceptance probability of each node below the root, in descending order.
 
-        A drafter that has it proposes the most useful nodes first, so that the first n nodes of a
-        draft are its draft of n, and a draft-size policy may cut it. Empty: drafts stay whole.
+        A drafter with acceptance probabilities proposes the most useful nodes first: the first n
+        nodes of a draft are its best draft of n nodes, and a draft-size policy may truncate it.
+        Empty: drafts are never truncated.
         """
         return ()
 
     def new_rows(self, batch: int, capacity: int | None = None) -> R:
-        """Return the state of ``batch`` rows.
+        """Return new state for ``batch`` rows.
 
         Args:
             batch: B.
-            capacity: tokens that a row may come to; then all shapes stay fixed. None: it grows.
+            capacity: most tokens of a row; all shapes are then fixed. None: the state may grow.
         """
         return Rows()  # type: ignore[return-value]
 
     def load(self, rows: R, texts: list[list[int]]) -> None:
-        """Begin again with other texts.
+        """Replace the text of every row.
 
         Args:
-            rows: of ``new_rows``, B of them.
-            texts: the tokens of every row so far, except the next root where one is known.
+            rows: B rows from ``new_rows``.
+            texts: the tokens of every row so far, without the next root if that is known.
         """
 
     def prompt_mask(self, tokens: Tensor) -> Tensor | None:
-        """Say of which tokens of a chunk of the prompts, int64 [B, c], it wants the logits.
+        """Select the prompt tokens whose logits ``learn_prompt`` is to get.
 
-        Computing them costs time, and so does learning from them.
+        Computing logits and learning from them both cost time.
+
+        Args:
+            tokens: int64 [B, c], a chunk of the prompts.
 
         Returns:
-            bool [B, c]; None: of none.
+            bool [B, c]; None: no token.
         """
         return None
 
     def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
-        """Learn from those columns of a chunk that hold a token of ``prompt_mask``.
+        """Learn from the columns of a chunk in which ``prompt_mask`` selected a token.
 
         Args:
             tokens: int64 [B, w].
-            logits: [B, w, V], the target's logits after each of them.
-            mask: bool [B, w]; False where the token was not asked for, or the prompt has ended.
+            logits: [B, w, V], the target's logits after each token.
+            mask: bool [B, w]; False where the token was not selected or is padding.
         """
 
     @abstractmethod
     def propose(self, rows: R, roots: Tensor, nodes: int | None = None) -> DraftTree:
-        """Return drafts of at most ``nodes`` nodes, the root included.
+        """Return drafts of at most ``nodes`` nodes, including the root.
 
         Args:
             rows: B rows.
-            roots: int64 [B], the last token of every row; it joins the row's text.
-            nodes: 1: the root alone. None: as many as the drafter has.
+            roots: int64 [B], the last token of every row; it is appended to the row's text.
+            nodes: 1: root-only drafts. None: as many nodes as the drafter proposes.
         """
 
     def sources(self, rows: R, draft: DraftTree) -> list[str]:
-        """Say of each node of the first row where it came from, before it is observed."""
+        """Return the source of each node of the first row; called before ``observe``."""
         return [self.name] * draft.nodes
 
     def observe(self, rows: R, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        """Learn from the target's logits at every node, rejected ones too.
+        """Learn from the target's logits at every node, including rejected ones.
 
         Args:
-            rows: B rows; what was emitted joins their texts, except for the last token, which
-                comes back as the next root.
-            draft: what was verified; only its valid nodes count.
+            rows: B rows; the emitted tokens are appended to their texts, except for the last one,
+                which is the next root.
+            draft: the verified draft; only its valid nodes count.
             logits: [B, n, V].
             accepted: what was accepted and emitted.
         """

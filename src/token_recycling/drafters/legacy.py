@@ -1,4 +1,4 @@
-"""Drafters written for the first contract, in which a drafter kept the rows itself."""
+"""Support for drafters with the deprecated interface, which store their rows themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from token_recycling.tree import DraftTree, root_only
 
 
 def adapted(drafter: Any) -> AnyDrafter:
-    """Return ``drafter``; if its ``propose`` takes roots only, wrapped and with a warning."""
+    """Return ``drafter``, wrapped and with a warning if its ``propose`` takes only roots."""
     if len(inspect.signature(drafter.propose).parameters) > 1:
         found: AnyDrafter = drafter
         return found
@@ -28,17 +28,17 @@ def adapted(drafter: Any) -> AnyDrafter:
 
 
 class LegacyDrafter(Drafter[Rows]):
-    """Calls the methods of a drafter that was written for the first contract."""
+    """Adapts a drafter with the deprecated interface."""
 
     def __init__(self, drafter: Any) -> None:
-        """Wrap ``drafter``, which drafts for one batch at a time."""
+        """Wrap ``drafter``, which can serve only one batch at a time."""
         self.drafter, self.name = drafter, drafter.name
         self.matrix = getattr(drafter, "matrix", None)
         self.needs_logits = bool(getattr(drafter, "needs_logits", False))
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Its ``shares``."""
+        """The ``shares`` of the wrapped drafter."""
         return tuple(getattr(self.drafter, "shares", ()))
 
     def load(self, rows: Rows, texts: list[list[int]]) -> None:
@@ -58,7 +58,7 @@ class LegacyDrafter(Drafter[Rows]):
         self.drafter.prime(tokens, logits, mask)
 
     def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
-        """Call ``rest`` or ``propose``."""
+        """Call ``propose``, or ``rest`` for a root-only draft."""
         if nodes == 1:
             draft: DraftTree = getattr(self.drafter, "rest", root_only)(roots)
             return draft

@@ -1,4 +1,4 @@
-"""The tokens of each row on the drafter's device, and what followed their last n-gram before."""
+"""The tokens of each row on the drafter's device, and the search for earlier n-grams in them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from token_recycling.accept import Accepted
 from token_recycling.drafters.base import Rows
 from token_recycling.tokens import NO_TOKEN
 
-ROOM = 256  # slots by which the buffer grows at least
+ROOM = 256  # the buffer grows by at least this many slots
 
 
 @dataclass
 class NgramMatch(Rows):
-    """What followed an earlier occurrence of the last tokens of each row.
+    """The tokens that followed an earlier occurrence of the last tokens of each row.
 
     Attributes:
-        tokens: int64 [B, length]; 0 where there is none.
-        valid: bool [B, length]; once False, False to the end.
-        run: int64 [B], how many tokens agreed before it; 0 where there was no match.
+        tokens: int64 [B, length], padded with 0.
+        valid: bool [B, length]; the valid tokens come first.
+        run: int64 [B], how many of the last tokens matched; 0 where there was no match.
     """
 
     tokens: Tensor
@@ -37,16 +37,17 @@ class NgramMatch(Rows):
 
 @dataclass
 class Context(Rows):
-    """The tokens of each row, for a search on the device.
+    """The tokens of each row, for searching on the device.
 
     Attributes:
-        tokens: int64 [B, width]: ``window`` times ``NO_TOKEN``, the row's tokens, ``NO_TOKEN``.
-        lengths: int64 [B], the used slots, those of the window included.
-        window: tokens of the longest n-gram that is compared.
-        capacity: tokens that a row may come to. Then all shapes stay fixed, everything is written
-            in start and nothing is read by the host. None: the buffer grows.
-        margin: free slots that a selected row has at least; where ``capacity`` leaves fewer, the
-            row forgets its first half.
+        tokens: int64 [B, width]: ``window`` times ``NO_TOKEN``, then the row's tokens, padded
+            with ``NO_TOKEN``.
+        lengths: int64 [B], used slots, including those of the window.
+        window: length of the longest n-gram that is compared.
+        capacity: most tokens of a row. All shapes are then fixed, all writes are in place and the
+            host reads nothing. None: the buffer grows.
+        margin: minimum of free slots after ``select`` with a ``capacity``; a row with fewer drops
+            the first half of its slots.
     """
 
     tokens: Tensor
@@ -71,7 +72,7 @@ class Context(Rows):
         return cls(tokens, lengths, window, capacity, margin)
 
     def load(self, texts: list[list[int]]) -> None:
-        """Replace all tokens by ``texts``; with a capacity, in the same tensors."""
+        """Replace all tokens by ``texts``; with a capacity, in place."""
         if self.capacity is None:
             longest = self.window + max(map(len, texts))
             self.tokens = self.tokens.new_empty(len(texts), longest + ROOM)
@@ -83,7 +84,7 @@ class Context(Rows):
         self.lengths.copy_(torch.tensor(lengths, device="cpu"))
 
     def select(self, index: Tensor) -> Context:
-        """Return copies of rows, with room for ``margin`` tokens each."""
+        """Return copies of the rows at ``index``, each with at least ``margin`` free slots."""
         rows = super().select(index)
         if self.capacity is None:
             return rows
@@ -100,7 +101,7 @@ class Context(Rows):
         slots = self.lengths[:, None] + torch.arange(t, device=self.tokens.device)
         if self.capacity is None:
             self._reserve(int(self.lengths.max()) + t)
-        else:  # a row that has ended may come here too, and must not write past its end
+        else:  # rows that have ended are appended to as well and must stay in bounds
             slots = slots.clamp(max=self.tokens.shape[1] - 1)
         kept = torch.where(slots < (self.lengths + counts)[:, None], tokens, NO_TOKEN)
         self.tokens.scatter_(1, slots, kept)
@@ -113,7 +114,7 @@ class Context(Rows):
         self.append(roots[:, None], torch.ones_like(roots))
 
     def append_accepted(self, accepted: Accepted) -> None:
-        """Append what a step emitted, except for the last token, which is the next root."""
+        """Append the tokens that a step emitted, except for the last, which is the next root."""
         self.append(accepted.emitted[:, :-1], (accepted.counts - 1).clamp(min=0))
 
     def _reserve(self, needed: int) -> None:
@@ -132,34 +133,34 @@ class Context(Rows):
 
 
 class NgramMatcher:
-    """Finds what followed an earlier occurrence of a row's last tokens."""
+    """Finds earlier occurrences of each row's last tokens."""
 
     def __init__(self, window: int, device: torch.device | str) -> None:
         """Compare n-grams of up to ``window`` tokens."""
         self.window = window
-        # An n-gram's agreement as a number of ``window`` bits, the last token's the highest; the
-        # number of leading ones is the length of the run.
+        # The agreeing tokens of an n-gram are encoded as an integer of ``window`` bits, the last
+        # token in the highest bit. Its number of leading ones is the length of the run.
         self._weights = 2.0 ** torch.arange(window, dtype=torch.float32, device=device)
         codes = torch.arange(2**window, device=device)
         breaks = (2**window - 1 - codes).float().clamp(min=0.5).log2().floor().long()
         self._runs = window - 1 - breaks
 
     def __call__(self, context: Context, length: int, least: int = 1) -> NgramMatch:
-        """Find the longest run that agrees with the last tokens, the latest of equals.
+        """Find the longest run that agrees with the last tokens; on a tie, the latest one.
 
         Args:
-            context: of B rows with this window.
-            length: tokens to return.
-            least: a shorter run is no match.
+            context: B rows with this window.
+            length: number of tokens to return.
+            least: length of the shortest run that counts as a match.
         """
         width = context.tokens.shape[1]
         fixed = context.capacity is not None
         used = width if fixed else min(int(context.lengths.max()), width)
         tail = context.last(self.window)
-        tail = tail.masked_fill(tail == NO_TOKEN, NO_TOKEN - 1)  # equal to nothing
+        tail = tail.masked_fill(tail == NO_TOKEN, NO_TOKEN - 1)  # matches no token
         grams = context.tokens[:, :used].unfold(1, self.window, 1)
         agree = (grams == tail[:, None]).float() @ self._weights
-        ends = torch.arange(self.window, used + 1, device=tail.device)  # slot behind each n-gram
+        ends = torch.arange(self.window, used + 1, device=tail.device)  # slot after each n-gram
         runs = self._runs[agree.long()]
         matches = (runs >= least) & (ends < context.lengths[:, None])
         best, start = torch.where(matches, runs * used + ends, 0).max(dim=1)

@@ -1,4 +1,4 @@
-"""No draft: plain decoding through the same loop."""
+"""Plain decoding in the same loop, without drafts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from token_recycling.tree import DraftTree, root_only
 
 
 class NoDrafter(Drafter[Rows]):
-    """Proposes the root alone, so that every step yields one token."""
+    """Proposes root-only drafts, so that every step emits one token."""
 
     name = "none"
     capturable = True
 
     def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
-        """Return the roots."""
+        """Return root-only drafts."""
         return root_only(roots)

@@ -12,10 +12,10 @@ from token_recycling.tree import DraftTree, TreeShape, TreeTemplate, root_only
 
 
 class PaperDrafter(Drafter[Rows]):
-    """A static tree filled from the adjacency matrix; ids only; the latest row wins.
+    """Fills a static tree from the adjacency matrix; uses ids only, and new rows replace old ones.
 
-    The node with path ``(…, r)`` is the r-th candidate of its parent's token. After every
-    forward the top-k candidates of all nodes replace their tokens' rows.
+    The node with path ``(…, r)`` is the candidate of rank r of its parent's token. After every
+    forward, the top-k candidates at all nodes replace the rows of their tokens.
     """
 
     name = "paper"
@@ -29,10 +29,10 @@ class PaperDrafter(Drafter[Rows]):
         """Draft from ``matrix`` in the shape of ``template``.
 
         Args:
-            matrix: shared by every row of a batch.
+            matrix: shared by all rows of a batch.
             template: the tree's shape.
-            learn_prompts: recycle the prompt's logits too, of tokens that have no row yet. The
-                paper leaves this open; where there is a row, it gains next to nothing.
+            learn_prompts: also learn from prompt logits, for tokens that have no row yet. The
+                paper does not specify this; for tokens with a row it gains next to nothing.
 
         Raises:
             TokenRecyclingError: the template uses more candidates than the matrix keeps.
@@ -45,19 +45,19 @@ class PaperDrafter(Drafter[Rows]):
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """That of a ranked template."""
+        """Acceptance probabilities of the template; empty unless it is ranked."""
         return self.template.acceptance
 
     def prompt_mask(self, tokens: Tensor) -> Tensor | None:
-        """Ask for tokens without a row, each at its last occurrence."""
+        """Select tokens without a row, each at its last occurrence."""
         return self.matrix.unseen(tokens) if self.learn_prompts else None
 
     def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
-        """Recycle a chunk of the prompts."""
+        """Store the candidates of prompt tokens."""
         self._recycle(tokens, logits, mask)
 
     def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
-        """Grow the tree level by level by look-ups in the matrix."""
+        """Build the tree level by level by look-ups in the matrix."""
         if nodes == 1:
             return root_only(roots)
         grown = [roots[:, None].to(torch.int32)]
@@ -66,14 +66,14 @@ class PaperDrafter(Drafter[Rows]):
         tokens = torch.cat(grown, dim=1).long()
         if self.shape.order is not None:
             tokens = tokens[:, self.shape.order]
-        # Below a row never seen there is nothing.
+        # Lookups in empty rows gave NO_TOKEN, which is negative: those nodes are invalid.
         return self.shape.draft(tokens.clamp(min=0), tokens >= 0).first(nodes)
 
     def observe(self, rows: Rows, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        """Recycle the candidates of every node."""
+        """Store the candidates of every node."""
         self._recycle(draft.tokens, logits, draft.valid)
 
     def _recycle(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
         values, ids = torch.topk(logits[..., : self.matrix.vocab_size], self.matrix.k, dim=-1)
-        valid = valid & values[..., 0].isfinite()  # where logits have overflowed nothing is ranked
+        valid = valid & values[..., 0].isfinite()  # skip overflowed logits
         self.matrix.update(tokens.flatten(), ids.flatten(0, 1), valid=valid.flatten())

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last occurrence of the latest n-gram in this context."""
+"""Prompt lookup: drafts copied from an earlier occurrence of the last n-gram in the context."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from token_recycling.tree import DraftTree, TreeShape, TreeTemplate, root_only
 
 
 class PromptLookupDrafter(Drafter[Context]):
-    """A chain copied from the context (Saxena 2023), longest n-gram first, latest match first."""
+    """Copies the tokens after the longest n-gram match, latest first on a tie (Saxena 2023)."""
 
     name = "prompt-lookup"
 
     def __init__(
         self, *, length: int = 10, max_ngram: int = 3, device: torch.device | str = "cpu"
     ) -> None:
-        """Propose up to ``length`` tokens after a match of ``max_ngram`` … 1 tokens."""
+        """Propose up to ``length`` tokens after a match of 1 to ``max_ngram`` tokens."""
         self.length, self.device = length, device
         self.matcher = NgramMatcher(max_ngram, device)
         self.shape = TreeShape(TreeTemplate.chain(length), device)
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """A guess: half of the steps match, and then each token is right four times in five."""
+        """A guess: half of the steps have a match, and each token of it is right with p = 0.8."""
         return tuple(0.5 * 0.8**depth for depth in range(self.length))
 
     def new_rows(self, batch: int, capacity: int | None = None) -> Context:
@@ -34,11 +34,11 @@ class PromptLookupDrafter(Drafter[Context]):
         return Context.empty(batch, self.matcher.window, self.device, capacity, self.length + 2)
 
     def load(self, rows: Context, texts: list[list[int]]) -> None:
-        """Take the texts as context."""
+        """Load the texts as context."""
         rows.load(texts)
 
     def propose(self, rows: Context, roots: Tensor, nodes: int | None = None) -> DraftTree:
-        """Copy what followed the best match; an empty chain where nothing matches."""
+        """Copy the tokens after the best match; rows without a match get only a root."""
         rows.append_roots(roots)
         if nodes == 1:
             return root_only(roots)

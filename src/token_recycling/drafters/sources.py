@@ -1,6 +1,6 @@
-"""Where candidates come from: rows of the matrix, and a chain copied from the context.
+"""Sources of candidates: rows of the matrix, and a chain copied from the context.
 
-A source gives candidates with a feature each, an index into the counts of ``Calibration``.
+A source gives every candidate a feature, an index into the counts of ``Calibration``.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from token_recycling.drafters.ngram import NgramMatch
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.tokens import NO_TOKEN
 
-BINS = 32  # half octaves of a float16 up to 1: its exponent and the first bit of its mantissa
-TOKEN, PAIR, BEHIND = range(3)  # a token's row alone, a pair's, a token's row behind a pair's
-STATES = 3  # of the chain at the node: none, from a short run, from a long one
-LONG = 4  # tokens of a run that is called long
-# The first of each class of runs, in tokens, and what a chain's token is expected to be worth.
+BINS = 32  # half octaves of float16 values up to 1: exponent and first mantissa bit
+# Kinds of row: a token's where the pair has none, a pair's, a token's where the pair has one.
+TOKEN, PAIR, BEHIND = range(3)
+STATES = 3  # chain state at a node: no chain, one from a short run, one from a long run
+LONG = 4  # length from which a run is long, in tokens
+# Lower bound of each class of run lengths -> expected rate at which a chain token is right.
 RUNS = {0: 0.0, 1: 0.2, 2: 0.35, 3: 0.5, 4: 0.65, 5: 0.75, 7: 0.8, 10: 0.85, 16: 0.9}
-DEPTHS = (0, 1, 2, 4, 8)  # the first of each class of depths in the chain
-RANKS = 4  # of a chain's token in the row: not there, first, second, lower
-NO_MATCH = -2  # equal to no candidate, NO_TOKEN neither
+DEPTHS = (0, 1, 2, 4, 8)  # lower bound of each class of depths in the chain
+RANKS = 4  # rank of a chain token in the node's row: absent, first, second, lower
+NO_MATCH = -2  # differs from every candidate and from NO_TOKEN
 
 
 class RowSource:
-    """Candidates from the rows of a token and of the pair that it ends.
+    """Candidates from the rows of a token and of the pair that ends with it.
 
-    Feature: which row, the chain's state at the node, rank, and the probability's half octave.
+    Feature: kind of row, chain state at the node, rank, and half octave of the probability.
     """
 
     def __init__(self, matrix: AdjacencyMatrix) -> None:
@@ -34,11 +35,11 @@ class RowSource:
         self.matrix = matrix
         self.features = 3 * STATES * matrix.k * BINS
         kinds = torch.arange(3 * STATES * matrix.k, device=matrix.device) * BINS
-        self._first = kinds.view(3, STATES, matrix.k)  # feature of each kind's first bin
+        self._first = kinds.view(3, STATES, matrix.k)  # feature of the first bin
         self._of_pair, self._of_token = self._first[PAIR, 0], self._first[TOKEN, 0]  # off the chain
 
     def expected(self) -> Tensor:
-        """Expect of a candidate its probability: float32 [features], 0 where it is 0."""
+        """Return expected rates float32 [features]: midpoints of half octaves, 0 for bin 0."""
         half_octaves = torch.arange(BINS, device=self.matrix.device)
         odd = (half_octaves % 2).float()
         middle = 2.0 ** (half_octaves // 2 - 15).float() * (1.25 + 0.5 * odd)
@@ -46,14 +47,14 @@ class RowSource:
         return middle.repeat(3 * STATES * self.matrix.k)
 
     def best(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pair's candidates, or the token's where the pair has none; off the chain.
+        """Return the pair's candidates, or the token's if the pair has no row, off the chain.
 
         Args:
             previous: int64 [...].
             tokens: int64 [...], ``NO_TOKEN`` allowed.
 
         Returns:
-            int32 [..., k] ids, ``NO_TOKEN`` where there is none, and their features, int64.
+            Ids int32 [..., k], padded with ``NO_TOKEN``, and their features, int64 [..., k].
         """
         rows, known = self.matrix.rows(previous, tokens)
         ids, p = self.matrix.fetch(rows)
@@ -61,15 +62,16 @@ class RowSource:
         return ids, _bins(p) + first
 
     def both(self, previous: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pair's candidates and behind them the token's, each id once.
+        """Return the pair's candidates followed by the token's, without duplicates.
 
         Args:
             previous: int64 [...].
             tokens: int64 [...].
-            state: int64 [...], of the chain.
+            state: int64 [...], the chain state at each node.
 
         Returns:
-            int32 [..., 2k] ids, ``NO_TOKEN`` where there is none, and their features, int64.
+            Ids int32 [..., 2k], ``NO_TOKEN`` where there is none, and their features, int64
+            [..., 2k].
         """
         rows, known = self.matrix.rows(previous, tokens)
         ids, p = self.matrix.fetch(torch.stack([torch.where(known, rows, 0), tokens + 1], dim=-1))
@@ -83,42 +85,42 @@ class RowSource:
 
 
 def _bins(probabilities: Tensor) -> Tensor:
-    """Return the half octave of float16 probabilities, int64; 0 is that of 0 alone."""
+    """Return the half octaves of float16 probabilities, int64; bin 0 is for (almost) 0."""
     return probabilities.view(torch.int16).long() >> 9
 
 
 class ChainSource:
-    """What followed the last tokens before (``Context.continuation``), as one branch.
+    """The chain: the tokens of an ``NgramMatch``, as one branch from the root.
 
-    Feature: the length of the run, the depth in the chain, and the rank that the node's rows
-    give to the chain's token.
+    Feature: length of the run, depth in the chain, and rank of the chain token among the
+    candidates of the node's rows.
     """
 
     features = len(RUNS) * len(DEPTHS) * RANKS
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        """Have features on ``device``."""
+        """Compute features on ``device``."""
         self._runs = torch.tensor(list(RUNS), device=device)
         self._depths = torch.tensor(DEPTHS, device=device)
 
     def expected(self) -> Tensor:
-        """Expect more of longer runs: float32 [features]."""
+        """Return expected rates float32 [features], which rise with the length of the run."""
         rates = torch.tensor(list(RUNS.values()), dtype=torch.float32, device=self._runs.device)
         return rates.repeat_interleave(len(DEPTHS) * RANKS)
 
     @staticmethod
     def state(chain: NgramMatch) -> Tensor:
-        """Return the chain's state at its nodes, int64 [B]."""
+        """Return the chain state at the nodes of the chain, int64 [B]."""
         return (chain.run > 0).long() + (chain.run >= LONG)
 
     def of(self, chain: NgramMatch, token: Tensor, depth: Tensor, candidates: Tensor) -> Tensor:
-        """Return the features of the chain's tokens.
+        """Return the features of chain tokens, int64 [B, m].
 
         Args:
-            chain: of B rows.
-            token: int64 [B, m], the chain's token below each node.
+            chain: the match of B rows.
+            token: int64 [B, m], the chain token below each node.
             depth: int64 [m], its depth in the chain.
-            candidates: int64 [B, m, c], of the rows.
+            candidates: int [B, m, c], the candidates of the node's rows.
         """
         same = candidates == token[..., None]
         rank = torch.where(same.any(dim=-1), same.long().argmax(dim=-1).clamp(max=2) + 1, 0)

@@ -1,4 +1,4 @@
-"""Best-first growth of a draft tree, level by level on tensors of fixed shape."""
+"""Best-first construction of draft trees, level by level on tensors of fixed shape."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from token_recycling.drafters.ngram import NgramMatch
 from token_recycling.drafters.sources import NO_MATCH, ChainSource, RowSource
 from token_recycling.tree import DraftTree
 
-WIDTH = 0.4  # nodes of a level that grow on, per node of the draft
-LEVELS = 6  # of rows, below the root and below every node of the chain
+WIDTH = 0.4  # nodes kept per level, as a fraction of the nodes of the draft
+LEVELS = 6  # levels of row candidates below the root and the chain
 NEVER = float("-inf")
-HOPELESS = 1e-4  # a node less likely to be right is not proposed
+HOPELESS = 1e-4  # a node with a lower score is not proposed
 
 
 class TreeBuilder:
-    """Takes the ``nodes`` most likely nodes, a node's score being the product along its path.
+    """Selects the most likely nodes; a node's score is the product of rates along its path.
 
-    The chain is one branch from the root, known at once. Level by level the best nodes get their
-    candidates, and of all of them the best make the draft, best first: a node's score is below
-    its parent's, so any first n of them are a tree.
+    The chain is one branch from the root and forms level 0 with it. At each level, the best nodes
+    are expanded by their candidates. The best nodes of all levels make the draft, best first. A
+    node's score is below its parent's, so the first n nodes are a tree for any n.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class TreeBuilder:
         nodes: int,
         chain_length: int,
     ) -> None:
-        """Grow drafts of ``nodes`` nodes below the root, with chains of ``chain_length``.
+        """Build drafts of ``nodes`` nodes below the root, with chains of up to ``chain_length``.
 
-        With few candidates a token the levels may hold fewer; ``nodes`` says how many.
+        A small k may allow only fewer nodes; the attribute ``nodes`` has the actual number.
         """
         self.rows, self.chains, self.calibration = rows, chains, calibration
         self.chain_length = chain_length
@@ -52,10 +52,10 @@ class TreeBuilder:
         self._chain_depths = torch.arange(chain_length + 1, device=device)
         self._chain_parents = (self._chain_depths - 1).clamp(min=0)
         self._eye = torch.eye(nodes + 1, dtype=torch.float32, device=device)
-        self._eye[0, 0] = 0.0  # the root is its own parent, and is counted as such
+        self._eye[0, 0] = 0.0  # ``one_hot`` adds this entry: the root is its own parent
 
     def __call__(self, roots: Tensor, previous: Tensor, chain: NgramMatch) -> DraftTree:
-        """Return the draft below ``roots`` int64 [B], which stand behind ``previous``."""
+        """Return drafts below ``roots``, int64 [B]; ``previous``, int64 [B], precedes each root."""
         batch, logs = len(roots), self.calibration.logs
         # Level 0: the root and the chain below it.
         tokens = torch.cat([roots[:, None], chain.tokens], dim=1)
@@ -68,10 +68,10 @@ class TreeBuilder:
         steps = logs[of_chain].masked_fill(~has, NEVER)[:, :-1].cumsum(dim=1)
         scores = pad(steps, (1, 0))
         children = scores[..., None] + logs[features]
-        children = children.masked_fill(ids == below[..., None], NEVER)  # it stands in the chain
+        children = children.masked_fill(ids == below[..., None], NEVER)  # already in the chain
 
         levels = [(tokens, self._chain_parents.expand(batch, -1), scores)]
-        begin = 0  # of the level in all of them
+        begin = 0  # index of the level's first node in all levels
         for level in range(LEVELS):
             width = min(self.width, children[0].numel())
             best, index = children.flatten(1).topk(width, dim=1)
@@ -85,17 +85,17 @@ class TreeBuilder:
         return self._draft(*(torch.cat(parts, dim=1) for parts in zip(*levels)))
 
     def _draft(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> DraftTree:
-        """Choose the best of all nodes [B, m]; the root is the first of them."""
+        """Build the draft of the best of all nodes; tensors are [B, m] with the root first."""
         batch, n = len(tokens), self.nodes + 1
-        # The root's score is 0 and no other's is, so it comes first.
+        # The root comes first: its log score is 0, all others are negative.
         best, chosen = scores.topk(n, dim=1)
         indices = torch.zeros_like(parents)
         indices.scatter_(1, chosen, torch.arange(n, device=chosen.device).expand(batch, n))
         probabilities = best.exp()
         valid = probabilities > HOPELESS
-        # What is not proposed hangs below the root, so that cutting finds it no parent too far.
+        # Invalid nodes get the root as parent, so that no parent lies outside a truncated draft.
         parents = indices.gather(1, parents.gather(1, chosen)) * valid
-        # Ancestors: (identity + parents) to a power that windows the root from every depth.
+        # Ancestors: (identity + parents) raised to a power of at least the maximum depth.
         paths = self._eye + one_hot(parents, n)
         ancestors = torch.linalg.matrix_power(paths, 2 ** ceil(log2(self.max_depth))) > 0
         return DraftTree(

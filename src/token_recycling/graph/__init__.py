@@ -1,1 +1,1 @@
-"""A decoding step as one graph."""
+"""Decoding steps that are compiled and captured as graphs."""

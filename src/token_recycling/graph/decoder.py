@@ -1,4 +1,4 @@
-"""Decoding by graphs: steps compiled, on a GPU captured, and the host one step behind."""
+"""Decoding by graphs: compiled steps, captured on a GPU, where the host is one step behind."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from token_recycling.samplers import RowSampler
 from token_recycling.sequence import Sequence
 from token_recycling.tokens import NO_TOKEN
 
-SMALLEST = 256  # slots of the smallest cache; every further one is twice as large
-AHEAD = 64  # slots left beyond the first step, so that a cache lasts for some
+SMALLEST = 256  # slots of the smallest cache; larger ones are this times powers of two
+AHEAD = 64  # spare slots of a new cache beyond the first step
 BACKEND = "inductor"
-WARM_UP = 3  # runs before a capture
-MOST_GRAPHS = 4  # kept with their caches
-VARIANTS = 64  # compiled, of one function; PyTorch's own bound is 8
-# Processors that look at a node's logits alone, not at the tokens before.
+WARM_UP = 3  # runs before the capture
+MOST_GRAPHS = 4  # graphs that are kept, each with its cache
+VARIANTS = 64  # compiled variants of one function; PyTorch's default limit is 8
+# Processors that depend on a node's logits only, not on the preceding tokens.
 ROW_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 class GraphError(TokenRecyclingError):
-    """The step of this model and drafter does not compile here."""
+    """The step of this model and drafter cannot be run as a graph here."""
 
 
 def can_capture(accept: Acceptor) -> bool:
-    """True for choices by each node's logits alone, whose random numbers can be drawn ahead."""
+    """Return True if choices need only each node's logits and random numbers drawn in advance."""
     if isinstance(accept, GreedyAcceptor):
         return True
     return (
@@ -67,7 +67,7 @@ def can_capture(accept: Acceptor) -> bool:
 
 
 def slots_for(tokens: int) -> int:
-    """Slots of the smallest cache that has room for ``tokens``."""
+    """Return the slots of the smallest cache with room for ``tokens``."""
     slots = SMALLEST
     while slots < tokens:
         slots *= 2
@@ -75,18 +75,18 @@ def slots_for(tokens: int) -> int:
 
 
 class GraphRunner:
-    """Runs a ``GraphStep`` over and over: compiled as one graph, and on a GPU captured."""
+    """Runs a ``GraphStep`` repeatedly: compiled as one graph and, on a GPU, captured."""
 
     def __init__(self, step: GraphStep) -> None:
-        """Compile and warm up; no row is active yet, so that nothing is learnt or kept.
+        """Compile and warm up, with no active rows, so that nothing is learnt or committed.
 
         Raises:
-            GraphError: it does not compile as one graph.
+            GraphError: the step does not compile as one graph.
         """
         self.step = step
         device = step.target.device
         cuda = device.type == "cuda"
-        # Streams, captures and events are those of the current device.
+        # Streams, captures and events use the current device, so select ours.
         self._there = partial(torch.cuda.device, device) if cuda else nullcontext
         self.lag = LAG if cuda else 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -96,9 +96,9 @@ class GraphRunner:
                 output = self._capture() if cuda else self._run()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever compilers raise
+        except Exception as error:  # compilers may raise anything
             raise GraphError(one_line(error, 200)) from error
-        # What the host reads and writes, for every step that may be out.
+        # Host buffers of outputs and inputs, one set per step in flight.
         memory: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
         self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **memory)
         self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **memory)
@@ -125,7 +125,7 @@ class GraphRunner:
         return self._output
 
     def launch(self, active: list[bool]) -> Callable[[], list[list[int]]]:
-        """Begin a step of the ``active`` rows; return what waits for it and reads it."""
+        """Launch a step of the ``active`` rows; return a function that waits for its output."""
         turn = self._turn = (self._turn + 1) % (LAG + 1)
         rows, on = self._rows[turn], self._active[turn]
         on.copy_(torch.tensor(active, device="cpu"))
@@ -148,7 +148,7 @@ class GraphRunner:
 
 
 class GraphDecoder:
-    """Decodes with the graphs of one target and drafter, each made when first needed."""
+    """Decodes with graphs of one target and drafter, each created when first needed."""
 
     def __init__(
         self,
@@ -161,12 +161,13 @@ class GraphDecoder:
 
         Args:
             target: the model.
-            drafter: one that is ``capturable``.
-            size: of the drafts; changes seldom, since every size is a graph of its own.
-            compiling: entered while a step is made, which may take minutes the first time.
+            drafter: must be ``capturable``.
+            size: draft-size policy; should change sizes rarely, since each is a graph of its own.
+            compiling: context entered while a step is compiled, which may take minutes the first
+                time.
 
         Raises:
-            GraphError: a graph cannot hold the drafter or the model.
+            GraphError: the drafter or the model cannot be captured.
         """
         model = target.model
         if {weight.device for weight in model.parameters()} != {target.device}:
@@ -189,26 +190,26 @@ class GraphDecoder:
 
     @property
     def nodes(self) -> int:
-        """Tokens that the next step should verify, the root included."""
+        """Tokens that the next step should verify, including the root."""
         return self.size.limit() or self._whole
 
     def _captured_addresses(self) -> list[Any]:
-        """Where everything lies that a captured step reads, and how it is to be computed.
+        """Return the addresses that captured steps read, and the modes they were captured in.
 
-        Others may have changed it, and a replay would not notice.
+        Both may change between calls, which a replay would not notice.
         """
         matrix = self.drafter.matrix
         learnt = [getattr(matrix, name).data_ptr() for name in STATE] if matrix else []
         weights = [weight.data_ptr() for weight in self.target.model.parameters()]
-        copied = getattr(self.target.lm_head, "weight", None)  # of the last projection
+        copied = getattr(self.target.lm_head, "weight", None)  # float32 copy of the LM head
         modes = [torch.is_autocast_enabled(), torch.get_float32_matmul_precision()]
         return [learnt, weights, None if copied is None else copied.data_ptr(), modes]
 
     def _runner(self, batch: int, length: int, processors: list[Processors] | None) -> GraphRunner:
-        """Return the step for ``batch`` rows of up to ``length`` tokens, with room ahead.
+        """Return the runner for ``batch`` rows of up to ``length`` tokens, with spare slots.
 
         Raises:
-            GraphError: it cannot be made.
+            GraphError: it cannot be created.
         """
         if has_adapters(self.target.model):
             raise GraphError("adapters may be switched where a graph does not see it")
@@ -226,7 +227,7 @@ class GraphDecoder:
             except GraphError as reason:
                 self._failed[key] = reason
                 raise
-        self._runners[key] = runner  # the latest last
+        self._runners[key] = runner  # most recently used last
         while len(self._runners) > MOST_GRAPHS:
             del self._runners[next(iter(self._runners))]
         return runner
@@ -240,22 +241,22 @@ class GraphDecoder:
                     step = GraphStep(self.target, self.drafter, batch, slots, nodes, processors)
                     return GraphRunner(step)
                 except torch.OutOfMemoryError:
-                    self._runners = {}  # they hold caches of their own
+                    self._runners = {}  # free their caches, then retry
         raise GraphError(f"there is no memory for a cache of {batch} x {slots} tokens")
 
     def steps(
         self, sequences: list[Sequence], accept: Acceptor, check: Callable[[], None]
     ) -> Iterator[Step]:
-        """Decode as long as graphs can; sequences that are active afterwards are left to others.
+        """Decode with graphs until the rows end or a graph cannot continue.
 
-        While steps are in flight, the committed keys and values lie in the graph's own cache. The
-        target gets them back at the end, or when the consumer stops early. The whole time of a
-        step counts as verification.
+        Rows that are still active afterwards are left to the eager loop. Meanwhile the committed
+        keys and values are in the graph's own cache. They are copied back to the target at the
+        end, or when the consumer stops early. The whole time of a step counts as verification.
 
         Args:
             sequences: the rows; the last token of each has not been read yet.
-            accept: chose the first tokens; one that ``can_capture``.
-            check: raises when the target was used for something else.
+            accept: the acceptor that chose the first tokens; must satisfy ``can_capture``.
+            check: raises when the target has been used for something else.
         """
         sampled = accept if isinstance(accept, FollowAcceptor) else None
         self.size.begin(sequences)
@@ -266,7 +267,7 @@ class GraphDecoder:
                 runner = self._runner(len(sequences), longest, processors)
             except GraphError as reason:
                 warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
-                return  # Python shows the same warning once
+                return  # Python shows a repeated warning once
             if not (yield from self._fill(runner, sequences, sampled, check)):
                 return
 
@@ -277,14 +278,14 @@ class GraphDecoder:
         sampled: FollowAcceptor | None,
         check: Callable[[], None],
     ) -> Generator[Step, None, bool]:
-        """Decode until the rows have ended, the cache is full, or another size is due.
+        """Decode until all rows have ended, the cache is full, or the draft size changes.
 
         Returns:
-            False after a forward that overflowed: the eager loop is to continue.
+            False if a forward overflowed and the eager loop must continue.
         """
         cache, step = self.target.cache, runner.step
         first = [len(sequence.tokens) for sequence in sequences]
-        on_device = list(first)  # lengths there: a row that ended may have continued
+        on_device = list(first)  # lengths on the device, where ended rows may have continued
         with ordinary_tensors():
             step.begin(sequences)
             if step.sampler is not None and sampled is not None:
@@ -295,7 +296,7 @@ class GraphDecoder:
         try:
             while any(sequence.active for sequence in sequences):
                 check()
-                unknown = step.most * len(in_flight)  # tokens that may have been emitted
+                unknown = step.most * len(in_flight)  # upper bound of tokens in flight
                 room = max(on_device) + unknown + step.nodes <= step.cache.slots
                 launches = room and step.nodes == self.nodes
                 if launches:
@@ -325,7 +326,7 @@ class GraphDecoder:
             try:
                 check()
             except TokenRecyclingError:
-                pass  # cache and random state may belong to another answer by now
+                pass  # cache and random state may belong to another answer
             else:
                 if step.sampler is not None and any(sequence.active for sequence in sequences):
                     for row, sequence in enumerate(sequences):
@@ -339,13 +340,13 @@ class GraphDecoder:
 
 
 def has_adapters(model: Any) -> bool:
-    """True when a layer of ``model`` is one of peft's, however it came there."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # not imported: there can be none
+    """Return True if any layer of ``model`` is a peft adapter layer."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # not imported: no adapters
     if tuners is None:
         return False
     return any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
 
 
 def _name(processors: Processors) -> str:
-    """Name what processors of one row do, so that equal ones share a step."""
+    """Return a key for the processors of a row, equal for those that can share a step."""
     return repr([(type(one).__name__, vars(one)) for one in cast("Any", processors)])

@@ -1,4 +1,4 @@
-"""The decoding step as one graph: the same functions as in ``decode``, without the host."""
+"""The decoding step as one graph: the functions used in ``decode``, without the host."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from token_recycling.samplers import NodeSampler
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
 
-LAG = 1  # steps that the host may be behind
+LAG = 1  # steps by which the host may be behind
 
 
 class GraphStep:
-    """Propose, verify, accept, observe and commit for B rows over tensors that stay in place.
+    """Propose, verify, accept, observe and commit for B rows, on tensors with fixed addresses.
 
-    Everything that a step changes is changed in place: ``roots``, the cache and its lengths, the
-    drafter's rows and matrix. So the step can be compiled as one graph and replayed.
+    A step updates everything in place: ``roots``, the cache and its lengths, the drafter's rows
+    and the matrix. It can therefore be compiled as one graph and replayed.
 
     Attributes:
-        nodes: tokens that a step verifies.
-        most: tokens that a step can emit.
+        nodes: tokens that a step verifies per row.
+        most: most tokens that a step can emit per row.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class GraphStep:
         nodes: int | None,
         processors: list[Processors] | None = None,
     ) -> None:
-        """Make the step.
+        """Allocate the tensors of the step.
 
         Args:
-            target: has read something, so that the shapes of its cache are known.
-            drafter: one that is ``capturable``.
+            target: must have read a prompt, so that the shapes of its cache are known.
+            drafter: must be ``capturable``.
             batch: B.
-            slots: of the cache.
-            nodes: tokens that a step verifies at most; None: whole drafts.
-            processors: of every row, to sample by; None: take the argmax.
+            slots: slots of the cache.
+            nodes: most tokens that a step verifies per row; None: whole drafts.
+            processors: logits processors of every row, for sampling; None: take the argmax.
         """
         self.target = target
-        # Rows of its own; what is learnt is shared.
+        # The step has its own rows; the drafter with its matrix is shared.
         self.drafter, self.rows = drafter, drafter.new_rows(batch, slots)
         device = target.device
         self.cache = FixedCache(target.cache, batch, slots, device)
@@ -79,12 +79,12 @@ class GraphStep:
         self.active.copy_(torch.tensor(active, device="cpu"))
 
     def __call__(self) -> Tensor:
-        """Take a step; return what the host reads, int64 [B, p + 1] (see ``step_summary``)."""
+        """Take a step; return the output for the host, int64 [B, p + 1] (see ``step_summary``)."""
         device = self.target.device
         with torch.autocast(device.type, enabled=False):
             draft = self.drafter.propose(self.rows, self.roots, self.nodes).only(self.active)
         logits = self._verify(draft)
-        # Nothing is emitted, learnt or kept of a forward that overflowed (see ``decode``).
+        # Nothing is emitted, learnt or committed after an overflow (see ``Decoding._advance``).
         draft = draft.only(self.active & ~overflowed(logits))
         choices = greedy(logits) if self.sampler is None else self.sampler(draft.depths, logits)
         accepted = accept_choices(draft, choices)
@@ -98,7 +98,7 @@ class GraphStep:
         return step_summary(draft, accepted)
 
     def _verify(self, draft: DraftTree) -> Tensor:
-        """Return the logits [B, n, V] of every node; the draft stands behind the longest row."""
+        """Return the logits [B, n, V] of every node; the draft's slots follow the longest row."""
         target, n = self.target, draft.nodes
         lengths = self.cache.lengths[:, None]
         end = self.cache.lengths.max()

@@ -1,4 +1,4 @@
-"""A KV cache handed from one ``generate`` call to the next, as a stock ``DynamicCache``."""
+"""Conversion between our KV cache and the stock ``DynamicCache`` passed between calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.tree import chains
 
-PADDING_CHUNK = 16  # tokens per forward: each one's logits are computed, for nothing
+PADDING_CHUNK = 16  # tokens per forward; each one's logits are computed, though unneeded
 
 
 def extendable(cache: Any) -> bool:
-    """True for a cache that can be gone on with: empty, or every layer at full length."""
+    """Return whether a cache can be continued: it is empty, or all layers have full length."""
     return (
         type(cache) is DynamicCache
         and not getattr(cache, "offloading", False)
@@ -26,22 +26,22 @@ def extendable(cache: Any) -> bool:
 
 
 def take_in(cache: Any, layers: int, dtype: torch.dtype) -> RecyclingCache:
-    """Copy the entries of a stock cache of one row, as ``dtype``."""
+    """Copy a stock cache of one row into our own, as ``dtype``."""
     own = RecyclingCache(layers, 1)
     length = cache.get_seq_length()
     own.reserve(length)
     for mine, given in zip(own.layers, cache.layers):
-        if given.is_initialized and given.keys.numel():  # layers that share another's have none
+        if given.is_initialized and given.keys.numel():  # false if it uses another layer's
             mine.update(given.keys.to(dtype), given.values.to(dtype))
     own.lengths = [length]
     return own
 
 
 def hand_out(own: RecyclingCache, cache: Any) -> None:
-    """Copy all entries into a stock cache, in place of what it holds.
+    """Replace the contents of a stock cache with all entries of ``own``.
 
-    Every layer gets full length, one of a sliding window too: stock attention puts the window
-    into its mask then, and ``take_in`` can go on from it.
+    Every layer, including those with sliding windows, gets its full length: stock attention then
+    applies the window in its mask, and ``take_in`` can continue from the cache.
     """
     filled = DynamicCache()
     for index, layer in enumerate(own.layers):
@@ -52,7 +52,7 @@ def hand_out(own: RecyclingCache, cache: Any) -> None:
 
 
 def _padded(entries: Tensor, lengths: list[int]) -> Tensor:
-    """Return [B, heads, longest, size] with holes in front, where stock batches have padding."""
+    """Return [B, heads, longest, size], zero-padded on the left as stock batches are padded."""
     if len(lengths) == 1:
         return entries[:, :, : lengths[0]]
     longest = max(lengths)
@@ -63,12 +63,12 @@ def _padded(entries: Tensor, lengths: list[int]) -> Tensor:
 
 
 def read_padding(target: TreeTarget, tokens: list[list[int]], pad: int) -> None:
-    """Let the rows that ended early read what stock batches feed them after their end.
+    """Feed rows that ended early the padding that stock batches feed them.
 
     Args:
-        target: has read all tokens but the last of each row.
+        target: has read all tokens of each row except the last.
         tokens: the new tokens per row.
-        pad: the padding's id.
+        pad: id of the padding token.
     """
     missing = [max(map(len, tokens)) - len(row) for row in tokens]
     rows = torch.full((len(tokens), max(missing)), pad, device=target.device)

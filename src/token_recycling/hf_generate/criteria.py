@@ -1,4 +1,4 @@
-"""The stopping criteria of a ``generate`` call, asked as plain decoding asks them."""
+"""The stopping criteria of a ``generate`` call, evaluated as in plain decoding."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from transformers import (
 from token_recycling.modes import ordinary_tensors
 from token_recycling.sequence import Sequence
 
-# These look at every row by itself. One of another class may look at the whole batch, and time
-# ends all rows of a batch at the same token.
+# Criteria that treat each row independently. Other classes may look at the whole batch, and
+# ``MaxTimeCriteria`` ends all rows of a batch at the same token.
 ROW_BY_ROW = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 
 
 def looks_at_batch(criterion: Any) -> bool:
-    """True for a criterion that wants all rows of a batch at the same token."""
+    """Return whether a criterion needs all rows of a batch at the same token."""
     return type(criterion) not in ROW_BY_ROW
 
 
 class CriteriaRule:
-    """Says after which token a row ends, as the criteria would after a forward per token.
+    """Stop rule that ends a row where the criteria would with one forward per token.
 
-    The three that every call has are answered on the host; a tensor each per token would cost
-    more than the rest of a step. All others get what ``generate`` hands them: the row's ids,
-    padding in front, and the scores so far.
+    Maximum length, end-of-sequence and maximum time are checked on the host, because a tensor per
+    token and criterion would cost more than the rest of a step. All others are called as by
+    ``generate``, with the row's left-padded ids and the scores so far.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class CriteriaRule:
         device: torch.device | str,
         scores: Callable[[], Any] = lambda: None,
     ) -> None:
-        """Take criteria over.
+        """Apply ``criteria``.
 
         Args:
             criteria: the prepared ``StoppingCriteriaList``, or a part of it.
             device: where criteria expect the ids.
-            scores: called for what criteria get as ``scores``.
+            scores: returns the ``scores`` passed to criteria.
         """
         self._device, self._scores = device, scores
         self._limit = float("inf")
@@ -66,12 +66,12 @@ class CriteriaRule:
                 self._called.append(criterion)
 
     def __call__(self, sequence: Sequence) -> str | None:
-        """Return "eos", "stop" or "length" when the row ends with its last token, else None."""
+        """Return "eos", "stop" or "length" if the row ends with its last token, else None."""
         stopped = False
         if self._called:
-            with ordinary_tensors():  # criteria are other people's code
+            with ordinary_tensors():  # criteria are user code
                 ids = sequence.ids(self._device)
-                for criterion in self._called:  # all of them: they may count their calls
+                for criterion in self._called:  # no short-circuit: they may count calls
                     stopped |= bool(torch.as_tensor(criterion(ids, self._scores())).any())
         if sequence.tokens[-1] in self._eos:
             return "eos"
@@ -83,13 +83,13 @@ class CriteriaRule:
 
 
 class BatchCriteria:
-    """Criteria of a batch that look at all rows at once.
+    """Criteria that look at all rows of a batch at once.
 
-    Plain decoding asks them after every column of new tokens. Rows of speculative decoding are not
-    at the same token, so a column is asked about once every row has reached it, or has ended
-    before.
+    Plain decoding evaluates them after every column of new tokens. In speculative decoding rows
+    are at different tokens, so a column is evaluated once every row has a token in it or has
+    ended before it.
 
-    Where the call has no end-of-sequence id, plain decoding pads no row: one that has ended
+    If the call has no end-of-sequence id, plain decoding does not pad rows: a row that has ended
     continues until all have.
     """
 
@@ -102,35 +102,35 @@ class BatchCriteria:
         released: list[int],
         on_release: Callable[[int, bool], None],
     ) -> None:
-        """Take criteria over; pass ``rule(row)`` to every row's ``Sequence``.
+        """Apply ``criteria`` to a batch; pass ``rule(row)`` to every row's ``Sequence``.
 
         Args:
             own: the criteria that look at one row.
             criteria: those that look at the whole batch.
             input_ids: int64 [B, L], the padded prompts.
-            pad: what follows in a row that has ended; None: the row's own next token.
-            released: how many new tokens of each row are final; kept by ``on_release``.
-            on_release: called for every final token with its row and whether the row ends there.
+            pad: the token that follows in a row that has ended; None: the row's own next token.
+            released: number of final new tokens of each row, updated by ``on_release``.
+            on_release: called for every final token, with its row and whether the row ends there.
         """
         self._own, self._criteria, self._pad = own, list(criteria), pad
         self._ids, self._released, self._on_release = input_ids, released, on_release
         batch = input_ids.shape[0]
         self._sequences: list[Sequence | None] = [None] * batch
         self._reasons: list[list[str | None]] = [[] for _ in range(batch)]  # of every new token
-        self._ended = [False] * batch  # as plain decoding has it, at the last released column
+        self._ended = [False] * batch  # in plain decoding, at the last released column
 
     def rule(self, row: int) -> Callable[[Sequence], str | None]:
         """Return the stop rule of a row."""
         return lambda sequence: self._appended(row, sequence)
 
     def _appended(self, row: int, sequence: Sequence) -> str | None:
-        """Return why ``row`` ends with its last token, or has ended before it, else None."""
+        """Return why ``row`` ends with its last token or ended before it, else None."""
         self._sequences[row] = sequence
         if self._is_over(row):
             return "stop"
         reason = self._own(sequence)
         self._reasons[row].append(reason)
-        with ordinary_tensors():  # criteria and streamers are other people's code
+        with ordinary_tensors():  # criteria and streamers are user code
             while not all(self._ended) and self._column_is_known():
                 self._ask()
         return "stop" if reason is None and self._is_over(row) else reason
@@ -150,7 +150,7 @@ class BatchCriteria:
         tokens = torch.tensor([[token] for token in column], device=self._ids.device)
         self._ids = torch.cat([self._ids, tokens], dim=1)
         stops = torch.zeros(len(column), dtype=torch.bool, device=self._ids.device)
-        for criterion in self._criteria:  # all of them: they may count their calls
+        for criterion in self._criteria:  # no short-circuit: they may count calls
             stops = stops | torch.as_tensor(criterion(self._ids, None), device=stops.device)
         for row, stopped in enumerate(stops.tolist()):
             reason = None if over[row] else self._reasons[row][self._released[row]]

@@ -1,4 +1,4 @@
-"""How a model's ``generate`` would decode: its own processors and stopping criteria."""
+"""The logits processors and stopping criteria that a model's ``generate`` would use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from token_recycling.hf_generate.request import (
 from token_recycling.hf_generate.serve import patch_generate
 from token_recycling.model.limits import input_device
 
-# Transformers warns when these are given to a greedy run.
+# Transformers warns if these are passed with greedy decoding.
 SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 INFINITY = float("inf")
@@ -35,7 +35,7 @@ RANGES = {
 WHOLE = ("max_new_tokens", "top_k")
 KINDS: tuple[Any, Any] = (Real, Integral)
 
-# Options of ``generate`` that would change the answer and are not kept here, and what to do.
+# Options of ``generate`` that would change the answer and are refused, and what to do instead.
 REFUSED = {
     "do_sample": "set temperature",
     "max_length": "set max_new_tokens",
@@ -65,7 +65,8 @@ def generate_options(
     """Return the options for ``model.generate``: greedy at temperature 0, else sampling.
 
     Raises:
-        TokenRecyclingError: a number is out of range (Transformers ignores some of these).
+        TokenRecyclingError: a number is of the wrong type or out of range, which Transformers
+            does not always check.
     """
     numbers = {name: value for name, value in processors.items() if value is not None}
     numbers |= {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -77,13 +78,13 @@ def generate_options(
         if isinstance(value, bool) or not isinstance(value, KINDS[whole]):
             kind = "a whole number" if whole else "a number"
             raise TokenRecyclingError(f"{name} is {value!r}; it must be {kind}")
-        # numpy's numbers are not Transformers' numbers
+        # Transformers does not accept numpy numbers
         numbers[name] = int(value) if whole else float(value)
         if not low <= numbers[name] <= high:
             most = "or more" if high == INFINITY else f"to {high:g}"
             raise TokenRecyclingError(f"{name} is {value}; it must be {low:g} {most}")
     given, temperature = numbers, numbers.pop("temperature")
-    given.setdefault("pad_token_id", 0)  # a single row is not padded; without it generate warns
+    given.setdefault("pad_token_id", 0)  # unused for a single row, but generate warns without it
     if 0 < temperature < 1e-5:
         raise TokenRecyclingError(f"temperature is {temperature}; use 0, or 1e-5 and more")
     if temperature:
@@ -95,31 +96,30 @@ def generate_options(
 
 
 def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Request:
-    """Let ``model.generate`` prepare itself for ``prompt`` and return what it prepared.
+    """Return what ``model.generate`` prepares for ``prompt``, without decoding anything.
 
-    Options that are not given come from the model's ``generation_config``, as ever. The call
-    ends before anything is decoded.
+    Options that are not given come from the model's ``generation_config``, as in ``generate``.
 
     Raises:
-        TokenRecyclingError: Transformers refuses an option, or it cannot be recycled; the message
-            names it.
+        TokenRecyclingError: Transformers refuses an option, or the call cannot be recycled; the
+            message gives the reason.
     """
     collector = Collector()
-    patch_generate(model)  # the model of a copy may have come to be after it
+    patch_generate(model)  # a copied model may not be patched yet
     ids = torch.tensor([prompt], device=input_device(model))
     given = {"attention_mask": torch.ones_like(ids), "use_cache": True, **options}
     try:
         model.generate(ids, custom_generate=collector, tokenizer=tokenizer, **given)
     except TokenRecyclingError:
         raise
-    except Exception as error:  # whatever an odd option makes Transformers raise
+    except Exception as error:  # options can make Transformers raise anything
         line = one_line(error)
         raise TokenRecyclingError(f"Transformers refuses these options: {line}") from error
-    # What a model prepares for itself the targets see to.
+    # Targets handle the inputs that the model prepares by default.
     own = KNOWN_INPUTS | options.keys()
     inputs = {name: value for name, value in collector.request.inputs.items() if name in own}
     request = replace(collector.request, inputs=inputs)
-    if reason := request.obstacle(None):  # what is too long ends at the model's context
+    if reason := request.obstacle(None):  # no limit: answers end at the model's context
         raise TokenRecyclingError(f"this call cannot be recycled: {reason}")
     if request.batch > 1:
         more = f"num_return_sequences is {request.batch}"
@@ -130,9 +130,9 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
 
 
 def mixes_prompts(requests: list[Request]) -> str | None:
-    """Say why prompts decoded as a batch would not give what each gives alone, or None.
+    """Return why decoding prompts as a batch would change their answers, or None.
 
-    Each prompt was prepared by itself, so only what the caller brought is shared by all.
+    Each prompt was prepared separately, so only objects passed by the caller are common to all.
     """
     first, *others = requests
     if not others:

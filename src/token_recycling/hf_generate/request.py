@@ -1,4 +1,4 @@
-"""What a ``generate`` call asks for, and why a draft tree cannot serve it, if it cannot."""
+"""A prepared ``generate`` call, and the reasons why it may not be recyclable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.generation import GenerationMode, LogitsProcessorList
 from token_recycling.hf_generate.cache_interop import extendable
 
 OWN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# Inputs of the model that every call has; any other one goes to the stock path.
+# Model inputs that any call may have; a call with others goes to stock decoding.
 KNOWN_INPUTS = {
     "attention_mask",
     "position_ids",
@@ -27,7 +27,7 @@ KNOWN_INPUTS = {
     "return_dict",
 }
 SAME_RESULT_CACHES = (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
-# Processors that treat each row by itself, whatever its index and the other rows.
+# Processors that treat each row independently of its index and of the other rows.
 ROW_BY_ROW_PROCESSORS = tuple(
     getattr(transformers, name)
     for name in (
@@ -57,12 +57,12 @@ ROW_BY_ROW_PROCESSORS = tuple(
 
 
 def row_by_row(processor: Any) -> bool:
-    """True for a processor that treats each row by itself."""
+    """Return whether a processor treats each row independently."""
     return type(processor) in ROW_BY_ROW_PROCESSORS
 
 
 def asks_for_row(processor: Any) -> bool:
-    """True for a processor that tells the caller's code which row of the batch it asks about."""
+    """Return whether a processor passes the row's index in the batch to user code."""
     return isinstance(processor, transformers.PrefixConstrainedLogitsProcessor)
 
 
@@ -76,7 +76,7 @@ class Request:
     config: Any
     inputs: dict[str, Any]  # for the model's forward
     synced_gpus: bool
-    own_cache: bool  # the user gave a cache, to be filled
+    own_cache: bool  # the user passed a cache to fill
 
     @classmethod
     def of_call(
@@ -89,7 +89,7 @@ class Request:
         own_cache: bool = False,
         **inputs: Any,
     ) -> Request:
-        """Take what ``generate`` hands to a decoding method, by the names that it uses."""
+        """Create a request from the arguments that ``generate`` passes to a decoding method."""
         return cls(
             input_ids,
             logits_processor,
@@ -102,17 +102,17 @@ class Request:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.input_ids.shape[0]
 
     @property
     def cache(self) -> Any:
-        """The user's cache or the one that Transformers made for this call."""
+        """The user's cache, or the one that Transformers created for this call."""
         return self.inputs.get("past_key_values")
 
     @property
     def cached(self) -> int:
-        """Tokens that the user's cache holds."""
+        """Number of tokens in the user's cache."""
         return int(self.cache.get_seq_length()) if self.own_cache else 0
 
     @property
@@ -122,23 +122,23 @@ class Request:
 
     @property
     def continues(self) -> bool:
-        """True when ``input_ids`` are only what comes after the cached tokens."""
+        """Whether ``input_ids`` contain only the tokens after the cached ones."""
         mask = self.inputs.get("attention_mask")
         known = getattr(self.config, "_mask_length", None) if mask is None else mask.shape[1]
         return known is not None and known > self.input_ids.shape[1]
 
     def returns(self, *outputs: str) -> bool:
-        """True when the result has to carry one of ``outputs``."""
+        """Return whether the result must include one of ``outputs``."""
         returns = self.config.return_dict_in_generate
         return bool(returns) and any(getattr(self.config, name, False) for name in outputs)
 
     def rows(self) -> list[list[int]]:
-        """Ids per row with the padding."""
+        """Return the ids of each row, including padding."""
         rows: list[list[int]] = self.input_ids.tolist()
         return rows
 
     def prompts(self) -> list[list[int]]:
-        """Tokens per row, padding left out; zeros for cached ones that are not known."""
+        """Return the tokens of each row without padding; 0 for cached tokens that are not known."""
         mask = self.inputs.get("attention_mask")
         rows = self.rows()
         if self.continues:
@@ -149,27 +149,28 @@ class Request:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """True when a token is the argmax of the bare logits."""
+        """Whether every token is the argmax of the raw logits."""
         return not self.config.do_sample and len(self.processors) == 0
 
     def row_processors(self, row: int) -> Any:
-        """Return the processors for one row of the batch alone."""
+        """Return the processors for a single row of the batch."""
         own = LogitsProcessorList()
         for processor in self.processors:
             ignored = getattr(processor, "prompt_ignore_length", None)
-            if self.batch > 1 and isinstance(ignored, Tensor):  # the padding of every row
+            if self.batch > 1 and isinstance(ignored, Tensor):  # one value per row
                 processor = copy(processor)
                 processor.prompt_ignore_length = ignored[row : row + 1]
             own.append(processor)
         return own
 
     def obstacle(self, max_positions: int | None) -> str | None:
-        """Say why this call cannot be recycled, or None: the one list of what is not served.
+        """Return why this call cannot be recycled, or None.
 
-        ``enable`` takes the call to the stock path then, ``TokenRecycling.generate`` refuses it.
+        If there is a reason, ``enable`` decodes the call plainly (or raises if strict), and
+        ``TokenRecycling.generate`` raises.
 
         Args:
-            max_positions: positions that the model has, if it ends there.
+            max_positions: the model's position limit, if any.
         """
         return (
             self._other_method()
@@ -254,7 +255,7 @@ class Request:
 
     @property
     def ends_rows(self) -> bool:
-        """True when a row of a batch is padded after its end; else it goes on until all end."""
+        """Whether a row is padded after its end; otherwise it continues until all rows end."""
         return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
     def _whole_batch(self) -> str | None:
@@ -271,14 +272,14 @@ class Request:
 
 
 class DecodingMethod:
-    """What ``generate(custom_generate=...)`` may be given here; ``generate`` calls it.
+    """Base class of our decoding methods for ``generate(custom_generate=...)``.
 
-    A class of its own, so that ``patch_generate`` recognises it.
+    ``patch_generate`` recognises them by this class.
     """
 
 
 class Collector(DecodingMethod):
-    """A decoding method that decodes nothing: it keeps what ``generate`` has prepared for it."""
+    """A decoding method that decodes nothing and records what ``generate`` has prepared."""
 
     request: Request
 
@@ -290,6 +291,6 @@ class Collector(DecodingMethod):
         inputs_tensor: Tensor | None = None,
         **prepared: Any,
     ) -> Tensor:
-        """Take the call; ``generate`` calls this."""
+        """Record the call and return ``input_ids``; called by ``generate``."""
         self.request = Request.of_call(input_ids, **prepared)
         return input_ids

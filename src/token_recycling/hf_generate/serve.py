@@ -1,8 +1,8 @@
-"""Serve a ``generate`` call that Transformers has prepared: by draft trees, or as it is.
+"""Serve a prepared ``generate`` call, with draft trees or by stock decoding.
 
 ``generate`` prepares everything (processors, criteria, padding, cache) and then calls a decoding
-method. A recycler is such a method; what it cannot serve is passed to the method that ``generate``
-would have called.
+method. A recycler is such a method; it forwards calls that it cannot serve to the method that
+``generate`` would have called.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,21 +24,41 @@ from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.hf_generate.cache_interop import hand_out, read_padding, take_in
 from token_recycling.hf_generate.criteria import BatchCriteria, CriteriaRule, looks_at_batch
 from token_recycling.hf_generate.request import DecodingMethod, Request
+from token_recycling.lock import FairLock
+from token_recycling.metrics import Step
 from token_recycling.model.override import Override, is_covered
-from token_recycling.model.target import TreeTarget
+from token_recycling.model.target import Target, TreeTarget
 from token_recycling.modes import ordinary_tensors
 from token_recycling.samplers import BatchSampler
 from token_recycling.sequence import Sequence
 
-if TYPE_CHECKING:
-    from token_recycling.recycler import TokenRecycling
+
+class Recycler(Protocol):
+    """What serving a call needs of a ``TokenRecycling`` object."""
+
+    model: Any
+    target: Target
+    lock: FairLock
+    warned: set[str]
+
+    @property
+    def queue(self) -> bool:
+        """See ``Options``."""
+
+    @property
+    def strict(self) -> bool:
+        """See ``Options``."""
+
+    def steps(self, sequences: list[Sequence], accept: Acceptor) -> Iterator[Step]:
+        """Decode rows."""
 
 
 def patch_generate(model: Any) -> None:
-    """Let ``generate`` hand ``streamer``, ``tokenizer`` and the like to a recycler.
+    """Make ``generate`` pass ``streamer``, ``tokenizer`` and similar arguments to a recycler.
 
-    Transformers (4.57 to 5.23 at least) collects them and then, for a callable, replaces the
-    collection by the callable's own arguments. This instance's collector does not for ours.
+    Transformers (at least 4.57 to 5.23) collects them but, if ``custom_generate`` is a callable,
+    replaces them with the callable's own arguments. The patched method of this model object keeps
+    them for our decoding methods.
     """
     name = "_extract_generation_mode_kwargs"
     if not is_covered(model, name):
@@ -60,7 +80,7 @@ def _extract(
 
 @contextmanager
 def streamer_ended(streamer: Any) -> Iterator[None]:
-    """End the streamer when decoding raises: its reader would wait for ever."""
+    """End the streamer if decoding raises, since its reader would wait forever."""
     try:
         yield
     except BaseException as error:
@@ -71,16 +91,15 @@ def streamer_ended(streamer: Any) -> Iterator[None]:
         raise
 
 
-def serve(
-    recycler: TokenRecycling, request: Request, streamer: Any, inputs_tensor: Tensor | None
-) -> Any:
-    """Serve a prepared ``generate`` call: recycled where that is possible, else as it is.
+def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Tensor | None) -> Any:
+    """Serve a prepared ``generate`` call: recycled if possible, else by stock decoding.
 
     Returns:
         What ``GenerationMixin._sample`` returns.
 
     Raises:
-        TokenRecyclingError: the call cannot be served and the recycler is strict.
+        TokenRecyclingError: the call cannot be recycled and the recycler is strict, or its
+            decoding method is only on the Hugging Face Hub.
     """
     target = recycler.target
     with streamer_ended(streamer):
@@ -100,8 +119,8 @@ def serve(
             return _stock(recycler.model, request, streamer, inputs_tensor)
 
 
-def warn_plain(recycler: TokenRecycling, reason: str) -> None:
-    """Warn once per reason, or raise."""
+def warn_plain(recycler: Recycler, reason: str) -> None:
+    """Warn once per reason, or raise if the recycler is strict."""
     message = f"this call of generate cannot be recycled: {reason}"
     if recycler.strict:
         raise TokenRecyclingError(message)
@@ -129,7 +148,7 @@ def _stock(model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | 
 
 
 class _Scores:
-    """Raw logits and processed scores of every token of a single row, where they are asked for."""
+    """Raw logits and processed scores of every token of a single row, if requested."""
 
     def __init__(self, request: Request) -> None:
         self.scores: tuple[Tensor, ...] | None = () if request.returns("output_scores") else None
@@ -148,19 +167,19 @@ class _Scores:
 
 
 class _Output:
-    """The new tokens of a batch, padded and streamed as if all rows were at the same token."""
+    """The new tokens of a batch, padded and streamed as if rows advanced in lockstep."""
 
     def __init__(self, request: Request, streamer: Any) -> None:
         self.input_ids, self.streamer = request.input_ids, streamer
         pad = request.config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         self.sequences: list[Sequence] = []
-        self.released = [0] * request.batch  # final new tokens of each row
+        self.released = [0] * request.batch  # number of final new tokens of each row
         self.ended = [False] * request.batch
         self._streamed = 0
 
     def release(self, row: int, ends: bool) -> None:
-        """Take the next token of a row as final."""
+        """Mark the next token of a row as final, and stream completed columns."""
         self.released[row] += 1
         self.ended[row] |= ends
         while self.streamer is not None and self._next_is_known():
@@ -179,22 +198,22 @@ class _Output:
         ]
 
     def new_tokens(self) -> list[list[int]]:
-        """Return the final new tokens of each row."""
+        """Return each row's final new tokens."""
         return [
             sequence.new_tokens[:count] for sequence, count in zip(self.sequences, self.released)
         ]
 
     def ids(self) -> Tensor:
-        """Return prompts and new tokens, int64 [B, t], padded on both sides."""
+        """Return prompts and new tokens as int64 [B, t], padded on both sides."""
         columns = [self._column(at) for at in range(max(self.released))]
         new = torch.tensor(columns, device=self.input_ids.device).T
         return torch.cat([self.input_ids, new], dim=1)
 
 
 def _recycle(
-    recycler: TokenRecycling, target: TreeTarget, request: Request, streamer: Any
+    recycler: Recycler, target: TreeTarget, request: Request, streamer: Any
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decode by draft trees, with everything that the call prepared."""
+    """Decode with draft trees, using what ``generate`` has prepared for the call."""
     config = request.config
     scores, output = _Scores(request), _Output(request, streamer)
     across = [one for one in request.criteria if request.batch > 1 and looks_at_batch(one)]
@@ -209,7 +228,7 @@ def _recycle(
         output.sequences[0].cached = request.cached
     for _ in recycler.steps(output.sequences, accept):
         pass
-    if across:  # rows may have continued behind their ends
+    if across:  # rows may have continued past their ends
         read = [
             sequence.prompt_length + count - 1
             for sequence, count in zip(output.sequences, output.released)
@@ -235,7 +254,7 @@ def _recycle(
 
 
 def _make_sequences(request: Request, across: list[Any], scores: _Scores, output: _Output) -> None:
-    """Make the rows of ``output``, which end by the call's criteria."""
+    """Create the rows of ``output`` with the call's stopping criteria."""
     own = CriteriaRule(
         [one for one in request.criteria if one not in across],
         request.input_ids.device,
@@ -246,7 +265,7 @@ def _make_sequences(request: Request, across: list[Any], scores: _Scores, output
 
     def on_append(row: int) -> Callable[[Sequence], None]:
         def released(sequence: Sequence) -> None:
-            with ordinary_tensors():  # streamers are other people's code
+            with ordinary_tensors():  # streamers are user code
                 output.release(row, not sequence.active)
 
         return released

@@ -1,1 +1,1 @@
-"""Token Recycling inside other software."""
+"""Integrations with other software."""

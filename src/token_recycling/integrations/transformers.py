@@ -1,4 +1,4 @@
-"""``enable(model)``: ``model.generate`` recycles, and with it everything that calls it."""
+"""``enable(model)``: use Token Recycling in ``model.generate`` and everything that calls it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from token_recycling.recycler import TokenRecycling
 
 
 def enable(model: Any, tokenizer: Any = None, **options: Any) -> Enabled:
-    """Let ``model.generate`` recycle, and with it ``pipeline`` and everything else that calls it.
+    """Use Token Recycling in ``model.generate`` and everything that calls it, e.g. ``pipeline``.
 
     Args:
-        model: a Transformers ``…ForCausalLM``, or what has one inside: a pipeline, a model of
-            peft, a compiled one, … Its own ``generate`` is covered on this instance until
-            ``disable``; a copy or a pickle of the model has the stock one.
+        model: a Transformers ``…ForCausalLM``, or an object around one: a pipeline, a PEFT model,
+            a compiled model, … ``generate`` is overridden on this instance until ``disable``; a
+            copy or a pickle of the model has the stock method.
         tokenizer: its tokenizer, for the fingerprint of a saved matrix.
-        **options: those of ``options.Options``; with ``strict`` a call that cannot be served raises
+        **options: see ``options.Options``. With ``strict``, a call that cannot be recycled raises
             instead of being decoded plainly with a ``PlainDecodingWarning``.
 
     Returns:
-        What to call ``disable`` on; a context manager too.
+        An object with ``disable``, which is also a context manager.
 
     Raises:
         TokenRecyclingError: see ``TokenRecycling``.
@@ -38,13 +38,13 @@ def enable(model: Any, tokenizer: Any = None, **options: Any) -> Enabled:
 
 
 class Enabled:
-    """A model whose ``generate`` recycles, until ``disable`` or the end of a ``with`` block."""
+    """A model with an overridden ``generate``, until ``disable`` or the end of a ``with`` block."""
 
     def __init__(self, recycler: TokenRecycling) -> None:
-        """Cover ``generate`` of the recycler's model.
+        """Override ``generate`` on the recycler's model.
 
         Raises:
-            TokenRecyclingError: the model object has a ``generate`` that is not its class's.
+            TokenRecyclingError: someone else has already replaced ``generate`` on the model object.
         """
         self.recycler = recycler
         model = recycler.model
@@ -53,7 +53,7 @@ class Enabled:
             raise TokenRecyclingError(
                 "the model brings a generate of its own; give it custom_generate instead"
             )
-        # Enabled twice, the later one serves alone.
+        # If a model is enabled twice, only the later recycler serves calls.
         self._overrides = [self._cover("generate", _covered)]
         for name in CONTINUOUS:
             if hasattr(type(model), name):
@@ -67,11 +67,11 @@ class Enabled:
         return override
 
     def __reduce__(self) -> Any:
-        """A copy is one of a copied model, enabled where this one is."""
+        """Copy together with the model, enabled if this object is."""
         return _enabled_again, (self.recycler, self._overrides[0].call is not None)
 
     def disable(self) -> None:
-        """Give the model its ``generate`` back; do nothing the second time."""
+        """Restore the model's ``generate``; calling this again does nothing."""
         model = self.recycler.model
         for override in self._overrides:
             override.call = None
@@ -85,12 +85,12 @@ class Enabled:
 
     @property
     def stats(self) -> Stats:
-        """Of all answers so far, added up."""
+        """Statistics of all answers so far, summed."""
         return self.recycler.stats
 
     @property
     def matrix(self) -> AdjacencyMatrix:
-        """The adjacency matrix, kept from call to call."""
+        """The adjacency matrix, kept across calls."""
         return self.recycler.matrix
 
     def __enter__(self) -> Enabled:
@@ -112,17 +112,17 @@ def _enabled_again(recycler: TokenRecycling, on: bool) -> Enabled:
     return enabled
 
 
-# Continuous batching: a cache, a scheduler and a sampler of its own, into which no tree fits.
+# Continuous batching has its own cache, scheduler and sampler, which do not support draft trees.
 CONTINUOUS = ("generate_batch", "init_continuous_batching")
 
 
 def _continuous(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Say that continuous batching is decoded plainly."""
+    """Warn that continuous batching is decoded plainly, then run it."""
     warn_plain(recycler, "continuous batching has a cache and a loop of its own")
     return stock(*args, **kw)
 
 
-# Options of the decoding methods that Transformers keeps on the hub.
+# Options that select decoding methods that Transformers has moved to the Hub.
 HUB_METHODS = {
     "penalty_alpha": "contrastive search",
     "dola_layers": "DoLa",
@@ -133,7 +133,7 @@ HUB_METHODS = {
 
 
 def _covered(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``generate`` with the recycler as its decoding method, if none is asked for."""
+    """Call ``generate`` with the recycler as decoding method, unless another is requested."""
     given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     if given.get("custom_generate") is not None:
         return stock(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tree attention that reads every key and value once, however many query heads share it."""
+"""Tree attention that reads each key and value once for all query heads of a group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-MARK = "token_recycling_packs"  # attribute of a mask whose queries are to be packed
-UNKNOWN = ("position_bias", "softcap")  # what changes the products; Transformers sees to it
+MARK = "token_recycling_packs"  # attribute of a mask that requests packed queries
+UNKNOWN = ("position_bias", "softcap")  # options that alter the scores; left to the stock function
 Attention = Callable[..., "tuple[Tensor, Tensor | None]"]
 
 
@@ -25,23 +25,23 @@ def packed_attention(
     attention_mask: Tensor | None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the queries of a group of heads side by side, as more queries of one head.
+    """Attend with the queries of all heads of a group packed into one head.
 
-    Where there is a mask, Transformers' own way is to repeat keys and values for every head of
-    the group: that copies the whole cache. Here only the mask is repeated. Without the mark of
-    ``pack_queries`` on the mask this is ``stock``.
+    With a mask, Transformers repeats keys and values for every head of the group, which copies
+    the whole cache. This function repeats only the mask. It calls ``stock`` unless
+    ``pack_queries`` has marked the mask.
 
     Args:
-        stock: the attention function in whose place this one stands.
-        module: the layer.
+        stock: the attention function that this one replaces.
+        module: the attention layer.
         query: [B, heads, q, size].
         key: [B, heads / group, s, size].
         value: like ``key``.
         attention_mask: additive [B, 1, q, s].
-        **others: as for sdpa; ``scaling`` is the factor of the products.
+        **others: as for sdpa; ``scaling`` multiplies the scores.
 
     Returns:
-        [B, q, heads, size], and no weights.
+        The output [B, q, heads, size], and None in place of the attention weights.
     """
     if attention_mask is None or getattr(attention_mask, MARK, False) is not True:
         return stock(module, query, key, value, attention_mask, **others)
@@ -58,11 +58,11 @@ def packed_attention(
 
 
 def install() -> None:
-    """Let sdpa look for the mark on its masks, in this process and from now on.
+    """Register ``packed_attention`` as sdpa for the rest of this process.
 
-    Model code looks its attention function up by the name in the model's configuration, which
-    all threads share, so the request to pack travels with the mask instead. For masks of others
-    nothing changes.
+    Model code looks up its attention function by the name in the model's configuration, which is
+    common to all threads, so the request to pack is attached to the mask instead. Unmarked masks
+    are handled as before.
     """
     stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if getattr(stock, "func", None) is not packed_attention:
@@ -70,9 +70,9 @@ def install() -> None:
 
 
 def pack_queries(masks: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """Mark ``masks`` (see ``masks.additive_masks``), so that sdpa packs the queries under them.
+    """Mark ``masks`` (see ``masks.additive_masks``) so that sdpa packs their queries.
 
-    Only for forwards of few tokens: in a long one the mask would outgrow the keys.
+    Only for forwards of few tokens: with many, the repeated mask is larger than the keys.
     """
     for mask in masks.values() if isinstance(masks, dict) else (masks,):
         setattr(mask, MARK, True)

@@ -1,4 +1,4 @@
-"""The target of last resort: a model that tree attention cannot verify, decoded plainly."""
+"""The fallback target: plain decoding of a model that tree attention cannot verify."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from token_recycling.model.target import (
 )
 from token_recycling.tree import DraftTree
 
-# Transformers 5.4 and later slice the inputs by a length, older ones by ``cache_position``.
+# Transformers >= 5.4 slices the inputs by length, older versions by ``cache_position``.
 SLICES_BY_LENGTH = (
     "next_sequence_length"
     in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -33,13 +33,13 @@ SLICES_BY_LENGTH = (
 
 
 class PlainTarget:
-    """Any ``…ForCausalLM``, one token per step, with the inputs that it prepares for ``generate``.
+    """Any ``…ForCausalLM``, one token per step, with the inputs it prepares for ``generate``.
 
-    Prompts of different length are padded on the left, as ``generate`` wants them.
+    Prompts of different lengths are padded on the left, as ``generate`` expects.
     """
 
     def __init__(self, model: Any, lm_head: Float32Head | StockHead | None = None) -> None:
-        """Wrap ``model``; its logits are computed inside ``lm_head``."""
+        """Wrap ``model``, whose logits are computed inside the context ``lm_head``."""
         self.model, self.lm_head = model, lm_head or StockHead()
         self.inference_context = inference_context_of(model)
         self.device: torch.device = input_device(model)
@@ -49,9 +49,9 @@ class PlainTarget:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the context and free its memory."""
+        """Drop the context and free its memory."""
         self._ids = torch.zeros((1, 0), dtype=torch.long, device=self.device)
-        self._state: dict[str, Any] = {}  # what generate calls model_kwargs
+        self._state: dict[str, Any] = {}  # generate's model_kwargs
 
     def prefill(
         self,
@@ -62,7 +62,7 @@ class PlainTarget:
         on_progress: OnProgress | None = None,
         cached: int = 0,
     ) -> Tensor:
-        """Read the prompts in one forward, whatever ``cached`` says; nothing is learnt."""
+        """Read the prompts in one forward; ``cached`` is ignored and nothing is learnt."""
         self.lm_head.refresh()
         check_prompts(prompts, self.max_context)
         longest = max(map(len, prompts))
@@ -80,19 +80,19 @@ class PlainTarget:
         return logits
 
     def verify(self, draft: DraftTree) -> Tensor:
-        """Return the logits [B, 1, V] of the roots; there is nothing else in ``draft``."""
+        """Return the logits [B, 1, V] of the roots; ``draft`` must be root-only."""
         assert draft.tokens.shape[1] == 1
         self._ids = torch.cat([self._ids, draft.tokens], dim=1)
         return self._forward(first=False)[:, None]
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
-        """Do nothing: the roots are in the cache already."""
+        """Do nothing: the roots are already in the cache."""
 
     def clear_drafts(self) -> None:
         """Do nothing: there are no drafts."""
 
     def _first_state(self, mask: Tensor) -> dict[str, Any]:
-        """Return what ``generate`` gives the model before its first forward."""
+        """Return the ``model_kwargs`` that ``generate`` starts with."""
         state: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
         if "logits_to_keep" in self._takes:
             state["logits_to_keep"] = 1
@@ -108,7 +108,7 @@ class PlainTarget:
         return state
 
     def _forward(self, first: bool) -> Tensor:
-        """Read what is new of the ids; return the logits [B, V] after the last."""
+        """Read the new ids; return the logits [B, V] after the last one."""
         options: dict[str, Any] = {}
         if SLICES_BY_LENGTH:
             options = {

@@ -1,4 +1,4 @@
-"""A preallocated KV cache on Transformers' cache API, committed in place."""
+"""A preallocated KV cache with Transformers' cache API and in-place commits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from token_recycling import defaults
 
 
 class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer, [B, heads, capacity, size], full length whatever its window.
+    """Keys and values of one layer, [B, heads, capacity, size], at full length for any window.
 
-    ``update`` writes behind the committed entries and commits nothing: what a later ``commit``
-    of the cache does not keep is overwritten by the next forward.
+    ``update`` writes after the committed entries and commits nothing: entries that the cache's
+    next ``commit`` does not keep are overwritten by the next forward.
     """
 
     is_sliding = False
@@ -25,9 +25,9 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take shapes, dtype and device from the first states seen."""
+        """Allocate with the shapes, dtype and device of the first states."""
         self.device, self.dtype = key_states.device, key_states.dtype
-        # Zeros, not garbage: a masked entry still meets a zero weight, and 0 · NaN is NaN.
+        # Zeros, not uninitialised: a masked entry is multiplied by weight 0, and 0 · NaN is NaN.
         self.keys, self.values = (
             states.new_zeros(*states.shape[:2], self.cache.capacity, states.shape[-1])
             for states in (key_states, value_states)
@@ -47,46 +47,47 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self) -> int:
-        """Entries before the current forward."""
+        """Return the number of entries before the current forward."""
         return self.cache.end
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Length and offset of the keys of a forward; older versions pass a tensor."""
+        """Return the length and offset of a forward's keys; older versions pass a tensor."""
         queries = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.cache.end + queries, 0
 
     def get_max_length(self) -> int:
-        """No bound."""
+        """Return -1: the length is unbounded."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before Transformers 5.20
+    get_max_cache_shape = get_max_length  # name before Transformers 5.20
 
 
 class RecyclingCache(Cache):  # type: ignore[misc]
     """The KV cache of B rows.
 
-    Row b's committed entries are slots 0 … ``lengths[b]``-1, so a committed entry's slot is its
-    position. A forward writes its entries of every row from slot ``end`` on, after ``reserve``.
-    Keys and values of all layers of one shape lie in one tensor, so that a commit is two
-    operations whatever the number of layers.
+    Row b's committed entries are in slots 0 … ``lengths[b]``-1, so a committed entry's slot is
+    its position. After ``reserve``, a forward writes the new entries of every row from slot
+    ``end`` on. Keys and values of all layers with the same shape are stored in one tensor, so a
+    commit takes two operations regardless of the number of layers.
     """
 
     def __init__(self, layers: int, batch: int) -> None:
         super().__init__(layers=[PreallocatedLayer(self) for _ in range(layers)])
         self.lengths = [0] * batch
         self.capacity = 0
-        # Each [g, B, heads, capacity, size], with the layers' attributes that view it.
+        # Each [g, B, heads, capacity, size], with the layer attributes that are views of it.
         self._stacks: list[tuple[Tensor, list[tuple[PreallocatedLayer, str]]]] = []
 
     @property
     def end(self) -> int:
-        """First slot behind every row's committed entries."""
+        """First slot after the committed entries of all rows."""
         return max(self.lengths)
 
     def reserve(self, queries: int) -> None:
         """Make room for a forward of ``queries`` tokens.
 
-        Growth by a quarter, and by no less than a chunk, keeps all copying linear in the length.
+        The capacity grows by a quarter, and by at least one chunk, so the total cost of copying is
+        linear in the length.
         """
         if self.end + queries <= self.capacity:
             return
@@ -99,7 +100,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             self._bind(index, grown, views)
 
     def _stack(self) -> None:
-        """Once the first forward has shown the shapes, put equal ones into one tensor."""
+        """Stack entries of equal shape into one tensor, after the first forward."""
         if self._stacks:
             return
         alike: dict[Any, list[tuple[PreallocatedLayer, str]]] = {}
@@ -119,7 +120,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             setattr(layer, name, entries)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
-        """Keep the entries of the last forward that lie on the accepted paths.
+        """Keep the last forward's entries on the accepted paths.
 
         Args:
             path: int64 [B, p]; ``path[b, :counts[b]]`` are the nodes to keep, in order.
@@ -139,22 +140,22 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         return [entries[:, :, begin:end].clone() for entries in both]
 
     def clear_drafts(self) -> None:
-        """Write zeros behind every row's committed entries: a masked NaN is still a NaN."""
+        """Zero everything after the committed entries: masking does not remove a NaN."""
         for layer in self.layers:
             for entries in (layer.keys, layer.values) if layer.is_initialized else ():
                 for row, length in enumerate(self.lengths):
                     entries[row, :, length:] = 0
 
     def rewind(self, lengths: list[int]) -> None:
-        """Forget each row's entries from ``lengths[b]`` on."""
+        """Drop each row's entries from slot ``lengths[b]`` on."""
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths)]
 
 
 def _gather(stack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
-    """Copy slots ``end + path[b]`` of [g, B, heads, capacity, size] to ``lengths[b]`` and on.
+    """Copy slots ``end + path[b]`` of [g, B, heads, capacity, size] to ``lengths[b]`` onwards.
 
-    What lands behind a row's accepted nodes is not committed and does no harm: a draft has at
-    least as many nodes as ``path`` has columns, so these slots exist.
+    Entries written after a row's accepted nodes are not committed and are harmless. Their slots
+    exist because a draft has at least as many nodes as ``path`` has columns.
     """
     batch, p = path.shape
     if batch == 1:
@@ -169,9 +170,9 @@ def _gather(stack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer in the same memory, at the same shape, whatever is written.
+    """Keys and values of one layer, at a fixed address and shape.
 
-    Behind ``slots`` of every forward nothing is hidden: masks say what may be seen.
+    Every forward gets all slots; the masks decide which of them are visible.
     """
 
     is_sliding = False
@@ -180,7 +181,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, cache: FixedCache, like: PreallocatedLayer) -> None:
         super().__init__()
         self.cache = cache
-        if not like.is_initialized:  # it reads another layer's entries
+        if not like.is_initialized:  # it uses another layer's entries
             return
         self.keys, self.values = (
             states.new_zeros(cache.batch, states.shape[1], cache.slots, states.shape[3])
@@ -189,41 +190,41 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.device, self.dtype, self.is_initialized = like.device, like.dtype, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the constructor has allocated everything."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the states of one forward to the slots of the draft; return all entries."""
+        """Write the states of one forward to the draft slots; return all entries."""
         self.keys.index_copy_(2, self.cache.draft_slots, key_states)
         self.values.index_copy_(2, self.cache.draft_slots, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Not known to the host; positions are given."""
+        """Return 0: the host does not know the lengths, and positions are passed explicitly."""
         return 0
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Length and offset of the keys."""
+        """Return the length and offset of the keys."""
         return self.cache.slots, 0
 
     def get_max_length(self) -> int:
-        """The slots there are."""
+        """Return the number of slots."""
         return self.cache.slots
 
     get_max_cache_shape = get_max_length
 
 
 class FixedCache(Cache):  # type: ignore[misc]
-    """A KV cache of fixed shape for a fused step: lengths live on the device, not on the host.
+    """A KV cache of fixed shape for a graph step, with its lengths on the device.
 
     Attributes:
-        lengths: int64 [B], committed entries of each row.
-        draft_slots: int64 [n], slots that the draft of the current step is written to.
+        lengths: int64 [B], number of committed entries per row.
+        draft_slots: int64 [n], slots to which the current step's draft is written.
     """
 
     def __init__(self, like: RecyclingCache, batch: int, slots: int, device: torch.device) -> None:
-        """Have room for ``slots`` entries of ``batch`` rows, in layers like those of ``like``."""
+        """Allocate ``slots`` entries per row, with layers like those of ``like``."""
         self.batch, self.slots = batch, slots
         super().__init__(layers=[FixedLayer(self, layer) for layer in like.layers])
         self._filled = [n for n, layer in enumerate(self.layers) if layer.is_initialized]
@@ -234,7 +235,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         return [(self.layers[n], cache.layers[n]) for n in self._filled]
 
     def take(self, cache: RecyclingCache) -> None:
-        """Copy the committed entries of ``cache``."""
+        """Copy the committed entries from ``cache``."""
         end = cache.end
         for layer, given in self._pairs(cache):
             layer.keys[:, :, :end] = given.keys[:, :, :end]
@@ -242,7 +243,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         self.lengths.copy_(torch.tensor(cache.lengths, device="cpu"))
 
     def give(self, cache: RecyclingCache, lengths: list[int]) -> None:
-        """Copy the entries of ``lengths`` back."""
+        """Copy the first ``lengths[b]`` entries of each row back to ``cache``."""
         end = max(lengths)
         cache.rewind([0] * self.batch)
         cache.reserve(end)
@@ -252,25 +253,25 @@ class FixedCache(Cache):  # type: ignore[misc]
         cache.lengths = list(lengths)
 
     def clear(self) -> None:
-        """Write zeros everywhere: a masked NaN is still a NaN."""
+        """Zero all entries: masking does not remove a NaN."""
         for n in self._filled:
             self.layers[n].keys.zero_()
             self.layers[n].values.zero_()
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
-        """Keep the draft's entries on the accepted paths, and count them.
+        """Keep the draft's entries on the accepted paths and advance ``lengths``.
 
-        What lands behind a row's accepted nodes is not committed and does no harm.
+        Entries written after a row's accepted nodes are not committed and are harmless.
 
         Args:
-            path: int64 [B, p], the accepted nodes of each row first.
-            counts: int64 [B], how many.
+            path: int64 [B, p], each row's accepted nodes first.
+            counts: int64 [B], number of accepted nodes.
         """
         source = self.draft_slots[path]
         target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
         rows = torch.arange(self.batch, device=path.device)[:, None]
         for n in self._filled:
             for entries in (self.layers[n].keys, self.layers[n].values):
-                # Not ``scatter``: compiled, it copies the whole cache.
+                # Not ``scatter``: when compiled, it copies the whole cache.
                 entries[rows, :, target] = entries[rows, :, source]
         self.lengths.add_(counts)

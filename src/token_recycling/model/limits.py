@@ -1,4 +1,4 @@
-"""What a model's configuration says of its vocabulary, its positions and its attention windows."""
+"""A model's vocabulary, positions and attention windows, from its configuration."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from token_recycling.errors import TokenRecyclingError
 
-# Rotary kinds whose angles are the same function of the position at every length.
+# RoPE types whose angles depend on the position only, not on the sequence length.
 GROWING_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
-TREE_ROOM = 256  # slots kept free for the nodes of a draft
-SHORTEST_CONTEXT = 64  # below this a limit is a refusal
+TREE_ROOM = 256  # slots reserved for the nodes of a draft
+SHORTEST_CONTEXT = 64  # models with a lower slot limit are refused
 
 
 class AttentionWindow(NamedTuple):
-    """How far back a kind of layer sees, in positions (``size``); ``full`` has no limit."""
+    """The attention window of a layer type: ``size`` in positions; ``full`` has no limit."""
 
     rule: Literal["full", "sliding", "chunked"]
     size: int = 0
@@ -27,10 +27,10 @@ def text_config(config: Any) -> Any:
 
 
 def vocabulary(model: Any) -> int:
-    """Return how many tokens ``model`` can both write and read.
+    """Return the number of tokens that ``model`` can both output and embed.
 
-    That is ``vocab_size`` of its configuration, but for a model whose embeddings and projection
-    are both wider, or whose embeddings are narrower.
+    This is the configuration's ``vocab_size``, unless embeddings and LM head are both larger, or
+    the embeddings are smaller.
     """
     size = int(text_config(model.config).vocab_size)
     written = getattr(model.get_output_embeddings(), "out_features", None)
@@ -40,7 +40,7 @@ def vocabulary(model: Any) -> int:
 
 
 def input_device(model: Any) -> torch.device:
-    """Return where ``model`` takes its tokens: the weights of an offloaded layer lie elsewhere."""
+    """Return the device of ``model``'s inputs; an offloaded layer's weights are elsewhere."""
     embeddings = model.get_input_embeddings()
     hook = getattr(embeddings, "_hf_hook", None)  # accelerate's
     device = getattr(hook, "execution_device", None)
@@ -48,13 +48,11 @@ def input_device(model: Any) -> torch.device:
 
 
 def attention_windows(config: Any) -> dict[str, AttentionWindow]:
-    """Read the kinds of attention layers and their windows from a model's configuration.
-
-    Returns:
-        layer type -> reach.
+    """Return the attention window of each layer type in a model's configuration.
 
     Raises:
-        TokenRecyclingError: a layer keeps a state that tree attention cannot branch.
+        TokenRecyclingError: a layer keeps a state that a tree cannot branch, or counts its window
+            in cache slots.
     """
     config = text_config(config)
     window = getattr(config, "sliding_window", None)
@@ -77,10 +75,10 @@ def attention_windows(config: Any) -> dict[str, AttentionWindow]:
 
 
 def context_limit(config: Any) -> int | None:
-    """Positions that the model knows, or None where its configuration does not say.
+    """Return the number of positions the model supports, or None if its configuration omits it.
 
-    A model with two sets of rotary factors (longrope: Phi-3's long versions) changes them at its
-    original length; entries computed before would be stale, so that is the limit here.
+    Models with longrope (Phi-3's long versions) switch to a second set of rotary factors at their
+    original length, which makes earlier cache entries stale, so that length is the limit.
     """
     config = text_config(config)
     limit = getattr(config, "max_position_embeddings", None) or 0
@@ -92,10 +90,11 @@ def context_limit(config: Any) -> int | None:
 
 
 def position_limit(config: Any) -> int | None:
-    """Positions beyond which a tree cannot be computed, or None where rotary angles go on.
+    """Return the number of positions at which trees can be computed, or None if unlimited.
 
-    Beyond ``context_limit`` a model with plain rotary positions still computes what ``generate``
-    computes. A table of learned positions ends there, and other rotary kinds change their factors.
+    With a RoPE type in ``GROWING_ROPE``, trees beyond ``context_limit`` still give what
+    ``generate`` gives. A table of learned positions ends there, and other RoPE types change their
+    factors.
     """
     config = text_config(config)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -107,23 +106,24 @@ def position_limit(config: Any) -> int | None:
 
 
 def slot_limit(config: Any) -> int | None:
-    """Cache slots up to which a model's attention depends on masks and positions alone.
+    """Return the cache slots within which attention depends only on masks and positions.
 
-    Some have a rule that counts slots and that begins late, longer than the probe is. In front of
-    it nothing is lost; behind it siblings in a tree would not be computed like their paths.
+    Some models have a rule that depends on the slot and applies only beyond the probe's length.
+    Beyond that slot, siblings in a tree would be computed differently from their paths.
 
     Returns:
-        The slots that a context may use, a tree's left out; None where there is no such rule.
+        The slots available to a context, after reserving room for a tree; None without such a
+        rule.
 
     Raises:
-        TokenRecyclingError: the rule begins too early to leave any room.
+        TokenRecyclingError: the rule applies too early to leave a usable context.
     """
     config = text_config(config)
     begins = []
     if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
-        begins.append(config.floor_scale - 1)  # Llama-4 scales queries by slot
+        begins.append(config.floor_scale - 1)  # Llama 4 scales queries by slot
     if window := getattr(config, "keep_window_size", None):
-        begins.append(window)  # Doge keeps so many keys, and breaks ties by slot
+        begins.append(window)  # Doge keeps this many keys and breaks ties by slot
     if not begins:
         return None
     limit = min(begins) - TREE_ROOM
@@ -133,12 +133,12 @@ def slot_limit(config: Any) -> int | None:
 
 
 def least(*limits: int | None) -> int | None:
-    """Return the lowest limit; None where there is none."""
+    """Return the lowest limit that is not None, or None."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_prompts(prompts: list[list[int]], limit: int | None) -> None:
-    """Refuse prompts that cannot be read.
+    """Check that prompts can be read.
 
     Raises:
         TokenRecyclingError: a prompt is empty, or leaves no room in the context.

@@ -1,4 +1,4 @@
-"""The last projection in float32, for models in half precision."""
+"""The LM head in float32, for models in half precision."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.override import Override, is_covered
 from token_recycling.modes import ordinary_tensors, without_autocast
 
-ROWS = 4096  # of the weight that are compared at once
+ROWS = 4096  # weight rows compared at a time
 
 
 def version(weight: Tensor) -> tuple[int, int]:
-    """Return what most writes to ``weight`` change; those through ``.data`` do not."""
+    """Return a key that changes with most writes to ``weight``, but not through ``.data``."""
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
-_thread = threading.local()  # .heads: the ``Float32Head`` objects that this thread has entered
+_thread = threading.local()  # .heads: the ``Float32Head`` objects entered by this thread
 
 
 class StockHead(nullcontext[None]):
-    """In place of an ``Float32Head``: a projection as it is."""
+    """Stand-in for ``Float32Head`` that leaves the LM head unchanged."""
 
     def refresh(self) -> None:
         """Do nothing: there is no copy."""
 
 
 class Float32Head:
-    """While a thread has entered it, a model's logits come out in float32 in that thread.
+    """Context manager that computes a model's logits in float32 in the current thread.
 
-    Half precision rounds logits to eight or eleven bits, so the best two often tie or change
-    places between two kernels. In float32 only the rounding of the hidden states is left. The
-    price is a float32 copy of the projection's weights, and reading it at every forward.
+    Half precision rounds logits to 8 or 11 bits, so the top two often tie, or swap between two
+    kernels. In float32 only the rounding of the hidden states remains. The cost is a float32 copy
+    of the LM head's weights, read at every forward.
 
-    The layer's ``forward`` is replaced once and for all; other threads get the class's.
+    The layer's ``forward`` is replaced permanently; for threads outside the context it calls the
+    original.
     """
 
     def __init__(self, model: Any) -> None:
-        """Copy the weights of ``model``'s output projection.
+        """Copy the weights of ``model``'s LM head.
 
         Raises:
-            TokenRecyclingError: the projection is no plain linear layer with weights in memory.
+            TokenRecyclingError: the LM head is not a plain linear layer with weights in memory.
         """
         self.model = model
         self.head = model.get_output_embeddings()
@@ -59,13 +60,13 @@ class Float32Head:
         self._install()
 
     def _install(self) -> None:
-        """Replace the layer's ``forward``, unless that was done: the layer of a copy has none."""
+        """Replace the layer's ``forward`` unless already done; copies of a layer lose it."""
         if not is_covered(self.head, "forward", _forward):
             present = self.head.__dict__.get("forward")
             self.head.forward = Override(self.head, "forward", partial(_forward, present), present)
 
     def _version(self) -> list[Any]:
-        """What most changes of the weights change."""
+        """Return a key that changes with most changes of the weights."""
         given = (self.head.weight, self.head.bias)
         return [(*version(w), w.device, w.shape) for w in given if w is not None]
 
@@ -77,12 +78,13 @@ class Float32Head:
         self._copied = self._version()
 
     def refresh(self) -> None:
-        """Copy the weights again if a single one has changed; called before every answer.
+        """Copy the weights again if any value has changed; called before every answer.
 
-        A write through ``.data``, as merging an adapter does, leaves no trace but the values.
+        Values are compared because a write through ``.data``, as when merging an adapter, cannot
+        be detected otherwise.
         """
         head = self.model.get_output_embeddings()
-        if head is not self.head and _is_plain(head):  # else an adapter may be around it
+        if head is not self.head and _is_plain(head):  # otherwise it may be wrapped by an adapter
             self.head = head
             self._copy()
         pairs = [(self.head.weight, self.weight)]
@@ -97,7 +99,7 @@ class Float32Head:
             self._copy()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Project ``hidden`` [B, q, d] to logits float32 [B, q, V], under autocast too."""
+        """Project ``hidden`` [B, q, d] to logits float32 [B, q, V], also under autocast."""
         with without_autocast(self.weight.device):
             return linear(hidden.to(self.weight.device).float(), self.weight, self.bias)
 
@@ -105,7 +107,7 @@ class Float32Head:
         self._install()
         heads = getattr(_thread, "heads", ())
         if self not in heads and self._copied != self._version():
-            self._copy()  # trained or loaded meanwhile
+            self._copy()  # trained or loaded since
         _thread.heads = (*heads, self)
         return self
 
@@ -119,12 +121,12 @@ class Float32Head:
 
 
 def _is_plain(head: Any) -> bool:
-    """True for a linear layer with weights in memory."""
+    """Return whether ``head`` is a plain linear layer with weights in memory."""
     return type(head) is torch.nn.Linear and not head.weight.is_meta
 
 
 def _forward(before: Any, stock: Any, hidden: Tensor) -> Tensor:
-    """``forward`` of an LM head: in float32 for a thread that has entered its ``Float32Head``."""
+    """``forward`` of an LM head: float32 in threads inside its ``Float32Head``."""
     for entered in getattr(_thread, "heads", ()):
         if entered.head is stock.__self__:
             logits: Tensor = entered(hidden)

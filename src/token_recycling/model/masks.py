@@ -1,4 +1,4 @@
-"""Attention masks of a draft tree, one per kind of layer."""
+"""Attention masks of a draft tree, one per layer type."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def additive_masks(
     key_positions: Tensor,
     dtype: torch.dtype,
 ) -> Tensor | dict[str, Tensor]:
-    """Build what a Transformers model takes as ``attention_mask``.
+    """Build the ``attention_mask`` argument of a Transformers model.
 
     Args:
         windows: from ``attention_windows``.
-        visible: bool [B, q, s]; key s may be seen by query q as far as the tree goes.
+        visible: bool [B, q, s]; whether the tree, windows aside, lets query q see key s.
         query_positions: int64 [B, q].
         key_positions: int64 [B, s].
-        dtype: of the model's queries. The masks are additive (0 or the lowest value): eager
-            attention adds its mask, so a bool mask would be silently wrong there.
+        dtype: of the model's queries. Masks are additive (0 or the lowest value) because eager
+            attention adds its mask: a bool mask would be silently wrong.
 
     Returns:
-        [B, 1, q, s], or a dict of them by layer type where a model has several types.
+        [B, 1, q, s], or a dict of these by layer type for a model with several types.
     """
     masks = {}
     for kind, window in windows.items():

@@ -1,4 +1,4 @@
-"""What a target has read of a single row, for a later prompt with the same beginning."""
+"""Reuse of a single row's KV cache for a later prompt with the same prefix."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from torch import Tensor
 from token_recycling.model.lm_head import version
 from token_recycling.model.target import TreeTarget
 
-OFFSET = 4  # by which learned positions may be shifted, as OPT's are by 2
-REREAD = 8  # tokens at the end of what is kept that are read again
-# Of the root mean square of a layer's entries: what rounding may make, and no change of weights
-# that matters does.
+OFFSET = 4  # largest offset of learned position embeddings (OPT's is 2)
+REREAD = 8  # tokens at the end of the prefix that are read again as a check
+# Largest difference, relative to a layer's root mean square, that counts as rounding rather than
+# a change of weights.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
 class PrefixCache:
-    """The tokens of one row whose keys and values lie in the target's cache.
+    """The tokens of one row whose keys and values are in the target's cache.
 
-    Made when an answer ends. Weights may be trained, merged or switched before the next one, and
-    the cache would be that of another model. Pointers and versions of the weights show most of
-    that. Writes through ``.data`` and adapters that are switched show in what the model computes:
-    the embeddings of all tokens, and the keys and values of the last few, which depend on the
-    other weights.
+    Created when an answer ends. If weights are trained, merged or switched before the next one,
+    the cache is stale. Pointers and versions of the weights reveal most such changes. Writes
+    through ``.data`` and switched adapters are found by recomputing the embeddings of all tokens,
+    and the keys and values of the last few, which depend on the other weights.
     """
 
     def __init__(self, target: TreeTarget, tokens: list[int]) -> None:
-        """Note ``tokens``, and what the model is like now."""
+        """Record ``tokens`` and the current state of the model."""
         self.target, self.tokens = target, tokens
         self._weights = self._versions()
         self._embedded = self._embeddings(len(tokens))
@@ -35,7 +34,7 @@ class PrefixCache:
         return [version(weight) for weight in self.target.model.parameters()]
 
     def _embeddings(self, count: int) -> list[Tensor]:
-        """Those of the first ``count`` tokens, and of as many positions where they are learned."""
+        """Return the embeddings of the first ``count`` tokens, and of learned positions if any."""
         given = self.target.model.get_input_embeddings()
         ids = torch.tensor([self.tokens[:count]], device=self.target.device)
         with self.target.inference_context():
@@ -46,7 +45,7 @@ class PrefixCache:
         return found
 
     def common(self, tokens: list[int]) -> int:
-        """Tokens at the beginning of ``tokens`` that the target has read, as it is now."""
+        """Return how many leading tokens of ``tokens`` have valid cache entries."""
         same = 0
         for ours, theirs in zip(self.tokens, tokens):
             if ours != theirs:

@@ -1,7 +1,7 @@
-"""The self-probe: does this model compute a tree as it computes each of the tree's paths?
+"""Self-probe: does this model compute a tree like each of the tree's paths on its own?
 
-Model code decides for itself what to do with a 4D mask, positions and a cache, and some of it
-is silently wrong. So a model is asked once, at load, and refused when it fails.
+How a 4D mask, positions and a cache are used is up to the model's code, and some models get it
+silently wrong. So every model is tested once, at load.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from token_recycling.tree import TreeShape, TreeTemplate
 
 FIRST_TOKENS = 1024
 PREFIX = 20  # tokens before the probe's tree
-WINDOW = 9  # windows are this short while probing, so that the prefix is longer than any
+WINDOW = 9  # largest window while probing, so that the prefix exceeds every window
 TEMPLATE = TreeTemplate.from_paths("probe", [[0], [1], [0, 0], [0, 1], [1, 0]])
 LEAVES = ((0, 1, 3), (0, 1, 4), (0, 2, 5))  # node indices of the root-to-leaf paths
 COMMITTED = (0, 1, 4)
-# Largest difference allowed, in standard deviations of the logits.
+# Largest allowed difference, in standard deviations of the logits.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
 def open_target(model: Any, *, strict: bool = False, float32_logits: bool = False) -> Target:
-    """Wrap ``model`` as a target, after the probe.
-
-    Returns:
-        A ``TreeTarget``, or a ``PlainTarget`` with one ``PlainDecodingWarning`` that says why.
+    """Probe ``model`` and wrap it as a target.
 
     Args:
         model: the model.
-        strict: raise where it would have to be decoded plainly.
-        float32_logits: let its logits be computed in float32.
+        strict: raise instead of falling back to plain decoding.
+        float32_logits: compute the logits in float32.
+
+    Returns:
+        A ``TreeTarget``, or a ``PlainTarget`` after a ``PlainDecodingWarning`` with the reason.
 
     Raises:
-        TokenRecyclingError: the probe fails and ``strict`` is set, or the model has an encoder,
-            or no LM head that could be computed in float32.
+        TokenRecyclingError: ``strict`` is set and the model cannot verify trees; it is not a
+            Transformers model; it has an encoder; or ``float32_logits`` is set and its LM head
+            does not support it.
     """
     if not isinstance(model, GenerationMixin):
         kind = type(model).__name__
@@ -70,15 +71,15 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
 
 
 def probe(target: TreeTarget) -> str | None:
-    """Return why ``target`` must not verify trees, or None when it computes them right.
+    """Return why ``target`` must not verify trees, or None if it computes them correctly.
 
-    A small tree below a prefix longer than every window is verified, and one path committed and
-    continued. The model's own forward over each whole path, without cache or mask of ours, says
-    what is right. The negative control, the same tree under a causal mask, must differ.
+    Verifies a small tree after a prefix longer than every window, then commits one path and
+    continues it. The reference is the model's own forward over each whole path, without our cache
+    and mask. A negative control, the same tree under a causal mask, must differ from it.
     """
     rng = torch.Generator().manual_seed(0)
     count = PREFIX + TEMPLATE.nodes + 1
-    # A vocabulary may end in padding, whose tokens are all alike and tell nothing.
+    # A vocabulary may end in padding tokens, whose identical embeddings would prove nothing.
     ids = torch.randint(0, min(FIRST_TOKENS, target.vocab_size), (count,), generator=rng).tolist()
     prefix, nodes, after = ids[:PREFIX], ids[PREFIX:-1], ids[-1]
     try:
@@ -89,7 +90,7 @@ def probe(target: TreeTarget) -> str | None:
         text = str(error).strip().split("\n")[0][:160]
         return f"the probe failed with {type(error).__name__}: {text}"
     tolerance = TOLERANCE.get(target.dtype, 0.3) * spread
-    if not worst <= tolerance:  # NaN fails too
+    if not worst <= tolerance:  # also fails for NaN
         return f"its logits in a tree differ by {worst:.2g} from those on the path alone"
     if control <= 2 * worst:
         return "the probe cannot tell: a wrong mask changes nothing"
@@ -99,17 +100,17 @@ def probe(target: TreeTarget) -> str | None:
 def _compare(
     target: TreeTarget, prefix: list[int], nodes: list[int], after: int
 ) -> tuple[float, float, float]:
-    """Largest difference of the tree and of the control, and the logits' standard deviation."""
+    """Return the largest errors of tree and control, and the logits' standard deviation."""
     rows = [[*prefix, *(nodes[i] for i in leaf), after] for leaf in LEAVES]
     ids = torch.tensor(rows, device=target.device)
     inputs = {"input_ids": ids}
-    if target.takes_positions:  # generate gives them too; by itself a model may count otherwise
+    if target.takes_positions:  # as generate does; the model's default may differ
         inputs["position_ids"] = torch.arange(ids.shape[1], device=target.device).expand_as(ids)
     with target.lm_head:
         output = target.model(**inputs, use_cache=False, return_dict=True)
     right: Tensor = output.logits.to(target.device).float()
 
-    # what generate would feed the model: a soft prompt, say, is not in the ids
+    # Inputs as generate prepares them: these include, e.g., a soft prompt, which is not in the ids.
     prepared = PlainTarget(target.model, target.lm_head).prefill(rows[:1])
     worst = float((prepared[0].float() - right[0, -1]).abs().max())
 
@@ -140,15 +141,15 @@ def _compare(
 
 
 def _twin(target: TreeTarget) -> TreeTarget:
-    """Return a target around the same weights, to be probed: in evaluation, with short windows.
+    """Return a target to probe: the same weights, in evaluation mode and with short windows.
 
-    Attention under sdpa and eager takes its window from the mask alone, so a short prefix then
-    windows beyond it. Nothing of the model itself is switched: others may be using it.
+    sdpa and eager attention take the window from the mask alone, so with short windows a short
+    prefix exercises them. The model itself is not modified, since others may be using it.
     """
     twin = copy.copy(target)
     model = target.model
     if any(not isinstance(vars(m).get("forward"), Override | NoneType) for m in model.modules()):
-        return twin  # hooks, as accelerate's, lead back to the model itself
+        return twin  # hooks such as accelerate's refer to the original modules
     own, text = model.config, text_config(model.config)
     short = copy.copy(text)
     for name in ("sliding_window", "attention_chunk_size"):
@@ -175,7 +176,7 @@ def _twin(target: TreeTarget) -> TreeTarget:
 
 
 def _shell(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
-    """Return another object with the parameters, buffers and attributes of ``module``."""
+    """Return a new module with ``module``'s parameters, buffers and attributes."""
     shell = module.__class__.__new__(module.__class__)
     attributes = {name: configs.get(id(value), value) for name, value in vars(module).items()}
     shell.__dict__.update(attributes, training=False)

@@ -1,4 +1,4 @@
-"""Products of a large weight with few rows, the faster way round on a CPU."""
+"""Skinny GEMM: faster linear layers for few rows on a CPU."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch.nn.functional import linear
 
 from token_recycling.model.override import Override, replaceable
 
-# MKL multiplies 2 to 6 rows by a float32 weight in twice the time of one when asked for x W^T, and
-# in hardly more when asked for W x^T. With more rows only large weights gain.
-# (rows at most, weight elements at least), measured on an EPYC with AVX2, 1 and 2 threads
+# For 2 to 6 rows and a float32 weight, MKL takes twice as long as for one row to compute x W^T, but
+# hardly longer to compute W x^T. With more rows only large weights gain.
+# (maximum rows, minimum weight elements), measured on an EPYC with AVX2, 1 and 2 threads
 GAINS = ((6, 0), (8, 2**19), (16, 2**22))
 MOST_ROWS = GAINS[-1][0]
 TRIAL = (4096, 1024)  # a weight larger than a core's cache
 TRIAL_ROWS = 4
-PAYS = 0.9  # of the time at most, or it stays as it was
+PAYS = 0.9  # largest ratio of times at which W x^T is used
 
-_thread = threading.local()  # .entered: how often this thread is inside ``SkinnyGemm``
+_thread = threading.local()  # .entered: this thread's nesting depth inside ``SkinnyGemm``
 
 
 def gains(rows: int, elements: int) -> bool:
-    """True where W x^T is expected to be the faster one."""
+    """Return whether W x^T is expected to be faster."""
     return rows > 1 and any(rows <= most and elements >= least for most, least in GAINS)
 
 
 def turned(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``linear`` as (W x^T)^T."""
+    """Compute ``linear`` as (W x^T)^T plus the bias."""
     rows = inputs.reshape(-1, inputs.shape[-1])
     product = torch.mm(weight, rows.T).T.contiguous()
     if bias is not None:
@@ -43,9 +43,9 @@ def turned(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fits(inputs: Tensor, weight: Tensor) -> bool:
-    """True for few float32 rows on a CPU.
+    """Return whether the inputs are few float32 rows on a CPU.
 
-    Quantised weights are subclasses with a ``linear`` of their own; they keep it.
+    Quantised weights are tensor subclasses with their own ``linear`` and are left alone.
     """
     return (
         type(inputs) is Tensor
@@ -58,7 +58,7 @@ def _fits(inputs: Tensor, weight: Tensor) -> bool:
 
 
 def _forward(stock: Any, inputs: Tensor) -> Tensor:
-    """``forward`` of a linear layer: the faster way round for a thread that asks for it."""
+    """``forward`` of a linear layer: W x^T in threads inside ``SkinnyGemm``."""
     if not torch.compiler.is_compiling() and vars(_thread).get("entered"):
         layer: nn.Linear = stock.__self__
         if _fits(inputs, layer.weight):
@@ -68,19 +68,19 @@ def _forward(stock: Any, inputs: Tensor) -> Tensor:
 
 
 class SkinnyGemm:
-    """While a thread has entered it, the linear layers of a model use the faster way round.
+    """Context manager that speeds up a model's linear layers in the current thread.
 
-    The result is the same up to float32's rounding, as between any two kernels. The layers'
-    ``forward`` is replaced once and for all; other threads and other callers get the class's.
+    Results are equal up to float32 rounding, as between any two kernels. The layers' ``forward``
+    is replaced permanently; outside the context it calls the class's.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Prepare the linear layers of ``model``."""
+        """Replace ``forward`` of the linear layers of ``model``."""
         self.model = model
         self.prepare()
 
     def prepare(self) -> None:
-        """Prepare those layers that are new, as all of a copied model are."""
+        """Replace ``forward`` of layers not yet covered, e.g. all layers of a copied model."""
         for layer in self.model.modules():
             if type(layer) is nn.Linear and replaceable(layer):
                 layer.forward = Override(layer, "forward", _forward)  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ class SkinnyGemm:
 
 
 def pays() -> bool:
-    """Try out whether W x^T is faster on this machine; once per number of threads."""
+    """Measure whether W x^T is faster on this machine, once per number of threads."""
     return _tried(torch.get_num_threads())
 
 

@@ -1,4 +1,4 @@
-"""The target: a stock Transformers model that verifies draft trees."""
+"""The target: an unmodified Transformers model that verifies draft trees."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from token_recycling.model.skinny_gemm import MOST_ROWS, SkinnyGemm, pays
 from token_recycling.model.training import is_repeatable, mode, train_time_behaviour
 from token_recycling.tree import DraftTree
 
-# tokens [B, c] of a chunk of the prompts -> bool [B, c]: which to learn from; None: none
+# tokens [B, c] of a chunk of the prompts -> bool [B, c], which to learn from, or None for none
 PromptMask = Callable[[Tensor], Tensor | None]
-# (tokens [B, w], logits [B, w, V], mask [B, w]) of those columns of a chunk
+# (tokens [B, w], logits [B, w, V], mask [B, w]) of the columns to learn from
 LearnPrompt = Callable[[Tensor, Tensor, Tensor], None]
-# (prompt tokens done, prompt tokens in all)
+# (prompt tokens read, total prompt tokens)
 OnProgress = Callable[[int, int], None]
 
 
-ATTENTION = ("eager", "sdpa")  # flash takes no 4D mask; flex ends the process with one
-# Methods of generate that a model may replace, and what a soft prompt replaces.
+ATTENTION = ("eager", "sdpa")  # flash takes no 4D mask; flex crashes the process with one
+# Methods used by generate that a model object, or a soft prompt, may override.
 DECODING = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-PROMPT_COST = 0.05  # of the cost of reading a prompt, for logits to learn from
+PROMPT_COST = 0.05  # for logits to learn from, as a fraction of the cost of reading a prompt
 
 
 class Target(Protocol):
-    """What the decoding loop asks of a model."""
+    """The interface between the decoding loop and a model."""
 
     device: torch.device
     vocab_size: int
@@ -57,7 +57,7 @@ class Target(Protocol):
 
     @property
     def lm_head(self) -> Float32Head | StockHead:
-        """What its forwards compute their logits inside."""
+        """The context in which forwards compute their logits."""
 
     inference_context: Callable[[], AbstractContextManager[Any]]
 
@@ -70,15 +70,15 @@ class Target(Protocol):
         on_progress: OnProgress | None = None,
         cached: int = 0,
     ) -> Tensor:
-        """Read the prompts and return the logits [B, V] after each.
+        """Read the prompts and return the logits [B, V] after the last token of each.
 
         Args:
             prompts: B lists of tokens.
-            prompt_mask: says of which prompt tokens logits are computed; None: of all. No more
-                than add a twentieth to the cost of reading the prompt, the last ones first.
-            learn_prompt: gets them, chunk by chunk. None: nothing is computed for it.
+            prompt_mask: selects the prompt tokens to learn from; None: all. Of those selected in a
+                chunk only the last are used, as many as ``PROMPT_COST`` allows.
+            learn_prompt: gets their logits, chunk by chunk; None: they are not computed.
             on_progress: called after every chunk.
-            cached: continue after the first ``cached`` tokens of a single row, read before.
+            cached: for a single row, how many of its first tokens are already in the cache.
 
         Raises:
             TokenRecyclingError: a prompt is empty, or leaves no room in the context.
@@ -88,20 +88,20 @@ class Target(Protocol):
         """Return the logits [B, n, V] of every node in one forward."""
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
-        """Keep the first ``counts[b]`` nodes of ``path[b]`` (int64 [B, p]) of the last draft."""
+        """Commit the last draft's nodes ``path[b, :counts[b]]`` (``path``: int64 [B, p])."""
 
     def clear_drafts(self) -> None:
-        """Overwrite what is not committed, so that it cannot spoil a later forward."""
+        """Overwrite uncommitted cache entries, so that they cannot affect a later forward."""
 
     def reset(self) -> None:
-        """Forget the context and free its memory."""
+        """Drop the context and free its memory."""
 
 
 def inference_context_of(model: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what keeps gradients out of a forward of ``model``.
+    """Return the inference context of ``model``: the context that disables gradients.
 
-    Inference mode is the faster one, by some percent of a step of a small model. Weights that
-    are a tensor class of their own, as quantised ones are, may not bear it.
+    Inference mode is faster, by a few percent of a step of a small model. Weights that are tensor
+    subclasses, such as quantised ones, may not support it and get ``no_grad``.
     """
     if all(type(parameter.data) is Tensor for parameter in model.parameters()):
         return torch.inference_mode
@@ -109,7 +109,7 @@ def inference_context_of(model: Any) -> Callable[[], AbstractContextManager[Any]
 
 
 def prompt_fraction(model: Any) -> float:
-    """Share of a prompt's tokens whose logits cost no more than ``PROMPT_COST`` of reading it."""
+    """Return the fraction of a prompt's tokens whose logits cost at most ``PROMPT_COST``."""
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if weight is None or not weight.numel():
         return 1.0
@@ -121,7 +121,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _without_gradients(method: Method) -> Method:
-    """Run a target's method in its inference context."""
+    """Wrap a target's method to run in its inference context."""
 
     @wraps(method)
     def run(self: Target, *args: Any, **options: Any) -> Any:
@@ -132,22 +132,23 @@ def _without_gradients(method: Method) -> Method:
 
 
 def _learnt(prompt_mask: PromptMask | None, tokens: Tensor, valid: Tensor) -> Tensor:
-    """Which tokens of a chunk are learnt from: bool [B, c]."""
+    """Return which tokens of a chunk to learn from, bool [B, c]."""
     asked = valid if prompt_mask is None else prompt_mask(tokens)
     return torch.zeros_like(valid) if asked is None else asked & valid
 
 
 class TreeTarget:
-    """Any ``…ForCausalLM`` whose attention takes a 4D mask, as it comes.
+    """Any unmodified ``…ForCausalLM`` whose attention takes a 4D mask.
 
-    Use ``probe.open_target`` to make one: it makes sure that the model computes trees right.
+    Create it with ``probe.open_target``, which checks that the model computes trees correctly.
     """
 
     def __init__(self, model: Any, lm_head: Float32Head | None = None) -> None:
-        """Wrap ``model``; its logits are computed inside ``lm_head`` (see ``Float32Head``).
+        """Wrap ``model``, whose logits are computed inside the context ``lm_head``.
 
         Raises:
-            TokenRecyclingError: its configuration names layers that cannot branch.
+            TokenRecyclingError: the model cannot verify trees, by its configuration or because it
+                overrides parts of ``generate``.
         """
         self.model, self.lm_head = model, lm_head or StockHead()
         self.inference_context = inference_context_of(model)
@@ -164,14 +165,14 @@ class TreeTarget:
         self.prompt_fraction = prompt_fraction(model) if "logits_to_keep" in self._takes else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class samples in a way of its own")
-        self._tried: tuple[Any, ...] = ()  # the training mode that ``_repeatable`` is known of
+        self._tried: tuple[Any, ...] = ()  # training mode of ``_repeatable``
         self._repeatable = True
         if reason := self._other_model():
             raise TokenRecyclingError(reason)
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy begins without a context."""
+        """Leave out the cache: a copy starts without a context."""
         return {name: value for name, value in self.__dict__.items() if name != "cache"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -180,12 +181,12 @@ class TreeTarget:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's queries."""
+        """Dtype of the model's queries."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
     def changed(self) -> str | None:
-        """Say why the model, as it is now, is not the one that the probe saw, or None."""
+        """Return why the probe's result does not apply to the model's current state, or None."""
         return self._other_model() or self._trains()
 
     def _other_model(self) -> str | None:
@@ -202,16 +203,16 @@ class TreeTarget:
         return f"the object has a {own[0]} of its own" if own else None
 
     def _limits(self) -> tuple[dict[str, AttentionWindow], int | None]:
-        """How far layers see, and where positions end, by the configuration as it is now.
+        """Return the attention windows and the position limit of the current configuration.
 
         Raises:
-            TokenRecyclingError: a layer keeps a state, or there is no room.
+            TokenRecyclingError: a layer type or the limits do not allow trees.
         """
         config = self.model.config
         return attention_windows(config), least(position_limit(config), slot_limit(config))
 
     def _trains(self) -> str | None:
-        """Say why training mode matters, or None where it computes the same."""
+        """Return how training mode would change the results, or None if it does not."""
         reason = train_time_behaviour(self.model)
         training = mode(self.model) if reason is None else ()
         if training and training != self._tried:
@@ -225,7 +226,7 @@ class TreeTarget:
         )
 
     def reset(self) -> None:
-        """Forget the context and free its memory."""
+        """Drop the context and free its memory."""
         self.cache = RecyclingCache(self.config.num_hidden_layers, 1)
 
     @_without_gradients
@@ -251,8 +252,8 @@ class TreeTarget:
             self.cache.rewind([cached])
         else:
             self.cache = RecyclingCache(self.config.num_hidden_layers, batch)
-        # Behind its end a row repeats its last token: another one might overflow, and masked
-        # entries that are not finite would spoil the row.
+        # Pad a row with its own last token: another token might overflow, and entries that are
+        # not finite corrupt the row even when masked.
         rows = [prompt + prompt[-1:] * (longest - len(prompt)) for prompt in prompts]
         ids = torch.tensor(rows, device="cpu").to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
@@ -264,7 +265,7 @@ class TreeTarget:
             slots = torch.arange(begin + size, device=self.device)
             positions = slots[begin:].expand(batch, size)
             causal = slots <= slots[begin:, None]
-            last = lengths - 1 - begin  # where each row's prompt ends, counted from this chunk
+            last = lengths - 1 - begin  # last prompt token of each row, relative to this chunk
             mask = torch.zeros_like(tokens, dtype=torch.bool)
             if learn_prompt is not None:
                 mask = _learnt(prompt_mask, tokens, positions < lengths[:, None])
@@ -295,11 +296,11 @@ class TreeTarget:
 
     @_without_gradients
     def reread(self, tokens: list[int], begin: int) -> float:
-        """Read ``tokens`` of a single row again, from slot ``begin`` on, and forget what follows.
+        """Read ``tokens`` of a single row again from slot ``begin`` on, and drop later entries.
 
         Returns:
-            How far keys and values are from those that the cache held, in units of their root
-            mean square; the largest of all layers. Infinite where they cannot be compared.
+            The root mean square difference between new and cached keys or values, relative to
+            their root mean square; the largest over all layers. NaN counts as infinite.
         """
         end = begin + len(tokens)
         before = self.cache.entries(begin, end)
@@ -316,16 +317,16 @@ class TreeTarget:
             far = (old.float() - now.float()).square().mean().sqrt()
             size = now.float().square().mean().sqrt()
             off = float(far / size.clamp(min=1e-9))
-            worst = max(worst, off if off == off else float("inf"))  # NaN is far, too
+            worst = max(worst, off if off == off else float("inf"))  # NaN counts as infinite
         return worst
 
     def positions(self, lengths: Tensor, draft: DraftTree) -> Tensor:
-        """Return each node's position, int64 [B, n], behind ``lengths`` int64 [B, 1]."""
+        """Return each node's position, int64 [B, n], after ``lengths`` int64 [B, 1] tokens."""
         positions = lengths + draft.depths
         if self.max_positions is None:
             return positions
-        # A node behind the last position can be drafted but never emitted: the length limit
-        # ends the row before. It must only not reach past a table of learned positions.
+        # A node beyond the last position can be drafted but never emitted, since the length limit
+        # ends the row first. Clamp it to stay inside a table of learned positions.
         return positions.clamp(max=self.max_positions - 1)
 
     @_without_gradients
@@ -346,12 +347,12 @@ class TreeTarget:
 
     @_without_gradients
     def commit(self, path: Tensor, counts: list[int]) -> None:
-        """Keep the first ``counts[b]`` nodes of ``path[b]`` of the last draft."""
+        """Commit the last draft's nodes ``path[b, :counts[b]]`` (``path``: int64 [B, p])."""
         self.cache.commit(path, counts)
 
     @_without_gradients
     def clear_drafts(self) -> None:
-        """Overwrite what is not committed (see ``RecyclingCache.clear_drafts``)."""
+        """Overwrite uncommitted cache entries (see ``RecyclingCache.clear_drafts``)."""
         self.cache.clear_drafts()
 
     def _forward(
@@ -364,9 +365,9 @@ class TreeTarget:
         *,
         packs: bool = False,
     ) -> Tensor:
-        """Run the model over ``tokens`` [B, q]; return the logits of all, or at ``logits_at``.
+        """Run the model over ``tokens`` [B, q]; return all logits, or those at ``logits_at``.
 
-        ``visible`` is bool [B, q, s] and ``key_positions`` int64 [B, s] over all slots up to and
+        ``visible`` (bool [B, q, s]) and ``key_positions`` (int64 [B, s]) cover all slots up to and
         including the new ones. ``packs``: see ``attention.pack_queries``.
         """
         self.cache.reserve(tokens.shape[1])
@@ -379,7 +380,7 @@ class TreeTarget:
         if not self.takes_positions:
             del inputs["position_ids"]
         sliced = logits_at is not None and "logits_to_keep" in self._takes
-        if sliced:  # a chunk in which no prompt ends needs one row of logits at most
+        if sliced:  # a chunk may need no logits; compute one position then
             inputs["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
         skinny = self.skinny_gemm if 1 < tokens.numel() <= MOST_ROWS else None
         with self.lm_head, skinny or nullcontext():

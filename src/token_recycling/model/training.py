@@ -1,4 +1,4 @@
-"""What a model in training mode computes otherwise than in evaluation."""
+"""Checks whether training mode changes what a model computes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-ROUNDING = 1e-3  # of the logits' deviation; a dropout of one in a thousand makes more
-TOKENS = 8  # of the texts that are compared
+ROUNDING = 1e-3  # in standard deviations of the logits; a dropout of 0.001 exceeds it
+TOKENS = 8  # length of the texts compared
 
 
 def _is_rate(name: str, value: object) -> bool:
-    """True for a number above 0 that says how much is dropped, or shaken."""
+    """Return whether an attribute is a positive dropout or jitter rate."""
     named = any(part in name for part in ("drop", "jitter")) and not name.startswith(
-        ("summary", "classifier")  # of heads that write no text
+        ("summary", "classifier")  # heads that do not generate text
     )
     return named and isinstance(value, float) and value > 0
 
 
 def train_time_behaviour(model: Any) -> str | None:
-    """Name what makes ``model``, with modules in training mode, differ from itself in evaluation.
+    """Return why ``model``, with modules in training mode, differs from evaluation mode.
 
     Returns:
-        A reason, or None: dropouts are 0 and nothing else is known to look at the mode.
+        A reason, or None if dropouts are 0 and nothing else known depends on the mode.
     """
     training = [module for module in model.modules() if module.training]
     if not training:
@@ -47,7 +47,7 @@ def train_time_behaviour(model: Any) -> str | None:
 
 
 def mode(model: nn.Module) -> tuple[Any, ...]:
-    """Return what decides how a model with modules in training mode computes; () without any."""
+    """Return a key of a model's training mode and hooks; () if no module is in training mode."""
     modules = list(model.modules())
     if not any(module.training for module in modules):
         return ()
@@ -64,9 +64,9 @@ def mode(model: nn.Module) -> tuple[Any, ...]:
 
 
 def is_repeatable(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
-    """True when ``model``, in the mode it is in, computes a text alike twice, and beside another.
+    """Return whether ``model`` computes a text the same twice, and in a batch with another text.
 
-    What is random or looks at the whole batch differs.
+    Randomness and operations over the whole batch make the results differ.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -77,6 +77,6 @@ def is_repeatable(model: nn.Module, vocab_size: int, device: torch.device) -> bo
             torch.manual_seed(seed)
             output = model(input_ids=rows, use_cache=False, return_dict=True)
             found.append(output.logits[0].float().nan_to_num(0.0, 0.0, 0.0))
-    once, *others = found  # what is not finite is not compared
+    once, *others = found  # values that are not finite were zeroed, so they are not compared
     bound = ROUNDING * float(once.std())
     return all(float((once - other).abs().max()) <= bound for other in others)

@@ -1,4 +1,4 @@
-"""The model inside what people hand over: a pipeline, a wrapper, a compiled model."""
+"""Find the model inside a pipeline, a wrapper or a compiled model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from transformers import GenerationMixin
 
 from token_recycling.errors import TokenRecyclingError
 
-# Where wrappers keep the model that they call: torch.compile, distributed ones, pipelines and
+# Attributes with the wrapped model: torch.compile, distributed wrappers, pipelines and evaluation
 # harnesses.
 ATTRIBUTES = ("_orig_mod", "module", "model")
-DEEPEST = 4  # wrappers around wrappers
+DEEPEST = 4  # maximum nesting of wrappers
 
 
 def model_inside(given: Any) -> Any:
-    """Return the model of Transformers that ``given`` is, or calls.
+    """Return the Transformers model that ``given`` is or wraps.
 
     Raises:
-        TokenRecyclingError: there is none, or it is not clear which; the message says what to give.
+        TokenRecyclingError: there is none, or it is ambiguous; the message says what to pass.
     """
     if isinstance(given, str | Path):
         raise TokenRecyclingError(
@@ -46,7 +46,7 @@ def model_inside(given: Any) -> Any:
 
 
 def _inside(wrapper: Any) -> Any:
-    with suppress(Exception):  # whatever an object does when it is asked
+    with suppress(Exception):  # attribute access may run arbitrary code
         base = getattr(wrapper, "get_base_model", None)  # peft's
         if callable(base):
             return base()

@@ -1,1 +1,1 @@
-"""What the adapters for engines share."""
+"""Common code of the adapters for serving engines."""

@@ -1,4 +1,4 @@
-"""The options of the engines' adapters, and the drafter that they describe."""
+"""Options of the adapters for serving engines, and the drafter that they configure."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.tree import TreeTemplate
 
-CONTEXT = 2048  # tokens of each request that are searched for earlier occurrences of the last ones
-MAX_STEP_TOKENS = 256  # tokens that a step verifies at most, over all requests
+CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
+MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
 RENAMED = {"budget": "max_step_tokens"}
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What a user of an engine may set.
+    """Options for users of a serving engine.
 
     Attributes:
-        drafter: by name.
-        tree: of the drafter, by name or file; None: as many nodes as the engine has room for.
+        drafter: name of the drafter.
+        tree: name or file of its tree; None: as many nodes as the engine allows.
         candidates: k of the matrix.
-        matrix: file of a matrix to begin with.
+        matrix: file of a matrix to start with.
         context: tokens of each request that are searched.
-        max_step_tokens: tokens that a step verifies at most, over all requests; drafts shrink
-            with the batch, down to none.
+        max_step_tokens: maximum tokens verified per step, over all requests; larger batches get
+            smaller drafts, down to the root alone.
     """
 
     drafter: str = defaults.DRAFTER
@@ -45,10 +45,10 @@ class ServingOptions:
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> ServingOptions:
-        """Read options, numbers as text too.
+        """Parse options; numbers may be strings.
 
         Raises:
-            TokenRecyclingError: there is no such option, or its value makes no sense.
+            TokenRecyclingError: there is no such option, or its value is invalid.
         """
         known = {one.name: one for one in fields(cls)}
         values = dict(given)
@@ -77,10 +77,10 @@ class ServingOptions:
 
     @classmethod
     def from_environment(cls, prefix: str = "TOKEN_RECYCLING_") -> ServingOptions:
-        """Read options from ``PREFIX_DRAFTER`` and so on.
+        """Parse options from environment variables: ``prefix`` and the option in upper case.
 
         Raises:
-            TokenRecyclingError: a value makes no sense.
+            TokenRecyclingError: a value is invalid.
         """
         names = [*(one.name for one in fields(cls)), *RENAMED]
         found = {name: os.environ.get(prefix + name.upper()) for name in names}
@@ -93,18 +93,18 @@ class ServingOptions:
         device: torch.device | str,
         tokenizer: Callable[[], Any] = lambda: None,
     ) -> AnyDrafter:
-        """Make the drafter.
+        """Create the drafter.
 
         Args:
             vocab_size: of the engine's model.
-            nodes: of a draft at most, below the root.
+            nodes: maximum nodes of a draft, without the root.
             device: of the matrix.
-            tokenizer: loads the engine's tokenizer, to compare it with that of a matrix from a
-                file; None: the engine has none.
+            tokenizer: loads the engine's tokenizer, to check it against a matrix from a file;
+                returns None if the engine has none.
 
         Raises:
-            TokenRecyclingError: a file or name is not there, the matrix is another model's, or the
-                drafter needs the host.
+            TokenRecyclingError: a file or name does not exist, the tree has too many nodes, the
+                matrix belongs to another model, or the drafter needs the host.
         """
         if self.matrix is None:
             matrix = AdjacencyMatrix(vocab_size, self.candidates)
@@ -125,12 +125,12 @@ class ServingOptions:
         return drafter
 
     def nodes_for(self, requests: int, most: int) -> int:
-        """Nodes, the root included, of each draft in a step of so many requests."""
+        """Return the nodes of each draft, root included, in a step of ``requests`` requests."""
         return max(1, min(most, self.max_step_tokens // max(requests, 1)))
 
 
 def load_tokenizer(name: str | None, **options: Any) -> Any:
-    """Load an engine's tokenizer by its name or path; None where it has none.
+    """Load an engine's tokenizer by name or path; return None if it has none.
 
     Raises:
         TokenRecyclingError: it cannot be loaded.
@@ -141,6 +141,6 @@ def load_tokenizer(name: str | None, **options: Any) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # whatever a broken checkpoint makes the library raise
+    except Exception as error:  # a broken checkpoint can raise anything
         line = one_line(error, 200)
         raise TokenRecyclingError(f"cannot load the tokenizer {name}: {line}") from error

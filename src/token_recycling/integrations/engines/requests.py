@@ -1,4 +1,4 @@
-"""Drafting for engines, whose batches change at every step."""
+"""Drafting for serving engines, whose batches change at every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from token_recycling.tree import DraftTree, chains
 
 @dataclass
 class _Drafts(Rows):
-    """The last draft of each request, padded to n nodes; scores are left out."""
+    """The last draft of each request, padded to n nodes, without scores."""
 
     tokens: Tensor  # int64 [B, n]
     parents: Tensor  # int64 [B, n]
@@ -44,10 +44,11 @@ class _Drafts(Rows):
 
 
 class RequestDrafter:
-    """One drafter for many requests, any of them in a step.
+    """One drafter for many requests, any subset of which takes part in a step.
 
-    Every request has a slot, 0 to ``requests`` - 1, which the engine gives it. Its rows lie there
-    from step to step, on the drafter's device; what is learnt is shared by all.
+    Every request has a request slot, 0 to ``requests`` - 1, assigned by the engine. The drafter's
+    state of a request stays in its slot across steps, on the drafter's device. All requests use
+    the same matrix.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class RequestDrafter:
         context: int = CONTEXT,
         chain: bool = False,
     ) -> None:
-        """Draft for up to ``requests`` requests.
+        """Allocate slots for ``requests`` requests.
 
         Args:
-            drafter: one that is ``capturable``.
-            requests: slots.
-            nodes: of a draft at most, the root included.
+            drafter: a ``capturable`` drafter.
+            requests: number of slots.
+            nodes: maximum nodes of a draft, root included.
             device: of the drafter.
-            context: tokens of a request that it looks at.
-            chain: of each draft propose only the branch that is likeliest.
+            context: tokens of a request that the drafter can use.
+            chain: propose only the most likely branch of each draft.
         """
         self.drafter, self.nodes, self.context, self.chain = drafter, nodes, context, chain
         self.device = torch.device(device)
@@ -79,7 +80,7 @@ class RequestDrafter:
         self.max_depth = min(whole.max_depth, nodes - 1)
 
     def begin(self, slots: Tensor, texts: list[list[int]]) -> None:
-        """Give ``slots`` to requests: of each all tokens but the last, which is the next root."""
+        """Start requests in ``slots``; ``texts`` are their tokens without the next root."""
         rows = self.drafter.new_rows(len(texts), self.context)
         self.drafter.load(rows, [text[-self.context // 2 :] for text in texts])
         self._rows.write(slots, rows)
@@ -88,9 +89,9 @@ class RequestDrafter:
         """Draft below ``roots`` int64 [B], the last tokens of the requests in ``slots`` int64 [B].
 
         Args:
-            slots: each at most once.
-            roots: not proposed for before.
-            nodes: of each draft at most, the root included; 1: a step of plain decoding.
+            slots: without duplicates.
+            roots: each passed to ``propose`` only once.
+            nodes: maximum nodes of each draft, root included; 1: a step of plain decoding.
         """
         rows = self._rows.select(slots)
         nodes = min(nodes, self.nodes)
@@ -103,11 +104,11 @@ class RequestDrafter:
         return draft
 
     def replace_drafts(self, slots: Tensor, draft: DraftTree) -> None:
-        """Take ``draft`` for what was proposed in ``slots``."""
+        """Replace the drafts last proposed in ``slots`` by ``draft``."""
         self._drafts.write(slots, _Drafts.of(draft, self.nodes))
 
     def drafts(self, slots: Tensor) -> DraftTree:
-        """Return what was proposed last in ``slots``, padded to the nodes of the largest draft."""
+        """Return the drafts last proposed in ``slots``, padded to the maximum number of nodes."""
         return DraftTree(**vars(self._drafts.select(slots)), max_depth=self.max_depth)
 
     def observe(self, slots: Tensor, logits: Tensor, nodes: Tensor, emitted: Tensor) -> None:
@@ -115,9 +116,9 @@ class RequestDrafter:
 
         Args:
             slots: int64 [B].
-            logits: [B, n, V], the target's logits at the first n nodes of what was proposed.
-            nodes: int64 [B], how many of them were verified, the root included.
-            emitted: int64 [B, t], what each request got; ``NO_TOKEN`` behind the last.
+            logits: [B, n, V], the target's logits at the first n nodes of the last drafts.
+            nodes: int64 [B], how many of these were verified, root included.
+            emitted: int64 [B, t], new tokens of each request, padded with ``NO_TOKEN``.
         """
         rows = self._rows.select(slots)
         draft = self.drafts(slots).first(logits.shape[1]).up_to(nodes)
@@ -128,11 +129,11 @@ class RequestDrafter:
 
 
 def same_on_all_ranks(group: Any, draft: DraftTree) -> DraftTree:
-    """Return the first rank's draft on every tensor-parallel rank, so that all verify one tree.
+    """Return rank 0's draft on all tensor-parallel ranks, so that all verify the same tree.
 
     Args:
-        group: of the engine, with ``world_size`` and ``broadcast``; None: there is one rank.
-        draft: of this rank.
+        group: the engine's group, with ``world_size`` and ``broadcast``; None: a single rank.
+        draft: this rank's draft.
     """
     if group is None or group.world_size == 1:
         return draft
@@ -141,18 +142,18 @@ def same_on_all_ranks(group: Any, draft: DraftTree) -> DraftTree:
 
 
 def as_message(draft: DraftTree) -> Tensor:
-    """Put a draft into one tensor, int64 [B, 4 + n, n]."""
+    """Pack a draft into one tensor, int64 [B, 4 + n, n]."""
     parts = [draft.tokens, draft.parents, draft.depths, draft.valid.long()]
     return torch.cat([torch.stack(parts, dim=1), draft.ancestors.long()], dim=1).contiguous()
 
 
 def from_message(message: Tensor, max_depth: int) -> DraftTree:
-    """Return the draft of ``as_message``."""
+    """Unpack a draft from a tensor made by ``as_message``."""
     tokens, parents, depths, valid = message[:, :4].unbind(dim=1)
     return DraftTree(tokens, parents, depths, message[:, 4:].bool(), valid.bool(), max_depth)
 
 
 def _likeliest(draft: DraftTree) -> DraftTree:
-    """Return the branch that is likeliest to the drafter, as a draft of its own."""
+    """Return the branch that the drafter considers most likely, as a draft."""
     path, counts = draft.best_branch()
     return chains(draft.tokens.gather(1, path)).up_to(counts)

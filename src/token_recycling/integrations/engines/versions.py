@@ -1,4 +1,4 @@
-"""Which versions of the engines were tested."""
+"""Tested versions of the serving engines."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ANY = "TOKEN_RECYCLING_ANY_VERSION"
 
 
 class EngineVersionError(TokenRecyclingError):
-    """The engine is another one than those that were tested."""
+    """The engine's version is not one of those tested."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and the versions that were tested.
+    """A serving engine and its tested versions.
 
     Attributes:
-        name: for messages.
-        packages: that may provide it.
-        tested: versions, or beginnings of them.
+        name: name in messages.
+        packages: packages that may provide it.
+        tested: versions or version prefixes.
     """
 
     name: str
@@ -38,10 +38,10 @@ SGLANG = Engine("SGLang", ("sglang",), ("0.5.23",))
 
 
 def check_version(engine: Engine) -> None:
-    """Refuse versions that were not tested, unless the user set ``ANY``.
+    """Check that a tested version is installed, or any version if ``ANY`` is set.
 
     Raises:
-        EngineVersionError: none of the packages is there in such a version.
+        EngineVersionError: no such version of any of the packages is installed.
     """
     found = []
     for package in engine.packages:
@@ -59,10 +59,10 @@ def check_version(engine: Engine) -> None:
 
 
 def check_signature(function: Callable[..., Any], *expected: str) -> None:
-    """Refuse a function of an engine whose parameters are not as ``expected``.
+    """Check that an engine's function has the ``expected`` parameters.
 
     Raises:
-        EngineVersionError: they are others.
+        EngineVersionError: it has others.
     """
     found = tuple(inspect.signature(function).parameters)
     if found != expected:

@@ -1,4 +1,4 @@
-"""Token Recycling as a plug-in of SGLang (docs/serving.md): algorithm ``TOKEN_RECYCLING``."""
+"""SGLang plug-in (docs/serving.md): the algorithm ``TOKEN_RECYCLING``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from token_recycling.integrations.engines.versions import SGLANG, EngineVersionE
 
 
 def register() -> None:
-    """Register the algorithm; SGLang calls this in the engine and in every scheduler process.
+    """Register the algorithm, in the engine and in every scheduler process.
 
-    It does so through the entry-point group ``sglang.srt.plugins``, whether or not Token
-    Recycling is used: an unknown version is said, and is an error only for who asks for it.
+    SGLang calls this through the entry-point group ``sglang.srt.plugins`` whether or not Token
+    Recycling is used, so with an untested version it only warns, and the algorithm is unavailable.
     """
     try:
         check_version(SGLANG)

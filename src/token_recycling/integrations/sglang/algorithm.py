@@ -1,4 +1,4 @@
-"""``--speculative-algorithm TOKEN_RECYCLING``: what SGLang asks of an algorithm."""
+"""SGLang's algorithm interface for ``--speculative-algorithm TOKEN_RECYCLING``."""
 
 from __future__ import annotations
 
@@ -12,51 +12,52 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.integrations.engines.options import ServingOptions
 
 NAME = "TOKEN_RECYCLING"
-NODES = 32  # of a draft, the root included, unless --speculative-num-draft-tokens says
-# Attention that takes a mask over the nodes of a draft.
+NODES = 32  # of a draft, root included; default of --speculative-num-draft-tokens
+# Attention backends that support a mask over the nodes of a draft.
 BACKENDS = ("aiter", "fa3", "flashinfer", "intel_amx", "triton")
 BUILT_IN = SpeculativeAlgorithm.NGRAM
 
 
 class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """Is to the scheduler what SGLang's n-gram algorithm is; only the worker differs.
+    """Looks like SGLang's n-gram algorithm to the scheduler; only the worker differs.
 
-    Both draft without a model and verify a tree. What the base class lacks of the interface in
-    the tested versions is taken from there, too.
+    Both draft without a model and verify a tree. Methods that the base class lacks in the tested
+    versions also behave as in the n-gram algorithm.
     """
 
     def is_ngram(self) -> bool:
-        """Take the scheduler's branches for drafts without a model."""
+        """Return True: the scheduler treats it as drafting without a model."""
         return True
 
     def has_draft_kv(self) -> bool:
-        """Drafts have no cache of their own."""
+        """Return False: drafts have no KV cache of their own."""
         return False
 
     def need_topk(self) -> bool:
-        """The draft carries nothing from step to step but tokens."""
+        """Return False: drafts carry only tokens from step to step."""
         return False
 
     def carries_draft_hidden_states(self) -> bool:
-        """Nor when prefill and decoding are apart."""
+        """Return False: also with disaggregated prefill and decoding."""
         return False
 
     def get_platform_worker_cls(self) -> None:
-        """No platform replaces the worker."""
+        """Return None: no platform replaces the worker."""
 
     def create_future_map(self, *args: Any, **options: Any) -> Any:
-        """Relay what the n-gram algorithm relays."""
+        """Create the future map, as in the n-gram algorithm."""
         from sglang.srt.managers.overlap_utils import FutureMap
 
         device, pool, *others = args
         return FutureMap(device, self, pool, *others, **options)
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Set what the user has not, and refuse what does not go together.
+        """Set defaults and check that the options are compatible.
 
         Raises:
-            TokenRecyclingError: an option, or an attention backend without tree masks.
-            ValueError: SGLang's own reasons.
+            TokenRecyclingError: an option is invalid, or the attention backend does not support
+                tree masks.
+            ValueError: raised by SGLang's own checks.
         """
         ServingOptions.from_environment()
         if resolved_view(server_args).speculative_num_draft_tokens is None:
@@ -71,7 +72,7 @@ class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
 
 
 def register_algorithm() -> None:
-    """Make the algorithm known to this process."""
+    """Register the algorithm in this process."""
 
     def worker(server_args: Any) -> type:
         from token_recycling.integrations.sglang.worker import Worker

@@ -1,4 +1,4 @@
-"""Draft trees as SGLang's kernels want them."""
+"""Draft trees in the format of SGLang's kernels."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ NONE = -1
 
 
 def links(draft: DraftTree) -> tuple[Tensor, Tensor]:
-    """Return each node's first child and next sibling, int64 [B, n] each; ``NONE``: no such.
+    """Return each node's first child and next sibling, int64 [B, n] each, or ``NONE``.
 
-    Nodes that stand for nothing are linked to by none, so they are never accepted.
+    No node links to an invalid node, so invalid nodes are never accepted.
     """
     nodes = torch.arange(draft.nodes, device=draft.tokens.device)
     there = draft.valid.clone()
     there[:, 0] = False
     child = (draft.parents[:, None, :] == nodes[:, None]) & there[:, None, :]
-    # [b, i, j]: j hangs below i; [b, i, j] of siblings: j stands behind i and has its parent.
+    # child[b, i, j]: j is a child of i; sibling[b, i, j]: j is a later sibling of i.
     sibling = (draft.parents[:, :, None] == draft.parents[:, None, :]) & there[:, None, :]
     sibling &= there[:, :, None] & (nodes > nodes[:, None])
     return _first(child), _first(sibling)
 
 
 def _first(which: Tensor) -> Tensor:
-    """Return the first true place in the last dimension, or ``NONE``."""
+    """Return the index of the first True in the last dimension, or ``NONE``."""
     return torch.where(which.any(dim=-1), which.long().argmax(dim=-1), NONE)
 
 
 def full_masks(draft: DraftTree, lengths: Tensor, lengths_cpu: Tensor) -> Tensor:
-    """Return who sees what, row after row: bool, flat, of n · (length + n) for each request.
+    """Return all requests' masks over context and draft, flattened and concatenated, as bool.
+
+    Each request has n · (length + n) entries.
 
     Args:
-        draft: of B rows.
-        lengths: [B], committed tokens.
-        lengths_cpu: the same on the host.
+        draft: the draft of B rows.
+        lengths: [B], number of committed tokens.
+        lengths_cpu: ``lengths`` on the host.
     """
     batch, n = draft.tokens.shape
     device = draft.tokens.device

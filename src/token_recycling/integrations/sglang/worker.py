@@ -1,4 +1,4 @@
-"""The worker that SGLang's scheduler steps: drafts trees, verifies them with SGLang's own code."""
+"""The worker of SGLang's scheduler: drafts trees and verifies them with SGLang's own code."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from token_recycling.tokens import NO_TOKEN
 
 
 class Worker(NGRAMWorker):  # type: ignore[misc]
-    """Where SGLang's n-gram worker asks a corpus on the host, this asks the drafter.
+    """SGLang's n-gram worker with our drafter in place of its corpus on the host.
 
-    Everything stays on the device; a request's slot is its slot in SGLang's own pool.
+    Drafting stays on the device. A request's slot is its index in SGLang's own pool.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         """Read the options.
 
         Raises:
-            TokenRecyclingError: they make no sense, or SGLang is another one.
+            TokenRecyclingError: an option is invalid, or SGLang's interface has changed.
         """
         BaseSpecWorker.__init__(self)
         check_signature(
@@ -50,7 +50,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.page_size = get_schedule().page_size
         self.topk = get_spec().speculative_eagle_topk
         self.speculative_num_steps = get_spec().speculative_num_steps
-        self.width: int = get_spec().speculative_num_draft_tokens  # nodes of a draft at most
+        self.width: int = get_spec().speculative_num_draft_tokens  # maximum nodes of a draft
         self.draft_token_num = self.speculative_num_draft_tokens = self.width
         self.device = get_device().device
         self.adaptive_controller = None
@@ -60,14 +60,14 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
 
     @property
     def target_worker(self) -> Any:
-        """The target, whose logits are seen on their way."""
+        """The target worker, wrapped to record its logits."""
         return self._watched
 
     def clear_cache_pool(self) -> None:
-        """Keep what was learnt: it holds for any cache."""
+        """Do nothing: the matrix does not depend on the cache."""
 
     def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
-        """Refuse a corpus of the n-gram algorithm.
+        """Refuse a corpus, which only the n-gram algorithm uses.
 
         Raises:
             NotImplementedError: always.
@@ -89,14 +89,14 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         )
 
     def _nodes_for(self, requests: int) -> int:
-        """Nodes of each draft; captured graphs have one width."""
+        """Return the nodes of each draft; captured graphs have a fixed number."""
         runner = getattr(self.model_runner, "decode_cuda_graph_runner", None)
         if runner is not None and requests <= max(getattr(runner, "capture_bs", None) or [0]):
             return self.width
         return self.options.nodes_for(requests, self.width)
 
     def _prepare_for_speculative_decoding(self, batch: Any) -> None:
-        """Turn a decoding batch into one that verifies trees."""
+        """Turn a decoding batch into a batch that verifies trees."""
         if not batch.forward_mode.is_decode():
             return
         n, rows = self.draft_token_num, len(batch.reqs)
@@ -106,11 +106,11 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         slots = batch.req_pool_indices.long()
         with ordinary_tensors():
             self.requests.propose(slots, roots, n)
-            # A drafter with few candidates may find fewer nodes; SGLang wants n of each.
+            # A drafter with few candidates may propose fewer nodes; pad to n, as SGLang requires.
             draft = self.requests.drafts(slots).first(n)
             draft = same_on_all_ranks(get_parallel().tp_group, draft)
             self.requests.replace_drafts(slots, draft)
-        if batch.has_grammar:  # SGLang walks the tree on the host
+        if batch.has_grammar:  # SGLang applies it to the tree on the host
             self.grammar_tree_host = (
                 draft.ancestors.flatten().cpu().numpy(),
                 draft.tokens.flatten().cpu().numpy(),
@@ -131,7 +131,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         on_cpu = torch.device(self.device).type == "cpu"
         batch.spec_info = NgramVerifyInput(
             draft_token=batch.input_ids,
-            # SGLang's kernels for CPUs take the nodes alone, others the whole context.
+            # SGLang's CPU kernels take the mask over the nodes, others over the context too.
             custom_mask=draft.ancestors.flatten()
             if on_cpu
             else full_masks(draft, batch.seq_lens, batch.seq_lens_cpu),
@@ -145,7 +145,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
     def forward_batch_generation(
         self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
-        """Take a step of the scheduler's batch: prompts, or a tree for each request."""
+        """Run a step of the scheduler's batch: read prompts, or verify a tree per request."""
         rows, verifies = len(batch.reqs), batch.forward_mode.is_decode()
         slots = batch.req_pool_indices.long() if rows else None
         self.draft_token_num = n = self._nodes_for(rows) if verifies else self.width
@@ -162,7 +162,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         return self._widened(result, n) if verifies and n < self.width else result
 
     def _learn(self, slots: Tensor, result: GenerationBatchResult, n: int) -> None:
-        """Take in what the target said to every node, and what was accepted."""
+        """Learn from the target's logits at every node and from the accepted tokens."""
         rows = len(slots)
         lengths = result.accept_lens.long()
         tokens = result.next_token_ids.view(rows, n).long()
@@ -173,7 +173,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.requests.observe(slots, logits, torch.full_like(lengths, n), emitted)
 
     def _begin(self, batch: Any, result: GenerationBatchResult) -> None:
-        """Take in the requests whose prompts have been read to the end."""
+        """Start drafting for the requests whose prompts have been read completely."""
         read = [
             row
             for row, request in enumerate(batch.reqs)
@@ -188,14 +188,14 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         roots = torch.tensor([text[-1] for text in texts], device=self.device)
         self.requests.propose(slots, roots, 1)
         logits = self._watched.logits
-        # Sampling has changed them already, unless there was nothing to change.
+        # Sampling has already run; use the logits only if it leaves them unchanged.
         if logits is None or len(logits) != len(batch.reqs) or not _untouched(batch):
             return
         emitted = result.next_token_ids.long()[index][:, None]
         self.requests.observe(slots, logits[index][:, None], torch.ones_like(slots), emitted)
 
     def _widened(self, result: GenerationBatchResult, n: int) -> GenerationBatchResult:
-        """Give what a narrow step emitted the width that SGLang keeps between steps."""
+        """Pad the output of a step with fewer nodes to the width that SGLang expects."""
         after = result.next_draft_input
         tokens = after.accept_tokens.view(-1, n)
         wide = torch.nn.functional.pad(tokens, (0, self.width - n)).flatten()
@@ -209,18 +209,18 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         return result
 
     def _update_ngram_corpus(self, batch: Any) -> None:
-        """There is no corpus."""
+        """Do nothing: there is no corpus."""
 
 
 class _NoCorpus:
-    """In the place of the n-gram worker's corpus."""
+    """Stand-in for the n-gram worker's corpus."""
 
     def erase_match_state(self, requests: list[str]) -> None:
-        """There is none."""
+        """Do nothing: there is no state."""
 
 
 class _WatchedTarget:
-    """The target worker, with a look at the logits before anything changes them."""
+    """Wrapper of the target worker that records the logits before anything changes them."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -239,7 +239,7 @@ class _WatchedTarget:
 
 
 def _untouched(batch: Any) -> bool:
-    """True when neither penalties nor a grammar nor sampling writes into the logits."""
+    """Return whether no penalty, grammar or sampling writes to the logits."""
     sampling = batch.sampling_info
     changes = (sampling.acc_additive_penalties, sampling.acc_scaling_penalties, sampling.logit_bias)
     plain = all(change is None for change in changes) and not batch.has_grammar
@@ -247,7 +247,7 @@ def _untouched(batch: Any) -> bool:
 
 
 def _text(request: Any, most: int) -> list[int]:
-    """The last tokens of a request, those of its prompt as the tokeniser wrote them."""
+    """Return the last ``most`` tokens of a request, with the prompt as tokenised."""
     output = list(request.output_ids[-most:])
     prompt = request.origin_input_ids_unpadded
     return [*prompt[len(prompt) - max(0, most - len(output)) :], *output][-most:]

@@ -1,6 +1,6 @@
-"""Token Recycling as a plug-in of vLLM (docs/serving.md).
+"""vLLM plug-in (docs/serving.md).
 
-The drafter is named by ``speculative_config``: method ``custom_class``, model
+``speculative_config`` selects the drafter: method ``custom_class``, model
 ``token_recycling.integrations.vllm.Proposer``.
 """
 
@@ -13,10 +13,10 @@ from token_recycling.integrations.engines.versions import VLLM, EngineVersionErr
 
 
 def register() -> None:
-    """Say in every process of vLLM whether this version is known; changes nothing there.
+    """Warn in every vLLM process if this version is untested; change nothing.
 
-    vLLM calls this through the entry-point group ``vllm.general_plugins``, whether or not Token
-    Recycling is used, so an unknown version is no error yet.
+    vLLM calls this through the entry-point group ``vllm.general_plugins`` whether or not Token
+    Recycling is used, so an untested version is not an error here.
     """
     try:
         check_version(VLLM)
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Load the proposer when it is asked for: it needs vLLM, this module does not."""
+    """Import the proposer on first access, since it needs vLLM and this module does not."""
     if name == "Proposer":
         from token_recycling.integrations.vllm.proposer import Proposer
 

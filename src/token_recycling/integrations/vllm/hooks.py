@@ -1,39 +1,36 @@
-"""Where Token Recycling looks into vLLM's model runner.
+"""Hooks into vLLM's model runner.
 
-Three methods are wrapped. Each does what it did before, unless the runner's drafter is ours.
+Three methods are wrapped. They behave as before unless the runner's drafter is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from token_recycling.integrations.engines.versions import check_signature
 from token_recycling.integrations.vllm import tree_step
-from token_recycling.integrations.vllm.step import VerifiedStep
-
-if TYPE_CHECKING:
-    from token_recycling.integrations.vllm.proposer import Proposer
+from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep
 
 NO_LIMIT = 1 << 30
-# The methods, and the parameters that they must have.
+# The wrapped methods and their expected parameters.
 SAMPLE_TOKENS = ("sample_tokens", "self", "grammar_output")
 PREPARE_INPUTS = ("_prepare_inputs", "self", "scheduler_output", "num_scheduled_tokens")
 SAMPLE = ("_sample", "self", "logits", "spec_decode_metadata")
 
 
-def install(proposer: type[Proposer], *, tree: bool) -> None:
-    """Wrap the methods, once in a process.
+def install(proposer: type[Any], *, tree: bool) -> None:
+    """Wrap the methods, once per process.
 
     Args:
-        proposer: the class of drafters that are ours.
-        tree: for ``mode=tree`` too.
+        proposer: the class of our drafters.
+        tree: also install the hook for ``mode=tree``.
 
     Raises:
-        EngineVersionError: vLLM has changed one of them.
+        EngineVersionError: the signature of a method has changed.
     """
     _wrap(partial(_catching_logits, proposer), *SAMPLE_TOKENS)
     _wrap(partial(_sampling, proposer), *SAMPLE)
@@ -51,21 +48,24 @@ def _wrap(around: Callable[..., Any], name: str, *parameters: str) -> None:
     setattr(GPUModelRunner, name, wrapped)
 
 
-def _ours(kind: type[Proposer], runner: Any) -> Proposer | None:
+def _ours(kind: type[Any], runner: Any) -> StepDrafter | None:
     drafter = getattr(runner, "drafter", None)
-    return drafter if isinstance(drafter, kind) else None
+    if not isinstance(drafter, kind):
+        return None
+    ours: StepDrafter = drafter
+    return ours
 
 
-def _catching_logits(kind: type[Proposer], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the logits of every verified row for the drafter."""
+def _catching_logits(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``sample_tokens`` to keep the logits of verified rows for the drafter."""
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         proposer, state = _ours(kind, self), self.execute_model_state
         if proposer is not None and state is not None:
-            # vLLM drafts for nobody once one request comes near the limit; ours has none.
+            # vLLM stops all drafting when one request is near the limit; ours has none.
             self.effective_drafter_max_model_len = NO_LIMIT
             if state.spec_decode_metadata is not None and state.logits is not None:
-                # A grammar's mask is put into the logits in place.
+                # A grammar's mask is applied to the logits in place.
                 logits = state.logits if grammar_output is None else state.logits.clone()
                 step = VerifiedStep(self, logits, state.spec_decode_metadata)
                 with proposer.learning_from(step):
@@ -75,8 +75,8 @@ def _catching_logits(kind: type[Proposer], method: Callable[..., Any]) -> Callab
     return sample_tokens
 
 
-def _positioning_trees(kind: type[Proposer], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the nodes of trees the positions of their depths, and the attention its masks."""
+def _positioning_trees(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_prepare_inputs`` to set the positions and attention masks of trees."""
 
     def prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         found = method(self, scheduler_output, num_scheduled_tokens)
@@ -88,11 +88,11 @@ def _positioning_trees(kind: type[Proposer], method: Callable[..., Any]) -> Call
     return prepare_inputs
 
 
-def _sampling(kind: type[Proposer], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand each tree's best path to vLLM's own sampler, as the chain that it verifies.
+def _sampling(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_sample`` to pass each tree's best path to vLLM's own sampler as a chain.
 
-    A batch without drafts is sampled as without speculation: on CPUs vLLM's rejection sampler
-    fails where there is nothing to verify and a request has a top-k.
+    A batch without drafts is sampled without speculation, because on CPUs vLLM's rejection
+    sampler fails if there is nothing to verify and a request sets top-k.
     """
 
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What vLLM calls for drafts: class ``Proposer``, one in every worker process."""
+"""The drafter class that vLLM calls, instantiated once per worker process."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from token_recycling.integrations.vllm.step import VerifiedStep
 from token_recycling.tokens import NO_TOKEN
 
 MODES = ("chain", "tree")
-CHAIN_FROM = 16  # nodes at least of the tree whose likeliest branch is the chain
+CHAIN_FROM = 16  # minimum nodes of the tree whose most likely branch is the chain
 
 
 class Proposer:
-    """Drafts for the requests of one worker, and learns from the logits that the hooks catch.
+    """Drafts for the requests of one worker, and learns from the logits captured by the hooks.
 
-    vLLM makes it with its configuration, calls ``load_model`` once and ``propose`` after every
-    step. Options stand in ``additional_config["token_recycling"]``: ``mode`` ("chain" or
-    "tree") and those of ``ServingOptions``.
+    vLLM creates it with its configuration, calls ``load_model`` once and ``propose`` after every
+    step. Options come from ``additional_config["token_recycling"]``: ``mode`` ("chain" or "tree")
+    and those of ``ServingOptions``.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Read the options, and put the hooks in place.
+        """Read the options and install the hooks.
 
         Raises:
-            TokenRecyclingError: this vLLM, an option, or the model with ``mode=tree`` cannot be
-                used; the message says why.
+            TokenRecyclingError: the vLLM version, an option, or the model with ``mode=tree`` is
+                not supported; the message says why.
         """
         check_version(VLLM)
         options = dict((vllm_config.additional_config or {}).get("token_recycling", {}))
@@ -75,21 +75,21 @@ class Proposer:
         )
         self._unused_slots = list(range(requests))
         self._slots: dict[str, int] = {}
-        self._lengths: dict[str, int] = {}  # tokens of each request that are known here
+        self._lengths: dict[str, int] = {}  # tokens of each request seen so far
         self._step: VerifiedStep | None = None
 
     def load_model(self, model: Any) -> None:
         """Do nothing: there is no draft model."""
 
     def slot(self, request: str) -> int | None:
-        """Return the slot of a request, or None when nothing was drafted for it yet."""
+        """Return the slot of a request, or None if it has none."""
         return self._slots.get(request)
 
     @contextmanager
     def learning_from(self, step: VerifiedStep) -> Iterator[None]:
-        """Let calls of ``propose`` inside the block learn from ``step``.
+        """Make ``propose`` learn from ``step`` inside the block.
 
-        vLLM calls ``propose`` from within the method that the hooks wrap, but hands it no logits.
+        vLLM calls ``propose`` from a method that the hooks wrap, without the logits.
         """
         self._step = step
         try:
@@ -107,18 +107,18 @@ class Proposer:
         slot_mappings: Any = None,
         **others: Any,
     ) -> list[list[int]]:
-        """Learn from the step that has ended and draft for the next.
+        """Learn from the last step and draft for the next.
 
         Args:
-            sampled_token_ids: of each row of the batch what it got; none in the middle of a
-                prompt.
-            num_tokens_no_spec: tokens of each row, these included.
+            sampled_token_ids: new tokens of each row; empty in the middle of a prompt.
+            num_tokens_no_spec: number of tokens of each row, including the new ones.
             token_ids_cpu: [rows, max_model_len].
-            slot_mappings: not used.
-            **others: not used.
+            slot_mappings: unused.
+            **others: unused.
 
         Returns:
-            Drafts of each row. In a tree they stand parents first, so that vLLM may cut them.
+            Draft tokens of each row. In a tree, parents come before children, so that vLLM may
+            truncate the list.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         step = self._step
@@ -144,7 +144,7 @@ class Proposer:
             _padded(emitted).to(self.device),
         )
         nodes = self.options.nodes_for(len(rows), self.nodes)
-        if nodes == 1:  # nothing is drafted, but the root belongs to the text
+        if nodes == 1:  # nothing is drafted, but the drafter must see the root
             self._take_roots(slots, emitted)
             return drafts
         roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)
@@ -160,10 +160,10 @@ class Proposer:
         return drafts
 
     def _may_draft(self, step: VerifiedStep, row: int) -> bool:
-        """False where vLLM would not verify a draft as it should."""
+        """Return False if vLLM would verify a draft of this row incorrectly."""
         if self.tree and step.structured(row):
             return False
-        # On CPUs vLLM's rejection sampler does not keep the distribution, whoever drafts.
+        # On CPUs vLLM's rejection sampler does not preserve the distribution, with any drafter.
         return not (self._on_cpu and step.sampled(row))
 
     def _take_roots(self, slots: Tensor, emitted: list[list[int]]) -> None:
@@ -171,9 +171,9 @@ class Proposer:
         self.requests.propose(slots, roots, 1)
 
     def _begin(self, request: str, text: list[int], step: VerifiedStep) -> None:
-        """Give a slot to a request whose ``text`` has been read."""
+        """Start drafting for a request; ``text`` are the tokens read so far."""
         if request not in self._slots:
-            if not self._unused_slots:  # preempted requests keep theirs until it is needed
+            if not self._unused_slots:  # take the slot of a preempted request
                 self._drop(next(known for known in self._slots if known not in step.requests))
             self._slots[request] = self._unused_slots.pop()
         slot = torch.tensor([self._slots[request]], device=self.device)
@@ -191,12 +191,12 @@ class Proposer:
 
 
 def _padded(rows: list[list[int]]) -> Tensor:
-    """Return int64 [B, t], ``NO_TOKEN`` behind the last of each row."""
+    """Return the rows as int64 [B, t], padded with ``NO_TOKEN``."""
     longest = max(map(len, rows))
     return torch.tensor([row + [NO_TOKEN] * (longest - len(row)) for row in rows])
 
 
 def _used(valid: Tensor) -> Tensor:
-    """Nodes up to the last valid one, int64 [B], of bool [B, n]."""
+    """Return the number of nodes up to the last valid one, int64 [B]; ``valid``: bool [B, n]."""
     numbers = torch.arange(1, valid.shape[1] + 1, device=valid.device)
     return (valid * numbers).amax(dim=1)

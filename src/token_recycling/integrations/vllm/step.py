@@ -1,18 +1,35 @@
-"""What the drafter needs to know of a step that vLLM has verified."""
+"""What the drafter needs to know about a step verified by vLLM."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-PLACEHOLDER = -1  # what vLLM fills up requests with that enter a batch of decoding ones
+from token_recycling.integrations.engines.requests import RequestDrafter
+
+PLACEHOLDER = -1  # vLLM's draft token for requests that have just joined a decoding batch
+
+
+class StepDrafter(Protocol):
+    """What the hooks need of the ``Proposer``."""
+
+    tree: bool
+    device: torch.device
+    requests: RequestDrafter
+
+    def slot(self, request: str) -> int | None:
+        """Return the slot of a request, or None when nothing was drafted for it yet."""
+
+    def learning_from(self, step: VerifiedStep) -> AbstractContextManager[None]:
+        """Let drafting inside the block learn from ``step``."""
 
 
 def drafted(runner: Any, metadata: Any) -> list[int]:
-    """Return the rows of the batch that verify drafts of ours that are still known."""
+    """Return the rows of the batch that verify our drafts and still have a slot."""
     if metadata is None:
         return []
     batch = runner.input_batch
@@ -26,17 +43,17 @@ def drafted(runner: Any, metadata: Any) -> list[int]:
 
 
 class VerifiedStep:
-    """The logits of a batch, a row for every root and every draft below it.
+    """The logits of a batch, one vector for each root and draft token.
 
     Attributes:
-        requests: names, by row of the batch.
-        counts: per row how many rows of logits it has.
-        nodes: per row how many of them are nodes of a draft of ours, the root included.
-        logits: [sum of counts, V], row after row.
+        requests: request ids by row of the batch.
+        counts: number of logits vectors of each row.
+        nodes: how many of these belong to a draft of ours, root included.
+        logits: [sum of counts, V], concatenated by row.
     """
 
     def __init__(self, runner: Any, logits: Tensor, metadata: Any) -> None:
-        """Take what ``runner`` computed; before a grammar or a penalty changes ``logits``."""
+        """Record the runner's ``logits``, before a grammar or penalty changes them."""
         self._runner = runner
         self.requests: list[str] = list(runner.input_batch.req_ids)
         self.counts: list[int] = [drafts + 1 for drafts in metadata.num_draft_tokens]
@@ -47,14 +64,14 @@ class VerifiedStep:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each row's logits begin."""
+        """Index of each row's first logits."""
         starts = [0]
         for count in self.counts:
             starts.append(starts[-1] + count)
         return starts[:-1]
 
     def answers(self, rows: list[int]) -> Tensor:
-        """Return the logits [B, n, V] of some rows; behind a row's last node it is repeated."""
+        """Return the logits [B, n, V] of ``rows``, padded by repeating each row's last."""
         n = max(self.counts[row] for row in rows)
         if len(rows) == len(self.counts) and min(self.counts) == n:
             return self.logits.view(len(rows), n, -1)
@@ -62,16 +79,16 @@ class VerifiedStep:
         return self.logits[torch.tensor(index, device=self.logits.device)]
 
     def lives(self, request: str) -> bool:
-        """True until a request has ended."""
+        """Return whether a request has not ended yet."""
         return request in self._runner.requests
 
     def structured(self, row: int) -> bool:
-        """True when a grammar checks the row's drafts, which it can do along a chain only."""
+        """Return whether a grammar checks the row's drafts, which works for chains only."""
         params = self._params(row)
         return params is not None and params.structured_outputs is not None
 
     def sampled(self, row: int) -> bool:
-        """True when the row's tokens are drawn, not the likeliest."""
+        """Return whether the row's tokens are sampled rather than greedy."""
         params = self._params(row)
         return params is not None and params.temperature > 0
 

@@ -1,7 +1,7 @@
-"""Tree attention for vLLM on a CPU, in plain PyTorch, and what ``mode=tree`` cannot be used with.
+"""Tree attention for vLLM on CPUs in plain PyTorch, and the checks for ``mode=tree``.
 
-vLLM's own kernels know causal masks only. This one reads the same paged cache, request by
-request. It is exact and not fast: it makes trees usable where speed is not the question.
+vLLM's own kernels support causal masks only. This backend reads the same paged cache, one request
+at a time. It is a correct reference implementation, not optimised for speed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from token_recycling.errors import TokenRecyclingError
 
 
 def check_model(vllm_config: Any) -> None:
-    """Refuse models and settings with which trees would be computed wrongly.
+    """Check that trees are computed correctly with this model and these settings.
 
     Raises:
-        TokenRecyclingError: the reason.
+        TokenRecyclingError: they are not; the message says why.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = {
@@ -44,42 +44,42 @@ def check_model(vllm_config: Any) -> None:
 
 
 def register() -> None:
-    """Put this backend in the place of vLLM's for CPUs, in this process."""
+    """Replace vLLM's CPU attention backend by this one, in this process."""
     name = f"{TreeBackend.__module__}.{TreeBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CPU_ATTN, name)
 
 
 def copy_slots(cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy entries of a cache [blocks, heads, slots, 2 x size] between slots, int64 [m] each."""
+    """Copy entries of a cache [blocks, heads, slots, 2 x size] between slots (int64 [m])."""
     size = cache.shape[2]
     cache[target // size, :, target % size] = cache[source // size, :, source % size]
 
 
 def use_trees(runner: Any, trees: list[Tensor | None]) -> None:
-    """Give the trees of the step in preparation to the builders of its metadata.
+    """Pass the trees of the next step to the builders of its attention metadata.
 
     Args:
-        runner: vLLM's.
-        trees: per row the ancestors bool [n, n] of its draft, or None; empty: there are none.
+        runner: vLLM's model runner.
+        trees: for each row, ``ancestors`` of its draft, bool [n, n], or None; empty: no trees.
     """
     for group in chain.from_iterable(runner.attn_groups):
         group.get_metadata_builder().trees = trees
 
 
 class TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Hands the masks of a step to its layers."""
+    """Adds a step's trees to its attention metadata."""
 
     trees: list[Tensor | None] = []
 
     def build(self, *args: Any, **options: Any) -> Any:
-        """Build what vLLM builds, and the masks."""
+        """Build vLLM's metadata and attach ``trees``."""
         metadata = super().build(*args, **options)
         metadata.trees = self.trees
         return metadata
 
 
 class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attends request by request. A slot of the cache applies a key and behind it its value."""
+    """Attends one request at a time. Each cache slot is a key followed by its value."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -96,7 +96,7 @@ class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write keys and values [t, heads, size] into their slots."""
+        """Write keys and values [t, heads, size] to their slots."""
         size = kv_cache.shape[2]
         entries = torch.cat([key, value], dim=-1)[: len(slot_mapping)]
         kv_cache[slot_mapping // size, :, slot_mapping % size] = entries.to(kv_cache.dtype)
@@ -113,8 +113,8 @@ class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         *others: Any,
         **more: Any,
     ) -> Tensor:
-        """Write the attention of ``query`` [t, heads, size] to ``output``."""
-        if attn_metadata is None:  # warming up
+        """Write the attention output of ``query`` [t, heads, size] to ``output``."""
+        if attn_metadata is None:  # warm-up
             return output
         starts = attn_metadata.query_start_loc.tolist()
         lengths = attn_metadata.seq_lens.tolist()
@@ -141,13 +141,13 @@ class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 def visible(queries: int, length: int, tree: Tensor | None, window: int) -> Tensor:
-    """Return which of ``length`` entries the last ``queries`` of them see: bool [q, length].
+    """Return the mask of the last ``queries`` of ``length`` tokens, bool [q, length].
 
     Args:
-        queries: tokens of the step.
-        length: tokens in all.
-        tree: bool [n, n], ancestors of the last n; None: a plain text.
-        window: tokens that a token sees, itself included; negative: all.
+        queries: number of tokens in this step.
+        length: total number of tokens.
+        tree: ancestors of the last n tokens, bool [n, n]; None: no tree.
+        window: tokens visible to each token, itself included; negative: unlimited.
     """
     positions = torch.arange(length)
     mask = positions <= positions[length - queries :, None]
@@ -161,14 +161,14 @@ def visible(queries: int, length: int, tree: Tensor | None, window: int) -> Tens
 
 
 class TreeBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's backend for CPUs, with trees."""
+    """vLLM's CPU attention backend with tree attention."""
 
     @staticmethod
     def get_impl_cls() -> type[TreeAttention]:
-        """Attention."""
+        """Return the attention implementation."""
         return TreeAttention
 
     @staticmethod
     def get_builder_cls() -> type[TreeMetadataBuilder]:
-        """What it needs to know of a step."""
+        """Return the builder of its metadata."""
         return TreeMetadataBuilder

@@ -1,8 +1,8 @@
-"""A step over trees in vLLM: positions before the forward, the walk and the cache after it.
+"""A step over trees in vLLM: positions before the forward, best path and cache after it.
 
-vLLM schedules a tree as a chain of drafts. Their cache slots stay those of the chain; positions
-and masks are those of the tree. After the forward the best path moves to the front, and is
-verified by vLLM as a chain: so sampling, penalties and logprobs are its own.
+vLLM schedules a tree as a chain of draft tokens. Cache slots remain those of the chain; positions
+and masks are those of the tree. After the forward, the best path is moved to the front and vLLM
+verifies it as a chain, so sampling, penalties and logprobs are vLLM's own.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from token_recycling.integrations.vllm import tree_attention
-from token_recycling.integrations.vllm.step import VerifiedStep, drafted
-
-if TYPE_CHECKING:
-    from token_recycling.integrations.vllm.proposer import Proposer
+from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep, drafted
 
 
-def place(runner: Any, proposer: Proposer, metadata: Any) -> None:
-    """Put every node at the position of its depth, and tell the attention who sees whom.
+def place(runner: Any, proposer: StepDrafter, metadata: Any) -> None:
+    """Set each node's position from its depth, and pass the trees to the attention backend.
 
     Args:
-        runner: has prepared its inputs; changed in place, as captured graphs need it.
-        proposer: knows the trees.
-        metadata: vLLM's, of the drafts; None: there are none.
+        runner: after preparing its inputs, which are modified in place for captured graphs.
+        proposer: its drafter, with the trees.
+        metadata: vLLM's draft metadata; None: there are no drafts.
     """
     rows = drafted(runner, metadata)
     if not rows:
@@ -50,13 +47,14 @@ def place(runner: Any, proposer: Proposer, metadata: Any) -> None:
 
 
 @contextmanager
-def walked(runner: Any, proposer: Proposer, logits: Tensor, metadata: Any) -> Iterator[Any]:
-    """Give logits and metadata of the best path of every tree, as if it alone had been drafted.
+def walked(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) -> Iterator[Any]:
+    """Yield logits and metadata as if only the best path of every tree had been drafted.
 
-    Where no path goes beyond its root the metadata are None.
+    The metadata is None if no path continues below its root.
 
-    The path goes on to whichever child the target finds likeliest, so it depends on the tokens
-    before it alone, and verifying it by rejection sampling keeps the distribution.
+    A path always follows the child that the target considers most likely. It therefore depends
+    only on the tokens before it, and verifying it by rejection sampling preserves the
+    distribution.
     """
     rows = drafted(runner, metadata)
     if not rows:
@@ -86,7 +84,7 @@ def walked(runner: Any, proposer: Proposer, logits: Tensor, metadata: Any) -> It
     chain = runner._calc_spec_decode_metadata(numbers, np.cumsum(numbers + 1, dtype=np.int32))
     flat = [token for row in drafts for token in row]
     ids = torch.tensor(flat, dtype=torch.int32, device=logits.device)
-    # Penalties count the drafts in front of each token.
+    # Penalties count the draft tokens before each token.
     in_front = runner.input_batch.spec_token_ids
     before = in_front[: len(drafts)]
     in_front[: len(drafts)] = drafts
@@ -97,18 +95,18 @@ def walked(runner: Any, proposer: Proposer, logits: Tensor, metadata: Any) -> It
 
 
 def _first_tokens(runner: Any, metadata: Any) -> list[int]:
-    """Of every row the root's place among the tokens of the batch."""
+    """Return the index of each row's root among the tokens of the batch."""
     ends = runner.query_start_loc.np[1 : len(metadata.num_draft_tokens) + 1].tolist()
     return [end - drafts - 1 for end, drafts in zip(ends, metadata.num_draft_tokens)]
 
 
-def _slots(runner: Any, proposer: Proposer, rows: list[int]) -> Tensor:
+def _slots(runner: Any, proposer: StepDrafter, rows: list[int]) -> Tensor:
     names = runner.input_batch.req_ids
     return torch.tensor([proposer.slot(names[row]) for row in rows], device=proposer.device)
 
 
 def _move(runner: Any, paths: list[tuple[int, list[int]]]) -> None:
-    """Copy the cache entries of each path's nodes to the slots right behind the root."""
+    """Copy the cache entries of each path's nodes to the slots right after its root."""
     moves = [
         (begin + node, begin + place)
         for begin, nodes in paths
@@ -125,7 +123,7 @@ def _move(runner: Any, paths: list[tuple[int, list[int]]]) -> None:
         source, target = slots[torch.tensor(moves, device=slots.device).T].long()
         for name in group.layer_names:
             cache = layers[name].kv_cache
-            if cache.data_ptr() in moved:  # layers may share one
+            if cache.data_ptr() in moved:  # layers may use the same cache
                 continue
             moved.add(cache.data_ptr())
             tree_attention.copy_slots(cache, source, target)
