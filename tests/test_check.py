@@ -9,8 +9,8 @@ from architectures import make
 from models import random_prompts
 from test_cli import call
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.bench.check import Difference, Result, check, overall
+from token_recycling.model.kv_cache import RecyclingCache
 
 PROMPTS = random_prompts([20, 7, 33])
 

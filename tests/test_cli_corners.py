@@ -13,9 +13,9 @@ import tempfile
 import pytest
 
 from token_recycling import AdjacencyMatrix
+from token_recycling.bench.prompts import DEMO
 from token_recycling.cli import main
 from token_recycling.cli.conversation import Conversation, going_on
-from token_recycling.bench.prompts import DEMO
 
 BYTES = b"caf\xe9 \xff\xfe"
 PROGRAM = [sys.executable, "-c", "from token_recycling.cli import main; main()"]

@@ -93,7 +93,7 @@ def test_measuring_finds_that_more_tokens_cost_more_and_leaves_nothing(bundled):
     before = bundled.matrix.candidates.clone()
     calls = []
     curve = tuning.measure(
-        bundled.target,
+        bundled,
         contexts=[64, 300],
         rounds=3,
         on_progress=lambda *progress: calls.append(progress),
@@ -106,22 +106,30 @@ def test_measuring_finds_that_more_tokens_cost_more_and_leaves_nothing(bundled):
     assert calls[-1] == (8, 8)
     assert bundled.generate("Once", max_new_tokens=10, keep_context=True).text == expected != ""
     assert find(bundled.model, bundled.target.device).measured is False
-    tuning.save_curve(bundled.target, curve)
+    tuning.save_curve(bundled, curve)
     assert find(bundled.model, bundled.target.device) == curve
     assert TokenRecycling(bundled.model, bundled.tokenizer).draft_size.costs == curve
+
+
+def test_an_unfinished_stream_cannot_continue_after_measuring(bundled):
+    stream = bundled.stream("Once upon a time", max_new_tokens=20)
+    next(stream)
+    tuning.measure(bundled, contexts=[64], rounds=1)
+    with pytest.raises(TokenRecyclingError, match="cannot go on"):
+        list(stream)
 
 
 @pytest.mark.parametrize("options", [{"contexts": [0]}, {"contexts": [5000]}, {"sizes": [2, 4]}])
 def test_what_cannot_be_measured_is_refused(bundled, options):
     with pytest.raises(TokenRecyclingError, match=r"must lie|sizes go"):
-        tuning.measure(bundled.target, **options)
+        tuning.measure(bundled, **options)
 
 
 def test_a_model_decoded_plainly_has_nothing_to_tune():
     with pytest.warns(UserWarning, match="decoded plainly"):
         recycler = TokenRecycling(make("mamba"))
     with pytest.raises(TokenRecyclingError, match="nothing to tune"):
-        tuning.measure(recycler.target)
+        tuning.measure(recycler)
 
 
 def test_tune_on_the_command_line(tmp_path, capsys):

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from oracle import Oracle
 from test_tree import templates
 from token_recycling.accept import GreedyAcceptor
-from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.decode import Decoding
 from token_recycling.draft_size.base import FixedSize
 from token_recycling.drafters import NoDrafter, PaperDrafter, PromptLookupDrafter
+from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.sequence import Sequence, at_most, at_token
 from token_recycling.tree import TreeTemplate
 from toy import VOCABULARY, ScriptedDrafter, ToyTarget, next_logits, plain_greedy

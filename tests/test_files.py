@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
-from token_recycling.matrix import FORMAT
 from token_recycling.draft_size.costs import CostCurve, cached_path, find, identity
 from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.files import write_text
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
+from token_recycling.matrix import FORMAT
 from token_recycling.tree import TreeTemplate
 
 [PROMPT] = random_prompts([12])

@@ -101,7 +101,9 @@ def test_a_change_that_only_the_last_tokens_show(monkeypatch):
     """Without reading them again it would not be seen: the control."""
     model, recycler, longer = after_a_turn()
     by_data(model)
-    monkeypatch.setattr("token_recycling.model.prefix_cache.TOLERANCE", dict.fromkeys(TOLERANCE, 1e9))
+    monkeypatch.setattr(
+        "token_recycling.model.prefix_cache.TOLERANCE", dict.fromkeys(TOLERANCE, 1e9)
+    )
     answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)
     assert answer.stats.prompt_tokens < len(longer)
     assert answer.token_ids != plain(model, longer, 30)

@@ -234,8 +234,25 @@ def test_an_object_recycles_with_a_model(kind, graph, llama):
     assert second.stats.accepted > first.stats.accepted  # it learns
 
 
-@pytest.mark.xfail(
-    raises=TypeError, strict=True, reason="LegacyDrafter passes three arguments to Drafter.observe"
-)
 def test_an_object_that_only_proposes_recycles_with_a_model(llama):
     answered(llama, ProposeOnly())
+
+
+def test_a_default_argument_does_not_make_a_drafter_new():
+    class Boosted(ProposeOnly):
+        def propose(self, roots, boost=1.0):
+            return super().propose(roots)
+
+    with pytest.warns(DeprecationWarning, match="old"):
+        assert isinstance(adapted(Boosted()), LegacyDrafter)
+
+
+def test_its_own_sources_are_told(llama):
+    class Sourced(ProposeOnly):
+        def sources(self, draft):
+            return ["here"] * draft.nodes
+
+    with pytest.warns(DeprecationWarning, match="old"):
+        drafter = adapted(Sourced())
+    draft = drafter.propose(drafter.new_rows(1), torch.tensor([3]))
+    assert drafter.sources(drafter.new_rows(1), draft) == ["here"] * draft.nodes

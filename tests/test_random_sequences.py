@@ -340,7 +340,9 @@ def test_contexts_were_kept_in_between():
 
 def test_believing_every_cache_turns_this_red(monkeypatch):
     """The negative control."""
-    monkeypatch.setattr("token_recycling.model.prefix_cache.PrefixCache._is_valid", lambda self, count: True)
+    monkeypatch.setattr(
+        "token_recycling.model.prefix_cache.PrefixCache._is_valid", lambda self, count: True
+    )
 
     def many():
         for seed in range(200):

@@ -52,7 +52,9 @@ def test_a_stop_string_ends_the_row(bundled):
 
 def test_the_callback_knows_whether_the_row_has_ended():
     seen = []
-    row = Sequence([1], [at_most(2)], on_append=lambda row: seen.append((row.tokens[-1], row.active)))
+    row = Sequence(
+        [1], [at_most(2)], on_append=lambda row: seen.append((row.tokens[-1], row.active))
+    )
     row.append(4)
     row.append(5)
     assert seen == [(4, True), (5, False)]

@@ -8,8 +8,8 @@ import torch
 from architectures import make
 from models import REFUSED, SUPPORTED, plain, random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError
-from token_recycling.model.masks import additive_masks
 from token_recycling.model.fallback import PlainTarget
+from token_recycling.model.masks import additive_masks
 from token_recycling.model.probe import open_target, probe
 from token_recycling.model.target import TreeTarget, prompt_fraction
 from token_recycling.tree import TreeShape, TreeTemplate
@@ -157,7 +157,9 @@ def test_only_wanted_prompt_tokens_get_logits_and_not_many():
     (_, whole, _), even = seen.pop(), [i for i, token in enumerate(prompt[0]) if token % 2 == 0]
     for share in (1.0, 0.1):
         target.prompt_fraction = share
-        assert torch.allclose(target.prefill(prompt, learn_prompt=learn_prompt, prompt_mask=prompt_mask), expected)
+        assert torch.allclose(
+            target.prefill(prompt, learn_prompt=learn_prompt, prompt_mask=prompt_mask), expected
+        )
         kept = even if share == 1 else even[-6:]
         tokens, logits, valid = seen.pop()
         assert tokens == [prompt[0][i] for i in kept]
@@ -177,9 +179,12 @@ def test_eager_masks_are_additive():
 
     visible = torch.tensor([[[True, False]]])
     mask = additive_masks(
-        {"full_attention": AttentionWindow("full")}, visible, torch.tensor([[1]]), torch.tensor([[0, 1]]),
+        {"full_attention": AttentionWindow("full")},
+        visible,
+        torch.tensor([[1]]),
+        torch.tensor([[0, 1]]),
         torch.float16,
-    )  # fmt: skip
+    )
     assert mask.dtype == torch.float16
     assert mask[0, 0, 0].tolist() == [0.0, torch.finfo(torch.float16).min]
 

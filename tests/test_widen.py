@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from models import plain, random_prompts
 from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
-from token_recycling.cli.widen import widen as verb
 from token_recycling.bench.widen import SHAPES, Shape, widen
+from token_recycling.cli.widen import widen as verb
 
 # Measured: 3e-5 at most, of logits that reach 16; the mistakes below make 0.26 or more.
 TOLERANCE = 1e-4

@@ -1,4 +1,4 @@
-"""Imports between the files of the package: no circle, and none from a lower room to a higher one."""
+"""Imports within the package: no circle, and none from a lower room to a higher one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ PACKAGE = Path(token_recycling.__file__).parent
 # From the bottom to the top. A file may import files of its own room and of rooms further up in
 # this list; a name with a slash is a folder.
 ROOMS = (
-    ("errors", "tokens", "version", "defaults", "modes", "metrics", "text", "files", "machine", "lock"),
+    (
+        "errors",
+        "tokens",
+        "version",
+        "defaults",
+        "modes",
+        "metrics",
+        "text",
+        "files",
+        "machine",
+        "lock",
+    ),
     ("tree", "matrix"),
     ("model/",),
     ("sequence", "samplers", "accept"),

@@ -79,22 +79,22 @@ def test_old_options(bundled, old, new):
         recycler = TokenRecycling(bundled.model, **old)
     assert len([w for w in caught if w.category is DeprecationWarning]) == 1
     assert getattr(recycler.options, option) == value
-    with pytest.warns(DeprecationWarning), enable(bundled.model, **old) as enabled:
+    with pytest.warns(DeprecationWarning, match=name), enable(bundled.model, **old) as enabled:
         assert getattr(enabled.recycler.options, option) == value
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match=name):
         assert getattr(TokenRecycling.from_pretrained(**old).options, option) == value
 
 
 def test_a_wrong_value_of_an_old_option(bundled):
     with (
-        pytest.warns(DeprecationWarning),
+        pytest.warns(DeprecationWarning, match="engine"),
         pytest.raises(TokenRecyclingError, match="engine is 'fast'; set graph"),
     ):
         TokenRecycling(bundled.model, engine="fast")
 
 
 def test_an_unknown_option_is_named(bundled):
-    with pytest.raises(TypeError, match="no option 'graphs'; there are .*graph"):
+    with pytest.raises(TypeError, match=r"no option 'graphs'; there are .*graph"):
         TokenRecycling(bundled.model, graphs=True)
 
 

@@ -16,12 +16,12 @@ CONFIDENCE = 95.0
 DEEPEST = 16  # largest depth reported in accepted_per_depth
 
 Record = dict[str, Any]  # a line of the journal
-FairLock = list[dict[str, Any]]
+Turns = list[dict[str, Any]]
 
 
-def turns(record: Record, name: str, round_: int) -> FairLock:
+def turns(record: Record, name: str, round_: int) -> Turns:
     """Return the turns of one variant in one round of a question."""
-    found: FairLock = record["variants"][name]["rounds"][round_]["turns"]
+    found: Turns = record["variants"][name]["rounds"][round_]["turns"]
     return found
 
 
@@ -56,7 +56,7 @@ def _quartiles(values: Sequence[float]) -> list[float]:
     return quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
-def accept_lengths(turns: FairLock) -> list[int]:
+def accept_lengths(turns: Turns) -> list[int]:
     """Return the number of tokens emitted by each forward pass of ``turns``."""
     return [length for turn in turns for length in turn["accept_lengths"]]
 

@@ -230,8 +230,8 @@ class _Run:
         curve = find(target.model, target.device)
         if not curve.measured and tune:
             with progress.progress_shown("step costs") as on_progress:
-                curve = tuning.measure(target, on_progress=on_progress)
-            show.note(f"step costs are kept in {tuning.save_curve(target, curve)}")
+                curve = tuning.measure(self.recycler, on_progress=on_progress)
+            show.note(f"step costs are kept in {tuning.save_curve(self.recycler, curve)}")
         curve.save(path)
         return curve
 

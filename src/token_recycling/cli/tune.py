@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,6 @@ from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
     from token_recycling.draft_size.costs import CostCurve
-    from token_recycling.model.target import TreeTarget
 
 
 def tune(
@@ -59,10 +58,8 @@ def tune(
     from token_recycling.recycler import TokenRecycling
 
     with progress.progress_shown("measuring") as on_progress:
-        curve = tuning.measure(
-            recycler.target, contexts=lengths, rounds=rounds, on_progress=on_progress
-        )
-    kept = tuning.save_curve(cast("TreeTarget", recycler.target), curve)
+        curve = tuning.measure(recycler, contexts=lengths, rounds=rounds, on_progress=on_progress)
+    kept = tuning.save_curve(recycler, curve)
     if out is not None:
         from token_recycling.plot import plot_costs
 

@@ -115,6 +115,7 @@ class AutoSize(DraftSize):
     def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
         """Return the size with the highest expected gain, or one that is due to be measured."""
         if draft.nodes == 1:
+            self._size = 0
             return 1
         self.rates.watch(draft, sequences)
         mats, nodes = self._offer(draft)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from datetime import datetime, timezone
 from statistics import median
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -31,8 +32,17 @@ def longest(target: TreeTarget) -> int:
     return max(CONTEXTS) if limit is None else max(1, limit - max(SIZES))
 
 
+class HasTarget(Protocol):
+    """What is measured: a ``TokenRecycling`` object."""
+
+    target: Target
+
+    def forget_context(self) -> None:
+        """Free the KV cache; an unfinished answer cannot continue."""
+
+
 def measure(
-    target: Target,
+    recycler: HasTarget,
     *,
     contexts: Collection[int] | None = None,
     sizes: Collection[int] = SIZES,
@@ -42,10 +52,10 @@ def measure(
     """Time whole steps (propose, verify, accept, observe, commit) on random tokens.
 
     Sizes alternate within each round, so that temporary load on the machine affects all of them.
-    The context of ``target`` is dropped.
+    The context of ``recycler`` is dropped; its matrix is not touched.
 
     Args:
-        target: the model to measure.
+        recycler: has the model to measure.
         contexts: tokens in the cache. None: those of ``CONTEXTS`` that fit the model.
         sizes: tokens verified; must include 1.
         rounds: rounds per context.
@@ -54,6 +64,7 @@ def measure(
     Raises:
         TokenRecyclingError: the model is decoded plainly, or a context or size is out of range.
     """
+    target = recycler.target
     if not isinstance(target, TreeTarget):
         raise TokenRecyclingError("this model is decoded plainly; there is nothing to tune")
     room = longest(target)
@@ -82,15 +93,16 @@ def measure(
             if on_progress is not None:
                 on_progress(index * (rounds + 1) + round_ + 1, len(contexts) * (rounds + 1))
         rows.append(tuple(median(times[size]) for size in sizes))
-    target.reset()
+    recycler.forget_context()
     today = str(datetime.now(timezone.utc).date())
     about = {**identity(target.model, target.device), "date": today}
     return CostCurve(tuple(sizes), tuple(contexts), tuple(rows), about=about)
 
 
-def save_curve(target: TreeTarget, curve: CostCurve) -> str:
+def save_curve(recycler: HasTarget, curve: CostCurve) -> str:
     """Save the curve where ``tree="auto"`` looks for it; return the path."""
-    path = cached_path(identity(target.model, target.device))
+    assert isinstance(recycler.target, TreeTarget)
+    path = cached_path(identity(recycler.target.model, recycler.target.device))
     curve.save(path)
     return str(path)
 

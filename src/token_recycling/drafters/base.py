@@ -37,12 +37,18 @@ class Rows:
         return replace(self, **found)
 
     def write(self: Self, index: Tensor, rows: Self | None) -> None:
-        """Write ``rows`` to ``index`` (int64 [b], no duplicates); None: write zeros."""
+        """Write ``rows`` to ``index`` (int64 [b], no duplicates); None: write empty rows.
+
+        Raises:
+            ValueError: a field that ``rows`` has is None here.
+        """
         for one in fields(self):
             mine = getattr(self, one.name)
             theirs = None if rows is None else getattr(rows, one.name)
             if isinstance(mine, Rows):
                 mine.write(index, theirs)
+            elif mine is None and theirs is not None:
+                raise ValueError(f"these rows have no {one.name} to write to")
             elif isinstance(mine, Tensor):
                 mine[index] = torch.zeros_like(mine[index]) if theirs is None else theirs
 

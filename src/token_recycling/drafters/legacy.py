@@ -15,7 +15,8 @@ from token_recycling.tree import DraftTree, root_only
 
 def adapted(drafter: Any) -> AnyDrafter:
     """Return ``drafter``, wrapped and with a warning if its ``propose`` takes only roots."""
-    if len(inspect.signature(drafter.propose).parameters) > 1:
+    parameters = inspect.signature(drafter.propose).parameters.values()
+    if sum(one.default is one.empty for one in parameters) > 1:
         found: AnyDrafter = drafter
         return found
     warnings.warn(
@@ -43,28 +44,37 @@ class LegacyDrafter(Drafter[Rows]):
 
     def load(self, rows: Rows, texts: list[list[int]]) -> None:
         """Call ``start``."""
-        if hasattr(self.drafter, "start"):
-            self.drafter.start(texts)
+        self._call("start", texts)
 
     def prompt_mask(self, tokens: Tensor) -> Tensor | None:
         """Call ``wants``."""
-        if not hasattr(self.drafter, "wants"):
-            return None
-        mask: Tensor | None = self.drafter.wants(tokens)
+        mask: Tensor | None = self._call("wants", tokens)
         return mask
 
     def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
         """Call ``prime``."""
-        self.drafter.prime(tokens, logits, mask)
+        self._call("prime", tokens, logits, mask)
 
     def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
         """Call ``propose``, or ``rest`` for a root-only draft."""
         if nodes == 1:
-            draft: DraftTree = getattr(self.drafter, "rest", root_only)(roots)
-            return draft
+            draft: DraftTree | None = self._call("rest", roots)
+            return root_only(roots) if draft is None else draft
         whole: DraftTree = self.drafter.propose(roots)
         return whole.first(nodes)
 
+    def sources(self, rows: Rows, draft: DraftTree) -> list[str]:
+        """Call ``sources``."""
+        found: list[str] | None = self._call("sources", draft)
+        return super().sources(rows, draft) if found is None else found
+
     def observe(self, rows: Rows, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Call ``observe``."""
-        self.drafter.observe(draft, logits, accepted)
+        self._call("observe", draft, logits, accepted)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Call a method that the drafter defines itself; None where it does not."""
+        method = getattr(type(self.drafter), name, None)
+        if method is None or method is getattr(Drafter, name, None):
+            return None
+        return method(self.drafter, *args)

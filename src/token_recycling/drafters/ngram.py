@@ -95,6 +95,13 @@ class Context(Rows):
         tokens = tokens.masked_fill(slots >= width, NO_TOKEN)
         return replace(rows, tokens=tokens, lengths=rows.lengths - shift)
 
+    def write(self, index: Tensor, rows: Context | None) -> None:
+        """Write ``rows`` to ``index`` (int64 [b], no duplicates); None: rows without tokens."""
+        if rows is None:
+            device = self.tokens.device
+            rows = Context.empty(len(index), self.window, device, self.capacity, self.margin)
+        super().write(index, rows)
+
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Append the first ``counts`` [B] of ``tokens`` [B, t] to each row."""
         t = tokens.shape[1]
