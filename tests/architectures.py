@@ -93,7 +93,7 @@ SSM = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64)
 ON_ALL = f"{WINDOW} on every layer"
 ON_MIXED = f"{WINDOW} on layers 0, 2"
 STATE = "keep a state"
-SLOTS = "counts cache slots"
+SLOTS = "depends on the cache slot"
 DIFFER = "logits in a tree differ"
 
 

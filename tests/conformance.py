@@ -79,15 +79,15 @@ class Record:
         supported = not self.reason
         found = [self.error] if self.error else []
         if supported != self.expected:
-            found.append("the probe says otherwise than the table")
+            found.append("the probe's result differs from the table's")
         if supported:
             checks: tuple[str, ...] = ("greedy", "batch", "sampled", "control")
             if not self.accepted:
-                found.append("nothing accepted")
+                found.append("no drafted token was accepted")
         else:
             checks = ("plain", "batch")
             if not re.search(ARCHITECTURES[self.name].why, self.reason):
-                found.append("the reason is another one than the table's")
+                found.append("the refusal reason differs from the table's")
         return found + [f"{check} failed" for check in checks if not getattr(self, check)]
 
 
@@ -251,7 +251,7 @@ def markdown(records: list[Record]) -> str:
         lines.append(_row(*cells, _mark(r.sampled), "red" if r.control else _green(r)))
     if any(r.stock_batch is False for r in supported):
         lines += ["", "¹ The padded batch of `model.generate` differs from its own single runs; "]
-        lines[-1] += "a batch that differs from it is compared with those."
+        lines[-1] += "a batch that differs from the padded one is compared with the single runs."
     if refused:
         lines += [
             "",
@@ -287,16 +287,16 @@ def _examined(name: str) -> Record:
 def main(argv: list[str] | None = None) -> int:
     """Examine all or the named architectures; problems go to stderr."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="architectures; none: all")
+    parser.add_argument("names", nargs="*", help="architectures; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
-    parser.add_argument("--out", type=Path, help="write the page there, not to stdout")
+    parser.add_argument("--out", type=Path, help="write the page to this file instead of stdout")
     options = parser.parse_args(argv)
     names = options.names or list(ARCHITECTURES)
     records = []
     with get_context("spawn").Pool(options.jobs) as pool:
         for record in pool.imap(_examined, names):
             records.append(record)
-            line = f"{record.name}: {'; '.join(record.problems) or 'well'}"
+            line = f"{record.name}: {'; '.join(record.problems) or 'ok'}"
             extra = f"{record.seconds:.1f} s, {record.distinct} distinct"
             print(f"{line} ({extra}, {record.accepted} accepted)", file=sys.stderr, flush=True)
     text = page(records)

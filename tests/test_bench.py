@@ -1069,7 +1069,7 @@ def test_a_model_without_a_chat_template(suite, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bloom", "mamba"])
-@pytest.mark.filterwarnings("ignore:.*cannot be verified by tree attention")
+@pytest.mark.filterwarnings("ignore:.*does not support tree attention")
 def test_models_that_are_decoded_plainly(name, tmp_path):
     model = make(name).eval()
     if name == "mamba":  # without a limit, and with a state that no draft can be taken back from

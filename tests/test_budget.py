@@ -280,7 +280,7 @@ def test_an_expensive_machine_decodes_plainly(bundled):
 
 def test_a_drafter_whose_nodes_have_no_order_is_refused():
     paper = PaperDrafter(AdjacencyMatrix(VOCABULARY, 8), TreeTemplate.load("paper"))
-    with pytest.raises(TokenRecyclingError, match="cannot be cut"):
+    with pytest.raises(TokenRecyclingError, match="cannot be truncated"):
         AutoSize(paper.acceptance, CostCurve.assumed("cpu"))
 
 

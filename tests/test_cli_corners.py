@@ -83,12 +83,12 @@ class TestBytes:
     def test_a_prompt_that_is_no_text(self):
         found = run("-p", "-", "-n", 5, input=BYTES, env=self.STRICT)
         assert found.returncode == 2
-        assert found.stderr == b"error: the prompt is no valid UTF-8 text\n"
+        assert found.stderr == b"error: the prompt is not valid UTF-8 text\n"
 
     def test_a_turn_that_is_no_text(self):
         found = run("chat", "-n", 5, input=BYTES + b"\nThe king\n", env=self.STRICT)
         assert found.returncode == 0
-        assert b"no valid UTF-8" in found.stderr
+        assert b"not valid UTF-8" in found.stderr
         assert b"Traceback" not in found.stderr
         assert found.stderr.count(b"MAT") == 1
 

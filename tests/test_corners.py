@@ -120,7 +120,7 @@ class TestTheModelIsAnotherOne:
         assert found[0, :16].tolist() == expected[0, :16].tolist()
 
     def test_something_that_is_no_model(self):
-        with pytest.raises(TokenRecyclingError, match="no model of Transformers"):
+        with pytest.raises(TokenRecyclingError, match="not a Transformers model"):
             enable(torch.nn.Linear(2, 2))
 
 

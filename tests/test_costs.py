@@ -69,7 +69,7 @@ def test_a_damaged_curve_is_refused_and_found_curves_fall_back(change, tmp_path,
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(TokenRecyclingError, match="no cost curve"):
+    with pytest.raises(TokenRecyclingError, match="not a cost curve"):
         CostCurve.load(path)
     assert not find(bundled.model, bundled.target.device).measured
 
@@ -115,18 +115,18 @@ def test_an_unfinished_stream_cannot_continue_after_measuring(bundled):
     stream = bundled.stream("Once upon a time", max_new_tokens=20)
     next(stream)
     tuning.measure(bundled, contexts=[64], rounds=1)
-    with pytest.raises(TokenRecyclingError, match="cannot go on"):
+    with pytest.raises(TokenRecyclingError, match="cannot continue"):
         list(stream)
 
 
 @pytest.mark.parametrize("options", [{"contexts": [0]}, {"contexts": [5000]}, {"sizes": [2, 4]}])
 def test_what_cannot_be_measured_is_refused(bundled, options):
-    with pytest.raises(TokenRecyclingError, match=r"must lie|sizes go"):
+    with pytest.raises(TokenRecyclingError, match="between 1 and"):
         tuning.measure(bundled, **options)
 
 
 def test_a_model_decoded_plainly_has_nothing_to_tune():
-    with pytest.warns(UserWarning, match="decoded plainly"):
+    with pytest.warns(UserWarning, match="plain decoding"):
         recycler = TokenRecycling(make("mamba"))
     with pytest.raises(TokenRecyclingError, match="nothing to tune"):
         tuning.measure(recycler)

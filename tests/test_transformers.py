@@ -179,7 +179,7 @@ class TestCustomGenerate:
                 **single, max_new_tokens=10, num_beams=3, custom_generate=recycler
             )
         assert same(expected, found)
-        with pytest.raises(TokenRecyclingError, match="hub"):
+        with pytest.raises(TokenRecyclingError, match="Hub"):
             model.generate(**single, penalty_alpha=0.5, top_k=4, custom_generate=recycler)
 
 

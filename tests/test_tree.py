@@ -82,13 +82,13 @@ def test_compacting_keeps_the_tree(tree, random):
         ([], "no paths"),
         (None, "no paths"),
         ("text", "no paths"),
-        ([[0], []], r"\[\] is no path"),
+        ([[0], []], r"\[\] is not a path"),
         ([[0], [0, 1, 2]], r"\[0, 1, 2\] has no parent \[0, 1\]"),
-        ([[0], [1], [0]], r"\[0\] stands twice"),
-        ([[0], [-1]], r"\[-1\] is no path"),
-        ([[0], ["a"]], r'\["a"\] is no path'),
-        ([[0], [True]], r"\[true\] is no path"),
-        ([[0], 5], "5 is no path"),
+        ([[0], [1], [0]], r"\[0\] appears twice"),
+        ([[0], [-1]], r"\[-1\] is not a path"),
+        ([[0], ["a"]], r'\["a"\] is not a path'),
+        ([[0], [True]], r"\[true\] is not a path"),
+        ([[0], 5], "5 is not a path"),
     ],
 )
 def test_a_wrong_path_is_named(paths, message, tmp_path):
@@ -116,7 +116,10 @@ def test_acceptance_probabilities_order_the_paths_of_a_file(key, tmp_path):
     file.write_text(json.dumps({"paths": [[0], [0, 0], [1]], key: [0.6, 0.1, 0.3]}))
     tree = TreeTemplate.load(file)
     assert (tree.paths, tree.acceptance) == (((0,), (1,), (0, 0)), (0.6, 0.3, 0.1))
-    for wrong, message in (([0.6, 0.1], "a number for each"), ([0.1, 0.6, 0.3], r"path \[0, 0\]")):
+    for wrong, message in (
+        ([0.6, 0.1], "one non-negative number per path"),
+        ([0.1, 0.6, 0.3], r"path \[0, 0\]"),
+    ):
         file.write_text(json.dumps({"paths": [[0], [0, 0], [1]], key: wrong}))
         with pytest.raises(TokenRecyclingError, match=message):
             TreeTemplate.load(file)

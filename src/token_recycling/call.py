@@ -70,7 +70,7 @@ class CallOptions:
                 raise TokenRecyclingError(f"{name} is {call!r}; it must be a function")
         seed: Any = self.seed
         if seed is not None and not (isinstance(seed, Integral) and 0 <= int(seed) < 2**63):
-            raise TokenRecyclingError(f"seed is {seed}; it must be a whole number below 2^63")
+            raise TokenRecyclingError(f"seed is {seed}; it must be an integer from 0 to 2^63 - 1")
 
     def stop_strings(self) -> list[str]:
         """Return the stop strings.
@@ -83,7 +83,7 @@ class CallOptions:
             isinstance(text, str) and text for text in strings
         ):
             raise TokenRecyclingError(
-                f"stop is {self.stop!r}; it must be a text that is not empty, or a list"
+                f"stop is {self.stop!r}; it must be a non-empty string or a list of them"
             )
         return list(strings)
 
@@ -133,9 +133,9 @@ def prepare_call(
         TokenRecyclingError: a prompt or an option cannot be used.
     """
     if not prompts:
-        raise TokenRecyclingError("there is no prompt")
+        raise TokenRecyclingError("the list of prompts is empty; give at least one")
     for name in REFUSED.keys() & processors.keys():
-        raise TokenRecyclingError(f"{name} is no option here; {REFUSED[name]}")
+        raise TokenRecyclingError(f"{name} is not supported here; {REFUSED[name]}")
     given = generate_options(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, **processors
     )
@@ -147,7 +147,7 @@ def prepare_call(
     _check_ids(encoded, target)
     requests = [prepare(model, tokenizer, prompt, given) for prompt in encoded]
     if reason := mixes_prompts(requests):
-        raise TokenRecyclingError(f"this call cannot be recycled: {reason}; use one prompt")
+        raise TokenRecyclingError(f"these prompts cannot be one batch: {reason}; pass one per call")
     accept: Acceptor = GreedyAcceptor()
     if not all(request.is_plain_greedy for request in requests):
         sampler = None
@@ -189,4 +189,6 @@ def _check_ids(prompts: list[list[int]], target: Target) -> None:
     check_prompts(prompts, target.max_context)
     for prompt in prompts:
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
-            raise TokenRecyclingError(f"token ids must lie between 0 and {target.vocab_size - 1}")
+            raise TokenRecyclingError(
+                f"a token id of the prompt is not between 0 and {target.vocab_size - 1}"
+            )

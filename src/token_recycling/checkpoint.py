@@ -37,7 +37,7 @@ def load_checkpoint(
     path = str(BUNDLED_MODEL if name_or_path is None else name_or_path)
     local = path.startswith(("/", ".", "~")) or Path(path).exists()
     if not path or (local and not Path(path).is_dir()):
-        raise TokenRecyclingError(f"cannot load the model {path!r}: there is no such folder")
+        raise TokenRecyclingError(f"cannot load the model {path!r}: no such folder")
     if device is None and "device_map" not in model_options:
         device = _best_device()
     if device is not None:

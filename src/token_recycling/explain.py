@@ -86,4 +86,4 @@ def lines(nodes: list[Node], emitted: list[int], text: Callable[[int], str]) -> 
             yield from branch(child, indent + ("  " if last else "│ "))
 
     yield from branch(0, "")
-    yield f"  the model goes on with {text(emitted[-1])}"
+    yield f"  the model continues with {text(emitted[-1])}"

@@ -82,7 +82,7 @@ def _regular(path: Path) -> Path:
     """
     place = Path(os.path.realpath(path))
     if os.path.lexists(place) and not place.is_file():
-        raise OSError("it is no regular file")
+        raise OSError("not a regular file")
     return place
 
 

@@ -61,7 +61,7 @@ class AdjacencyMatrix:
             TokenRecyclingError: ``k`` is not within 1..``vocab_size``.
         """
         if not 1 <= k <= vocab_size:
-            raise TokenRecyclingError(f"k is {k}; it must lie between 1 and {vocab_size}")
+            raise TokenRecyclingError(f"k is {k}; it must be between 1 and {vocab_size}")
         self.vocab_size, self.k, self.fingerprint = vocab_size, k, fingerprint
         # Two extra rows avoid special cases: token t has row t + 1, row 0 belongs to NO_TOKEN and
         # stays empty, and row V + 1 takes masked writes. The rows of pairs follow. The last entry
@@ -328,7 +328,8 @@ class AdjacencyMatrix:
         self._check_same(other.vocab_size, other.k, other.fingerprint, "the other matrix")
         if self.pairs and other.pairs and self.pairs != other.pairs:
             raise TokenRecyclingError(
-                f"one matrix has room for {self.pairs} pairs, the other for {other.pairs}"
+                f"one matrix has {self.pairs} pair slots, the other {other.pairs}; "
+                "only equal numbers can be merged"
             )
         merged, theirs = self.clone(), other.clone().to(self.device)
         merged.reserve_pairs(theirs.pairs)
@@ -403,8 +404,8 @@ class AdjacencyMatrix:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # a damaged file may raise anything
             raise TokenRecyclingError(
-                f"{path} is damaged or no matrix file ({one_line(error, 200)}); delete it or save "
-                "it again"
+                f"{path} is damaged or not a matrix file ({one_line(error, 200)}); "
+                "delete it or save it again"
             ) from error
         nothing = torch.empty(0)
         ids, p = found.get("candidates", nothing), found.get("probabilities", nothing)
@@ -423,10 +424,10 @@ class AdjacencyMatrix:
             or ids.shape[1] != pairs[0].shape[1]
             or (evidence.dtype, evidence.ndim, evidence.shape[:1]) != (torch.float32, 2, (2,))
         ):
-            raise TokenRecyclingError(f"{path} is no matrix of this program ({FORMAT})")
+            raise TokenRecyclingError(f"{path} is not a matrix file of format {FORMAT}")
         every = torch.cat([ids, pairs[0]])
         if bool(((every < NO_TOKEN) | (every >= len(ids))).any()):
-            raise TokenRecyclingError(f"{path} holds candidates outside its vocabulary")
+            raise TokenRecyclingError(f"{path} contains candidates outside its vocabulary")
         matrix = cls(
             len(ids), ids.shape[1], pairs=len(keys), fingerprint=about.get("fingerprint", "")
         )
@@ -456,8 +457,8 @@ class AdjacencyMatrix:
             raise TokenRecyclingError(f"the matrix keeps k={self.k} candidates, {what} k={k}")
         if self.fingerprint and fingerprint and fingerprint != self.fingerprint:
             raise TokenRecyclingError(
-                f"the matrix was made with another tokenizer ({self.fingerprint}) "
-                f"than that of {what} ({fingerprint})"
+                f"the matrix was made with a different tokenizer ({self.fingerprint}) "
+                f"from that of {what} ({fingerprint})"
             )
 
 

@@ -75,7 +75,7 @@ class Options:
         names = [one.name for one in fields(cls)]
         for name in values:
             if name not in names:
-                raise TypeError(f"there is no option {name!r}; there are {', '.join(names)}")
+                raise TypeError(f"unknown option {name!r}; choose from {', '.join(names)}")
         options = cls(**values)
         options._check()
         return options
@@ -87,15 +87,19 @@ class Options:
 
     def _check(self) -> None:
         if not isinstance(self.drafter, str | Drafter):
-            raise TokenRecyclingError("a drafter is a name or an object of a Drafter class")
+            kind = type(self.drafter).__name__
+            raise TokenRecyclingError(f"drafter has type {kind}; it must be a name or a Drafter")
         if not (self.k is None or (isinstance(self.k, Integral) and not isinstance(self.k, bool))):
-            raise TokenRecyclingError(f"k is {self.k!r}; it must be a whole number")
+            raise TokenRecyclingError(f"k is {self.k!r}; it must be an integer")
         if not (self.matrix is None or isinstance(self.matrix, str | Path | AdjacencyMatrix)):
             raise TokenRecyclingError(
                 f"matrix is {self.matrix!r}; give an AdjacencyMatrix or its file"
             )
         if not (self.tree is None or isinstance(self.tree, str | Path | TreeTemplate)):
-            raise TokenRecyclingError("a tree is a name, a file or a TreeTemplate")
+            kind = type(self.tree).__name__
+            raise TokenRecyclingError(
+                f"tree has type {kind}; it must be a name, a file or a TreeTemplate"
+            )
         if self.graph not in (None, True, False):
             raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
 

@@ -78,7 +78,7 @@ def plot_costs(curve: CostCurve, out: Path) -> None:
         label = f"context {context} (1 token: {seconds[0] * 1e3:.1f} ms)"
         axes.plot(curve.sizes, ratios, marker="o", markersize=3, label=label)
     axes.set_xlabel("tokens verified in a step")
-    axes.set_ylabel("cost in steps of one token")
+    axes.set_ylabel("cost relative to a step of one token")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     about = curve.about

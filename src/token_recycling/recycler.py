@@ -289,7 +289,7 @@ class TokenRecycling(DecodingMethod):
         def check() -> None:
             if self._runs != own:
                 raise TokenRecyclingError(
-                    "this answer cannot go on: the model has begun another one, or was reset"
+                    "this answer cannot continue: the model has begun another one or was reset"
                 )
 
         if keep_context and len(sequences) == 1 and self._prefix is not None:
@@ -350,7 +350,7 @@ class TokenRecycling(DecodingMethod):
         """
         with self.lock.acquired(wait=self.queue) as mine:
             if not mine:
-                raise TokenRecyclingError("the model is in the middle of another answer")
+                raise TokenRecyclingError("the model is already generating another answer")
             yield
 
     def __call__(

@@ -50,7 +50,9 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     elif isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
         ids = tokenizer(valid_text(render(tokenizer, prompt)), add_special_tokens=False).input_ids
     else:
-        raise TokenRecyclingError("a prompt is a text, a list of messages, or a list of token ids")
+        raise TokenRecyclingError(
+            "a prompt must be a string, a list of messages or a list of token ids"
+        )
     return ids
 
 
@@ -63,7 +65,7 @@ def valid_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TokenRecyclingError("the prompt is no valid UTF-8 text") from error
+        raise TokenRecyclingError("the prompt is not valid UTF-8 text") from error
     return text
 
 
@@ -80,7 +82,7 @@ def render(tokenizer: Any, messages: Any) -> str:
             messages, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # jinja errors, or anything that the template raises
-        raise TokenRecyclingError(f"the chat template refuses the messages: {error}") from error
+        raise TokenRecyclingError(f"the chat template rejects the messages: {error}") from error
     return text
 
 

@@ -66,15 +66,15 @@ class TreeTemplate:
             )
             if not whole or not path or min(path) < 0:
                 raise TokenRecyclingError(
-                    f"tree {name}: {json.dumps(path, default=str)} is no path; "
-                    "a path is a list of one or more ranks from 0"
+                    f"tree {name}: {json.dumps(path, default=str)} is not a path; "
+                    "a path is a list of one or more ranks, 0 or higher"
                 )
             if tuple(path) in seen:
-                raise TokenRecyclingError(f"tree {name}: path {list(path)} stands twice")
+                raise TokenRecyclingError(f"tree {name}: path {list(path)} appears twice")
             seen.add(tuple(path))
             if len(path) > MAX_DEPTH:
                 raise TokenRecyclingError(
-                    f"tree {name}: a path of {len(path)} ranks; {MAX_DEPTH} at most"
+                    f"tree {name}: a path has {len(path)} ranks; at most {MAX_DEPTH} are allowed"
                 )
         for path in sorted(seen, key=lambda p: (len(p), p)):
             if len(path) > 1 and path[:-1] not in seen:
@@ -91,7 +91,9 @@ class TreeTemplate:
                 for probability in acceptance
             )
         ):
-            raise TokenRecyclingError(f"tree {name}: acceptance must be a number for each path")
+            raise TokenRecyclingError(
+                f"tree {name}: acceptance must have one non-negative number per path"
+            )
         probability = {tuple(path): float(value) for path, value in zip(paths, acceptance)}
         for path in probability:
             if probability[path] > probability.get(path[:-1], 1.0):
@@ -135,7 +137,9 @@ class TreeTemplate:
             path = FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
             if not is_file(path):
                 known = ", ".join([*shipped(), "ranked-N", "chain-N"])
-                raise TokenRecyclingError(f"no tree {name}: it is no file and none of {known}")
+                raise TokenRecyclingError(
+                    f"unknown tree {name}: not a file, and not one of {known}"
+                )
             tree = cls._read(path)
             if str(name) == "ranked":
                 tree = tree.limited(k)
@@ -147,7 +151,7 @@ class TreeTemplate:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError, OSError) as error:
-            raise TokenRecyclingError(f"tree {path}: no JSON ({error})") from error
+            raise TokenRecyclingError(f"cannot read tree {path} as JSON ({error})") from error
         if not isinstance(data, dict):
             data = {"paths": data}
         about = {key: str(data.get(key, "")) for key in ("description", "provenance")}
@@ -216,7 +220,7 @@ class TreeTemplate:
         """
         if count > len(self.paths):
             raise TokenRecyclingError(
-                f"tree {self.name}-{count}: there are {len(self.paths)} paths at most"
+                f"tree {self.name}-{count}: only {len(self.paths)} paths are available"
             )
         return replace(
             self,

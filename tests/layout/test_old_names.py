@@ -94,7 +94,7 @@ def test_a_wrong_value_of_an_old_option(bundled):
 
 
 def test_an_unknown_option_is_named(bundled):
-    with pytest.raises(TypeError, match=r"no option 'graphs'; there are .*graph"):
+    with pytest.raises(TypeError, match=r"unknown option 'graphs'; choose from .*graph"):
         TokenRecycling(bundled.model, graphs=True)
 
 

@@ -115,10 +115,10 @@ def draw(summary: dict[str, Any]) -> dict[str, Markup]:
 
     charts = {
         "speedup": ("Speedup of every decoder by kind of prompt", _speedup),
-        "depth": ("Share of steps that accepted at least so many tokens", _depth),
-        "cost": ("Time of a step against the number of tokens that it verifies", _cost),
-        "draft_size": ("Expected tokens per second against tree size", _draft_size),
-        "phases": ("Where the time of a step goes", _phases),
+        "depth": ("Share of steps by minimum number of accepted tokens", _depth),
+        "cost": ("Time of a step by number of tokens verified", _cost),
+        "draft_size": ("Expected tokens per second by tree size", _draft_size),
+        "phases": ("Time of a step by phase", _phases),
     }
     drawn = {}
     with matplotlib.rc_context(RC), warnings.catch_warnings():
@@ -249,7 +249,7 @@ def _depth(summary: dict[str, Any]) -> Figure | None:
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("at least so many tokens accepted")
+    axes.set_xlabel("minimum number of accepted tokens")
     _legend(figure, axes, legend)
     return figure
 
@@ -263,7 +263,7 @@ def _cost(summary: dict[str, Any]) -> Figure | None:
     if not sizes or not contexts:
         return None
     legend = [f"{context} tokens" for context in contexts]
-    title = "time of a step, in steps of one token"
+    title = "time of a step, relative to one token"
     figure, axes = _canvas(2.1, legend, 0.5, title)
     for i, row in enumerate((curve.get("seconds") or [])[: len(contexts)]):
         ratios = relative(row)
@@ -345,7 +345,7 @@ def _phases(summary: dict[str, Any]) -> Figure | None:
         starts = [start + width for start, width in zip(starts, widths)]
     axes.set_xlim(0, max(1.0, *starts))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    axes.set_xlabel("share of the time after the prefill")
+    axes.set_xlabel("share of time after prefill")
     _legend(figure, axes, list(PHASES))
     return figure
 

@@ -113,13 +113,17 @@ def _plainly(
         out = stock_generate(recycler, prompt, options)
     except ValueError as error:  # caused by the model's generation_config
         line = one_line(error)
-        raise TokenRecyclingError(f"Transformers refuses: {line}") from error
+        raise TokenRecyclingError(
+            f"Transformers cannot generate with this model: {line}"
+        ) from error
     with recycler.target.lm_head:
         whole = recycler.model(input_ids=out.sequences[:, :-1], use_cache=False).logits[0]
     logits = torch.cat(out.logits).to(whole.device)
     noise = (whole[len(prompt) - 1 :].float() - logits).abs().max()
     if not torch.isfinite(noise):
-        raise TokenRecyclingError("the model's logits are not numbers in this precision")
+        raise TokenRecyclingError(
+            "the model's logits are not finite in this dtype; choose another dtype"
+        )
     tokens: list[int] = out.sequences[0, len(prompt) :].tolist()
     return tokens, logits, float(noise)
 

@@ -46,12 +46,12 @@ class Journal:
         else:  # a plan.json of another program has different keys
             unknown = not self.records and before.keys() != plan.keys()
         if unknown:
-            raise TokenRecyclingError(f"{folder} holds other files; choose a new folder")
+            raise TokenRecyclingError(f"{folder} contains other files; choose a new folder")
         if not self.records:  # a run without any answer may be overwritten
             write_text(self._plan, json.dumps(plan, indent=1) + "\n")
         elif not resume:
             raise TokenRecyclingError(
-                f"{folder} holds a run; go on with it by --resume, or choose another folder"
+                f"{folder} contains a run; continue it with --resume or choose another folder"
             )
         else:
             self._compare(before or {}, plan)
@@ -72,7 +72,7 @@ class Journal:
         if differ:
             raise TokenRecyclingError(
                 f"the run in {self.folder} differs in {', '.join(differ).replace('_', ' ')}; "
-                "give the options that it had, or choose another folder"
+                "use the options of that run or choose another folder"
             )
 
     def _read(self) -> list[dict[str, Any]]:
@@ -144,4 +144,4 @@ class Journal:
         """Raise if another run has written to the folder since this one started."""
         size = self._lines.stat().st_size if self._lines.is_file() else 0
         if size != self._size or self._plan.read_bytes() != self._begun_as:
-            raise TokenRecyclingError(f"another run writes into {self.folder}; this one ends here")
+            raise TokenRecyclingError(f"another run is writing to {self.folder}; this run stops")

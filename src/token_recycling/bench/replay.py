@@ -123,12 +123,12 @@ def replay(
         raise TokenRecyclingError("the answer is empty")
     if drafter.needs_logits and isinstance(target, NoModel):
         raise TokenRecyclingError(
-            f"drafter {drafter.name} learns from a model's logits; leave --draft-only out"
+            f"drafter {drafter.name} needs a model's logits; run it without --draft-only"
         )
     room = target.max_context
     if room is not None and len(prompt) + len(answer) > room:
         raise TokenRecyclingError(
-            f"prompt and answer have {len(prompt) + len(answer)} tokens, the context {room}"
+            f"prompt and answer have {len(prompt) + len(answer)} tokens; the context holds {room}"
         )
     accept = ForcedAcceptor(answer, target.device)
     sequences = [Sequence(prompt, [at_most(len(answer))])]
@@ -182,17 +182,19 @@ def read_answers(path: Path, questions: Iterable[Question]) -> list[Question]:
         try:
             suite, turns = str(row.get("suite", "")), row["choices"][0]["turns"]
             if not isinstance(turns, list) or not all(map(_is_text, turns)):
-                raise TypeError("turns must be a list of texts")
+                raise TypeError("turns must be a list of valid strings")
             recorded[suite, str(row["question_id"])] = tuple(turns)
         except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise TokenRecyclingError(f"{path}, line {number}: no answer ({error!r})") from error
+            raise TokenRecyclingError(
+                f"{path}, line {number}: invalid answer ({error!r})"
+            ) from error
         suites.add(suite)
     # If the file covers a single suite, match by id alone: the suite's name may have changed.
     only = suites.pop() if len(suites) == 1 else None
     keys = [(q.suite if only is None else only, q.id) for q in questions]
     found = [replace(q, answers=recorded[k]) for q, k in zip(questions, keys) if k in recorded]
     if not found:
-        raise TokenRecyclingError(f"{path} has no answer to these questions")
+        raise TokenRecyclingError(f"{path} contains no answers to these questions")
     return found
 
 
@@ -210,4 +212,6 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise TokenRecyclingError(f"{path}, line {number}: no JSON ({error})") from error
+                raise TokenRecyclingError(
+                    f"{path}, line {number}: invalid JSON ({error})"
+                ) from error

@@ -195,7 +195,7 @@ def _subject(summary: dict[str, Any]) -> str:
     where = [_text(machine.get(key)) for key in ("device_name", "cpu") if machine.get(key)]
     where = list(dict.fromkeys(where))  # on a CPU both may be equal
     where += [f"{machine[key]} {key}" for key in ("cores", "threads") if machine.get(key)]
-    return f"{', '.join(what)}; on {', '.join(where) or 'an unnamed machine'}"
+    return f"{', '.join(what)}; on {', '.join(where) or 'an unknown machine'}"
 
 
 def _overall(summary: dict[str, Any]) -> Table:

@@ -95,7 +95,7 @@ class Runner:
         """
         done = len(journal.records)
         if [record.get("name") for record in journal.records] != [q.name for q in questions[:done]]:
-            raise TokenRecyclingError(f"{journal.folder} holds answers to other questions")
+            raise TokenRecyclingError(f"{journal.folder} contains answers to other questions")
         if done < len(questions):
             self._warm_up()
         for name, state in journal.state().items():

@@ -50,7 +50,7 @@ def load_all(suites: Iterable[str], per_kind: int | None = None) -> list[Questio
     for loaded in map(load, suites):
         name = loaded[0].suite
         if any(question.suite == name for question in questions):
-            raise TokenRecyclingError(f"two suites are called {name}; name it once or rename one")
+            raise TokenRecyclingError(f"two suites are called {name}; remove or rename one")
         questions += loaded
     return choose(questions, per_kind)
 
@@ -75,7 +75,7 @@ def load(suite: str) -> list[Question]:
         return _read(Path(suite).stem, Path(expanduser(suite)))
     if not path:
         raise TokenRecyclingError(
-            f"{name} is not in the package; write {name}=PATH with the path of its JSONL file"
+            f"{name} is not included; write {name}=PATH with the path of its JSONL file"
         )
     return _read(name, Path(expanduser(path)))  # the shell does not expand ~ after =
 
@@ -90,7 +90,9 @@ def choose(questions: Iterable[Question], per_kind: int | None = None) -> list[Q
         TokenRecyclingError: ``per_kind`` is below 1.
     """
     if per_kind is not None and per_kind < 1:
-        raise TokenRecyclingError("the number of questions per kind must be 1 or more")
+        raise TokenRecyclingError(
+            f"the number of questions per kind is {per_kind}; it must be 1 or more"
+        )
     kinds: dict[tuple[str, str], list[Question]] = {}
     for question in questions:
         kinds.setdefault((question.suite, question.kind), []).append(question)
@@ -119,12 +121,12 @@ def _read(suite: str, path: Path) -> list[Question]:
         try:
             question = _question(suite, number, line)
             if question.id in questions:
-                raise TokenRecyclingError(f"the id {question.id} stands twice")
+                raise TokenRecyclingError(f"the id {question.id} is used twice")
         except TokenRecyclingError as error:
             raise TokenRecyclingError(f"{path}, line {number}: {error}") from error
         questions[question.id] = question
     if not questions:
-        raise TokenRecyclingError(f"{path}: there is no question in this file")
+        raise TokenRecyclingError(f"{path} contains no questions")
     return list(questions.values())
 
 
@@ -132,16 +134,16 @@ def _question(suite: str, number: int, line: bytes) -> Question:
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise TokenRecyclingError("this is no UTF-8 text") from error
+        raise TokenRecyclingError("not valid UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise TokenRecyclingError(f"this is no JSON ({error})") from error
+        raise TokenRecyclingError(f"invalid JSON ({error})") from error
     if not isinstance(row, dict):
-        raise TokenRecyclingError("this is no JSON object; a suite has one object on each line")
+        raise TokenRecyclingError("not a JSON object; a suite file has one object per line")
     if "messages" in row:
-        raise TokenRecyclingError('"messages" are not read; give what the user says as "turns"')
+        raise TokenRecyclingError('"messages" is not supported; put the user messages into "turns"')
     keys = [key for key in TURNS if key in row]
     if len(keys) != 1:
-        raise TokenRecyclingError(f"there must be one of {', '.join(TURNS)}, not {len(keys)}")
+        raise TokenRecyclingError(f"expected exactly one of {', '.join(TURNS)}; found {len(keys)}")
     turns = _texts(row, keys[0], TURNS[keys[0]])
     answers = _texts(row, "answer", list | str) if "answer" in row else ()
     if len(answers) > len(turns):
@@ -157,12 +159,14 @@ def _texts(row: dict[str, Any], key: str, form: Any) -> tuple[str, ...]:
     value = row[key]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(value, form) or not all(isinstance(text, str) for text in texts):
-        expected = {str: "a text", list: "a list of texts"}.get(form, "a text or a list of texts")
+        expected = {str: "a string", list: "a list of strings"}.get(
+            form, "a string or a list of strings"
+        )
         raise TokenRecyclingError(f'"{key}" must be {expected}')
     if not texts or not all(text.strip() for text in texts):
         raise TokenRecyclingError(f'"{key}" must not be empty')
     if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
-        raise TokenRecyclingError(f'"{key}" holds half a surrogate pair, which is no text')
+        raise TokenRecyclingError(f'"{key}" contains an unpaired surrogate')
     return tuple(texts)
 
 
@@ -173,6 +177,6 @@ def _label(row: dict[str, Any], *keys: str, default: str) -> str:
             value = row[key]
             label = str(value) if type(value) in (int, str) else ""
             if not label.strip() or not label.isprintable():
-                raise TokenRecyclingError(f'"{key}" must be a number or a short text')
+                raise TokenRecyclingError(f'"{key}" must be an integer or one line of text')
             return label
     return default

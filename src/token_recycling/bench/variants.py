@@ -21,7 +21,7 @@ FIXED_TREE = "paper"  # for a drafter named without a tree
 MODES = {"": None, "graph": True, "no-graph": False}
 SWEEPS = ("k", "tree", "temperature", "start")
 STARTS = ("hot", "cold")
-TEMPERATURES = "a temperature is 0, or lies between 0.00001 and 100"
+TEMPERATURES = "a temperature must be 0 or from 0.00001 to 100"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ class Variant:
         """
         tree = TreeTemplate.load(self.tree, max(self.k, defaults.CANDIDATES)).limited(self.k)
         if not tree.paths:
-            raise TokenRecyclingError(f"nothing is left of tree {self.tree} with k={self.k}")
+            raise TokenRecyclingError(
+                f"tree {self.tree} has no nodes left with k={self.k}; choose a larger k"
+            )
         return replace(tree, name=self.tree)
 
 
@@ -83,8 +85,8 @@ def parse(spec: str) -> Variant:
     if drafter not in names() or mode not in MODES:
         known = ", ".join([GENERATE, LOOKUP, AUTO, *names()])
         raise TokenRecyclingError(
-            f"no decoder {spec!r}; there are {known}, DRAFTER@TREE, and all but the first two "
-            "with +graph or +no-graph"
+            f"no such decoder: {spec!r}; choose {known} or DRAFTER@TREE; "
+            "all but the first two may end in +graph or +no-graph"
         )
     return Variant(spec, drafter, tree=tree or FIXED_TREE, graph=MODES[mode])
 
@@ -110,9 +112,10 @@ def read_sweep(text: str) -> tuple[str, list[Any]]:
     try:
         read: list[Any] = [kinds.get(name, str)(value) for value in values]
     except ValueError as error:
-        raise TokenRecyclingError(f"--sweep is {text!r}; these are no numbers") from error
+        form = "whole numbers" if name == "k" else "numbers"
+        raise TokenRecyclingError(f"--sweep is {text!r}; the values must be {form}") from error
     if name == "start" and not set(read) <= set(STARTS):
-        raise TokenRecyclingError(f"--sweep is {text!r}; a start is cold or hot")
+        raise TokenRecyclingError(f"--sweep is {text!r}; start must be cold or hot")
     if name == "temperature" and not all(map(is_temperature, read)):
         raise TokenRecyclingError(f"--sweep is {text!r}; {TEMPERATURES}")
     if name == "k" and min(read) < 1:
@@ -143,7 +146,9 @@ def expand(
         for values in product(*(sweeps[name] for name in swept)):
             one = _set(variant, dict(zip(swept, values)))
             if found.setdefault(one.name, one) != one:
-                raise TokenRecyclingError(f"two decoders would both be called {one.name}")
+                raise TokenRecyclingError(
+                    f"two decoders would both be called {one.name}; remove one"
+                )
     return list(found.values())
 
 

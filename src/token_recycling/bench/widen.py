@@ -126,7 +126,7 @@ class Shape:
         names = [field.name for field in fields(cls) if field.name != "tie_word_embeddings"]
         wrong = [name for name in names if not _is_size(given.get(name))]
         if wrong:
-            raise TokenRecyclingError(f"{where} has no usable {', '.join(wrong)}")
+            raise TokenRecyclingError(f"{where}: missing or invalid {', '.join(wrong)}")
         return cls(**{name: given[name] for name in names}, tie_word_embeddings=tied)
 
     @property
@@ -170,7 +170,7 @@ def widen(small: str | Path, to: str | Path, out: str | Path, *, dtype: str = "f
         raise TokenRecyclingError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     target = Path(out).resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise TokenRecyclingError(f"{out} is already there; choose a new folder")
+        raise TokenRecyclingError(f"{out} already exists; choose a new folder")
     asked = _read_shape(to)
     source = BUNDLED_MODEL if small == "bundled" else Path(small)
     config = _read_llama(source)
@@ -214,7 +214,7 @@ def _read_shape(to: str | Path) -> Shape:
         return Shape.parse(SHAPES[str(to)], str(to))
     if not Path(to).is_file():
         raise TokenRecyclingError(
-            f"no shape {to}; choose one of {', '.join(SHAPES)} or a config.json"
+            f"unknown shape {to}; choose one of {', '.join(SHAPES)} or a config.json"
         )
     return Shape.parse(_read_json(Path(to)), str(to))
 
@@ -225,7 +225,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TokenRecyclingError(f"cannot read {path}: {error}") from error
     if not isinstance(values, dict):
-        raise TokenRecyclingError(f"{path} is not a config: it holds no names")
+        raise TokenRecyclingError(f"{path} is not a config: it is not a JSON object")
     return values
 
 
@@ -234,7 +234,7 @@ def _read_llama(folder: Path) -> Any:
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
-        raise TokenRecyclingError(f"{folder} is no checkpoint folder: it has no config.json")
+        raise TokenRecyclingError(f"{folder} is not a checkpoint folder: it has no config.json")
     try:
         config = AutoConfig.from_pretrained(str(folder))
     except Exception as error:  # a broken configuration may raise anything
@@ -272,17 +272,17 @@ def _fit(config: Any, small: Shape, asked: Shape) -> Shape:
         if getattr(asked, name) < least:
             raise TokenRecyclingError(
                 f"the small model does not fit: its {name} is {least}, "
-                f"the shape's {getattr(asked, name)}"
+                f"the shape has {getattr(asked, name)}"
             )
     if asked.head_dim % small.head_dim:
         raise TokenRecyclingError(
-            f"the shape's head_dim {asked.head_dim} is no multiple of {small.head_dim}"
+            f"the shape's head_dim {asked.head_dim} is not a multiple of {small.head_dim}"
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if asked.head_dim > small.head_dim and kind not in SPREADABLE_ROPE:
         raise TokenRecyclingError(
-            f"{kind} rope cannot change its head_dim from {small.head_dim} to {asked.head_dim}"
+            f"with {kind} RoPE, head_dim cannot change from {small.head_dim} to {asked.head_dim}"
         )
     if asked.vocab_size > small.vocab_size:
         if asked.hidden_size < small.hidden_size + 2:
@@ -291,7 +291,7 @@ def _fit(config: Any, small: Shape, asked: Shape) -> Shape:
             )
         if config.rms_norm_eps * small.hidden_size < 2**-27:
             raise TokenRecyclingError(
-                f"a larger vocabulary needs a larger rms_norm_eps than {config.rms_norm_eps}"
+                f"a larger vocabulary needs an rms_norm_eps above {config.rms_norm_eps}"
             )
     heads, kv = _fit_heads(small, asked)
     return replace(

@@ -31,7 +31,7 @@ from token_recycling.version import __version__
 
 app = typer.Typer(
     name="token-recycling",
-    help="Decode a language model several tokens at a time, without a change in any token.\n\n"
+    help="Generate several tokens per forward pass of a language model; the text is unchanged.\n\n"
     'token-recycling "Tell me a story"   is short for   token-recycling generate "…"',
     add_completion=False,
     rich_markup_mode=None,
@@ -72,7 +72,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Accept options before the verb."""
@@ -85,7 +86,7 @@ def run(argv: list[str] | None = None) -> None:
     warnings.formatwarning = _one_line  # type: ignore[assignment]
     try:
         if not writable:
-            raise TokenRecyclingError("stdout is closed; there is nowhere to print to")
+            raise TokenRecyclingError("stdout is closed; the output cannot be printed")
         if not argv:
             argv = ["generate"] if piped() else ["--help"]
         elif argv[0] not in VERBS | {"--help", "--version"}:
@@ -152,7 +153,9 @@ def _refuse_late_verb(argv: list[str]) -> None:
     """
     for before, word in pairwise(argv):
         if word in VERBS and not before.startswith("-"):
-            raise TokenRecyclingError(f"{word} stands behind options; write it first, or -p {word}")
+            raise TokenRecyclingError(
+                f"the command {word} must come before all options; to use it as a prompt: -p {word}"
+            )
 
 
 def _refuse_mistyped(word: str) -> None:
@@ -166,5 +169,5 @@ def _refuse_mistyped(word: str) -> None:
     near = get_close_matches(word.lower(), sorted(VERBS), n=1, cutoff=NEAR)
     if not (near or FOREIGN.fullmatch(word.lower()) or PATH.fullmatch(word)):
         return
-    meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(VERBS))}."
-    raise TokenRecyclingError(f"no such command: {word}; {meant} A prompt of one word: -p {word}")
+    meant = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(sorted(VERBS))}."
+    raise TokenRecyclingError(f"no such command: {word}; {meant} To use it as a prompt: -p {word}")

@@ -34,7 +34,7 @@ def bench(
         ),
     ] = None,
     per_kind: Annotated[
-        int | None, typer.Option("--per-kind", help="Questions of every kind at most.")
+        int | None, typer.Option("--per-kind", help="Maximum number of questions per kind.")
     ] = None,
     decoders: Annotated[
         str | None,
@@ -49,13 +49,13 @@ def bench(
             "--sweep", help="k=2,4 or tree=A,B or temperature=0,0.7 or start=cold,hot. Repeatable."
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="How often each is repeated.")] = 1,
+    rounds: Annotated[int, typer.Option("--rounds", help="Runs of each question per decoder.")] = 1,
     max_tokens: o.MaxTokens = TOKENS,
     temp: o.Temperature = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed for sampling.")] = 0,
     cold: Annotated[
         bool,
-        typer.Option("--cold/--hot", help="Empty the matrix before every question, or not."),
+        typer.Option("--cold/--hot", help="Empty the matrix before each question, or keep it."),
     ] = False,
     raw: o.Raw = False,
     device: o.Device = None,
@@ -65,12 +65,12 @@ def bench(
     threads: o.Threads = None,
     tune: Annotated[
         bool,
-        typer.Option("--tune/--no-tune", help="Measure step costs first, if that was not done."),
+        typer.Option("--tune/--no-tune", help="Measure step costs first if none are saved."),
     ] = True,
     out: Annotated[
         Path, typer.Option("-o", "--out", help="Folder for answers, summary and report.")
     ] = Path("token-recycling-bench"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
     """Benchmark several decoders on the same questions.
 
@@ -82,10 +82,12 @@ def bench(
     from token_recycling.bench.variants import AUTO, DEFAULT, expand
 
     if rounds < 1 or max_tokens < 2:
-        raise TokenRecyclingError("--rounds must be 1 or more and -n 2 or more")
+        raise TokenRecyclingError(
+            f"--rounds is {rounds} and -n is {max_tokens}; they must be at least 1 and 2"
+        )
     questions = suites.load_all(suite or ["builtin"], per_kind)
     if decoders is not None and not decoders.strip(", "):
-        raise TokenRecyclingError("--decoders names none")
+        raise TokenRecyclingError(f"--decoders is {decoders!r}; name at least one decoder")
     specs = [spec.strip() for spec in (decoders or ",".join(DEFAULT)).split(",") if spec.strip()]
     _check_sampling(temp, seed)
     variants = expand(specs, _sweeps(sweep or ()), temperature=temp, cold=cold)
@@ -117,7 +119,7 @@ def bench(
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
     if not drawable():
-        show.note("it has no charts; for those: pip install 'token-recycling[plot]'")
+        show.note("the report has no charts; to add them: pip install 'token-recycling[plot]'")
 
 
 def _sweeps(texts: Iterable[str]) -> dict[str, list[Any]]:
@@ -126,7 +128,7 @@ def _sweeps(texts: Iterable[str]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for name, values in map(read_sweep, texts):
         if name in found:
-            raise TokenRecyclingError(f"--sweep {name} stands twice; write {name}=A,B")
+            raise TokenRecyclingError(f"--sweep {name} is given twice; write --sweep {name}=A,B")
         found[name] = values
     return found
 
@@ -164,13 +166,18 @@ class _Run:
         tokens, raw = self.settings["max_new_tokens"], self.settings["raw"]
         fits, left_out = runner.fitting(self.recycler, self.questions, tokens, raw)
         if not fits:
-            raise TokenRecyclingError("no question fits into the model's context with -n more")
+            raise TokenRecyclingError(
+                f"no question fits into the model's context with -n {tokens}; choose a smaller -n"
+            )
         if left_out:
-            show.note(f"questions that do not fit into the context, left out: {len(left_out)}")
+            show.note(
+                f"questions skipped because they do not fit into the context: {len(left_out)}"
+            )
         most = max(variant.k for variant in self.variants)
         if most > self.recycler.target.vocab_size:
             raise TokenRecyclingError(
-                f"k is {most}; the model has no more tokens than {self.recycler.target.vocab_size}"
+                f"k is {most}; it must not exceed the vocabulary of "
+                f"{self.recycler.target.vocab_size} tokens"
             )
         journal = Journal(out, self._plan(fits), resume=resume)
         curve = self._costs(out, tune, anew=not journal.records)
@@ -231,7 +238,7 @@ class _Run:
         if not curve.measured and tune:
             with progress.progress_shown("step costs") as on_progress:
                 curve = tuning.measure(self.recycler, on_progress=on_progress)
-            show.note(f"step costs are kept in {tuning.save_curve(self.recycler, curve)}")
+            show.note(f"step costs saved in {tuning.save_curve(self.recycler, curve)}")
         curve.save(path)
         return curve
 
@@ -253,7 +260,7 @@ class _Run:
             ],
             "left_out": [question.name for question in left_out]
             + [
-                f"{question.name}, turn {len(asked) + 1} on"
+                f"{question.name}, from turn {len(asked) + 1}"
                 for question, record in zip(questions, records)
                 if len(asked := measures.turns(record, first, 0)) < len(question.turns)
             ],

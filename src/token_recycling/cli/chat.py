@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
 
 COMMAND = re.compile(r"/\w*")
-HELP = """/reset   begin a new conversation; what was learnt stays
-/forget  begin a new conversation with an empty matrix
-/quit    end, as Ctrl-D does"""
+HELP = """/reset   start a new conversation; keep the matrix
+/forget  start a new conversation with an empty matrix
+/quit    end the chat, like Ctrl-D"""
 ANSWER = 4  # at most 1/ANSWER of the context is reserved for the answer
 
 
@@ -107,14 +107,14 @@ class _Talk:
         elif line == "/reset":
             self.conversation.clear()
             self.recycler.forget_context()
-            show.note("the conversation is empty; what was learnt stays (/forget)")
+            show.note("the conversation is empty; the matrix is kept (/forget empties it)")
         elif line == "/forget":
             self.conversation.clear()
             self.recycler.reset()
-            show.note("conversation and matrix are empty")
+            show.note("the conversation and the matrix are empty")
         else:
             if line != "/help":
-                show.note(f"no command {printable(line)}")
+                show.note(f"unknown command: {printable(line)}")
             show.note(HELP)
 
     def _answer(self, line: str) -> None:
@@ -139,7 +139,7 @@ class _Talk:
                 last = show.stream(noting(chunks))
             show.ending(last)
         except KeyboardInterrupt:
-            show.note("\ninterrupted: the answer is cut here")
+            show.note("\ninterrupted: the answer is incomplete")
         except TokenRecyclingError as error:
             show.note(f"error: {printable(error)}")
             return
@@ -157,7 +157,7 @@ class _Talk:
         answer = min(self.options["max_new_tokens"], room // ANSWER)
         left_out = self.conversation.shorten(line, room - answer)
         if left_out:
-            show.note(f"the context of {room} tokens is full; turns left out: {left_out}")
+            show.note(f"the context of {room} tokens is full; oldest turns dropped: {left_out}")
         return self.conversation.prompt(line)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def check(
     model: o.Model = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Text file, a prompt per line.")
+        Path | None, typer.Option("--prompts", help="Text file with one prompt per line.")
     ] = None,
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
     raw: o.Raw = False,
@@ -93,7 +93,7 @@ def _read(path: Path) -> list[str]:
         raise TokenRecyclingError(f"cannot read the prompts in {path}: {error}") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise TokenRecyclingError(f"there is no prompt in {path}")
+        raise TokenRecyclingError(f"{path} contains no prompts")
     return prompts
 
 
@@ -101,8 +101,8 @@ def _line(result: Result) -> str:
     found = result.difference
     if found is None:
         return f"identical, {result.new_tokens} tokens"
-    choice = "second choice" if found.runner_up else "not even the second choice"
+    choice = "second choice" if found.runner_up else "not the second choice"
     return (
-        f"differs after {found.position} tokens: {found.plain_token} leads {found.token} "
-        f"({choice}) by {found.gap:.2g}; noise {result.noise:.2g}: {result.verdict}"
+        f"differs after {found.position} tokens: plain token {found.plain_token} leads "
+        f"{found.token} ({choice}) by {found.gap:.2g}; noise {result.noise:.2g}: {result.verdict}"
     )

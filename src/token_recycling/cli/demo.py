@@ -52,7 +52,7 @@ def demo(
     print(
         f"\n{identical} of {len(results)} outputs identical to model.generate; MAT {mat:.2f}; "
         f"speedup {mean:.2f}x (geometric mean of the {len(results)} prompts, tree "
-        f"{recycler.template.name}, {recycler.matrix.nbytes} bytes of matrix)"
+        f"{recycler.template.name}, matrix of {recycler.matrix.nbytes} bytes)"
     )
     if identical < len(results):
         raise SystemExit(1)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
     prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="The prompt; - is stdin alone.")
+        str | None, typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.")
     ] = None,
     model: o.Model = None,
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
@@ -49,11 +49,11 @@ def generate(
     threads: o.Threads = None,
     strict: o.Strict = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode plainly too, and compare text and speed.")
+        bool, typer.Option("--compare", help="Also decode plainly; compare text and speed.")
     ] = False,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Show on stderr what every step drafted, and why."),
+        typer.Option("--explain", help="Show on stderr what each step drafted, and why."),
     ] = False,
     as_json: o.Json = False,
 ) -> None:
@@ -64,7 +64,7 @@ def generate(
     token-recycling "Tell me the story of the fox" -n 100
     """
     if explain and (compare or as_json):
-        raise TokenRecyclingError("--explain goes with neither --compare nor --json")
+        raise TokenRecyclingError("--explain cannot be combined with --compare or --json")
     question = _question(text, prompt)
     loading = o.Loading(
         model,
@@ -93,7 +93,7 @@ def generate(
             _answer(recycler, as_prompt(recycler, question, raw), options, as_json)
     except (KeyboardInterrupt, OSError) as error:  # save what was learned so far
         if isinstance(error, KeyboardInterrupt):
-            show.note("\ninterrupted: the answer is cut here")
+            show.note("\ninterrupted: the answer is incomplete")
         loading.save(recycler)
         raise
     loading.save(recycler)
@@ -101,11 +101,13 @@ def generate(
 
 def _question(text: str | None, prompt: str | None) -> str:
     if text is not None and prompt is not None:
-        raise TokenRecyclingError("the prompt is given twice; leave out -p or the argument")
+        raise TokenRecyclingError("the prompt is given twice; use either -p or the argument")
     question = prompt if text is None else text
     question = stdin.joined(question)
     if not question.strip():
-        raise TokenRecyclingError('there is no prompt; token-recycling "…", or < file')
+        raise TokenRecyclingError(
+            'there is no prompt; write token-recycling "PROMPT" or token-recycling < FILE'
+        )
     return question
 
 

@@ -11,7 +11,7 @@ import typer
 from token_recycling.cli import options as o
 from token_recycling.errors import TokenRecyclingError, printable
 
-app = typer.Typer(help="Look into matrix files and merge them.", rich_markup_mode=None)
+app = typer.Typer(help="Show and merge matrix files.", rich_markup_mode=None)
 
 
 @app.command("show")
@@ -28,7 +28,7 @@ def show(
     matrix = AdjacencyMatrix.load(file)
     for wanted in token or ():
         if not 0 <= wanted < matrix.vocab_size:
-            raise TokenRecyclingError(f"token {wanted} is not within 0..{matrix.vocab_size - 1}")
+            raise TokenRecyclingError(f"--token is {wanted}; choose 0 to {matrix.vocab_size - 1}")
     about = {
         "vocabulary": matrix.vocab_size,
         "k": matrix.k,
@@ -45,7 +45,7 @@ def show(
         return
     print(
         f"{matrix.rows_seen} of {matrix.vocab_size} tokens have a row of k={matrix.k} candidates, "
-        f"and {matrix.pairs_seen} pairs of tokens (room for {matrix.pairs}); "
+        f"and {matrix.pairs_seen} of at most {matrix.pairs} token pairs; "
         f"{matrix.evidence[1].sum():.0f} candidates counted; "
         f"{matrix.nbytes} bytes; tokenizer {printable(matrix.fingerprint) or 'unknown'}"
     )
@@ -55,8 +55,8 @@ def show(
 
 @app.command("merge")
 def merge(
-    first: Annotated[Path, typer.Argument(help="A matrix file; it wins where scores are equal.")],
-    second: Annotated[Path, typer.Argument(help="Another of the same model.")],
+    first: Annotated[Path, typer.Argument(help="A matrix file; preferred where scores are equal.")],
+    second: Annotated[Path, typer.Argument(help="A matrix file of the same model.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Where to write the merged matrix.")],
 ) -> None:
     """Merge two matrix files into a third."""

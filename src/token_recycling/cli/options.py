@@ -17,19 +17,21 @@ from token_recycling.errors import TokenRecyclingError
 if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
 
-MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="New tokens at most.")]
+MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="Maximum number of new tokens.")]
 Temperature = Annotated[float, typer.Option("--temp", help="0 is greedy; above 0 samples.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Nucleus sampling.")]
 TopK = Annotated[
     int | None, typer.Option("--top-k", help="Sample from the best K; 0: all. As in generate().")
 ]
-MinP = Annotated[float | None, typer.Option("--min-p", help="Least share of the best token.")]
-Penalty = Annotated[float | None, typer.Option("--repetition-penalty", help="1 is none.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
-StopStrings = Annotated[list[str] | None, typer.Option("--stop", help="End before this text.")]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Minimum share of the best probability.")
+]
+Penalty = Annotated[float | None, typer.Option("--repetition-penalty", help="1 disables it.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Random seed for sampling.")]
+StopStrings = Annotated[list[str] | None, typer.Option("--stop", help="Stop before this text.")]
 Model = Annotated[
     str | None,
-    typer.Option("-m", "--model", help="Checkpoint folder or hub name; left out: the small one."),
+    typer.Option("-m", "--model", help="Checkpoint folder or Hub name; default: bundled."),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, auto.")]
@@ -39,23 +41,24 @@ Tree = Annotated[
 ]
 Drafter = Annotated[str, typer.Option("--drafter", help="adaptive, paper, prompt-lookup or none.")]
 Candidates = Annotated[
-    int | None, typer.Option("--top-k-candidates", help="Candidates kept per token (8).")
+    int | None, typer.Option("--top-k-candidates", help="Candidates per token; default: 8.")
 ]
 Matrix = Annotated[
-    Path | None, typer.Option("--matrix", help="Matrix file: loaded if there, saved at the end.")
+    Path | None,
+    typer.Option("--matrix", help="Matrix file: loaded if it exists, saved at the end."),
 ]
 Cold = Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail where tree attention cannot be used.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail if tree attention cannot be used.")]
 Float32Logits = Annotated[
     bool, typer.Option("--float32-logits", help="LM head in float32, for half precision.")
 ]
 ExactLogits = Annotated[bool, typer.Option("--exact-logits", hidden=True)]
 Graph = Annotated[
     bool | None,
-    typer.Option("--graph/--no-graph", help="Steps as one graph. Left out: on CUDA."),
+    typer.Option("--graph/--no-graph", help="Run each step as one graph; default: on CUDA."),
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as text; no chat template.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt without a chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -83,11 +86,13 @@ class Loading:
             TokenRecyclingError: an option or the checkpoint cannot be used.
         """
         if self.cold and self.matrix is not None:
-            raise TokenRecyclingError("--cold starts empty and --matrix from a file; choose one")
+            raise TokenRecyclingError("--cold and --matrix cannot be combined; choose one")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise TokenRecyclingError(f"--threads is {self.threads}; choose 1 to 1024")
         if self.matrix is not None and not self.matrix.parent.is_dir():
-            raise TokenRecyclingError(f"no folder {self.matrix.parent} for the matrix file")
+            raise TokenRecyclingError(
+                f"the folder of the matrix file does not exist: {self.matrix.parent}"
+            )
         if self.tree != defaults.TREE:  # report an invalid tree before loading a model
             from token_recycling.tree import TreeTemplate
 
@@ -116,7 +121,7 @@ class Loading:
                 float32_logits=self.float32_logits,
                 strict=self.strict,
             )
-        recycler.compiling = partial(busy_shown, "compiling the step, once for this model")
+        recycler.compiling = partial(busy_shown, "compiling the step (once per model)")
         return recycler
 
     def save(self, recycler: TokenRecycling) -> None:
@@ -162,5 +167,7 @@ def numbers(option: str, text: str) -> list[int]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 0 < int(part) < 10**9 for part in parts):
-        raise TokenRecyclingError(f"{option} is {text!r}; write whole numbers, as in 1,2,4")
+        raise TokenRecyclingError(
+            f"{option} is {text!r}; write whole numbers above 0, for example 1,2,4"
+        )
     return [int(part) for part in parts]

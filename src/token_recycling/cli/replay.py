@@ -35,23 +35,23 @@ def replay(
     ],
     answers: Annotated[
         Path | None,
-        typer.Option("--answers", help="Answer file in Spec-Bench's format; else the suite's own."),
+        typer.Option("--answers", help="Answer file in Spec-Bench's format; default: the suite's."),
     ] = None,
     model: o.Model = None,
     decoders: Annotated[
         str | None,
         typer.Option(
             "--decoders",
-            help="auto, DRAFTER or DRAFTER@TREE, separated by commas. Left out: "
-            "prompt-lookup,paper,auto, and with --draft-only prompt-lookup.",
+            help="auto, DRAFTER or DRAFTER@TREE, separated by commas. Default: "
+            "prompt-lookup,paper,auto; with --draft-only: prompt-lookup.",
         ),
     ] = None,
     per_kind: Annotated[
-        int | None, typer.Option("--per-kind", help="Questions of every kind at most.")
+        int | None, typer.Option("--per-kind", help="Maximum number of questions per kind.")
     ] = None,
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
     draft_only: Annotated[
-        bool, typer.Option("--draft-only", help="Load no model; for drafters that copy text.")
+        bool, typer.Option("--draft-only", help="Load no model; only for drafters that copy text.")
     ] = False,
     cold: o.Cold = False,
     raw: o.Raw = False,
@@ -75,19 +75,21 @@ def replay(
         decoders = "prompt-lookup" if draft_only else "prompt-lookup,paper,auto"
     variants = [parse(name.strip()) for name in decoders.split(",") if name.strip()]
     if not variants:
-        raise TokenRecyclingError("--decoders names none")
+        raise TokenRecyclingError(f"--decoders is {decoders!r}; name at least one decoder")
     for variant in variants:
         if variant.drafter is None:
-            raise TokenRecyclingError(f"{variant.name} drafts nothing of ours to replay")
+            raise TokenRecyclingError(f"{variant.name} has no drafter to replay; name a drafter")
     questions = suites.load_all(suite, per_kind)
     asked = len(questions)
     if answers is not None:
         questions = replaying.read_answers(answers, questions)
     questions = [question for question in questions if question.answers]
     if not questions:
-        raise TokenRecyclingError("these questions have no recorded answers; name --answers FILE")
+        raise TokenRecyclingError(
+            "these questions have no recorded answers; give them with --answers FILE"
+        )
     if missing := asked - len(questions):
-        show.note(f"{missing} of {asked} questions have no recorded answer; left out")
+        show.note(f"{missing} of {asked} questions have no recorded answer; skipped")
     loading = o.Loading(model, device, dtype, threads=threads)
     make = _WithoutModel(model) if draft_only else _WithModel(loading)
     done, total = 0, len(questions) * len(variants)
@@ -120,9 +122,9 @@ def replay(
                 if any(kind in ("all", k) and run for k, _, run in runs)
             }
     if left_out:
-        show.note(f"{left_out // len(variants)} answers do not fit into the context; left out")
+        show.note(f"{left_out // len(variants)} answers do not fit into the context; skipped")
     if not any(found.values()):
-        raise TokenRecyclingError("no answer fits and has two tokens or more to draft")
+        raise TokenRecyclingError("no answer fits into the context and has at least two tokens")
     _print(found, kinds, as_json)
 
 
@@ -210,4 +212,4 @@ def _print(found: dict[str, dict[str, Figures]], kinds: list[str], as_json: bool
             gained = "–" if speedup is None else f"{speedup:.2f}x"
             cells.append(f"{figures.mat:9.2f} {figures.nodes:7.1f} {gained:>6}")
         print(f"{kind:16}" + "".join(cells))
-    print("tokens: verified per step; speedup: expected by the measured step costs, – if unknown")
+    print("tokens: verified per step; speedup: expected from the measured step costs, – if unknown")

@@ -44,7 +44,7 @@ def joined(prompt: str | None) -> str:
 @contextmanager
 def _waiting_shown() -> Iterator[None]:
     """Print a note if reading stdin takes more than ``PATIENCE`` seconds, on a terminal."""
-    line = "reading stdin; Ctrl-D ends it (< /dev/null: nothing to read)"
+    line = "reading stdin; press Ctrl-D to end it, or use < /dev/null for no input"
     timer = Timer(PATIENCE, lambda: print(line, file=sys.stderr, flush=True))
     timer.daemon = True
     if sys.stderr.isatty():

@@ -72,14 +72,14 @@ def show(
 
 @app.command("check")
 def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
-    """Check a tree file of your own; the error names an invalid path."""
+    """Check a tree file; the error names the invalid path."""
     from token_recycling.tree import TreeTemplate
 
     k = defaults.CANDIDATES if top_k_candidates is None else top_k_candidates
     tree = TreeTemplate.load(name, k)
     counts = [len(level) for level in tree.levels]
     print(
-        f"{printable(tree.name)} is a tree: {tree.nodes - 1} nodes, "
+        f"{printable(tree.name)} is a valid tree: {tree.nodes - 1} nodes, "
         f"levels {'/'.join(map(str, counts))}, "
         f"needs {tree.max_rank + 1} candidates per token"
     )

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def tune(
     model: o.Model = None,
     contexts: Annotated[
-        str | None, typer.Option("--contexts", help="Context lengths, as in 128,1024.")
+        str | None, typer.Option("--contexts", help="Context lengths, for example 128,1024.")
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="Measurements of each.")] = 7,
+    rounds: Annotated[int, typer.Option("--rounds", help="Measurements per length and size.")] = 7,
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", help="Draw the curve to this .png or .svg file."),
@@ -42,11 +42,11 @@ def tune(
     """
     lengths = None if contexts is None else o.numbers("--contexts", contexts)
     if rounds < 1:
-        raise TokenRecyclingError("--rounds must be 1 or more")
+        raise TokenRecyclingError(f"--rounds is {rounds}; it must be 1 or more")
     if out is not None and out.suffix.lower() not in (".png", ".svg"):
         raise TokenRecyclingError(f"{out} must end in .png or .svg")
     if out is not None and not out.parent.is_dir():
-        raise TokenRecyclingError(f"no folder {out.parent} for {out.name}")
+        raise TokenRecyclingError(f"cannot write {out.name}: there is no folder {out.parent}")
     recycler = o.Loading(
         model,
         device,
@@ -70,8 +70,8 @@ def tune(
         print(json.dumps({**asdict(curve), "kept": kept, "begins_with": size}))
         return
     print(table(curve))
-    print(f"an automatic tree begins with {size} tokens a step")
-    show.note(f"kept in {kept}" + (f"; wrote {out}" if out else ""))
+    print(f"--tree auto starts with {size} tokens per step")
+    show.note(f"saved in {kept}" + (f"; wrote {out}" if out else ""))
 
 
 def table(curve: CostCurve) -> str:

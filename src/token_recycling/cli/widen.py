@@ -33,4 +33,4 @@ def widen(
     logging.disable_progress_bar()
     made = widening.widen(small, to, out, dtype=dtype)
     print(f"wrote {out}: {made.parameters:,} parameters, {made.bytes:,} bytes of {dtype}")
-    print(f"the shape of {to}: " + ("; ".join(made.differs) or "nothing differs"))
+    print(f"differences from the shape of {to}: " + ("; ".join(made.differs) or "none"))

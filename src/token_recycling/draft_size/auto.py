@@ -49,7 +49,9 @@ class AutoSize(DraftSize):
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
         """
         if not acceptance:
-            raise TokenRecyclingError("drafts of this drafter cannot be cut; name a tree")
+            raise TokenRecyclingError(
+                "drafts of this drafter cannot be truncated; choose a fixed tree"
+            )
         self.costs = costs
         most = len(acceptance) + 1
         self.sizes = sorted({most, *(size for size in costs.sizes if size < most)})

@@ -108,9 +108,11 @@ class CostCurve:
         # All that malformed JSON can raise, including huge numbers and deeply nested lists.
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as e:
             reason = f"{type(e).__name__}: {one_line(e, 80)}"
-            raise TokenRecyclingError(f"{path} is no cost curve ({reason}); run tune") from e
+            raise TokenRecyclingError(
+                f"{path} is not a cost curve ({reason}); run token-recycling tune again"
+            ) from e
         if not whole:
-            raise TokenRecyclingError(f"{path} is no cost curve; run token-recycling tune again")
+            raise TokenRecyclingError(f"{path} is not a cost curve; run token-recycling tune again")
         return curve
 
 

@@ -73,9 +73,13 @@ def measure(
     contexts = sorted(set(contexts))
     sizes = sorted(set(sizes))
     if sizes[:1] != [1] or sizes[-1] > defaults.MOST_NODES + 1:
-        raise TokenRecyclingError(f"sizes go from 1 to {defaults.MOST_NODES + 1}, 1 among them")
+        raise TokenRecyclingError(
+            f"sizes are {sizes}; they must be between 1 and {defaults.MOST_NODES + 1} and include 1"
+        )
     if not contexts or contexts[0] < 1 or contexts[-1] > room:
-        raise TokenRecyclingError(f"contexts must lie between 1 and {room}")
+        raise TokenRecyclingError(
+            f"contexts are {contexts}; give one or more, each between 1 and {room}"
+        )
     bench = _Bench(target)
     rows = []
     for index, context in enumerate(contexts):

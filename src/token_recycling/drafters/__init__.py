@@ -77,4 +77,4 @@ def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> 
     for point in entry_points(group=GROUP, name=name):
         factory: Factory = point.load()
         return adapted(factory(matrix, template))
-    raise TokenRecyclingError(f"no drafter {name!r}; there are {', '.join(names())}")
+    raise TokenRecyclingError(f"unknown drafter {name!r}; choose from {', '.join(names())}")

@@ -91,7 +91,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             TokenRecyclingError: ``nodes`` is not within 1..256.
         """
         if not 1 <= nodes <= MOST_NODES:
-            raise TokenRecyclingError(f"nodes is {nodes}; it must lie between 1 and {MOST_NODES}")
+            raise TokenRecyclingError(f"nodes is {nodes}; it must be between 1 and {MOST_NODES}")
         self.matrix, self.old_weight, self.calibrate = matrix, old_weight, calibrate
         matrix.reserve_pairs(pairs)
         matrix.assume_probabilities()

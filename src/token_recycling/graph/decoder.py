@@ -171,15 +171,15 @@ class GraphDecoder:
         """
         model = target.model
         if {weight.device for weight in model.parameters()} != {target.device}:
-            raise GraphError("the model lies on several devices")
+            raise GraphError("the model is on several devices")
         written = getattr(model.get_output_embeddings(), "out_features", target.vocab_size)
         if written != target.vocab_size:
-            raise GraphError("its projection is wider than its vocabulary")
+            raise GraphError("the LM head is wider than the vocabulary")
         self.target, self.drafter, self.size, self.compiling = target, drafter, size, compiling
         if not drafter.capturable:
-            raise GraphError(f"the drafter {drafter.name} needs the host at every step")
+            raise GraphError(f"the drafter {drafter.name} is not capturable")
         if not target.takes_positions:
-            raise GraphError("the model takes no positions")
+            raise GraphError("the model takes no position ids")
         self._runners: dict[Any, GraphRunner] = {}
         self._failed: dict[Any, GraphError] = {}
         self._addresses: list[Any] = []
@@ -212,7 +212,9 @@ class GraphDecoder:
             GraphError: it cannot be created.
         """
         if has_adapters(self.target.model):
-            raise GraphError("adapters may be switched where a graph does not see it")
+            raise GraphError(
+                "the model has adapters, and a graph cannot detect when they are switched"
+            )
         if (addresses := self._captured_addresses()) != self._addresses:
             self._runners, self._failed, self._addresses = {}, {}, addresses
         nodes = self.nodes
@@ -242,7 +244,7 @@ class GraphDecoder:
                     return GraphRunner(step)
                 except torch.OutOfMemoryError:
                     self._runners = {}  # free their caches, then retry
-        raise GraphError(f"there is no memory for a cache of {batch} x {slots} tokens")
+        raise GraphError(f"not enough memory for a cache of {batch} x {slots} tokens")
 
     def steps(
         self, sequences: list[Sequence], accept: Acceptor, check: Callable[[], None]

@@ -39,23 +39,23 @@ KINDS: tuple[Any, Any] = (Real, Integral)
 REFUSED = {
     "do_sample": "set temperature",
     "max_length": "set max_new_tokens",
-    "inputs_embeds": "give the prompt as tokens",
-    "attention_mask": "prompts are not padded here",
-    "position_ids": "prompts are not padded here",
+    "inputs_embeds": "pass the prompt as token ids",
+    "attention_mask": "prompts need no padding",
+    "position_ids": "prompts need no padding",
     "past_key_values": "set keep_context",
-    "use_cache": "there is always a cache",
+    "use_cache": "the cache is always used",
     "return_dict_in_generate": "call model.generate with custom_generate",
     "output_scores": "call model.generate with custom_generate",
     "output_logits": "call model.generate with custom_generate",
     "output_attentions": "call model.generate with custom_generate",
     "output_hidden_states": "call model.generate with custom_generate",
-    "stopping_criteria": "leave a stream early",
+    "stopping_criteria": "use stream() and break out of the loop",
     "stop_strings": "set stop",
     "streamer": "use stream()",
-    "num_return_sequences": "give the prompt several times",
+    "num_return_sequences": "pass the prompt several times",
     "prompt_lookup_num_tokens": "set drafter to prompt-lookup",
-    "assistant_model": "there is no draft model",
-    "custom_generate": "it is in use",
+    "assistant_model": "Token Recycling needs no draft model",
+    "custom_generate": "Token Recycling sets it itself",
 }
 
 
@@ -81,12 +81,12 @@ def generate_options(
         # Transformers does not accept numpy numbers
         numbers[name] = int(value) if whole else float(value)
         if not low <= numbers[name] <= high:
-            most = "or more" if high == INFINITY else f"to {high:g}"
-            raise TokenRecyclingError(f"{name} is {value}; it must be {low:g} {most}")
+            allowed = f"{low:g} or more" if high == INFINITY else f"from {low:g} to {high:g}"
+            raise TokenRecyclingError(f"{name} is {value}; it must be {allowed}")
     given, temperature = numbers, numbers.pop("temperature")
     given.setdefault("pad_token_id", 0)  # unused for a single row, but generate warns without it
     if 0 < temperature < 1e-5:
-        raise TokenRecyclingError(f"temperature is {temperature}; use 0, or 1e-5 and more")
+        raise TokenRecyclingError(f"temperature is {temperature}; it must be 0, or 1e-5 or more")
     if temperature:
         given.update(do_sample=True, temperature=temperature)
     else:
@@ -125,7 +125,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
         more = f"num_return_sequences is {request.batch}"
         raise TokenRecyclingError(f"{more}; {REFUSED['num_return_sequences']}")
     if request.rows() != [prompt]:
-        raise TokenRecyclingError("token_healing changes the prompt; leave it out")
+        raise TokenRecyclingError("token_healing changes the prompt; switch it off")
     return request
 
 
@@ -139,9 +139,9 @@ def mixes_prompts(requests: list[Request]) -> str | None:
         return None
     for criterion in first.criteria:
         if looks_at_batch(criterion):
-            return f"{type(criterion).__name__} may look at the whole batch"
+            return f"{type(criterion).__name__} may depend on the whole batch"
     brought = {id(processor) for processor in others[0].processors}
     for processor in first.processors:
         if asks_for_row(processor) or (id(processor) in brought and not row_by_row(processor)):
-            return f"{type(processor).__name__} may look at the whole batch"
+            return f"{type(processor).__name__} may depend on the whole batch"
     return None

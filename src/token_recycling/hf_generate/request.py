@@ -183,11 +183,11 @@ class Request:
 
     def _other_method(self) -> str | None:
         if self.mode not in OWN_MODES:
-            return f"{self.mode.value.replace('_', ' ')} is asked for"
+            return f"{self.mode.value.replace('_', ' ')} is requested"
         if self.synced_gpus:
             return "synced_gpus is set"
         if self.returns("output_attentions", "output_hidden_states"):
-            return "attentions or hidden states are asked for"
+            return "attentions or hidden states are requested"
         return None
 
     def _other_inputs(self) -> str | None:
@@ -198,7 +198,7 @@ class Request:
         for name, value in self.inputs.items():
             nothing = value is None or (isinstance(value, dict) and not any(value.values()))
             if name not in KNOWN_INPUTS and not nothing:
-                return f"the model gets {name}"
+                return f"it passes {name} to the model"
         return None
 
     def _other_cache(self) -> str | None:
@@ -208,13 +208,13 @@ class Request:
         if kind not in SAME_RESULT_CACHES:
             return f"cache_implementation is {kind}"
         if self.own_cache and not extendable(self.cache):
-            return f"its {type(self.cache).__name__} cannot be gone on with"
+            return f"its {type(self.cache).__name__} cannot be continued"
         if not self.cached:
             return None
         if self.batch > 1:
-            return "a batch goes on with a cache"
+            return "a batch continues from a cache"
         if not self.continues and self.cached >= self.input_ids.shape[1]:
-            return "the cache holds the whole prompt"
+            return "the cache already holds the whole prompt"
         return None
 
     def _padding(self) -> str | None:
@@ -224,7 +224,7 @@ class Request:
             mask = torch.ones_like(self.input_ids)
         else:
             if not self.cached and mask.shape != self.input_ids.shape:
-                return "the attention mask has another shape than the prompt"
+                return "the attention mask and the prompt have different shapes"
             bits = mask.bool()
             if not bool(bits[:, -1].all()) or bool((bits[:, :-1] & ~bits[:, 1:]).any()):
                 return "the padding is not on the left"
@@ -235,14 +235,14 @@ class Request:
         if positions is None:
             return None
         if positions.ndim != 2:
-            return "its positions have several axes"
+            return "position_ids is not two-dimensional"
         end = self.cached + length if self.continues else length
         expected = (torch.arange(end, device=start.device) - start)[:, -length:]
         given = positions[..., -length:].to(start.device).expand(self.batch, length)
         seen = mask[:, -length:].bool().to(start.device)
-        return (
-            None if bool((given == expected)[seen].all()) else "position_ids of its own are given"
-        )
+        if bool((given == expected)[seen].all()):
+            return None
+        return "position_ids differs from what the attention mask implies"
 
     def _beyond(self, max_positions: int | None) -> str | None:
         if max_positions is None:
@@ -250,7 +250,7 @@ class Request:
         limits = (getattr(criterion, "max_length", inf) for criterion in self.criteria)
         longest = min(limits, default=inf) - 1 + (self.cached if self.continues else 0)
         if longest > max_positions:
-            return f"its length may go beyond the {max_positions} positions of the model"
+            return f"the answer may exceed the model's {max_positions} positions"
         return None
 
     @property
@@ -263,11 +263,11 @@ class Request:
             return None
         for processor in self.processors:
             if not row_by_row(processor):
-                return f"{type(processor).__name__} may look at the whole batch"
+                return f"{type(processor).__name__} may depend on the whole batch"
         if not self.ends_rows and any(hasattr(c, "stop_strings") for c in self.criteria):
-            return "without an end-of-sequence id, a row of a batch goes on after its stop string"
+            return "without an end-of-sequence id, rows of a batch continue after a stop string"
         if self.returns("output_scores", "output_logits"):
-            return "a batch's scores are asked for, and a row that ended has scores of its padding"
+            return "scores or logits of a batch are requested (ended rows have those of padding)"
         return None
 
 

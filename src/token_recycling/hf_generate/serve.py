@@ -105,14 +105,16 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
     with streamer_ended(streamer):
         if "/" in GENERATION_MODES_MAPPING[request.mode]:
             mode = request.mode.value.replace("_", " ")
-            raise TokenRecyclingError(f"{mode} lives on the hub; leave custom_generate out for it")
+            raise TokenRecyclingError(
+                f"{mode} is on the Hugging Face Hub; call generate without custom_generate"
+            )
         if isinstance(target, TreeTarget):
             reason = target.changed() or request.obstacle(target.max_positions)
             if reason is None:
                 with recycler.lock.acquired(wait=recycler.queue) as mine:
                     if mine:
                         return _recycle(recycler, target, request, streamer)
-                reason = "another answer of this model is not finished"
+                reason = "the model is still generating another answer"
             warn_plain(recycler, reason)
         target.lm_head.refresh()
         with target.lm_head:
@@ -121,12 +123,14 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
 
 def warn_plain(recycler: Recycler, reason: str) -> None:
     """Warn once per reason, or raise if the recycler is strict."""
-    message = f"this call of generate cannot be recycled: {reason}"
+    message = f"this generate call cannot be recycled: {reason}"
     if recycler.strict:
         raise TokenRecyclingError(message)
     if reason not in recycler.warned:
         recycler.warned.add(reason)
-        warnings.warn(f"{message}; it is decoded plainly", PlainDecodingWarning, stacklevel=2)
+        warnings.warn(
+            f"{message}; falling back to plain decoding", PlainDecodingWarning, stacklevel=2
+        )
 
 
 def _stock(model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None) -> Any:

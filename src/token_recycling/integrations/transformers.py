@@ -51,7 +51,7 @@ class Enabled:
         before = model.__dict__.get("generate")
         if before is not None and not isinstance(before, Override):
             raise TokenRecyclingError(
-                "the model brings a generate of its own; give it custom_generate instead"
+                "the model has its own generate; pass custom_generate=TokenRecycling(model) instead"
             )
         # If a model is enabled twice, only the later recycler serves calls.
         self._overrides = [self._cover("generate", _covered)]
@@ -118,7 +118,7 @@ CONTINUOUS = ("generate_batch", "init_continuous_batching")
 
 def _continuous(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     """Warn that continuous batching is decoded plainly, then run it."""
-    warn_plain(recycler, "continuous batching has a cache and a loop of its own")
+    warn_plain(recycler, "continuous batching has its own cache and loop")
     return stock(*args, **kw)
 
 
@@ -144,6 +144,6 @@ def _covered(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **
             if all(value in (None, 1) for value in values):
                 continue
             if isinstance(recycler.target, TreeTarget):
-                warn_plain(recycler, f"{method} is asked for")
+                warn_plain(recycler, f"{method} is requested")
             return stock(*args, **kwargs)
         return stock(*args, **{**kwargs, "custom_generate": recycler})

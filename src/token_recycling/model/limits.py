@@ -60,7 +60,7 @@ def attention_windows(config: Any) -> dict[str, AttentionWindow]:
     if not kinds:
         kinds = ["sliding_attention" if window else "full_attention"]
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo
-        raise TokenRecyclingError("its local layers count their window in cache slots")
+        raise TokenRecyclingError("its local layers measure their window in cache slots")
     windows = {}
     for kind in kinds:
         if kind == "full_attention":
@@ -70,7 +70,7 @@ def attention_windows(config: Any) -> dict[str, AttentionWindow]:
         elif kind == "chunked_attention":
             windows[kind] = AttentionWindow("chunked", int(config.attention_chunk_size))
         else:
-            raise TokenRecyclingError(f"its layers of type {kind} keep a state without branches")
+            raise TokenRecyclingError(f"its {kind} layers keep a state that cannot branch")
     return windows
 
 
@@ -128,7 +128,9 @@ def slot_limit(config: Any) -> int | None:
         return None
     limit = min(begins) - TREE_ROOM
     if limit < SHORTEST_CONTEXT:
-        raise TokenRecyclingError(f"its attention counts cache slots beyond {min(begins)}")
+        raise TokenRecyclingError(
+            f"its attention depends on the cache slot beyond slot {min(begins)}"
+        )
     return int(limit)
 
 
@@ -148,5 +150,6 @@ def check_prompts(prompts: list[list[int]], limit: int | None) -> None:
             raise TokenRecyclingError("the prompt is empty")
         if limit is not None and len(prompt) >= limit:
             raise TokenRecyclingError(
-                f"the prompt has {len(prompt)} tokens and the model's context {limit}; shorten it"
+                f"the prompt has {len(prompt)} tokens, too many for the model's context "
+                f"of {limit}; shorten it"
             )

@@ -52,7 +52,7 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
     """
     if not isinstance(model, GenerationMixin):
         kind = type(model).__name__
-        raise TokenRecyclingError(f"{kind} is no model of Transformers; give the one inside it")
+        raise TokenRecyclingError(f"{kind} is not a Transformers model; pass the model it wraps")
     if getattr(model.config, "is_encoder_decoder", False):
         raise TokenRecyclingError("models with an encoder are not supported")
     lm_head = Float32Head(model) if float32_logits else None
@@ -63,10 +63,10 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
         reason = str(error)
     if reason is None:
         return target
-    message = f"{type(model).__name__} cannot be verified by tree attention: {reason}"
+    message = f"{type(model).__name__} does not support tree attention: {reason}"
     if strict:
         raise TokenRecyclingError(message)
-    warnings.warn(f"{message}; it is decoded plainly", PlainDecodingWarning, stacklevel=3)
+    warnings.warn(f"{message}; falling back to plain decoding", PlainDecodingWarning, stacklevel=3)
     return PlainTarget(model, lm_head)
 
 
@@ -93,7 +93,7 @@ def probe(target: TreeTarget) -> str | None:
     if not worst <= tolerance:  # also fails for NaN
         return f"its logits in a tree differ by {worst:.2g} from those on the path alone"
     if control <= 2 * worst:
-        return "the probe cannot tell: a wrong mask changes nothing"
+        return "the probe is inconclusive: a wrong mask does not change the logits"
     return None
 
 

@@ -164,7 +164,7 @@ class TreeTarget:
         self.skinny_gemm = SkinnyGemm(model) if skinny else None
         self.prompt_fraction = prompt_fraction(model) if "logits_to_keep" in self._takes else 1.0
         if type(model)._sample is not GenerationMixin._sample:
-            raise TokenRecyclingError("its class samples in a way of its own")
+            raise TokenRecyclingError("its class overrides _sample")
         self._tried: tuple[Any, ...] = ()  # training mode of ``_repeatable``
         self._repeatable = True
         if reason := self._other_model():
@@ -192,15 +192,15 @@ class TreeTarget:
     def _other_model(self) -> str | None:
         attention = getattr(self.config, "_attn_implementation", None) or "eager"
         if attention not in ATTENTION:
-            return f"its attention is {attention}, which takes no tree; choose sdpa or eager"
+            return f"{attention} attention does not accept tree masks; choose sdpa or eager"
         if self.vocab_size != vocabulary(self.model):
-            return "its vocabulary has changed"
+            return "the model's vocabulary has changed"
         if self._limits() != (self.windows, self.max_positions):
-            return "its attention windows or its positions have changed"
+            return "the model's attention windows or positions have changed"
         if self.device != input_device(self.model):
-            return f"it has moved from {self.device}"
+            return f"the model is no longer on {self.device}"
         own = [name for name in DECODING if name in self.model.__dict__]
-        return f"the object has a {own[0]} of its own" if own else None
+        return f"the model object overrides {own[0]}" if own else None
 
     def _limits(self) -> tuple[dict[str, AttentionWindow], int | None]:
         """Return the attention windows and the position limit of the current configuration.
@@ -220,10 +220,10 @@ class TreeTarget:
                 self._repeatable = is_repeatable(self.model, self.vocab_size, self.device)
             self._tried = training
         if training and not self._repeatable:
-            reason = "it does not compute a text alike twice"
-        return (
-            None if reason is None else f"it is in training mode, and {reason}; call model.eval()"
-        )
+            reason = "its logits for the same text vary"
+        if reason is None:
+            return None
+        return f"the model is in training mode and {reason}; call model.eval()"
 
     def reset(self) -> None:
         """Drop the context and free its memory."""
@@ -241,7 +241,7 @@ class TreeTarget:
     ) -> Tensor:
         """Read the prompts (see ``Target.prefill``)."""
         if reason := self.changed():
-            raise TokenRecyclingError(f"the model cannot be used: {reason}")
+            raise TokenRecyclingError(f"cannot decode: {reason}")
         self.lm_head.refresh()
         if self.skinny_gemm is not None:
             self.skinny_gemm.prepare()

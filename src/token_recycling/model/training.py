@@ -34,9 +34,9 @@ def train_time_behaviour(model: Any) -> str | None:
         if isinstance(module, _DropoutNd) and module.p > 0:
             return f"a dropout of {module.p:g} is active"
         if isinstance(module, _BatchNorm):
-            return "its batch normalisation learns"
+            return "its batch normalisation updates its statistics"
         if getattr(module, "gradient_checkpointing", False):
-            return "gradient checkpointing switches its cache off"
+            return "gradient checkpointing disables its cache"
         for name, value in vars(module).items():
             if _is_rate(name, value):
                 return f"its {name} is {value:g}"

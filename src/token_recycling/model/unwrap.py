@@ -24,7 +24,7 @@ def model_inside(given: Any) -> Any:
     """
     if isinstance(given, str | Path):
         raise TokenRecyclingError(
-            f"{str(given)!r} is no model object; load it with "
+            f"{str(given)!r} is not a model object; load it with "
             "AutoModelForCausalLM.from_pretrained, or use TokenRecycling.from_pretrained"
         )
     found = given
@@ -39,9 +39,9 @@ def model_inside(given: Any) -> Any:
     names = [name for name, value in _attributes(given) if isinstance(value, GenerationMixin)]
     if names:
         there = " or ".join(f".{name}" for name in sorted(names))
-        raise TokenRecyclingError(f"{kind} is no model of Transformers; give it its {there}")
+        raise TokenRecyclingError(f"{kind} is not a Transformers model; pass its {there}")
     raise TokenRecyclingError(
-        f"{kind} is no model of Transformers that writes text; give an …ForCausalLM"
+        f"{kind} is not a Transformers model that generates text; pass a …ForCausalLM"
     )
 
 

@@ -59,19 +59,21 @@ class ServingOptions:
         for name in values:
             if name not in known:
                 raise TokenRecyclingError(
-                    f"no option {name!r} of Token Recycling; there are {', '.join(known)}"
+                    f"Token Recycling has no option {name!r}; use one of {', '.join(known)}"
                 )
         for name in ("candidates", "context", "max_step_tokens"):
             try:
                 values[name] = int(values.get(name, getattr(cls, name)))
             except (TypeError, ValueError):
-                raise TokenRecyclingError(f"{name} is {values[name]!r}, no number") from None
+                raise TokenRecyclingError(
+                    f"{name} is {values[name]!r}; it must be a whole number"
+                ) from None
         options = cls(**values)
         if options.context < 256:
-            raise TokenRecyclingError(f"context is {options.context}; 256 tokens at least")
+            raise TokenRecyclingError(f"context is {options.context}; it must be 256 or more")
         if options.max_step_tokens < 1:
             raise TokenRecyclingError(
-                f"max_step_tokens is {options.max_step_tokens}; 1 token at least"
+                f"max_step_tokens is {options.max_step_tokens}; it must be 1 or more"
             )
         return options
 
@@ -116,12 +118,15 @@ class ServingOptions:
         template = TreeTemplate.load(self.tree or f"ranked-{min(nodes, most)}", matrix.k)
         if len(template.paths) > nodes:
             raise TokenRecyclingError(
-                f"the tree {template.name} has {len(template.paths)} nodes below the root, the "
-                f"engine room for {nodes}"
+                f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
+                f"the engine has room for {nodes}"
             )
         drafter = make_drafter(self.drafter, matrix.to(device), template)
         if not drafter.capturable:
-            raise TokenRecyclingError(f"the drafter {self.drafter} needs the host at every step")
+            raise TokenRecyclingError(
+                f"the drafter {self.drafter} needs the host at every step, which serving engines "
+                "do not support; choose another drafter"
+            )
         return drafter
 
     def nodes_for(self, requests: int, most: int) -> int:

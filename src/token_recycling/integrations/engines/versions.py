@@ -53,8 +53,8 @@ def check_version(engine: Engine) -> None:
         if os.environ.get(ANY) or any(f"{number}.".startswith(f"{one}.") for one in engine.tested):
             return
     raise EngineVersionError(
-        f"Token Recycling was tested with {engine.name} {', '.join(engine.tested)}; this is "
-        f"{' and '.join(found) or 'none'}. Install a tested version, or set {ANY}=1 to try"
+        f"Token Recycling was tested with {engine.name} {', '.join(engine.tested)}; found "
+        f"{' and '.join(found) or 'none'}. Install a tested version, or set {ANY}=1 to try anyway"
     )
 
 
@@ -68,5 +68,5 @@ def check_signature(function: Callable[..., Any], *expected: str) -> None:
     if found != expected:
         raise EngineVersionError(
             f"{function.__qualname__} takes {', '.join(found)}, not {', '.join(expected)}: "
-            "this version of the engine is another one than those that were tested"
+            "this version of the engine is not one of those tested"
         )

@@ -66,8 +66,8 @@ class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
         view = resolved_view(server_args)
         if view.attention_backend not in (None, *BACKENDS):
             raise TokenRecyclingError(
-                f"attention backend {view.attention_backend} takes no draft trees; choose one of "
-                f"{', '.join(BACKENDS)}"
+                f"attention backend {view.attention_backend} does not support draft trees; "
+                f"choose one of {', '.join(BACKENDS)}"
             )
 
 

@@ -72,7 +72,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("TOKEN_RECYCLING learns from the target; it takes no corpus")
+        raise NotImplementedError(
+            "TOKEN_RECYCLING does not take a corpus; it learns from the target"
+        )
 
     def _init_preallocated_tensors(self) -> None:
         slots = self.req_to_token_pool.req_to_token.shape[0]

@@ -31,16 +31,16 @@ def check_model(vllm_config: Any) -> None:
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = {
-        "there is tree attention for CPU_ATTN only yet": not current_platform.is_cpu(),
-        "the model's attention is MLA": model.use_mla,
-        "its positions are M-RoPE": model.uses_mrope,
-        "it has layers whose state cannot branch": model.is_hybrid or model.is_attention_free,
-        "the model is spread over a pipeline": parallel.pipeline_parallel_size > 1,
+        "tree attention is implemented only for CPUs": not current_platform.is_cpu(),
+        "the model uses MLA": model.use_mla,
+        "the model uses M-RoPE": model.uses_mrope,
+        "the model has layers with recurrent state": model.is_hybrid or model.is_attention_free,
+        "pipeline parallelism is on": parallel.pipeline_parallel_size > 1,
         "the cache is quantised": vllm_config.cache_config.cache_dtype not in ("auto", "float32"),
     }
     for reason, applies in reasons.items():
         if applies:
-            raise TokenRecyclingError(f"mode=tree cannot be used: {reason}. Use mode=chain")
+            raise TokenRecyclingError(f"mode=tree cannot be used: {reason}; use mode=chain")
 
 
 def register() -> None:
@@ -85,13 +85,15 @@ class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         super().__init__(*args, **options)
         kinds = {
             "ALiBi": self.alibi_slopes is not None,
-            "capped scores": bool(self.logits_soft_cap),
-            "sinks": self.sinks is not None,
-            f"attention of kind {self.attn_type}": self.attn_type != "decoder",
+            "a logits soft cap": bool(self.logits_soft_cap),
+            "attention sinks": self.sinks is not None,
+            f"{self.attn_type} attention": self.attn_type != "decoder",
         }
         for kind, used in kinds.items():
             if used:
-                raise TokenRecyclingError(f"mode=tree cannot be used: {kind}. Use mode=chain")
+                raise TokenRecyclingError(
+                    f"mode=tree cannot be used: the model uses {kind}; use mode=chain"
+                )
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
