@@ -110,7 +110,7 @@ def test_preempted_requests(folder, plain):
         (
             {"TOKEN_RECYCLING_MAX_STEP_TOKENS": "lots"},
             OURS,
-            "max_step_tokens is 'lots', no number",
+            "max_step_tokens is 'lots'; it must be a whole number",
         ),
         (
             {"TOKEN_RECYCLING_BUDGET": "0"},
@@ -129,7 +129,7 @@ def test_bad_options_are_said(folder, environment, engine, says):
 def test_an_unknown_version_is_said(folder):
     environment = ON_CPU | {"TOKEN_RECYCLING_TEST_VERSION": "9.9.9"}
     found = serve("run_sglang.py", folder, environment, lives=[[]], engine=OURS)
-    assert "was tested with SGLang 0.5.23; this is sglang 9.9.9" in found["log"]
+    assert "was tested with SGLang 0.5.23; found sglang 9.9.9" in found["log"]
     assert "exit code 0" not in found["log"]
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from architectures import make
+from command import call, write_suite
 from letters import letters
 from models import TREES, random_prompts
-from test_bench import call, write_suite
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.accept import GreedyAcceptor
 from token_recycling.bench import replay as replaying
@@ -105,7 +105,7 @@ def test_prompt_lookup_is_that_of_another_implementation():
 
 def test_a_drafter_of_logits_needs_a_model():
     drafter = PaperDrafter(AdjacencyMatrix(50, 2), TreeTemplate.chain(2))
-    with pytest.raises(TokenRecyclingError, match="paper learns from a model's logits"):
+    with pytest.raises(TokenRecyclingError, match="paper needs a model's logits"):
         replay(MODEL, drafter, FixedSize(), [1], [2, 3])
 
 
@@ -221,7 +221,9 @@ def test_what_does_not_fit_is_refused(tiny):
     prompt, answer = random_prompts([room - 10, 11])
     steps = replayed(recycler, prompt, answer[:10])
     assert len(steps) == 9
-    with pytest.raises(TokenRecyclingError, match=f"have {room + 1} tokens, the context {room}"):
+    with pytest.raises(
+        TokenRecyclingError, match=f"have {room + 1} tokens; the context holds {room}"
+    ):
         replayed(recycler, prompt, answer)
 
 
@@ -280,26 +282,26 @@ def test_answers_find_their_questions(recorded):
 def test_answers_of_two_suites_are_distinguished(recorded):
     path = recorded(line(1, "x", suite="s"), line(1, "y", suite="t"))
     assert answers_of(read_answers(path, asked("s/1", "t/1"))) == {"s/1": ("x",), "t/1": ("y",)}
-    with pytest.raises(TokenRecyclingError, match="no answer to these questions"):
+    with pytest.raises(TokenRecyclingError, match="no answers to these questions"):
         read_answers(path, asked("u/1"))
 
 
 @pytest.mark.parametrize(
     "row,named",
     [
-        ("{", "line 2: no JSON"),
-        ("[" * 100_000, "line 2: no JSON"),
-        ("5", "line 2: no answer"),
-        ("[]", "line 2: no answer"),
-        ({}, "line 2: no answer"),
-        ({"question_id": 2}, "line 2: no answer"),
-        ({"choices": [{"turns": ["x"]}]}, "line 2: no answer"),
-        ({"question_id": 2, "choices": []}, "line 2: no answer"),
-        ({"question_id": 2, "choices": {}}, "line 2: no answer"),
-        ({"question_id": 2, "choices": [{}]}, "line 2: no answer"),
-        ({"question_id": 2, "choices": [{"turns": "abc"}]}, "list of texts"),
-        ({"question_id": 2, "choices": [{"turns": [None]}]}, "list of texts"),
-        (line(2, "\ud83d"), "list of texts"),
+        ("{", "line 2: invalid JSON"),
+        ("[" * 100_000, "line 2: invalid JSON"),
+        ("5", "line 2: invalid answer"),
+        ("[]", "line 2: invalid answer"),
+        ({}, "line 2: invalid answer"),
+        ({"question_id": 2}, "line 2: invalid answer"),
+        ({"choices": [{"turns": ["x"]}]}, "line 2: invalid answer"),
+        ({"question_id": 2, "choices": []}, "line 2: invalid answer"),
+        ({"question_id": 2, "choices": {}}, "line 2: invalid answer"),
+        ({"question_id": 2, "choices": [{}]}, "line 2: invalid answer"),
+        ({"question_id": 2, "choices": [{"turns": "abc"}]}, "list of valid strings"),
+        ({"question_id": 2, "choices": [{"turns": [None]}]}, "list of valid strings"),
+        (line(2, "\ud83d"), "list of valid strings"),
     ],
 )
 def test_wrong_answers_are_named(row, named, recorded):
@@ -385,12 +387,12 @@ def wrong_calls(suite, folder):
         (["--suite", folder / "plain.jsonl"], "no recorded answers"),
         (["--suite", folder / "short.jsonl", "--draft-only", "--decoders", "none"], "two tokens"),
         ([*own, "-n", 1], "-n must be 2"),
-        ([*own, "--decoders", ","], "names none"),
-        ([*own, "--decoders", "generate"], "generate drafts nothing"),
+        ([*own, "--decoders", ","], "name at least one decoder"),
+        ([*own, "--decoders", "generate"], "generate has no drafter to replay"),
         ([*own, "--decoders", "oracle"], "oracle"),
         ([*own, "--decoders", "auto", "--draft-only"], "--draft-only"),
         ([*own, "--decoders", "paper@no-tree"], "no-tree"),
-        ([*own, "--answers", folder / "answers.jsonl"], "no answer to these questions"),
+        ([*own, "--answers", folder / "answers.jsonl"], "no answers to these questions"),
         ([*own, "--answers", folder / "nowhere"], "nowhere"),
         ([*own, "--draft-only", "-m", folder], "cannot load the tokenizer"),
         ([*own, "-m", folder], "cannot load the model"),

@@ -13,10 +13,10 @@ KINDS = ["mt_bench", "translation", "math"]
 SECTIONS = [
     "All decoders",
     "Speedup by kind of prompt",
-    "What is accepted, and where the time goes",
+    "Accepted tokens and time by phase",
     "Step cost and tree size",
     "Spec-Bench's own aggregate",
-    "Where it lost",
+    "Slower than the baseline",
     "A sample",
     "How it was measured",
 ]
@@ -223,7 +223,7 @@ def test_parts_that_are_missing():
     assert len(charts) == 3
     assert all(f"<h2>{section}</h2>" in html for section in SECTIONS)
     for said in (
-        "None: no decoder of ours was slower",
+        "None: no drafting decoder was slower",
         "No sample was recorded",
         "was not measured",
     ):

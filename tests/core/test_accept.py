@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from test_tree import templates
+from strategies import templates
 from token_recycling.accept import FollowAcceptor, GreedyAcceptor, longest_paths
 from token_recycling.samplers import RowSampler
 from token_recycling.sequence import Sequence

@@ -59,7 +59,7 @@ class TestClosedStreams:
         assert found.returncode == 2
         assert "Traceback" not in found.stderr
         if "2>" not in closed:
-            assert found.stderr == "error: stdout is closed; there is nowhere to print to\n"
+            assert found.stderr == "error: stdout is closed; the output cannot be printed\n"
 
     def test_chat_without_stdin_ends(self):
         found = self.shell("{} chat -n 5 <&-")
@@ -148,8 +148,8 @@ class TestArguments:
     @pytest.mark.parametrize(
         "arguments, says",
         [
-            (["--threads", 1, "-n", 3, "chat"], "chat stands behind options"),
-            (["bench", "--decoders", ""], "--decoders names none"),
+            (["--threads", 1, "-n", 3, "chat"], "chat must come before all options"),
+            (["bench", "--decoders", ""], "--decoders is ''"),
             (["x y", "-m", "/no/such/folder"], "no such folder"),
             (["x y", "-m", ""], "no such folder"),
             (["tune", "-o", "/no/such/folder/x.svg"], "no folder"),
@@ -226,7 +226,7 @@ class TestReplay:
         suite, file = answers
         code, out, err = call(capsys, "replay", "--suite", suite, "--answers", file, "--draft-only")
         assert (code, "prompt-lookup" in out) == (0, True)
-        assert "2 of 3 questions have no recorded answer; left out" in err
+        assert "2 of 3 questions have no recorded answer; skipped" in err
 
 
 class Interrupting:
@@ -254,7 +254,7 @@ class TestInterrupted:
         code, out, err = call(capsys, "The king", "-n", 200, "--raw", "--matrix", file)
         assert code == 130
         assert out.strip()
-        assert "interrupted: the answer is cut here" in err
+        assert "interrupted: the answer is incomplete" in err
         assert AdjacencyMatrix.load(file).rows_seen > 0
 
     @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
@@ -312,8 +312,8 @@ class TestChat:
         typed(monkeypatch, "/help\n/hlep\n/\n")
         code, out, err = call(capsys, "chat", "-n", 5)
         assert (code, out) == (0, "")
-        assert err.count("/reset   begin a new conversation") == 3
-        assert "no command /hlep" in err
+        assert err.count("/reset   start a new conversation") == 3
+        assert "unknown command: /hlep" in err
 
     def test_what_only_begins_with_a_slash_is_a_question(self, capsys, monkeypatch):
         typed(monkeypatch, "/usr/bin holds what?\n")
@@ -334,7 +334,7 @@ class TestChat:
         typed(monkeypatch, f"{turn * (room // 60)}\n" * 5)
         code, out, err = call(capsys, "chat", "-n", 20)
         assert code == 0
-        assert "turns left out" in err
+        assert "turns dropped" in err
         assert "error" not in err
         assert out.count("\n") >= 5
 

@@ -9,7 +9,7 @@ from architectures import ARCHITECTURES
 from conformance import examine
 from token_recycling.model.kv_cache import RecyclingCache
 
-PAGE = Path(__file__).parents[1] / "docs/models.md"
+PAGE = Path(__file__).parents[2] / "docs/models.md"
 # one of every kind that goes wrong without care
 SOME = [
     "deepseek_v3",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from architectures import make
+from command import call
 from models import random_prompts
-from test_cli import call
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.bench.check import Difference, Result, check, overall
 from token_recycling.model.kv_cache import RecyclingCache
@@ -114,7 +114,7 @@ class TestCommandLine:
     def test_lossless(self, capsys, tmp_path):
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("How many legs have 3 cats?\n\nTell me a story.\n")
-        code, out, _ = call(capsys, "check", "--prompts", prompts, "-n", 20)
+        code, out, _ = call("check", "--prompts", prompts, "-n", 20)
         assert code == 0
         assert "2 of 2 answers identical (float32, MAT" in out
         assert out.strip().endswith("lossless")
@@ -122,20 +122,20 @@ class TestCommandLine:
     def test_json(self, capsys, tmp_path):
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("How many legs have 3 cats?\n")
-        code, out, _ = call(capsys, "check", "--prompts", prompts, "-n", 20, "--json")
+        code, out, _ = call("check", "--prompts", prompts, "-n", 20, "--json")
         assert code == 0
         report = json.loads(out)
         assert report["verdict"] == report["results"][0]["verdict"] == "lossless"
 
     def test_wrong_is_exit_code_1(self, capsys, monkeypatch):
         monkeypatch.setattr(Result, "verdict", "WRONG")
-        assert call(capsys, "check", "-n", 2)[0] == 1
+        assert call("check", "-n", 2)[0] == 1
 
     @pytest.mark.parametrize("text", [None, "", "\n \n"])
     def test_no_prompts(self, capsys, tmp_path, text):
         prompts = tmp_path / "prompts.txt"
         if text is not None:
             prompts.write_text(text)
-        code, _, err = call(capsys, "check", "--prompts", prompts)
+        code, _, err = call("check", "--prompts", prompts)
         assert code == 2
         assert err.count("\n") == 1

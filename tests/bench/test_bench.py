@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from shutil import copytree
 from statistics import fmean, median
 from time import monotonic, sleep
@@ -17,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from architectures import make
+from command import call, write_suite
 from letters import letters
 from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
 from token_recycling.bench import answers, measures, runner, tables
@@ -27,7 +26,6 @@ from token_recycling.bench.runner import Runner, conversation, digest, fitting
 from token_recycling.bench.suites import Question
 from token_recycling.bench.summary import losing, sample, summarise
 from token_recycling.bench.variants import DEFAULT, Variant, expand, parse, read_sweep
-from token_recycling.cli import main
 
 TEXTS = (
     ("How many legs have 3 cats?",),
@@ -49,20 +47,6 @@ def _threads():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-def call(*arguments):
-    """Run the command line; return exit code, stdout and stderr."""
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as caught:
-        main(list(map(str, arguments)))
-    return caught.value.code, out.getvalue(), err.getvalue()
-
-
-def write_suite(path, questions=QUESTIONS):
-    rows = [{"id": q.id, "kind": q.kind, "turns": q.turns} for q in questions]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def bench_of(suite, out, *more):
@@ -129,7 +113,7 @@ def test_a_decoder_is_read(spec, expected):
 @pytest.mark.parametrize("spec", ["", "generat", "generate@paper", "auto@paper", "@paper", "Paper"])
 def test_no_decoder_is_named_with_those_that_there_are(spec):
     with pytest.raises(
-        TokenRecyclingError, match=r"no decoder .*generate-pld, auto, adaptive, paper"
+        TokenRecyclingError, match=r"no such decoder: .*generate-pld, auto, adaptive, paper"
     ):
         parse(spec)
 
@@ -198,7 +182,7 @@ def test_a_tree_is_cut_to_the_candidates(tmp_path):
     tree = Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).template()
     assert tree.paths == ((0,), (0, 0))
     (tmp_path / "t.json").write_text("[[3]]")
-    with pytest.raises(TokenRecyclingError, match=r"nothing is left of tree .*t.json with k=2"):
+    with pytest.raises(TokenRecyclingError, match=r"tree .*t.json has no nodes left with k=2"):
         Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).template()
 
 
@@ -684,7 +668,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):
-    return write_suite(tmp_path_factory.mktemp("suite") / "own.jsonl")
+    return write_suite(tmp_path_factory.mktemp("suite") / "own.jsonl", QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -891,7 +875,7 @@ def test_killed_at_any_moment(moment, bundled, whole, tmp_path):
         (lambda f: (f / "plan.json").write_bytes(b"5"), "plan.json cannot be read"),
         (lambda f: (f / "plan.json").write_bytes(b"{}"), "differs in max new tokens, decoders, "),
         (lambda f: (f / "plan.json").write_bytes(b"\xff"), "plan.json cannot be read"),
-        (lambda f: (f / "plan.json").unlink(), "holds other files"),
+        (lambda f: (f / "plan.json").unlink(), "contains other files"),
     ],
 )
 def test_a_damaged_run_is_named(damage, message, bundled, whole, tmp_path, monkeypatch):
@@ -917,17 +901,17 @@ def test_an_edited_tree_is_another_plan(tmp_path):
 
 
 def test_a_folder_with_a_run_or_with_other_files_is_refused(whole, tmp_path):
-    with pytest.raises(TokenRecyclingError, match="holds a run; go on with it by --resume"):
+    with pytest.raises(TokenRecyclingError, match="contains a run; continue it with --resume"):
         Journal(whole[0] / "2", PLAN, resume=False)
     (tmp_path / "letter.txt").write_text("Dear")
     for resume in (True, False):
-        with pytest.raises(TokenRecyclingError, match="holds other files"):
+        with pytest.raises(TokenRecyclingError, match="contains other files"):
             Journal(tmp_path, PLAN, resume=resume)
         with pytest.raises(TokenRecyclingError, match="cannot use"):
             Journal(tmp_path / "letter.txt", PLAN, resume=resume)
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / "plan.json").write_text('{"monday": "work"}')  # another program's
-    with pytest.raises(TokenRecyclingError, match="holds other files"):
+    with pytest.raises(TokenRecyclingError, match="contains other files"):
         Journal(tmp_path / "plan", PLAN, resume=False)
     assert (tmp_path / "plan" / "plan.json").read_text() == '{"monday": "work"}'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["letter.txt", "plan"]
@@ -960,7 +944,7 @@ def test_two_runs_in_one_folder_do_not_mix(whole, tmp_path):
     one, two = (Journal(folder, PLAN, resume=True) for _ in range(2))
     one.add({"name": "third"}, {})
     kept = (folder / "journal.jsonl").read_bytes()
-    with pytest.raises(TokenRecyclingError, match="another run writes into"):
+    with pytest.raises(TokenRecyclingError, match="another run is writing to"):
         two.add({"name": "third too"}, {})
     one.add({"name": "fourth"}, {})
     assert (folder / "journal.jsonl").read_bytes().startswith(kept)
@@ -969,7 +953,7 @@ def test_two_runs_in_one_folder_do_not_mix(whole, tmp_path):
     ]  # fmt: skip
     one = Journal(tmp_path / "new", PLAN, resume=False)
     two = Journal(tmp_path / "new", PLAN | {"seed": 1}, resume=False)  # before there is an answer
-    with pytest.raises(TokenRecyclingError, match="another run writes into"):
+    with pytest.raises(TokenRecyclingError, match="another run is writing to"):
         one.add({"name": "first"}, {})
     two.add({"name": "first"}, {})
 
@@ -1059,7 +1043,7 @@ def test_a_model_without_a_chat_template(suite, tmp_path):
     )  # fmt: skip
     code, _, err = call(*bench)
     assert code == 0, err
-    assert "left out: 1" in err
+    assert "do not fit into the context: 1" in err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["left_out"][0] == "own/6"
     assert "own/6" in (tmp_path / "out" / "report.html").read_text()
@@ -1130,12 +1114,15 @@ def wrong_calls(folder):
     return [
         (["--decoders", "oracle"], "oracle"),
         (["--decoders", "paper@no-tree"], "no-tree"),
-        (["--decoders", f"paper@{folder / 'high.json'}", "--sweep", "k=2"], "high.json with k=2"),
+        (
+            ["--decoders", f"paper@{folder / 'high.json'}", "--sweep", "k=2"],
+            "high.json has no nodes left with k=2",
+        ),
         (["--sweep", "k=5000", "--decoders", "paper"], "5000"),
-        (["--sweep", "k=2", "--sweep", "k=4"], "--sweep k stands twice"),
+        (["--sweep", "k=2", "--sweep", "k=4"], "--sweep k is given twice"),
         (["--sweep", "colour=red"], "colour=red"),
         (["--rounds", 0], "--rounds"),
-        (["-n", 1], "-n 2"),
+        (["-n", 1], "-n is 1"),
         (["--per-kind", 0], "per kind"),
         (["--temp", "nan"], "nan"),
         (["--temp", "inf"], "inf"),
@@ -1148,7 +1135,7 @@ def wrong_calls(folder):
         (["--device", "warp"], "warp"),
         (["--threads", 0], "--threads"),
         (["-n", 5000], "no question fits"),
-        (["-o", folder], "holds other files"),
+        (["-o", folder], "contains other files"),
         (["-o", folder / "high.json"], "high.json"),
     ]
 
@@ -1159,7 +1146,11 @@ def test_wrong_input_is_one_line_and_exit_code_2(index, tmp_path):
     calls = wrong_calls(tmp_path / "files")
     assert len(calls) == 22
     arguments, named = calls[index]
-    suite = [] if "broken" in named or "none" in named else [write_suite(tmp_path / "own.jsonl")]
+    suite = (
+        []
+        if "broken" in named or "none" in named
+        else [write_suite(tmp_path / "own.jsonl", QUESTIONS)]
+    )
     before = sorted(tmp_path.rglob("*"))
     given = ["--suite", *suite] if suite else []
     code, out, err = call("bench", "--no-tune", "-o", tmp_path / "out", *given, *arguments)
@@ -1189,5 +1180,5 @@ def test_a_changed_option_is_refused_by_name(more, named, finished, suite):
     assert err.count("\n") == 1
     assert f"differs in {named}" in err
     code, _, err = call(*bench)
-    assert (code, "go on with it by --resume" in err) == (2, True)
+    assert (code, "continue it with --resume" in err) == (2, True)
     assert {p: p.read_bytes() for p in finished[0].rglob("*") if p.is_file()} == before

@@ -392,7 +392,7 @@ def test_without_memory_it_goes_on_without_a_graph(llama, monkeypatch):
 
     monkeypatch.setattr(decoder, "GraphStep", full)
     recycler = recycling(llama)
-    with pytest.warns(UserWarning, match="no memory for a cache of 1 x 256 tokens"):
+    with pytest.warns(UserWarning, match="not enough memory for a cache of 1 x 256 tokens"):
         answer = recycler.generate(PROMPTS[0], max_new_tokens=30)
     assert answer.token_ids == plain(llama, PROMPTS[0], 30)
 

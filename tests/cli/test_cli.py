@@ -10,7 +10,7 @@ import pytest
 from token_recycling import AdjacencyMatrix
 from token_recycling.cli import main
 
-TREES = Path(__file__).parents[1] / "src/token_recycling/trees"
+TREES = Path(__file__).parents[2] / "src/token_recycling/trees"
 
 
 def call(capsys, *arguments):
@@ -169,7 +169,7 @@ def wrong_calls(folder):
         ([p, "--matrix", folder / "small.safetensors"], "100"),
         ([p, "--matrix", folder / "cut.safetensors"], "damaged"),
         ([p, "--matrix", folder / "noise.safetensors"], "damaged"),
-        ([p, "--matrix", folder / "no" / "folder.safetensors"], "no folder"),
+        ([p, "--matrix", folder / "no" / "folder.safetensors"], "does not exist"),
         ([p, "--matrix", folder / "k4.safetensors", "--top-k-candidates", 8], "k=4"),
         ([p, "--matrix", folder / "m.safetensors", "--cold"], "choose one"),
         ([p, "--no-such-flag"], "--no-such-flag"),

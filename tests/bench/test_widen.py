@@ -363,10 +363,10 @@ def test_verb(tmp_path):
     size = load(tmp_path / "out").num_parameters()
     assert result.output.splitlines() == [
         f"wrote {tmp_path / 'out'}: {size:,} parameters, {2 * size:,} bytes of bfloat16",
-        f"the shape of {asked}: num_attention_heads 16 instead of 14; "
+        f"differences from the shape of {asked}: num_attention_heads 16 instead of 14; "
         "num_key_value_heads 4 instead of 2",
     ]
-    with pytest.raises(TokenRecyclingError, match="already there"):
+    with pytest.raises(TokenRecyclingError, match="already exists"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
@@ -384,12 +384,12 @@ SMALLER = {
     "changes, message",
     [
         *(({name: size}, f"its {name} is {TINY[name]}") for name, size in SMALLER.items()),
-        (dict(head_dim=12), "no multiple of 8"),
+        (dict(head_dim=12), "not a multiple of 8"),
         (dict(hidden_size=32, vocab_size=97), "hidden_size of 34 or more"),
-        (dict(hidden_size=None), "no usable hidden_size"),
-        (dict(num_attention_heads=None), "no usable num_attention_heads"),
-        (dict(vocab_size="many"), "no usable vocab_size"),
-        (dict(num_hidden_layers=0), "no usable num_hidden_layers"),
+        (dict(hidden_size=None), "missing or invalid hidden_size"),
+        (dict(num_attention_heads=None), "missing or invalid num_attention_heads"),
+        (dict(vocab_size="many"), "missing or invalid vocab_size"),
+        (dict(num_hidden_layers=0), "missing or invalid num_hidden_layers"),
         (dict(num_attention_heads=97), "attention heads do not fit"),
     ],
 )
@@ -433,8 +433,8 @@ def test_small_model_that_is_not_a_plain_llama(options, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(rms_norm_eps=0.0), "larger rms_norm_eps"),
-        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "dynamic rope"),
+        (dict(rms_norm_eps=0.0), "rms_norm_eps above 0.0"),
+        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "dynamic RoPE"),
     ],
 )
 def test_small_model_that_cannot_be_widened_so(options, message, tmp_path):
@@ -448,10 +448,10 @@ def test_other_bad_input(tmp_path):
     (tmp_path / "full" / "file").touch()
     for small, to, out, message in (
         ("bundled", "gpt-5", "out", "choose one of smollm2-135m, .* or a config.json"),
-        ("bundled", "llama-1b", "full", "already there"),
-        ("bundled", "llama-1b", "full/file", "already there"),
+        ("bundled", "llama-1b", "full", "already exists"),
+        ("bundled", "llama-1b", "full/file", "already exists"),
         ("bundled", "smollm2-135m", "none/out", "cannot write .*No such file"),
-        (tmp_path / "none", "llama-1b", "out", "no checkpoint folder"),
+        (tmp_path / "none", "llama-1b", "out", "not a checkpoint folder"),
     ):
         with pytest.raises(TokenRecyclingError, match=message) as caught:
             widen(small, to, tmp_path / out)

@@ -16,9 +16,7 @@ from token_recycling.cli import main
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.tree import TreeTemplate
 
-ROOT = Path(__file__).parents[1]
-while not (ROOT / "pyproject.toml").is_file():
-    ROOT = ROOT.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from token_recycling import BUNDLED_MODEL, TokenRecyclingError
 from token_recycling.bench.prompts import DEMO
 from token_recycling.bench.suites import PUBLIC, Question, choose, load, load_all
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
+DATA = Path(__file__).parents[3] / "shared" / "data"
 SPEC_BENCH = {"mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"}
 LOW_REDUNDANCY = {"poem", "names", "novelty", "languages"}
 
@@ -186,44 +186,47 @@ GOOD = b'{"prompt": "good"}\n'
 @pytest.mark.parametrize(
     "line,message",
     [
-        ("What?", "no JSON .Expecting value"),
-        ('{"prompt": "p"', "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ('{"prompt": "p"} {"prompt": "p"}', "no JSON"),
-        ("[", "no JSON"),
-        ("[]", "no JSON object"),
-        ('[{"prompt": "p"}]', "no JSON object"),
-        ('"p"', "no JSON object"),
-        ("null", "no JSON object"),
-        (b'{"prompt": "\xe9"}', "no UTF-8"),
-        ('{"prompt": "p"}'.encode("utf-16"), "no UTF-8"),
-        ("{}", "one of turns, prompt, question, not 0"),
-        ('{"text": "p"}', "one of turns, prompt, question, not 0"),
-        ('{"prompt": "p", "turns": ["p"]}', "one of turns, prompt, question, not 2"),
-        ('{"messages": [{"role": "user", "content": "p"}]}', '"messages" are not read'),
-        ('{"prompt": "p", "messages": []}', '"messages" are not read'),
-        ('{"prompt": ["p"]}', '"prompt" must be a text$'),
-        ('{"question": null}', '"question" must be a text$'),
-        ('{"prompt": 5}', '"prompt" must be a text$'),
-        ('{"turns": "p"}', '"turns" must be a list of texts'),
-        ('{"turns": ["p", 5]}', '"turns" must be a list of texts'),
-        ('{"turns": {"1": "p"}}', '"turns" must be a list of texts'),
+        ("What?", "invalid JSON .Expecting value"),
+        ('{"prompt": "p"', "invalid JSON"),
+        ("[" * 100_000, "invalid JSON"),
+        ('{"prompt": "p"} {"prompt": "p"}', "invalid JSON"),
+        ("[", "invalid JSON"),
+        ("[]", "not a JSON object"),
+        ('[{"prompt": "p"}]', "not a JSON object"),
+        ('"p"', "not a JSON object"),
+        ("null", "not a JSON object"),
+        (b'{"prompt": "\xe9"}', "not valid UTF-8"),
+        ('{"prompt": "p"}'.encode("utf-16"), "not valid UTF-8"),
+        ("{}", "one of turns, prompt, question; found 0"),
+        ('{"text": "p"}', "one of turns, prompt, question; found 0"),
+        ('{"prompt": "p", "turns": ["p"]}', "one of turns, prompt, question; found 2"),
+        ('{"messages": [{"role": "user", "content": "p"}]}', '"messages" is not supported'),
+        ('{"prompt": "p", "messages": []}', '"messages" is not supported'),
+        ('{"prompt": ["p"]}', '"prompt" must be a string$'),
+        ('{"question": null}', '"question" must be a string$'),
+        ('{"prompt": 5}', '"prompt" must be a string$'),
+        ('{"turns": "p"}', '"turns" must be a list of strings'),
+        ('{"turns": ["p", 5]}', '"turns" must be a list of strings'),
+        ('{"turns": {"1": "p"}}', '"turns" must be a list of strings'),
         ('{"prompt": ""}', '"prompt" must not be empty'),
         ('{"turns": []}', '"turns" must not be empty'),
         ('{"turns": ["p", " \\n"]}', '"turns" must not be empty'),
-        ('{"prompt": "\\ud83d"}', '"prompt" holds half a surrogate'),
-        ('{"prompt": "p", "answer": 4}', '"answer" must be a text or a list of texts'),
-        ('{"prompt": "p", "answer": [null]}', '"answer" must be a text or a list of texts'),
+        ('{"prompt": "\\ud83d"}', '"prompt" contains an unpaired surrogate'),
+        ('{"prompt": "p", "answer": 4}', '"answer" must be a string or a list of strings'),
+        ('{"prompt": "p", "answer": [null]}', '"answer" must be a string or a list of strings'),
         ('{"prompt": "p", "answer": ""}', '"answer" must not be empty'),
         ('{"prompt": "p", "answer": ["a", "b"]}', "2 answers to 1 turns"),
-        ('{"prompt": "p", "id": "1"}', "the id 1 stands twice"),
-        ('{"prompt": "p", "question_id": 1}', "the id 1 stands twice"),
-        ('{"prompt": "p", "id": true}', '"id" must be a number'),
-        ('{"prompt": "p", "id": 1.5}', '"id" must be a number'),
-        ('{"prompt": "p", "question_id": null}', '"question_id" must be a number'),
-        ('{"prompt": "p", "id": " "}', '"id" must be a number or a short text'),
-        ('{"prompt": "p", "kind": []}', '"kind" must be a number or a short text'),
-        ('{"prompt": "p", "category": "a\\nb"}', '"category" must be a number or a short text'),
+        ('{"prompt": "p", "id": "1"}', "the id 1 is used twice"),
+        ('{"prompt": "p", "question_id": 1}', "the id 1 is used twice"),
+        ('{"prompt": "p", "id": true}', '"id" must be an integer'),
+        ('{"prompt": "p", "id": 1.5}', '"id" must be an integer'),
+        ('{"prompt": "p", "question_id": null}', '"question_id" must be an integer'),
+        ('{"prompt": "p", "id": " "}', '"id" must be an integer or one line of text'),
+        ('{"prompt": "p", "kind": []}', '"kind" must be an integer or one line of text'),
+        (
+            '{"prompt": "p", "category": "a\\nb"}',
+            '"category" must be an integer or one line of text',
+        ),
     ],
 )
 def test_a_wrong_line_is_named(line, message, own):
@@ -238,7 +241,7 @@ def test_a_wrong_line_is_named(line, message, own):
 @pytest.mark.parametrize("content", ["", "\n \n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_named(content, own):
     path = own(content)
-    with pytest.raises(TokenRecyclingError, match="there is no question in this file") as caught:
+    with pytest.raises(TokenRecyclingError, match="contains no questions") as caught:
         load(path)
     assert path in str(caught.value)
 

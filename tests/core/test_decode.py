@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import Oracle
-from test_tree import templates
+from strategies import templates
 from token_recycling.accept import GreedyAcceptor
 from token_recycling.decode import Decoding
 from token_recycling.draft_size.base import FixedSize

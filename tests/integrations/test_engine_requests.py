@@ -206,10 +206,13 @@ def test_drafts_shrink_with_the_batch():
     "given, says",
     [
         ({"trees": "paper"}, "no option 'trees'"),
-        ({"max_step_tokens": "many"}, "max_step_tokens is 'many', no number"),
-        ({"max_step_tokens": 0}, "max_step_tokens is 0; 1 token at least"),
-        ({"budget": "many"}, "max_step_tokens is 'many', no number"),  # its old name
-        ({"context": 10}, "256 tokens at least"),
+        ({"max_step_tokens": "many"}, "max_step_tokens is 'many'; it must be a whole number"),
+        ({"max_step_tokens": 0}, "max_step_tokens is 0; it must be 1 or more"),
+        (
+            {"budget": "many"},
+            "max_step_tokens is 'many'; it must be a whole number",
+        ),  # its old name
+        ({"context": 10}, "it must be 256 or more"),
     ],
 )
 def test_bad_options_are_refused(given, says):
@@ -336,7 +339,7 @@ def test_untested_versions_are_refused(installed, anyway, refused, monkeypatch):
     if not refused:
         versions.check_version(engine)
         return
-    with pytest.raises(versions.EngineVersionError, match=r"was tested with Engine 0\.32; this is"):
+    with pytest.raises(versions.EngineVersionError, match=r"was tested with Engine 0\.32; found"):
         versions.check_version(engine)
 
 
@@ -350,4 +353,4 @@ def test_changed_signatures_are_refused():
 def test_without_the_engine_the_plug_in_is_only_a_warning(engine, caplog):
     module = importlib.import_module(f"token_recycling.integrations.{engine}")
     module.register()
-    assert "this is none" in caplog.text
+    assert "found none" in caplog.text
