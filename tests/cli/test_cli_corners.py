@@ -124,7 +124,7 @@ class TestMistyped:
             ("Chat", "did you mean chat?"),
             ("generat", "did you mean generate?"),
             ("becnh", "did you mean bench?"),
-            ("serve", "there are bench, chat"),
+            ("serve", "the commands are bench, chat"),
             ("prompt.txt", "no such command: prompt.txt"),
             ("some/file", "no such command: some/file"),
         ],
