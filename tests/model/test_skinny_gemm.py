@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from token_recycling.model import skinny_gemm as narrow
+from token_recycling.model import skinny_gemm
 from token_recycling.model.skinny_gemm import GAINS, SkinnyGemm, gains
 
 
@@ -24,8 +24,8 @@ class Model(torch.nn.Module):
 def calls(monkeypatch):
     """Products that went the faster way round."""
     seen = []
-    turned = narrow.turned
-    monkeypatch.setattr(narrow, "turned", lambda *a: seen.append(a) or turned(*a))
+    turned = skinny_gemm.turned
+    monkeypatch.setattr(skinny_gemm, "turned", lambda *a: seen.append(a) or turned(*a))
     return seen
 
 
