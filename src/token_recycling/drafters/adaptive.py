@@ -23,7 +23,7 @@ WINDOW = 16  # longest run of agreeing tokens searched for in the context
 PAIRS = 32749  # slots for pairs of tokens, a prime number: 1.75 MiB with k = 8
 OLD_WEIGHT = 0.4  # weight of the old row in an average
 CHAIN = 16  # longest chain
-MOST_NODES = 256
+LARGEST_DRAFT = 256
 COUNTED = 2  # in the eager loop, candidates are counted every so many steps
 
 
@@ -90,8 +90,8 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         Raises:
             TokenRecyclingError: ``nodes`` is not within 1..256.
         """
-        if not 1 <= nodes <= MOST_NODES:
-            raise TokenRecyclingError(f"nodes is {nodes}; it must be between 1 and {MOST_NODES}")
+        if not 1 <= nodes <= LARGEST_DRAFT:
+            raise TokenRecyclingError(f"nodes is {nodes}; it must be between 1 and {LARGEST_DRAFT}")
         self.matrix, self.old_weight, self.calibrate = matrix, old_weight, calibrate
         matrix.reserve_pairs(pairs)
         matrix.assume_probabilities()
