@@ -69,7 +69,8 @@ class CallOptions:
             if call is not None and not callable(call):
                 raise TokenRecyclingError(f"{name} is {call!r}; it must be a function")
         seed: Any = self.seed
-        if seed is not None and not (isinstance(seed, Integral) and 0 <= int(seed) < 2**63):
+        whole = isinstance(seed, Integral) and not isinstance(seed, bool)
+        if seed is not None and not (whole and 0 <= int(seed) < 2**63):
             raise TokenRecyclingError(f"seed is {seed}; it must be an integer from 0 to 2^63 - 1")
 
     def stop_strings(self) -> list[str]:

@@ -34,7 +34,7 @@ class Options:
         tree: "auto": as many nodes as pay off, chosen while decoding; or a shipped tree,
             "ranked-N", "chain-N", a JSON file or a template. None: "auto".
         k: candidates kept per token; None: 8, or those of ``matrix``.
-        matrix: the adjacency matrix to start from, or its file.
+        matrix: the adjacency matrix to start from, or its file; a ``Drafter`` object uses its own.
         costs: step costs on this machine, for ``tree="auto"``. None: those measured by
             ``token-recycling tune`` for this model and machine, else a guess. Either is corrected
             while decoding.
@@ -100,6 +100,11 @@ class Options:
             raise TokenRecyclingError(
                 f"tree has type {kind}; it must be a name, a file or a TreeTemplate"
             )
+        if not (self.costs is None or isinstance(self.costs, CostCurve)):
+            kind = type(self.costs).__name__
+            raise TokenRecyclingError(f"costs has type {kind}; it must be a CostCurve")
+        if self.costs is not None and self.costs.sizes[:1] != (1,):
+            raise TokenRecyclingError("costs must include the size 1, plain decoding")
         if self.graph not in (None, True, False):
             raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import fields
@@ -118,6 +119,19 @@ class TokenRecycling(DecodingMethod):
         """Leave out the context and the graphs."""
         return {**self.__dict__, "_graph": None, "_prefix": None}
 
+    def __copy__(self) -> TokenRecycling:
+        """Share the model and nothing else."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__getstate__())
+        twin.target = copy.copy(self.target)
+        twin.target.reset()
+        # In one call, since the drafter uses the matrix.
+        twin.matrix, twin.drafter, twin.draft_size, twin.stats = copy.deepcopy(
+            (self.matrix, self.drafter, self.draft_size, self.stats)
+        )
+        twin.warned, twin.lock = set(self.warned), FairLock()
+        return twin
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         patch_generate(self.model)
@@ -160,12 +174,17 @@ class TokenRecycling(DecodingMethod):
         return cls(model, tokenizer, **own)
 
     def reset(self) -> None:
-        """Clear everything learnt (cold start) and the context."""
-        self.matrix.reset()
-        self.forget_context()
+        """Empty the adjacency matrix (cold start), and forget the context."""
+        with self.lock.acquired(wait=True):
+            self.matrix.reset()
+            self._forget_context()
 
     def forget_context(self) -> None:
         """Free the KV cache; an unfinished answer cannot continue."""
+        with self.lock.acquired(wait=True):
+            self._forget_context()
+
+    def _forget_context(self) -> None:
         self.target.reset()
         self._prefix = None
         self._runs += 1

@@ -18,7 +18,7 @@ REASONS = ("eos", "stop", "length")
 
 
 class Sequence:
-    """The tokens of one row, and the only object that stores them.
+    """The tokens of one row, their owner: every other copy is derived from these.
 
     Tokens are added by ``append`` only, one at a time, so stop rules see every token, including
     those in the middle of an accepted path.
@@ -97,7 +97,7 @@ class Sequence:
             if self._ids is None or self._ids.shape[1] < length:
                 whole = self._padding + self.tokens[self._unknown :]
                 # Twice the size, so that appending rarely reallocates.
-                self._ids = torch.tensor([whole + whole], device=device)
+                self._ids = torch.tensor([whole + whole], dtype=torch.long, device=device)
             elif self._copied < length:
                 new = self.tokens[self._copied - length :]
                 self._ids[0, self._copied : length] = torch.tensor(new, device=device)

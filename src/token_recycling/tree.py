@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from token_recycling import defaults
 from token_recycling.errors import TokenRecyclingError
@@ -349,6 +350,21 @@ class DraftTree:
             self.valid[:, :nodes],
             min(self.max_depth, nodes - 1),
             None if self.scores is None else self.scores[:, :nodes],
+        )
+
+    def padded(self, nodes: int) -> DraftTree:
+        """Return the draft with invalid nodes appended, up to ``nodes`` nodes."""
+        more = nodes - self.nodes
+        if more <= 0:
+            return self
+        return replace(
+            self,
+            tokens=pad(self.tokens, (0, more)),
+            parents=pad(self.parents, (0, more)),
+            depths=pad(self.depths, (0, more)),
+            ancestors=pad(self.ancestors, (0, more, 0, more)),
+            valid=pad(self.valid, (0, more)),
+            scores=None if self.scores is None else pad(self.scores, (0, more)),
         )
 
     def compact(self) -> DraftTree:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from architectures import make
 from models import plain, random_prompts
-from token_recycling import TokenRecycling, enable
+from token_recycling import TokenRecycling, TokenRecyclingError, enable
 from token_recycling.graph.decoder import GraphDecoder, GraphError, has_adapters
 
 [PROMPT] = random_prompts([12])
@@ -26,10 +26,68 @@ def pickled(thing):
     return pickle.loads(pickle.dumps(thing))
 
 
+class TestShallowCopy:
+    """``copy.copy`` shares the model, as two recyclers of one model do."""
+
+    @pytest.mark.parametrize("options", [{}, {"drafter": "paper", "tree": "paper"}])
+    def test_in_the_middle_of_a_stream(self, options):
+        model = make("llama")
+        recycler = TokenRecycling(model, **options)
+        other = random_prompts([20])[0]
+        expected = plain(model, PROMPT, 40), plain(model, other, 40)
+        stream = recycler.stream(PROMPT, max_new_tokens=40)
+        begun = [next(stream).token_id for _ in range(6)]
+        twin = copy.copy(recycler)
+        assert twin.generate(other, max_new_tokens=40).token_ids == expected[1]
+        assert begun + [chunk.token_id for chunk in stream] == expected[0]
+
+    def test_what_one_learns_the_other_does_not(self):
+        recycler = TokenRecycling(make("llama"))
+        recycler.generate(PROMPT, max_new_tokens=20)
+        rows = recycler.matrix.candidates.clone()
+        twin = copy.copy(recycler)
+        assert twin.model is recycler.model
+        assert twin.drafter.matrix is twin.matrix is not recycler.matrix
+        assert torch.equal(twin.matrix.candidates, rows)
+        twin.reset()
+        assert torch.equal(recycler.matrix.candidates, rows)
+        assert recycler.stats.new_tokens == 20 == twin.stats.new_tokens
+        twin.generate(PROMPT, max_new_tokens=5)
+        assert recycler.stats.new_tokens == 20
+
+
+def test_a_reset_from_another_thread_waits_for_the_step():
+    """Clearing the cache in the middle of a forward would end in an error of PyTorch's."""
+    recycler = TokenRecycling(make("llama"))
+    errors = []
+
+    def answer():
+        for _ in range(15):
+            try:
+                recycler.generate(PROMPT, max_new_tokens=20)
+            except TokenRecyclingError:
+                pass
+            except Exception as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    while thread.is_alive():
+        recycler.reset()
+    thread.join()
+    assert errors == []
+
+
+def test_a_reset_inside_an_answer_does_not_wait_for_itself():
+    recycler = TokenRecycling(make("llama"))
+    with pytest.raises(TokenRecyclingError, match="was reset"):
+        recycler.generate(PROMPT, max_new_tokens=20, on_step=lambda step: recycler.reset())
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 class TestCopies:
     @pytest.mark.parametrize("drafter", ["adaptive", "paper", "prompt-lookup", "none"])
-    @pytest.mark.parametrize("options", [{}, {"float32_logits": True}, {"engine": "fused"}])
+    @pytest.mark.parametrize("options", [{}, {"float32_logits": True}, {"graph": True}])
     def test_a_recycler(self, copied, drafter, options, monkeypatch):
         monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
         torch._dynamo.reset()

@@ -362,3 +362,39 @@ def test_only_what_cannot_change_its_size_at_every_step_becomes_a_gate():
     assert isinstance(gate, SpeculationGate)
     assert gate.limit() == gate.size == policy.size > 1
     assert gate.costs is policy.costs
+
+
+def test_drafts_of_other_sizes_than_the_drafter_expects():
+    """A drafter may propose fewer nodes than it has acceptance probabilities, or more."""
+    random.seed(1)
+
+    class Moody(PaperDrafter):
+        def propose(self, rows, roots, nodes=None):
+            draft = super().propose(rows, roots, nodes)
+            return draft.first(random.choice([1, 2, 5, draft.nodes]))
+
+        @property
+        def acceptance(self):
+            return super().acceptance[:30]
+
+    target = ToyTarget(by_last)
+    drafter = Moody(AdjacencyMatrix(VOCABULARY, 8), RANKED)
+    size = AutoSize(drafter.acceptance, CostCurve.assumed("cuda"))
+    sequences = [Sequence([3, 1, 4], [at_most(150)]), Sequence([5], [at_most(120)])]
+    steps = list(Decoding(target, drafter, size, GreedyAcceptor(), sequences).steps())
+    assert sequences[0].new_tokens == plain_greedy([3, 1, 4], 150, by_last)
+    assert sequences[1].new_tokens == plain_greedy([5], 120, by_last)
+    assert max(step.nodes for step in steps) <= 31
+    assert len({step.nodes for step in steps}) > 2
+
+
+@pytest.mark.parametrize(
+    ("costs", "says"),
+    [
+        ("costs.json", "costs has type str; it must be a CostCurve"),
+        (CostCurve((8, 16), (0,), ((1.0, 2.0),)), "must include the size 1"),
+    ],
+)
+def test_costs_that_cannot_be_used(bundled, costs, says):
+    with pytest.raises(TokenRecyclingError, match=says):
+        TokenRecycling(bundled.model, costs=costs)

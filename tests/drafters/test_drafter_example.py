@@ -65,3 +65,18 @@ def test_by_name_in_the_benchmark(registered, tmp_path, capsys):
     found = summary["decoders"]["repeat@chain-4"]["overall"]
     assert found["identical"] == 1
     assert found["mat"] > 1
+
+
+def test_a_registered_drafter_that_cannot_be_imported_is_one_clear_line(monkeypatch, capsys):
+    def load():
+        raise ImportError("no module named 'their_kernel'")
+
+    point = SimpleNamespace(name="broken", load=load)
+    monkeypatch.setattr(drafters, "entry_points", lambda **given: [point])
+    assert drafters.names().count("broken") == 1
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "-p", "Once", "--drafter", "broken"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "cannot load the drafter 'broken': ImportError: no module named 'their_kernel'" in error
+    assert error.count("\n") == 1

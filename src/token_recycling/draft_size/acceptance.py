@@ -65,7 +65,7 @@ class AcceptanceRates:
         depths, valid = draft.depths[index], draft.valid[index]
         wrong = (draft.tokens[index] != truth.gather(1, (depths - 1).clamp(min=0))) | ~valid
         wrong[:, 0] = False
-        right = ~(draft.ancestors[index] & wrong[:, None, :]).any(dim=2)
+        right = ~(draft.ancestors[index] & wrong[:, None, :]).any(dim=2) & valid
         decay = 1 - 1 / MEMORY
         self._right = decay * self._right + right[:, 1:].float().mean(dim=0)
         self._promised = decay * self._promised + self.promised(draft)[index].mean(dim=0)

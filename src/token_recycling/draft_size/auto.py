@@ -119,6 +119,7 @@ class AutoSize(DraftSize):
         if draft.nodes == 1:
             self._size = 0
             return 1
+        draft = draft.first(self.sizes[-1]).padded(self.sizes[-1])
         self.rates.watch(draft, sequences)
         mats, nodes = self._offer(draft)
         self._usual = self._best(mats, nodes)

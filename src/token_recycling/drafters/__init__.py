@@ -17,7 +17,7 @@ from token_recycling.drafters.legacy import adapted
 from token_recycling.drafters.none import NoDrafter
 from token_recycling.drafters.paper import PaperDrafter
 from token_recycling.drafters.prompt_lookup import PromptLookupDrafter
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.tree import TreeTemplate
 
@@ -63,18 +63,23 @@ BUILT_IN: dict[str, Factory] = {
 
 def names() -> list[str]:
     """Return the names of all drafters, the built-in ones first."""
-    return [*BUILT_IN, *(point.name for point in entry_points(group=GROUP))]
+    registered = (point.name for point in entry_points(group=GROUP))
+    return list(dict.fromkeys([*BUILT_IN, *registered]))
 
 
 def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> AnyDrafter:
     """Create the drafter named ``name``.
 
     Raises:
-        TokenRecyclingError: there is no drafter of that name.
+        TokenRecyclingError: there is no drafter of that name, or it cannot be loaded.
     """
     if name in BUILT_IN:
         return BUILT_IN[name](matrix, template)
     for point in entry_points(group=GROUP, name=name):
-        factory: Factory = point.load()
+        try:
+            factory: Factory = point.load()
+        except Exception as error:  # whatever the other package raises while it is imported
+            line = f"{type(error).__name__}: {one_line(error, 200)}"
+            raise TokenRecyclingError(f"cannot load the drafter {name!r}: {line}") from error
         return adapted(factory(matrix, template))
     raise TokenRecyclingError(f"unknown drafter {name!r}; choose from {', '.join(names())}")

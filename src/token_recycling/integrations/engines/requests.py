@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from token_recycling.accept import Accepted
 from token_recycling.drafters import AnyDrafter, Rows
@@ -33,14 +32,8 @@ class _Drafts(Rows):
 
     @classmethod
     def of(cls, draft: DraftTree, nodes: int) -> _Drafts:
-        more = nodes - draft.nodes
-        return cls(
-            pad(draft.tokens, (0, more)),
-            pad(draft.parents, (0, more)),
-            pad(draft.depths, (0, more)),
-            pad(draft.ancestors, (0, more, 0, more)),
-            pad(draft.valid, (0, more)),
-        )
+        draft = draft.padded(nodes)
+        return cls(draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid)
 
 
 class RequestDrafter:
