@@ -116,7 +116,7 @@ class Options:
         """
         matrix = self.matrix
         if not isinstance(self.drafter, str):
-            matrix = getattr(self.drafter, "matrix", None) or matrix
+            matrix = self.drafter.matrix or matrix
         if isinstance(matrix, str | Path):
             with ordinary_tensors():
                 matrix = AdjacencyMatrix.load(matrix)

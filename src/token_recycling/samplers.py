@@ -111,6 +111,9 @@ class NodeSampler:
         shape = (len(self.processors), ahead, vocab_size)
         self.blocks = torch.ones(shape, dtype=torch.float32, device=device)
         self.chosen = torch.zeros(len(self.processors), dtype=torch.long, device=device)
+        self._generators: list[torch.Generator] = []
+        self._states: list[Tensor] = []  # of the generators, before the first draw
+        self._drawn: list[int] = []  # blocks, per row
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
         """Start drawing with these generators, one per row, from their current states."""

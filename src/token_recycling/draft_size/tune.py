@@ -125,15 +125,15 @@ class _Bench:
         self.drafter = AdaptiveDrafter(matrix.to(target.device))
         self.accept = GreedyAcceptor()
         self.tokens = torch.randint(vocab, (10**5,), generator=generator).tolist()
+        self.prompt: list[int] = []
+        self.rows = self.drafter.new_rows(1)
 
     def read(self, context: int) -> None:
         """Fill the cache with random tokens."""
         prompt = [self.tokens[i % len(self.tokens)] for i in range(context)]
         self.target.prefill([prompt])
-        self.rows = self.drafter.new_rows(1)
         self.drafter.load(self.rows, [prompt])
         self.prompt = prompt
-        self.root = torch.tensor([prompt[-1]], device=self.target.device)
 
     def step(self, size: int) -> float:
         """Time a step that verifies ``size`` tokens; return the seconds."""
@@ -141,7 +141,8 @@ class _Bench:
         with target.inference_context():
             synchronize(target.device)
             begin = perf_counter()
-            draft = self.drafter.propose(self.rows, self.root, size)
+            root = torch.tensor(self.prompt[-1:], device=target.device)
+            draft = self.drafter.propose(self.rows, root, size)
             logits = target.verify(draft)
             accepted = self.accept(draft, logits, [Sequence(self.prompt)])
             self.drafter.observe(self.rows, draft, logits, accepted)

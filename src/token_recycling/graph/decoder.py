@@ -93,7 +93,7 @@ class GraphRunner:
         self._compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
         try:
             with self._there():
-                output = self._capture() if cuda else self._run()
+                self._output = output = self._capture() if cuda else self._run()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compilers may raise anything
@@ -121,8 +121,8 @@ class GraphRunner:
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
-            self._output = self._run()
-        return self._output
+            output = self._run()
+        return output
 
     def launch(self, active: list[bool]) -> Callable[[], list[list[int]]]:
         """Launch a step of the ``active`` rows; return a function that waits for its output."""
