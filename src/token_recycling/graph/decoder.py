@@ -121,8 +121,7 @@ class GraphRunner:
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
-            output = self._run()
-        return output
+            return self._run()
 
     def launch(self, active: list[bool]) -> Callable[[], list[list[int]]]:
         """Launch a step of the ``active`` rows; return a function that waits for its output."""
