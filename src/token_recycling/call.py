@@ -155,10 +155,11 @@ def prepare_call(
         if options.temperature:
             sampler = RowSampler(_generators(options.seed, len(encoded), target.device))
         accept = FollowAcceptor([request.processors for request in requests], sampler)
+    special = _special_ids(tokenizer, stop)
     sequences = []
     for prompt, request in zip(encoded, requests):
         text = TextStream(tokenizer, stop) if stream or stop else None
-        rules = _rules(request, target, given["max_new_tokens"], _special_ids(tokenizer, stop))
+        rules = _rules(request, target, given["max_new_tokens"], special)
         sequences.append(Sequence(prompt, rules, text=text))
     return Call(options, sequences, accept)
 

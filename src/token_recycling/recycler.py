@@ -250,7 +250,7 @@ class TokenRecycling(DecodingMethod):
         assert sequence.text is not None
         with closing(self._steps(call)) as steps:  # close as soon as the consumer stops
             while True:
-                begin = len(sequence.new_tokens)
+                begin = sequence.new_length
                 with self._locked():
                     step = next(steps, None)
                 if step is None:
@@ -340,7 +340,7 @@ class TokenRecycling(DecodingMethod):
         )
         with suppress(GeneratorExit), closing(steps):  # GeneratorExit: an abandoned stream
             yield from steps
-        known = len(call.sequences) == 1 and bool(first.new_tokens)
+        known = len(call.sequences) == 1 and first.new_length > 0
         if known and self._runs == run and isinstance(self.target, TreeTarget):
             self._prefix = PrefixCache(self.target, first.tokens[:-1])
 
@@ -372,15 +372,10 @@ class TokenRecycling(DecodingMethod):
                 raise TokenRecyclingError("the model is already generating another answer")
             yield
 
-    def __call__(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        streamer: Any = None,
-        inputs_tensor: Tensor | None = None,
-        **prepared: Any,
+    def decode(
+        self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
     ) -> Any:
-        """Serve ``model.generate(…, custom_generate=recycler)``; called by ``generate``.
+        """Serve ``model.generate(…, custom_generate=recycler)``.
 
         Returns:
             What ``generate`` returns without ``custom_generate``.
@@ -391,4 +386,4 @@ class TokenRecycling(DecodingMethod):
         """
         if model is not self.model:
             raise TokenRecyclingError("this recycler was made for another model object")
-        return serve(self, Request.of_call(input_ids, **prepared), streamer, inputs_tensor)
+        return serve(self, request, streamer, inputs_tensor)

@@ -75,6 +75,11 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
+    def new_length(self) -> int:
+        """Number of tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
     def padded_length(self) -> int:
         """Number of tokens in padding, prompt and answer, as stopping criteria count them."""
         return len(self._padding) + len(self.tokens) - self._unknown
@@ -107,7 +112,7 @@ class Sequence:
 
 def at_most(limit: int) -> StopRule:
     """Return the rule that ends a row after ``limit`` new tokens."""
-    return lambda row: "length" if len(row.tokens) - row.prompt_length >= limit else None
+    return lambda row: "length" if row.new_length >= limit else None
 
 
 def at_token(ids: Collection[int]) -> StopRule:

@@ -37,7 +37,7 @@ class ForcedAcceptor:
 
     def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         """Accept the longest path of the draft that matches the answer."""
-        done = len(sequences[0].new_tokens)
+        done = sequences[0].new_length
         ahead = self.answer[done : done + draft.max_depth + 1]
         ahead += [NO_TOKEN] * (draft.max_depth + 1 - len(ahead))
         # On the matching path, a node at depth d is followed by token d of the remaining answer.

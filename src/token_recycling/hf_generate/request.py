@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass
 from math import inf
@@ -271,17 +272,8 @@ class Request:
         return None
 
 
-class DecodingMethod:
-    """Base class of our decoding methods for ``generate(custom_generate=...)``.
-
-    ``patch_generate`` recognises them by this class.
-    """
-
-
-class Collector(DecodingMethod):
-    """A decoding method that decodes nothing and records what ``generate`` has prepared."""
-
-    request: Request
+class DecodingMethod(ABC):
+    """A decoding method for ``generate(custom_generate=...)``; ``patch_generate`` recognizes it."""
 
     def __call__(
         self,
@@ -290,7 +282,29 @@ class Collector(DecodingMethod):
         streamer: Any = None,
         inputs_tensor: Tensor | None = None,
         **prepared: Any,
+    ) -> Any:
+        """Take a call that ``generate`` has prepared; called by ``generate``.
+
+        Returns:
+            What ``generate`` returns.
+        """
+        return self.decode(model, Request.of_call(input_ids, **prepared), streamer, inputs_tensor)
+
+    @abstractmethod
+    def decode(
+        self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
+    ) -> Any:
+        """Decode ``request``; return what ``generate`` is to return."""
+
+
+class Collector(DecodingMethod):
+    """Decodes nothing: it stores what ``generate`` has prepared in ``request``."""
+
+    request: Request
+
+    def decode(
+        self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
     ) -> Tensor:
-        """Record the call and return ``input_ids``; called by ``generate``."""
-        self.request = Request.of_call(input_ids, **prepared)
-        return input_ids
+        """Store the request and return the prompt."""
+        self.request = request
+        return request.input_ids
