@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import types
 import weakref
 
@@ -76,6 +77,28 @@ def test_a_reset_from_another_thread_waits_for_the_step():
         recycler.reset()
     thread.join()
     assert errors == []
+
+
+def test_a_reset_comes_after_a_step_that_has_begun():
+    recycler = TokenRecycling(make("llama"))
+    begun, order = threading.Event(), []
+    verify = recycler.target.verify
+
+    def slow(draft):
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.5)
+            order.append("step")
+        return verify(draft)
+
+    recycler.target.verify = slow
+    thread = threading.Thread(target=lambda: recycler.generate(PROMPT, max_new_tokens=20))
+    thread.start()
+    assert begun.wait(30)
+    recycler.reset()
+    order.append("reset")
+    thread.join()
+    assert order == ["step", "reset"]
 
 
 def test_a_reset_inside_an_answer_does_not_wait_for_itself():
