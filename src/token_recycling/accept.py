@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from token_recycling.compiled import as_array, compiled
 from token_recycling.modes import ordinary_tensors
 from token_recycling.samplers import Sampler
 from token_recycling.sequence import Sequence
@@ -134,13 +136,71 @@ def append_emitted(
     return tokens, reasons, drafted
 
 
+@compiled
+def _walk(
+    tokens: Any, parents: Any, depths: Any, valid: Any, choices: Any, path: Any, emitted: Any
+) -> None:
+    """Find the longest path of each row along the choices, as ``longest_paths`` does.
+
+    Args:
+        tokens: int64 [B, n].
+        parents: int64 [B, n].
+        depths: int64 [B, n].
+        valid: bool [B, n].
+        choices: int64 [B, n].
+        path: int64 [B, p], gets the accepted nodes, padded with 0.
+        emitted: int64 [B, p], gets the choices after them, padded with ``NO_TOKEN``.
+    """
+    path[:] = 0
+    emitted[:] = NO_TOKEN
+    for row in range(len(tokens)):
+        if not valid[row, 0]:
+            continue
+        best = 0
+        for node in range(1, tokens.shape[1]):
+            if depths[row, node] <= depths[row, best]:
+                continue
+            at = node
+            while at > 0 and valid[row, at]:
+                above = parents[row, at]
+                if tokens[row, at] != choices[row, above]:
+                    break
+                at = above
+            if at == 0:
+                best = node
+        at = best
+        for depth in range(depths[row, best], -1, -1):
+            path[row, depth] = at
+            emitted[row, depth] = choices[row, at]
+            at = parents[row, at]
+
+
 def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequence]) -> Accepted:
-    """Accept the longest path along ``choices`` and append its tokens to the sequences."""
-    found = accept_choices(draft, choices)
-    tokens, reasons, drafted = append_emitted(step_summary(draft, found).tolist(), sequences)
+    """Accept the longest path along ``choices`` and append its tokens to the sequences.
+
+    Args:
+        draft: on the host.
+        choices: int64 [B, n], the target's choice after each node.
+        sequences: one per row.
+    """
+    path = np.empty((len(choices), draft.max_depth + 1), np.int64)
+    emitted = np.empty_like(path)
+    _walk(
+        as_array(draft.tokens),
+        as_array(draft.parents),
+        as_array(draft.depths),
+        as_array(draft.valid),
+        as_array(choices.cpu()),
+        path,
+        emitted,
+    )
+    drafted = draft.valid.sum(dim=1).tolist()
+    rows = [[count - 1, *row] for count, row in zip(drafted, emitted.tolist())]
+    tokens, reasons, drafted = append_emitted(rows, sequences)
     longest = max(1, *map(len, tokens))
-    path, emitted = found.path[:, :longest], found.emitted[:, :longest]
-    return Accepted(path, emitted, found.counts.clamp(max=longest), tokens, reasons, drafted)
+    shown = torch.from_numpy(emitted[:, :longest])
+    counts = (shown != NO_TOKEN).sum(dim=1)
+    return Accepted(torch.from_numpy(path[:, :longest]), shown, counts, tokens, reasons, drafted)
 
 
 class GreedyAcceptor:
@@ -149,15 +209,6 @@ class GreedyAcceptor:
     def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         """Accept the longest path along the argmax tokens."""
         return accept_and_append(draft, greedy(logits), sequences)
-
-
-def _from_host(
-    path: Tensor, tokens: list[list[int]], reasons: list[str | None], drafted: list[int]
-) -> Accepted:
-    """Build the result of choices that were made on the host."""
-    rows = [row + [NO_TOKEN] * (path.shape[1] - len(row)) for row in tokens]
-    emitted = torch.tensor(rows, device=path.device)
-    return Accepted(path, emitted, (emitted != NO_TOKEN).sum(dim=1), tokens, reasons, drafted)
 
 
 # (ids int64 [1, t], logits float32 [1, V]) -> scores [1, V]
@@ -200,27 +251,29 @@ class FollowAcceptor:
 
     def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         """Walk every row's tree from its root."""
-        state: list[list[int]] = torch.stack(
-            [draft.valid[:, 0].long(), draft.valid.sum(dim=1) - 1], dim=1
-        ).tolist()
-        path = torch.zeros_like(draft.tokens[:, :1]).repeat(1, draft.max_depth + 1)
-        tokens: list[list[int]] = [[] for _ in state]
-        reasons: list[str | None] = [None] * len(state)
-        for row, (sequence, (alive, _)) in enumerate(zip(sequences, state)):
-            node, depth = 0, 0
-            while alive:
-                path[row, depth] = node
-                chosen = self._choose(row, sequence, logits[row, node])
-                below = draft.valid[row] & (draft.parents[row] == node)
-                child = below & (draft.tokens[row] == chosen)
-                child[0] = False
-                token, alive, node = torch.stack(
-                    [chosen, child.any().long(), child.long().argmax()]
-                ).tolist()
-                depth += 1
+        parents, nodes = draft.parents.tolist(), draft.tokens.tolist()
+        valid = draft.valid.tolist()
+        tokens: list[list[int]] = [[] for _ in sequences]
+        paths: list[list[int]] = [[] for _ in sequences]
+        reasons: list[str | None] = [None] * len(sequences)
+        for row, sequence in enumerate(sequences):
+            below = {
+                (parents[row][node], nodes[row][node]): node
+                for node in range(draft.nodes - 1, 0, -1)  # of equal siblings the first wins
+                if valid[row][node]
+            }
+            node: int | None = 0 if valid[row][0] else None
+            while node is not None:
+                paths[row].append(node)
+                token = int(self._choose(row, sequence, logits[row, node]))
                 tokens[row].append(token)
                 if reason := sequence.append(token):
                     reasons[row] = reason
                     break
-        drafted = [max(count, 0) for _, count in state]
-        return _from_host(path, tokens, reasons, drafted)
+                node = below.get((node, token))
+        longest = max(1, *map(len, tokens))
+        emitted = torch.tensor([row + [NO_TOKEN] * (longest - len(row)) for row in tokens])
+        path = torch.tensor([row + [0] * (longest - len(row)) for row in paths])
+        drafted = [max(sum(row) - 1, 0) for row in valid]
+        counts = torch.tensor([len(row) for row in tokens])
+        return Accepted(path, emitted, counts, tokens, reasons, drafted)

@@ -121,7 +121,7 @@ class Decoding:
             on_progress=self.hooks.on_progress,
             cached=self.sequences[0].cached,
         )
-        ends = root_only(torch.tensor([prompt[-1] for prompt in prompts], device=logits.device))
+        ends = root_only(torch.tensor([prompt[-1] for prompt in prompts], device="cpu"))
         accepted = self.accept(ends, logits[:, None], self.sequences)
         seconds = (perf_counter() - begin,)
         return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
@@ -155,14 +155,12 @@ class Decoding:
 
     def _propose(self) -> DraftTree:
         """Return the draft to verify."""
-        device = self.target.device
         # Rows that have ended get a root too, but their nodes are marked invalid below.
-        roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=device)
-        with without_autocast(device):
-            draft = self.drafter.propose(self.rows, roots, self.size.limit())
+        roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device="cpu")
+        with without_autocast(self.target.device):
+            draft = self.drafter.propose(self.rows, roots, self.size.limit()).to("cpu")
             draft = draft.first(self.size.choose(draft, self.sequences))
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
-            draft = draft.only(torch.tensor(active, device=device))
-        # On a CPU every node costs time, even an invalid one.
-        return draft.compact() if device.type == "cpu" else draft
+            draft = draft.only(torch.tensor(active, device="cpu"))
+        return draft.compact()

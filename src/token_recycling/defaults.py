@@ -1,6 +1,7 @@
 """Every default of the library and the command line, stated once."""
 
-CANDIDATES = 8  # k: candidates kept per token (the paper's value)
+CANDIDATES = 12  # k: candidates kept per token
+PAPER_CANDIDATES = 8  # k of the paper's drafter, as published
 DRAFTER = "adaptive"
 TREE = "auto"  # draft size chosen while decoding, for machine and text
 MOST_NODES = 80  # nodes below the root with an automatic tree (the paper's number)

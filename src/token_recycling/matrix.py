@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from token_recycling.files import is_file, write_atomically
 from token_recycling.tokens import NO_TOKEN
 
 FORMAT = "token-recycling-matrix-1"
+NOTHING = torch.empty(0)
+LARGEST_WEIGHT = 100.0  # of a file; larger ones are cut
 NO_KEY = torch.iinfo(torch.int64).min  # key of an empty slot
-STATE = ("_candidates", "_probabilities", "_keys", "evidence")  # names of the learnt tensors
+# Names of the learnt tensors
+STATE = ("all_candidates", "all_probabilities", "keys", "evidence", "weights")
 
 
 def fingerprint(tokenizer: Any, vocab_size: int) -> str:
@@ -41,9 +45,10 @@ class AdjacencyMatrix:
     The row of a token never seen is all ``NO_TOKEN`` and proposes nothing. A probability of 0
     means that none was recorded (the paper's drafter keeps ids only).
 
-    Optionally there are rows for pairs of tokens, in a hash table of fixed size in which a new
-    pair replaces the old one of its slot, and ``evidence`` float32 [2, f]: how often each kind of
-    candidate was right, and how often it was present (see ``drafters.calibration``).
+    Optionally there are rows for pairs and for triples of tokens, in hash tables of fixed size in
+    which a new pair or triple replaces the old one of its slot; ``evidence`` float32 [2, f], how
+    often each kind of candidate was right, and how often it was present; and ``weights`` float64
+    [s, i], by which the adaptive drafter mixes its sources.
     """
 
     def __init__(
@@ -52,10 +57,10 @@ class AdjacencyMatrix:
         k: int = defaults.CANDIDATES,
         *,
         pairs: int = 0,
-        device: torch.device | str = "cpu",
+        triples: int = 0,
         fingerprint: str = "",
     ) -> None:
-        """Create an empty matrix with ``pairs`` slots for rows of pairs.
+        """Create an empty matrix with slots for rows of ``pairs`` and ``triples``.
 
         Raises:
             TokenRecyclingError: ``k`` is not within 1..``vocab_size``.
@@ -63,85 +68,79 @@ class AdjacencyMatrix:
         if not 1 <= k <= vocab_size:
             raise TokenRecyclingError(f"k is {k}; it must be between 1 and {vocab_size}")
         self.vocab_size, self.k, self.fingerprint = vocab_size, k, fingerprint
-        # Two extra rows avoid special cases: token t has row t + 1, row 0 belongs to NO_TOKEN and
-        # stays empty, and row V + 1 takes masked writes. The rows of pairs follow. The last entry
-        # of the keys takes masked writes too.
-        rows = vocab_size + 2 + pairs
-        self._candidates = torch.full((rows, k), NO_TOKEN, dtype=torch.int32, device=device)
-        self._probabilities = torch.zeros((rows, k), dtype=torch.float16, device=device)
-        self._keys = torch.full((pairs + 1,), NO_KEY, device=device)
-        self.evidence = torch.zeros((2, 0), dtype=torch.float32, device=device)
-        self._winners = torch.empty(rows, dtype=torch.int32, device=device)  # for ``_last``
+        self.pairs, self.triples = pairs, triples
+        # Rows of tokens, then those of pairs, then those of triples.
+        shape = (vocab_size + pairs + triples, k)
+        self.all_candidates = torch.full(shape, NO_TOKEN, dtype=torch.int32, device="cpu")
+        self.all_probabilities = torch.zeros(shape, dtype=torch.float16, device="cpu")
+        self.keys = torch.full((pairs + triples,), NO_KEY, device="cpu")
+        self.evidence = torch.zeros((2, 0), dtype=torch.float32, device="cpu")
+        self.weights = torch.zeros((0, 0), dtype=torch.float64, device="cpu")
 
     @property
     def candidates(self) -> Tensor:
         """int32 [V, k], best first; ``NO_TOKEN`` where nothing was seen."""
-        return self._candidates[1 : self.vocab_size + 1]
+        return self.all_candidates[: self.vocab_size]
 
     @property
     def probabilities(self) -> Tensor:
         """float16 [V, k] within 0..1; 0 where not recorded."""
-        return self._probabilities[1 : self.vocab_size + 1]
-
-    @property
-    def pairs(self) -> int:
-        """Number of slots for pairs."""
-        return len(self._keys) - 1
+        return self.all_probabilities[: self.vocab_size]
 
     @property
     def pairs_seen(self) -> int:
         """Number of pairs that have a row."""
-        return int((self._keys[:-1] != NO_KEY).sum())
+        return int((self.keys[: self.pairs] != NO_KEY).sum())
 
     @property
-    def device(self) -> torch.device:
-        """Device of the rows."""
-        return self._candidates.device
+    def triples_seen(self) -> int:
+        """Number of triples that have a row."""
+        return int((self.keys[self.pairs :] != NO_KEY).sum())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, keys and evidence: (V + pairs) · k · (4 + 2) + pairs · 8 + f · 8."""
-        rows = (self.vocab_size + self.pairs) * self.k * 6
-        return rows + self.pairs * 8 + self.evidence.nbytes
+        """Bytes of everything learnt: (V + P + T) · k · (4 + 2) + (P + T) · 8, and the counts."""
+        return sum(getattr(self, name).nbytes for name in STATE)
 
     @property
     def rows_seen(self) -> int:
         """Number of tokens that have a row."""
         return int((self.candidates[:, 0] != NO_TOKEN).sum())
 
-    def reserve_pairs(self, pairs: int) -> None:
-        """Add ``pairs`` slots for pairs, unless the matrix has some already."""
-        if self.pairs or not pairs:
+    def reserve(self, pairs: int, triples: int) -> None:
+        """Add slots for pairs and triples, unless the matrix has some of that kind already."""
+        pairs, triples = self.pairs or pairs, self.triples or triples
+        if (pairs, triples) == (self.pairs, self.triples):
             return
-        grown = AdjacencyMatrix(self.vocab_size, self.k, pairs=pairs, device=self.device)
-        grown._candidates[: len(self._candidates)] = self._candidates
-        grown._probabilities[: len(self._candidates)] = self._probabilities
-        self._candidates, self._probabilities = grown._candidates, grown._probabilities
-        self._keys, self._winners = grown._keys, grown._winners
+        grown = AdjacencyMatrix(self.vocab_size, self.k, pairs=pairs, triples=triples)
+        split, first = self.vocab_size + self.pairs, self.vocab_size + pairs
+        for name in ("all_candidates", "all_probabilities"):
+            old, new = getattr(self, name), getattr(grown, name)
+            new[:split] = old[:split]
+            new[first : first + self.triples] = old[split:]
+            setattr(self, name, new)
+        grown.keys[: self.pairs] = self.keys[: self.pairs]
+        grown.keys[pairs : pairs + self.triples] = self.keys[self.pairs :]
+        self.keys, self.pairs, self.triples = grown.keys, pairs, triples
 
     def assume_probabilities(self) -> None:
         """Give rows recorded without probabilities 1/2, 1/4, … by rank."""
-        self._probabilities.copy_(self._scores())
-
-    def to(self, device: torch.device | str) -> AdjacencyMatrix:
-        """Move all tensors to ``device`` in place; return self."""
-        for name in (*STATE, "_winners"):
-            setattr(self, name, getattr(self, name).to(device))
-        return self
+        self.all_probabilities.copy_(self._scores())
 
     def reset(self) -> None:
-        """Clear every row and all evidence (cold start)."""
-        self._candidates.fill_(NO_TOKEN)
-        self._probabilities.zero_()
-        self._keys.fill_(NO_KEY)
+        """Clear every row, all evidence and the weights (cold start)."""
+        self.all_candidates.fill_(NO_TOKEN)
+        self.all_probabilities.zero_()
+        self.keys.fill_(NO_KEY)
         self.evidence.zero_()
+        self.weights.zero_()
 
     def _learnt(self) -> dict[str, Tensor]:
-        return {name.strip("_"): getattr(self, name) for name in STATE}
+        return {name: getattr(self, name) for name in STATE}
 
     def state(self) -> dict[str, Tensor]:
-        """Return CPU copies of all learnt tensors, for ``restore``."""
-        return {name: tensor.cpu().clone() for name, tensor in self._learnt().items()}
+        """Return copies of all learnt tensors, for ``restore``."""
+        return {name: tensor.clone() for name, tensor in self._learnt().items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Restore a ``state`` of a matrix of the same shape."""
@@ -159,10 +158,11 @@ class AdjacencyMatrix:
             self.vocab_size,
             self.k,
             pairs=self.pairs,
-            device=self.device,
+            triples=self.triples,
             fingerprint=self.fingerprint,
         )
         twin.evidence = torch.zeros_like(self.evidence)
+        twin.weights = torch.zeros_like(self.weights)
         return twin.copy_(self)
 
     def seen(self, tokens: Tensor) -> Tensor:
@@ -178,25 +178,11 @@ class AdjacencyMatrix:
         Returns:
             bool [B, c], True at the last occurrence of each such token within its batch row.
         """
+        missing = ~self.seen(tokens)
+        if not bool(missing.any()):
+            return missing
         same = tokens[:, :, None] == tokens[:, None, :]
-        return ~(self.seen(tokens) | same.triu(diagonal=1).any(dim=2))
-
-    def offsets(self, ranks: Tensor) -> Tensor:
-        """Convert candidate ranks (any shape, each below k) to int32 offsets for ``lookup``."""
-        return (ranks + self.k).to(torch.int32)
-
-    def lookup(self, tokens: Tensor, offsets: Tensor) -> Tensor:
-        """Return one candidate for each token.
-
-        Args:
-            tokens: int32 [B, m], ``NO_TOKEN`` allowed.
-            offsets: int32 [m] from ``offsets``, the candidate's rank.
-
-        Returns:
-            int32 [B, m], ``NO_TOKEN`` where there is no candidate.
-        """
-        flat = torch.add(offsets, tokens, alpha=self.k)  # (token + 1) · k + rank
-        return self._candidates.view(-1).index_select(0, flat.view(-1)).view(flat.shape)
+        return missing & ~same.triu(diagonal=1).any(dim=2)
 
     def update(
         self,
@@ -213,132 +199,50 @@ class AdjacencyMatrix:
             probabilities: [n, k]; None: not recorded.
             valid: bool [n]; False entries are not written. None: all are valid.
         """
-        rows = tokens + 1
         if valid is not None:
-            rows = rows.masked_fill(~valid, self.vocab_size + 1)
-        last = self._last(rows)
-        self._candidates[rows] = candidates[last].to(torch.int32)
-        if probabilities is None:
-            self._probabilities.index_fill_(0, rows, 0.0)
-        else:
-            self._probabilities[rows] = probabilities[last].to(torch.float16)
-
-    def rows(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the row of each pair (previous token, token), or else that of the token alone.
-
-        Args:
-            previous: int64 [...]; ``NO_TOKEN`` before the first token of a text.
-            tokens: int64 [...].
-
-        Returns:
-            Indices for ``fetch``, int64 [...], and bool [...], True where it is the pair's row.
-        """
-        keys, slots = self._slots(previous, tokens)
-        known = self._keys[slots] == keys
-        return torch.where(known, slots + (self.vocab_size + 2), tokens + 1), known
-
-    def fetch(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return candidates int32 [..., k] and probabilities float16 [..., k] of ``rows``."""
-        return self._candidates[rows], self._probabilities[rows]
-
-    def _slots(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each pair's key and hash-table slot; use a prime number of slots."""
-        keys = previous * self.vocab_size + tokens
-        return keys, keys.remainder(max(self.pairs, 1))
-
-    def average(
-        self,
-        previous: Tensor,
-        tokens: Tensor,
-        candidates: Tensor,
-        probabilities: Tensor,
-        valid: Tensor,
-        *,
-        old_weight: float,
-    ) -> None:
-        """Average new rows into those of the tokens and pairs; keep the k best of the union.
-
-        A probability becomes w · old + (1 - w) · new with w = ``old_weight``. Where there was no
-        row, the new one is stored unchanged. Of several entries for one row or slot, only the
-        last one takes effect.
-
-        Args:
-            previous: int64 [n], the token before each; ``NO_TOKEN`` before the first of a text.
-            tokens: int64 [n].
-            candidates: int [n, k] ids, best first.
-            probabilities: float32 [n, k].
-            valid: bool [n]; False entries are not written.
-            old_weight: weight of the old row, below 1.
-        """
-        nowhere = self.vocab_size + 1
-        rows = torch.where(valid, tokens + 1, nowhere)
-        known = self._candidates[rows, 0] != NO_TOKEN
-        candidates = candidates.to(torch.int32)
-        if self.pairs:
-            keys, slots = self._slots(previous, tokens)
-            slots = torch.where(valid, slots, self.pairs)
-            same = self._keys[slots] == keys
-            of_pairs = torch.where(valid, slots + (self.vocab_size + 2), nowhere)
-            rows, known = torch.cat([rows, of_pairs]), torch.cat([known, same])
-            candidates = candidates.repeat(2, 1)
-            probabilities = probabilities.repeat(2, 1)
-        mixed, weights = _averaged(
-            self._candidates[rows],
-            self._probabilities[rows].float(),
-            candidates,
-            probabilities,
-            old_weight * known[:, None].float(),
-        )
-        last = self._last(rows)
-        if self.pairs:
-            self._keys[slots] = keys[last[len(tokens) :] - len(tokens)]
-            self._keys[-1] = NO_KEY
-        self._candidates[rows] = mixed[last]
-        self._probabilities[rows] = weights[last].to(torch.float16)
-
-    def _last(self, rows: Tensor) -> Tensor:
-        """Return, for each of ``rows`` (int64 [n]), the index of its last occurrence, int64 [n].
-
-        On CUDA it is undefined which write to a repeated index wins. If all occurrences write the
-        values of the last one, the order does not matter.
-        """
-        order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        # Only entries written here are read, so the buffer needs no clearing.
-        self._winners.scatter_reduce_(0, rows, order, "amax", include_self=False)
-        return self._winners[rows].long()
+            tokens, candidates = tokens[valid], candidates[valid]
+            probabilities = None if probabilities is None else probabilities[valid]
+        # NumPy writes repeated indices in order, so that the last one wins; PyTorch need not.
+        rows = tokens.numpy()
+        self.candidates.numpy()[rows] = candidates.numpy()
+        p = 0.0 if probabilities is None else probabilities.numpy()
+        self.probabilities.numpy()[rows] = p
 
     def _scores(self) -> Tensor:
         """Return merge scores, float32 [all rows, k]: probabilities, else 2^-(rank + 1)."""
-        recorded = self._probabilities.float()
-        ranks = torch.arange(1, self.k + 1, dtype=torch.float32, device=self.device)
+        recorded = self.all_probabilities.float()
+        ranks = torch.arange(1, self.k + 1, dtype=torch.float32, device="cpu")
         by_rank = 0.5**ranks
         scores = torch.where(recorded.sum(dim=1, keepdim=True) > 0, recorded, by_rank)
-        return scores.masked_fill(self._candidates == NO_TOKEN, 0.0)
+        return scores.masked_fill(self.all_candidates == NO_TOKEN, 0.0)
 
     def merge(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
         """Return a new matrix with the rows and the evidence of both.
 
         A row that only one matrix has is copied. Where both have one, the scores of equal
         candidates are added, the best k are kept and recorded probabilities are averaged. On equal
-        scores, and where two pairs share a slot, this matrix wins.
+        scores, and where two pairs or triples share a slot, this matrix wins. The weights are
+        averaged in proportion to the evidence.
 
         Raises:
-            TokenRecyclingError: the two differ in vocabulary, tokenizer, k or slots for pairs.
+            TokenRecyclingError: the two differ in vocabulary, tokenizer, k or number of slots.
         """
         self._check_same(other.vocab_size, other.k, other.fingerprint, "the other matrix")
-        if self.pairs and other.pairs and self.pairs != other.pairs:
-            raise TokenRecyclingError(
-                f"one matrix has {self.pairs} pair slots, the other {other.pairs}; "
-                "only equal numbers can be merged"
-            )
-        merged, theirs = self.clone(), other.clone().to(self.device)
-        merged.reserve_pairs(theirs.pairs)
-        theirs.reserve_pairs(merged.pairs)
-        strange = (merged._keys != NO_KEY) & (theirs._keys != merged._keys)
-        theirs._candidates[self.vocab_size + 2 :].masked_fill_(strange[:-1, None], NO_TOKEN)
-        ids = torch.cat([merged._candidates, theirs._candidates], dim=1)
+        for kind in ("pairs", "triples"):
+            mine, its = getattr(self, kind), getattr(other, kind)
+            if mine and its and mine != its:
+                raise TokenRecyclingError(
+                    f"one matrix has {mine} slots for {kind}, the other {its}; "
+                    "only equal numbers can be merged"
+                )
+        merged, theirs = self.clone(), other.clone()
+        merged.reserve(theirs.pairs, theirs.triples)
+        theirs.reserve(merged.pairs, merged.triples)
+        strange = (merged.keys != NO_KEY) & (theirs.keys != merged.keys)
+        theirs.all_candidates[self.vocab_size :].masked_fill_(strange[:, None], NO_TOKEN)
+        ids = torch.cat([merged.all_candidates, theirs.all_candidates], dim=1)
         scores = torch.cat([merged._scores(), theirs._scores()], dim=1)
-        p = torch.cat([merged._probabilities, theirs._probabilities], dim=1).float()
+        p = torch.cat([merged.all_probabilities, theirs.all_probabilities], dim=1).float()
         k = self.k
         match = (ids[:, :k, None] == ids[:, None, k:]) & (ids[:, :k, None] != NO_TOKEN)
         scores[:, :k] += (match * scores[:, None, k:]).sum(dim=2)
@@ -349,16 +253,29 @@ class AdjacencyMatrix:
         order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
         both = (ids[:, :1] != NO_TOKEN) & (ids[:, k : k + 1] != NO_TOKEN)
         taken = scores.gather(1, order) >= 0
-        merged._candidates.copy_(ids.gather(1, order).masked_fill(~taken, NO_TOKEN))
-        merged._probabilities.copy_(
+        merged.all_candidates.copy_(ids.gather(1, order).masked_fill(~taken, NO_TOKEN))
+        merged.all_probabilities.copy_(
             (p.gather(1, order) * torch.where(both, 0.5, 1.0)).masked_fill(~taken, 0.0)
         )
-        merged._keys.copy_(torch.where(merged._keys == NO_KEY, theirs._keys, merged._keys))
-        if merged.evidence.shape == theirs.evidence.shape:
-            merged.evidence += theirs.evidence
-        elif not merged.evidence.numel():
-            merged.evidence = theirs.evidence
+        merged.keys.copy_(torch.where(merged.keys == NO_KEY, theirs.keys, merged.keys))
+        merged._merge_evidence(theirs)
         return merged
+
+    def _merge_evidence(self, other: AdjacencyMatrix) -> None:
+        """Add the counts of ``other``, and average the weights."""
+        trials, more = self._trials, other._trials
+        if self.evidence.shape == other.evidence.shape:
+            self.evidence += other.evidence
+        elif not self.evidence.numel():
+            self.evidence = other.evidence
+        if not self.weights.numel() or not trials:
+            self.weights = other.weights if other.weights.numel() else self.weights
+        elif self.weights.shape == other.weights.shape and more:
+            self.weights = (trials * self.weights + more * other.weights) / (trials + more)
+
+    @property
+    def _trials(self) -> float:
+        return float(self.evidence[1].sum())
 
     def save(self, path: str | Path) -> None:
         """Write the matrix atomically as a safetensors file.
@@ -367,18 +284,22 @@ class AdjacencyMatrix:
             TokenRecyclingError: the file cannot be written.
         """
         tensors = {
-            "candidates": self.candidates.cpu().contiguous(),
-            "probabilities": self.probabilities.cpu().contiguous(),
+            "candidates": self.candidates.contiguous(),
+            "probabilities": self.probabilities.contiguous(),
         }
-        if self.pairs:
-            ids, p = self.fetch(slice(self.vocab_size + 2, None))
-            tensors |= {
-                "pair_keys": self._keys[:-1].cpu().contiguous(),
-                "pair_candidates": ids.cpu().contiguous(),
-                "pair_probabilities": p.cpu().contiguous(),
-            }
-        if self.evidence.numel():
-            tensors["evidence"] = self.evidence.cpu().contiguous()
+        first = 0
+        for name, count in (("pair", self.pairs), ("triple", self.triples)):
+            rows = slice(self.vocab_size + first, self.vocab_size + first + count)
+            if count:
+                tensors |= {
+                    f"{name}_keys": self.keys[first : first + count].contiguous(),
+                    f"{name}_candidates": self.all_candidates[rows].contiguous(),
+                    f"{name}_probabilities": self.all_probabilities[rows].contiguous(),
+                }
+            first += count
+        for name in ("evidence", "weights"):
+            if getattr(self, name).numel():
+                tensors[name] = getattr(self, name)
         about = {"format": FORMAT, "fingerprint": self.fingerprint}
 
         def write(partial: Path) -> None:
@@ -390,7 +311,7 @@ class AdjacencyMatrix:
         write_atomically(path, write)
 
     @classmethod
-    def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> AdjacencyMatrix:
+    def load(cls, path: str | Path) -> AdjacencyMatrix:
         """Read a file written by ``save``.
 
         Raises:
@@ -407,38 +328,35 @@ class AdjacencyMatrix:
                 f"{path} is damaged or not a matrix file ({one_line(error, 200)}); "
                 "delete it or save it again"
             ) from error
-        nothing = torch.empty(0)
-        ids, p = found.get("candidates", nothing), found.get("probabilities", nothing)
-        width = ids.shape[-1] if ids.ndim else 0
-        keys = found.get("pair_keys", torch.empty(0, dtype=torch.int64))
-        pairs = (
-            found.get("pair_candidates", torch.empty(0, width, dtype=torch.int32)),
-            found.get("pair_probabilities", torch.empty(0, width, dtype=torch.float16)),
-        )
+        tables = [_Table.of(found, prefix) for prefix in ("", "pair_", "triple_")]
         evidence = found.get("evidence", torch.zeros(2, 0, dtype=torch.float32))
+        weights = found.get("weights", torch.zeros(0, 0, dtype=torch.float64))
         if (
             about.get("format") != FORMAT
-            or not _are_rows(ids, p)
-            or not _are_rows(*pairs)
-            or (keys.dtype, keys.shape) != (torch.int64, pairs[0].shape[:1])
-            or ids.shape[1] != pairs[0].shape[1]
+            or not all(table.is_whole(tables[0]) for table in tables)
             or (evidence.dtype, evidence.ndim, evidence.shape[:1]) != (torch.float32, 2, (2,))
+            or (weights.dtype, weights.ndim) != (torch.float64, 2)
         ):
             raise TokenRecyclingError(f"{path} is not a matrix file of format {FORMAT}")
-        every = torch.cat([ids, pairs[0]])
-        if bool(((every < NO_TOKEN) | (every >= len(ids))).any()):
+        ids = torch.cat([table.candidates for table in tables])
+        vocab_size, pairs, triples = (len(table.candidates) for table in tables)
+        if bool(((ids < NO_TOKEN) | (ids >= vocab_size)).any()):
             raise TokenRecyclingError(f"{path} contains candidates outside its vocabulary")
         matrix = cls(
-            len(ids), ids.shape[1], pairs=len(keys), fingerprint=about.get("fingerprint", "")
+            vocab_size,
+            ids.shape[1],
+            pairs=pairs,
+            triples=triples,
+            fingerprint=about.get("fingerprint", ""),
         )
-        matrix.candidates.copy_(ids)
+        matrix.all_candidates.copy_(ids)
         # Replace NaN, infinite and out-of-range values of a tampered file.
-        matrix.probabilities.copy_(p.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1))
-        matrix._keys[:-1] = keys
-        matrix._candidates[len(ids) + 2 :] = pairs[0]
-        matrix._probabilities[len(ids) + 2 :] = pairs[1].nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
+        p = torch.cat([table.probabilities for table in tables])
+        matrix.all_probabilities.copy_(p.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1))
+        matrix.keys.copy_(torch.cat([table.keys for table in tables[1:]]))
         matrix.evidence = evidence.nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
-        return matrix.to(device)
+        matrix.weights = weights.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST_WEIGHT, LARGEST_WEIGHT)
+        return matrix
 
     def check(self, vocab_size: int, fingerprint: str, *, what: str) -> None:
         """Check that the matrix fits a model, named ``what`` in messages.
@@ -462,28 +380,36 @@ class AdjacencyMatrix:
             )
 
 
-def _averaged(
-    old: Tensor, old_p: Tensor, new: Tensor, new_p: Tensor, old_weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Average n old and n new rows: the k best candidates, and p = w · old_p + (1 - w) · new_p.
+@dataclass(frozen=True)
+class _Table:
+    """Rows of one kind, as read from a file."""
 
-    Args:
-        old: int32 [n, k].
-        old_p: float32 [n, k].
-        new: int32 [n, k], ids unique within a row.
-        new_p: float32 [n, k].
-        old_weight: w, float32 [n, 1]; 0 takes the new row unchanged.
-    """
-    same = (old[:, :, None] == new[:, None, :]) & (old_weight > 0)[:, :, None]
-    new_p = new_p * (1 - old_weight)
-    added = (same * new_p[:, None, :]).sum(dim=2)
-    old_p = torch.where(old_weight > 0, old_weight * old_p + added, -1.0)
-    new_p = new_p.masked_fill(same.any(dim=1), -1.0)
-    p, order = torch.cat([old_p, new_p], dim=1).topk(old.shape[1], dim=1)
-    return torch.cat([old, new], dim=1).gather(1, order), p
+    candidates: Tensor
+    probabilities: Tensor
+    keys: Tensor  # none for tokens
 
+    @classmethod
+    def of(cls, found: dict[str, Tensor], prefix: str) -> _Table:
+        """Select the tensors with this prefix; none is a table without rows."""
+        tokens = found.get("candidates", NOTHING)
+        width = tokens.shape[-1] if tokens.ndim == 2 else 0
+        return cls(
+            found.get(f"{prefix}candidates", torch.empty(0, width, dtype=torch.int32)),
+            found.get(f"{prefix}probabilities", torch.empty(0, width, dtype=torch.float16)),
+            found.get(f"{prefix}keys", torch.empty(0, dtype=torch.int64)) if prefix else NOTHING,
+        )
 
-def _are_rows(ids: Tensor, p: Tensor) -> bool:
-    """Return True if dtypes and shapes are those of candidates and their probabilities."""
-    types = (ids.dtype, p.dtype) == (torch.int32, torch.float16)
-    return types and ids.ndim == 2 and ids.shape == p.shape
+    def is_whole(self, tokens: _Table) -> bool:
+        """Return True if dtypes and shapes fit each other and the rows of ``tokens``."""
+        ids, p = self.candidates, self.probabilities
+        return (
+            (ids.dtype, p.dtype) == (torch.int32, torch.float16)
+            and ids.ndim == 2
+            and ids.shape == p.shape
+            and ids.shape[1:] == tokens.candidates.shape[1:]
+            and ids.shape[1] > 0
+            and (
+                self.keys is NOTHING
+                or (self.keys.dtype, self.keys.shape) == (torch.int64, ids.shape[:1])
+            )
+        )

@@ -33,7 +33,7 @@ class Options:
         drafter: "adaptive", "paper", "prompt-lookup", "none", a registered name, or a ``Drafter``.
         tree: "auto": as many nodes as pay off, chosen while decoding; or a shipped tree,
             "ranked-N", "chain-N", a JSON file or a template. None: "auto".
-        k: candidates kept per token; None: 8, or those of ``matrix``.
+        k: candidates kept per token; None: those of ``matrix``, or else 12, or 8 for "paper".
         matrix: the adjacency matrix to start from, or its file; a ``Drafter`` object uses its own.
         costs: step costs on this machine, for ``tree="auto"``. None: those measured by
             ``token-recycling tune`` for this model and machine, else a guess. Either is corrected
@@ -107,6 +107,13 @@ class Options:
             raise TokenRecyclingError("costs must include the size 1, plain decoding")
         if self.graph not in (None, True, False):
             raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
+
+    def candidates(self, vocab_size: int) -> int:
+        """Return how many candidates a new matrix keeps per token."""
+        if self.k is not None:
+            return self.k
+        default = defaults.PAPER_CANDIDATES if self.drafter == "paper" else defaults.CANDIDATES
+        return min(default, vocab_size)
 
     def load_matrix(self) -> AdjacencyMatrix | None:
         """Return the given matrix, loaded if it is a file, or None.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling import defaults
 from token_recycling.accept import Acceptor
 from token_recycling.answers import Chunk, Generation
 from token_recycling.call import Call, CallOptions, prepare_call
@@ -81,17 +80,17 @@ class TokenRecycling(DecodingMethod):
         self.options = given = Options.of(options)
         self.model, self.tokenizer = model_inside(model), tokenizer
         matrix = given.load_matrix()
-        k = matrix.k if matrix else defaults.CANDIDATES if given.k is None else given.k
-        self.template = given.template(k)
         self.target = open_target(
             self.model, strict=given.strict, float32_logits=given.float32_logits
         )
+        k = given.candidates(self.target.vocab_size) if matrix is None else matrix.k
+        self.template = given.template(k)
         name = fingerprint(tokenizer, self.target.vocab_size)
         with ordinary_tensors():  # the caller may leave inference mode later
             if matrix is None:
                 matrix = AdjacencyMatrix(self.target.vocab_size, k, fingerprint=name)
             matrix.check(self.target.vocab_size, name, what="this model")
-            self.matrix = matrix.to(self.target.device)
+            self.matrix = matrix
             self.drafter, self.draft_size = self._drafter_and_size()
         # Context entered while a graph is compiled, which may take minutes the first time.
         self.compiling: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -286,6 +286,23 @@ class DraftTree:
         """Number of nodes per row, including the root."""
         return self.tokens.shape[1]
 
+    def pack(self) -> Tensor:
+        """Return everything but the scores as one tensor, int64 [B, 4 + n, n]."""
+        parts = [self.tokens, self.parents, self.depths, self.valid.long()]
+        return torch.cat([torch.stack(parts, dim=1), self.ancestors.long()], dim=1).contiguous()
+
+    @classmethod
+    def unpack(cls, packed: Tensor, max_depth: int) -> DraftTree:
+        """Return the draft of a tensor made by ``pack``."""
+        tokens, parents, depths, valid = packed[:, :4].unbind(dim=1)
+        return cls(tokens, parents, depths, packed[:, 4:].bool(), valid.bool(), max_depth)
+
+    def to(self, device: torch.device | str) -> DraftTree:
+        """Return the draft on ``device``, copied in one transfer; the scores stay behind."""
+        if self.tokens.device == torch.device(device):
+            return self
+        return self.unpack(self.pack().to(device), self.max_depth)
+
     def only(self, rows: Tensor) -> DraftTree:
         """Return the draft with all nodes invalid in rows where ``rows`` (bool [B]) is False."""
         return replace(self, valid=self.valid & rows[:, None])
@@ -419,21 +436,8 @@ class TreeShape:
         paths: Paths = ((), *template.paths)
         self.nodes, self.max_depth = n, template.max_depth
         self.parents = torch.tensor(template.parents, device=device)
-        ranks = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
-        # Per level: the index of each node's parent within the level above, and the node's rank.
-        levels = [(0,), *template.levels]
-        place = {node: i for level in levels for i, node in enumerate(level)}
-        self.rungs = [
-            (
-                torch.tensor([place[template.parents[node]] for node in level], device=device),
-                ranks[list(level)],
-            )
-            for level in template.levels
-        ]
-        # Index of each node in the concatenated levels; None if that is the identity.
-        grown = [node for level in levels for node in level]
-        order = torch.tensor(grown, device=device).argsort()
-        self.order = None if grown == list(range(n)) else order
+        ranks = [path[-1] if path else 0 for path in paths]
+        self.ranks = torch.tensor(ranks, device=device)  # of each node among its parent's children
         self.depths = torch.tensor([len(path) for path in paths], device=device)
         ancestors = torch.eye(n, dtype=torch.bool)
         for node in range(1, n):

@@ -37,10 +37,12 @@ Factory = Callable[[AdjacencyMatrix, TreeTemplate], AnyDrafter]
 GROUP = "token_recycling.drafters"
 # Options that turn off one part of the adaptive drafter, for ablation studies.
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "pairs": {"pairs": 0},
+    "pairs": {"pairs": 0, "triples": 0},
+    "triples": {"triples": 0},
     "averages": {"old_weight": 0.0},
     "chain": {"chain": 0},
     "calibration": {"calibrate": False},
+    "learning": {"learning_rate": 0.0},
 }
 
 
@@ -52,7 +54,7 @@ def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate, **options: Any) -
 BUILT_IN: dict[str, Factory] = {
     AdaptiveDrafter.name: _adaptive,
     PaperDrafter.name: PaperDrafter,
-    PromptLookupDrafter.name: lambda matrix, template: PromptLookupDrafter(device=matrix.device),
+    PromptLookupDrafter.name: lambda matrix, template: PromptLookupDrafter(),
     NoDrafter.name: lambda matrix, template: NoDrafter(),
     **{
         f"{AdaptiveDrafter.name}-no-{part}": partial(_adaptive, **options)

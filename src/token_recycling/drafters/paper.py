@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from token_recycling.accept import Accepted
+from token_recycling.compiled import as_array
 from token_recycling.drafters.base import Drafter, Rows
+from token_recycling.drafters.kernels import host
 from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.ranking import top_k
 from token_recycling.tree import DraftTree, TreeShape, TreeTemplate, root_only
 
 
@@ -21,7 +24,6 @@ class PaperDrafter(Drafter[Rows]):
     name = "paper"
     matrix: AdjacencyMatrix
     needs_logits = True
-    capturable = True
 
     def __init__(
         self, matrix: AdjacencyMatrix, template: TreeTemplate, *, learn_prompts: bool = True
@@ -39,8 +41,7 @@ class PaperDrafter(Drafter[Rows]):
         """
         template.check_k(matrix.k)
         self.matrix, self.template = matrix, template
-        self.shape = TreeShape(template, matrix.device)
-        self._rungs = [(above, matrix.offsets(ranks)) for above, ranks in self.shape.rungs]
+        self.shape = TreeShape(template, "cpu")
         self.learn_prompts = learn_prompts
 
     @property
@@ -57,23 +58,32 @@ class PaperDrafter(Drafter[Rows]):
         self._recycle(tokens, logits, mask)
 
     def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
-        """Build the tree level by level by look-ups in the matrix."""
+        """Fill the tree by look-ups in the matrix."""
         if nodes == 1:
             return root_only(roots)
-        grown = [roots[:, None].to(torch.int32)]
-        for above, offsets in self._rungs:
-            grown.append(self.matrix.lookup(grown[-1].index_select(1, above), offsets))
-        tokens = torch.cat(grown, dim=1).long()
-        if self.shape.order is not None:
-            tokens = tokens[:, self.shape.order]
-        # Lookups in empty rows gave NO_TOKEN, which is negative: those nodes are invalid.
-        return self.shape.draft(tokens.clamp(min=0), tokens >= 0).first(nodes)
+        tokens = torch.empty((len(roots), self.shape.nodes), dtype=torch.long)
+        tokens[:, 0] = roots
+        valid = torch.empty_like(tokens, dtype=torch.bool)
+        host.fill_template(
+            self.matrix.candidates.numpy(),
+            self.shape.parents.numpy(),
+            self.shape.ranks.numpy(),
+            tokens.numpy(),
+            valid.numpy(),
+        )
+        return self.shape.draft(tokens, valid).first(nodes)
 
     def observe(self, rows: Rows, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Store the candidates of every node."""
         self._recycle(draft.tokens, logits, draft.valid)
 
     def _recycle(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
-        values, ids = torch.topk(logits[..., : self.matrix.vocab_size], self.matrix.k, dim=-1)
-        valid = valid & values[..., 0].isfinite()  # skip overflowed logits
-        self.matrix.update(tokens.flatten(), ids.flatten(0, 1), valid=valid.flatten())
+        values, ids = top_k(logits[..., : self.matrix.vocab_size], self.matrix.k)
+        valid = valid & values[..., 0].isfinite().cpu()  # skip overflowed logits
+        host.replace_rows(
+            as_array(tokens.flatten()),
+            as_array(valid.flatten()),
+            as_array(ids.cpu().flatten(0, -2)),
+            self.matrix.candidates.numpy(),
+            self.matrix.probabilities.view(torch.uint16).numpy(),
+        )

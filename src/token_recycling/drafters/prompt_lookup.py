@@ -7,7 +7,8 @@ from torch import Tensor
 
 from token_recycling.accept import Accepted
 from token_recycling.drafters.base import Drafter
-from token_recycling.drafters.ngram import Context, NgramMatcher
+from token_recycling.drafters.kernels import host
+from token_recycling.drafters.ngram import Context
 from token_recycling.tree import DraftTree, TreeShape, TreeTemplate, root_only
 
 
@@ -16,13 +17,10 @@ class PromptLookupDrafter(Drafter[Context]):
 
     name = "prompt-lookup"
 
-    def __init__(
-        self, *, length: int = 10, max_ngram: int = 3, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, *, length: int = 10, max_ngram: int = 3) -> None:
         """Propose up to ``length`` tokens after a match of 1 to ``max_ngram`` tokens."""
-        self.length, self.device = length, device
-        self.matcher = NgramMatcher(max_ngram, device)
-        self.shape = TreeShape(TreeTemplate.chain(length), device)
+        self.length, self.max_ngram = length, max_ngram
+        self.shape = TreeShape(TreeTemplate.chain(length), "cpu")
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -31,7 +29,7 @@ class PromptLookupDrafter(Drafter[Context]):
 
     def new_rows(self, batch: int, capacity: int | None = None) -> Context:
         """Return empty contexts."""
-        return Context.empty(batch, self.matcher.window, self.device, capacity, self.length + 2)
+        return Context.empty(batch, capacity, self.length + 2)
 
     def load(self, rows: Context, texts: list[list[int]]) -> None:
         """Load the texts as context."""
@@ -42,9 +40,15 @@ class PromptLookupDrafter(Drafter[Context]):
         rows.append_roots(roots)
         if nodes == 1:
             return root_only(roots)
-        found = self.matcher(rows, self.length)
-        tokens = torch.cat([roots[:, None], found.tokens], dim=1)
-        valid = torch.cat([torch.ones_like(found.valid[:, :1]), found.valid], dim=1)
+        tokens = torch.empty((len(roots), self.length + 1), dtype=torch.long)
+        valid = torch.empty_like(tokens, dtype=torch.bool)
+        host.copy_chains(
+            rows.tokens.numpy(),
+            rows.lengths.numpy(),
+            self.max_ngram,
+            tokens.numpy(),
+            valid.numpy(),
+        )
         return self.shape.draft(tokens, valid).first(nodes)
 
     def observe(self, rows: Context, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:

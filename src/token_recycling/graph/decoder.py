@@ -160,7 +160,7 @@ class GraphDecoder:
 
         Args:
             target: the model.
-            drafter: must be ``capturable``.
+            drafter: on a GPU, must be ``capturable``.
             size: draft-size policy; should change sizes rarely, since each is a graph of its own.
             compiling: context entered while a step is compiled, which may take minutes the first
                 time.
@@ -175,15 +175,16 @@ class GraphDecoder:
         if written != target.vocab_size:
             raise GraphError("the LM head is wider than the vocabulary")
         self.target, self.drafter, self.size, self.compiling = target, drafter, size, compiling
-        if not drafter.capturable:
-            raise GraphError(f"the drafter {drafter.name} is not capturable")
+        if target.device.type != "cpu" and not drafter.capturable:
+            raise GraphError(f"the drafter {drafter.name} runs on the CPU")
         if not target.takes_positions:
             raise GraphError("the model takes no position ids")
         self._runners: dict[Any, GraphRunner] = {}
         self._failed: dict[Any, GraphError] = {}
         self._addresses: list[Any] = []
         with ordinary_tensors():
-            roots = torch.zeros(1, dtype=torch.long, device=target.device)
+            device = target.device if drafter.capturable else "cpu"
+            roots = torch.zeros(1, dtype=torch.long, device=device)
             rows = drafter.new_rows(1, SMALLEST)
             self._whole = drafter.propose(rows, roots).nodes
 

@@ -13,6 +13,7 @@ from token_recycling.accept import (
     step_summary,
 )
 from token_recycling.drafters.base import AnyDrafter
+from token_recycling.graph.drafting import HostDrafting, TracedDrafting
 from token_recycling.model.attention import pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.masks import additive_masks
@@ -48,22 +49,25 @@ class GraphStep:
 
         Args:
             target: must have read a prompt, so that the shapes of its cache are known.
-            drafter: must be ``capturable``.
+            drafter: on a GPU, must be ``capturable``.
             batch: B.
             slots: slots of the cache.
             nodes: most tokens that a step verifies per row; None: whole drafts.
             processors: logits processors of every row, for sampling; None: take the argmax.
         """
         self.target = target
-        # The step has its own rows; the drafter with its matrix is shared.
-        self.drafter, self.rows = drafter, drafter.new_rows(batch, slots)
         device = target.device
+        # The step has its own rows; the drafter with its matrix is shared.
+        self.drafting: TracedDrafting | HostDrafting
+        if drafter.capturable:
+            self.drafting = TracedDrafting(drafter, batch, slots, nodes, device)
+        else:
+            self.drafting = HostDrafting(drafter, batch, slots, nodes)
+        self.nodes, self.most = self.drafting.nodes, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device)
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
         self._slots = torch.arange(slots, device=device)
-        draft = self.drafter.propose(self.rows, self.roots, nodes)
-        self.nodes, self.most = draft.nodes, draft.max_depth + 1
         self.sampler: NodeSampler | None = None
         if processors is not None:
             ahead = self.most * (LAG + 1)
@@ -72,7 +76,8 @@ class GraphStep:
     def begin(self, sequences: list[Sequence]) -> None:
         """Continue ``sequences``; the last token of each has not been read yet."""
         self.cache.take(self.target.cache)
-        self.drafter.load(self.rows, [sequence.tokens[:-1] for sequence in sequences])
+        drafting = self.drafting
+        drafting.drafter.load(drafting.rows, [sequence.tokens[:-1] for sequence in sequences])
         roots = torch.tensor([sequence.tokens[-1] for sequence in sequences], device="cpu")
         self.roots.copy_(roots)
         active = [sequence.active for sequence in sequences]
@@ -82,14 +87,14 @@ class GraphStep:
         """Take a step; return the output for the host, int64 [B, p + 1] (see ``step_summary``)."""
         device = self.target.device
         with torch.autocast(device.type, enabled=False):
-            draft = self.drafter.propose(self.rows, self.roots, self.nodes).only(self.active)
+            draft = self.drafting.propose(self.roots).only(self.active)
         logits = self._verify(draft)
         # Nothing is emitted, learnt or committed after an overflow (see ``Decoding._advance``).
         draft = draft.only(self.active & ~overflowed(logits))
         choices = greedy(logits) if self.sampler is None else self.sampler(draft.depths, logits)
         accepted = accept_choices(draft, choices)
         with torch.autocast(device.type, enabled=False):
-            self.drafter.observe(self.rows, draft, logits, accepted)
+            self.drafting.observe(draft, logits, accepted)
         self.cache.commit(accepted.path, accepted.counts)
         last = accepted.emitted.gather(1, (accepted.counts - 1).clamp(min=0)[:, None])[:, 0]
         if self.sampler is not None:

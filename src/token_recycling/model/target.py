@@ -332,6 +332,7 @@ class TreeTarget:
     @_without_gradients
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node in one forward."""
+        draft = draft.to(self.device)
         batch, n = draft.tokens.shape
         lengths = torch.tensor(self.cache.lengths, device=self.device)[:, None]
         slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
 from token_recycling import defaults
 from token_recycling.drafters import AnyDrafter, make_drafter
 from token_recycling.errors import TokenRecyclingError, one_line
@@ -92,7 +90,6 @@ class ServingOptions:
         self,
         vocab_size: int,
         nodes: int,
-        device: torch.device | str,
         tokenizer: Callable[[], Any] = lambda: None,
     ) -> AnyDrafter:
         """Create the drafter.
@@ -100,16 +97,15 @@ class ServingOptions:
         Args:
             vocab_size: of the engine's model.
             nodes: maximum nodes of a draft, without the root.
-            device: of the matrix.
             tokenizer: loads the engine's tokenizer, to check it against a matrix from a file;
                 returns None if the engine has none.
 
         Raises:
-            TokenRecyclingError: a file or name does not exist, the tree has too many nodes, the
-                matrix belongs to another model, or the drafter needs the host.
+            TokenRecyclingError: a file or name does not exist, the tree has too many nodes, or the
+                matrix belongs to another model.
         """
         if self.matrix is None:
-            matrix = AdjacencyMatrix(vocab_size, self.candidates)
+            matrix = AdjacencyMatrix(vocab_size, min(self.candidates, vocab_size))
         else:
             matrix = AdjacencyMatrix.load(self.matrix)
             name = fingerprint(tokenizer(), vocab_size) if matrix.fingerprint else ""
@@ -121,13 +117,7 @@ class ServingOptions:
                 f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
                 f"the engine has room for {nodes}"
             )
-        drafter = make_drafter(self.drafter, matrix.to(device), template)
-        if not drafter.capturable:
-            raise TokenRecyclingError(
-                f"the drafter {self.drafter} needs the host at every step, which serving engines "
-                "do not support; choose another drafter"
-            )
-        return drafter
+        return make_drafter(self.drafter, matrix, template)
 
     def nodes_for(self, requests: int, most: int) -> int:
         """Return the nodes of each draft, root included, in a step of ``requests`` requests."""

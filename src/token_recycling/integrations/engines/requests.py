@@ -25,9 +25,9 @@ class _Drafts(Rows):
     valid: Tensor  # bool [B, n]
 
     @classmethod
-    def empty(cls, batch: int, nodes: int, device: torch.device) -> _Drafts:
-        zeros = torch.zeros((batch, nodes), dtype=torch.long, device=device)
-        ancestors = torch.zeros((batch, nodes, nodes), dtype=torch.bool, device=device)
+    def empty(cls, batch: int, nodes: int) -> _Drafts:
+        zeros = torch.zeros((batch, nodes), dtype=torch.long, device="cpu")
+        ancestors = torch.zeros((batch, nodes, nodes), dtype=torch.bool, device="cpu")
         return cls(zeros, zeros.clone(), zeros.clone(), ancestors, zeros.bool())
 
     @classmethod
@@ -40,8 +40,8 @@ class RequestDrafter:
     """One drafter for many requests, any subset of which takes part in a step.
 
     Every request has a request slot, 0 to ``requests`` - 1, assigned by the engine. The drafter's
-    state of a request stays in its slot across steps, on the drafter's device. All requests use
-    the same matrix.
+    state of a request stays in its slot across steps, on the host. All requests use the same
+    matrix.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class RequestDrafter:
         drafter: AnyDrafter,
         requests: int,
         nodes: int,
-        device: torch.device | str,
         *,
         context: int = CONTEXT,
         chain: bool = False,
@@ -57,18 +56,16 @@ class RequestDrafter:
         """Allocate slots for ``requests`` requests.
 
         Args:
-            drafter: a ``capturable`` drafter.
+            drafter: shared by all requests.
             requests: number of slots.
             nodes: maximum nodes of a draft, root included.
-            device: of the drafter.
             context: tokens of a request that the drafter can use.
             chain: propose only the most likely branch of each draft.
         """
         self.drafter, self.nodes, self.context, self.chain = drafter, nodes, context, chain
-        self.device = torch.device(device)
         self._rows = drafter.new_rows(requests, context)
-        self._drafts = _Drafts.empty(requests, nodes, self.device)
-        root = torch.zeros(1, dtype=torch.long, device=self.device)
+        self._drafts = _Drafts.empty(requests, nodes)
+        root = torch.zeros(1, dtype=torch.long, device="cpu")
         whole = drafter.propose(drafter.new_rows(1, context), root)
         self.max_depth = min(whole.max_depth, nodes - 1)
 
@@ -108,7 +105,7 @@ class RequestDrafter:
         """Learn from a step.
 
         Args:
-            slots: int64 [B].
+            slots: int64 [B]; this and the following are on the host, except for the logits.
             logits: [B, n, V], the target's logits at the first n nodes of the last drafts.
             nodes: int64 [B], how many of these were verified, root included.
             emitted: int64 [B, t], new tokens of each request, padded with ``NO_TOKEN``.
@@ -125,25 +122,14 @@ def same_on_all_ranks(group: Any, draft: DraftTree) -> DraftTree:
     """Return rank 0's draft on all tensor-parallel ranks, so that all verify the same tree.
 
     Args:
-        group: the engine's group, with ``world_size`` and ``broadcast``; None: a single rank.
-        draft: this rank's draft.
+        group: the engine's group, with ``world_size``, ``device`` and ``broadcast``; None: a
+            single rank.
+        draft: this rank's draft, on the host.
     """
     if group is None or group.world_size == 1:
         return draft
-    message: Tensor = group.broadcast(as_message(draft), src=0)
-    return from_message(message, draft.max_depth)
-
-
-def as_message(draft: DraftTree) -> Tensor:
-    """Pack a draft into one tensor, int64 [B, 4 + n, n]."""
-    parts = [draft.tokens, draft.parents, draft.depths, draft.valid.long()]
-    return torch.cat([torch.stack(parts, dim=1), draft.ancestors.long()], dim=1).contiguous()
-
-
-def from_message(message: Tensor, max_depth: int) -> DraftTree:
-    """Unpack a draft from a tensor made by ``as_message``."""
-    tokens, parents, depths, valid = message[:, :4].unbind(dim=1)
-    return DraftTree(tokens, parents, depths, message[:, 4:].bool(), valid.bool(), max_depth)
+    message: Tensor = group.broadcast(draft.pack().to(group.device), src=0)
+    return DraftTree.unpack(message.cpu(), draft.max_depth)
 
 
 def _likeliest(draft: DraftTree) -> DraftTree:

@@ -27,7 +27,7 @@ from token_recycling.tokens import NO_TOKEN
 class Worker(NGRAMWorker):  # type: ignore[misc]
     """SGLang's n-gram worker with our drafter in place of its corpus on the host.
 
-    Drafting stays on the device. A request's slot is its index in SGLang's own pool.
+    Drafts are made on the host. A request's slot is its index in SGLang's own pool.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -85,10 +85,8 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             trust_remote_code=server.trust_remote_code,
         )
         vocabulary = self.model_runner.model_config.vocab_size
-        drafter = self.options.make(vocabulary, self.width - 1, self.device, tokenizer)
-        self.requests = RequestDrafter(
-            drafter, slots, self.width, self.device, context=self.options.context
-        )
+        drafter = self.options.make(vocabulary, self.width - 1, tokenizer)
+        self.requests = RequestDrafter(drafter, slots, self.width, context=self.options.context)
 
     def _nodes_for(self, requests: int) -> int:
         """Return the nodes of each draft; captured graphs have a fixed number."""
@@ -105,18 +103,19 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         before = batch.spec_info
         tokens = before.accept_tokens.view(rows, -1).long()
         roots = tokens.gather(1, before.accept_lens.long()[:, None] - 1)[:, 0]
-        slots = batch.req_pool_indices.long()
+        slots = batch.req_pool_indices.long().cpu()
         with ordinary_tensors():
-            self.requests.propose(slots, roots, n)
+            self.requests.propose(slots, roots.cpu(), n)
             # A drafter with few candidates may propose fewer nodes; pad to n, as SGLang requires.
             draft = self.requests.drafts(slots).first(n)
             draft = same_on_all_ranks(get_parallel().tp_group, draft)
             self.requests.replace_drafts(slots, draft)
         if batch.has_grammar:  # SGLang applies it to the tree on the host
             self.grammar_tree_host = (
-                draft.ancestors.flatten().cpu().numpy(),
-                draft.tokens.flatten().cpu().numpy(),
+                draft.ancestors.flatten().numpy(),
+                draft.tokens.flatten().numpy(),
             )
+        draft = draft.to(self.device)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = draft.tokens.flatten()
         batch.out_cache_loc = assign_extend_cache_locs_func(
@@ -149,7 +148,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
     ) -> GenerationBatchResult:
         """Run a step of the scheduler's batch: read prompts, or verify a tree per request."""
         rows, verifies = len(batch.reqs), batch.forward_mode.is_decode()
-        slots = batch.req_pool_indices.long() if rows else None
+        slots = batch.req_pool_indices.long().cpu() if rows else None
         self.draft_token_num = n = self._nodes_for(rows) if verifies else self.width
         self._watched.logits = None
         result = super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
@@ -166,9 +165,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
     def _learn(self, slots: Tensor, result: GenerationBatchResult, n: int) -> None:
         """Learn from the target's logits at every node and from the accepted tokens."""
         rows = len(slots)
-        lengths = result.accept_lens.long()
-        tokens = result.next_token_ids.view(rows, n).long()
-        behind = torch.arange(n, device=self.device) >= lengths[:, None]
+        lengths = result.accept_lens.long().cpu()
+        tokens = result.next_token_ids.view(rows, n).long().cpu()
+        behind = torch.arange(n, device="cpu") >= lengths[:, None]
         assert self._watched.logits is not None
         logits = self._watched.logits.view(rows, n, -1)
         emitted = tokens.masked_fill(behind, NO_TOKEN)
@@ -184,17 +183,18 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         if not read or not batch.forward_mode.is_extend():
             return
         texts = [_text(batch.reqs[row], self.options.context) for row in read]
-        index = torch.tensor(read, device=self.device)
-        slots = batch.req_pool_indices.long()[index]
+        index = torch.tensor(read, device="cpu")
+        slots = batch.req_pool_indices.long().cpu()[index]
         self.requests.begin(slots, [text[:-1] for text in texts])
-        roots = torch.tensor([text[-1] for text in texts], device=self.device)
+        roots = torch.tensor([text[-1] for text in texts], device="cpu")
         self.requests.propose(slots, roots, 1)
         logits = self._watched.logits
         # Sampling has already run; use the logits only if it leaves them unchanged.
         if logits is None or len(logits) != len(batch.reqs) or not _untouched(batch):
             return
-        emitted = result.next_token_ids.long()[index][:, None]
-        self.requests.observe(slots, logits[index][:, None], torch.ones_like(slots), emitted)
+        emitted = result.next_token_ids.long().cpu()[index][:, None]
+        logits = logits[index.to(logits.device)][:, None]
+        self.requests.observe(slots, logits, torch.ones_like(slots), emitted)
 
     def _widened(self, result: GenerationBatchResult, n: int) -> GenerationBatchResult:
         """Pad the output of a step with fewer nodes to the width that SGLang expects."""

@@ -66,10 +66,9 @@ class Proposer:
             trust_remote_code=model.trust_remote_code,
         )
         self.requests = RequestDrafter(
-            self.options.make(vocabulary, grown, self.device, tokenizer),
+            self.options.make(vocabulary, grown, tokenizer),
             requests,
             self.nodes,
-            self.device,
             context=self.options.context,
             chain=not self.tree,
         )
@@ -136,18 +135,18 @@ class Proposer:
             if self._lengths.get(request) != before:
                 self._begin(request, token_ids_cpu[row, :before].tolist(), step)
             self._lengths[request] = length
-        slots = torch.tensor([self._slots[request] for request in requests], device=self.device)
+        slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
         self.requests.observe(
             slots,
             step.answers(rows),
-            torch.tensor([step.nodes[row] for row in rows], device=self.device),
-            _padded(emitted).to(self.device),
+            torch.tensor([step.nodes[row] for row in rows], device="cpu"),
+            _padded(emitted),
         )
         nodes = self.options.nodes_for(len(rows), self.nodes)
         if nodes == 1:  # nothing is drafted, but the drafter must see the root
             self._take_roots(slots, emitted)
             return drafts
-        roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)
+        roots = torch.tensor([tokens[-1] for tokens in emitted], device="cpu")
         draft = self.requests.propose(slots, roots, nodes)
         if self.tree:
             draft = same_on_all_ranks(get_tp_group(), draft)
@@ -167,7 +166,7 @@ class Proposer:
         return not (self._on_cpu and step.sampled(row))
 
     def _take_roots(self, slots: Tensor, emitted: list[list[int]]) -> None:
-        roots = torch.tensor([tokens[-1] for tokens in emitted], device=self.device)
+        roots = torch.tensor([tokens[-1] for tokens in emitted], device="cpu")
         self.requests.propose(slots, roots, 1)
 
     def _begin(self, request: str, text: list[int], step: VerifiedStep) -> None:
@@ -176,7 +175,7 @@ class Proposer:
             if not self._unused_slots:  # take the slot of a preempted request
                 self._drop(next(known for known in self._slots if known not in step.requests))
             self._slots[request] = self._unused_slots.pop()
-        slot = torch.tensor([self._slots[request]], device=self.device)
+        slot = torch.tensor([self._slots[request]], device="cpu")
         self.requests.begin(slot, [text[:-1]])
         self._take_roots(slot, [text])
 

@@ -33,7 +33,7 @@ def place(runner: Any, proposer: StepDrafter, metadata: Any) -> None:
         tree_attention.use_trees(runner, [])
         return
     begins = _first_tokens(runner, metadata)
-    draft = proposer.requests.drafts(_slots(runner, proposer, rows))
+    draft = proposer.requests.drafts(_slots(runner, proposer, rows)).to(proposer.device)
     counts = [metadata.num_draft_tokens[row] + 1 for row in rows]
     owner = torch.repeat_interleave(torch.tensor(counts)).to(proposer.device)
     nodes = torch.cat([torch.arange(count) for count in counts]).to(proposer.device)
@@ -63,6 +63,7 @@ def walked(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
     step = VerifiedStep(runner, logits, metadata)
     answers = step.answers(rows)
     draft = proposer.requests.drafts(_slots(runner, proposer, rows)).first(answers.shape[1])
+    draft = draft.to(logits.device)
     counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)
     draft = draft.up_to(counts)
     path, lengths = draft.best_branch(answers)
@@ -102,7 +103,7 @@ def _first_tokens(runner: Any, metadata: Any) -> list[int]:
 
 def _slots(runner: Any, proposer: StepDrafter, rows: list[int]) -> Tensor:
     names = runner.input_batch.req_ids
-    return torch.tensor([proposer.slot(names[row]) for row in rows], device=proposer.device)
+    return torch.tensor([proposer.slot(names[row]) for row in rows], device="cpu")
 
 
 def _move(runner: Any, paths: list[tuple[int, list[int]]]) -> None:

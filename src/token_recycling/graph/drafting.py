@@ -1,0 +1,127 @@
+"""Drafting within a compiled step: traced, or on the host as custom operations of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from token_recycling.accept import Accepted
+from token_recycling.drafters.base import AnyDrafter
+from token_recycling.modes import ordinary_tensors
+from token_recycling.tree import DraftTree
+
+_drafting: WeakValueDictionary[str, HostDrafting] = WeakValueDictionary()
+
+
+class HostDrafting:
+    """A drafter and its rows, as called by a compiled step on the CPU.
+
+    The compiler sees two opaque operations, so any drafter can be used. ``order`` is a tensor that
+    both claim to modify, which keeps them in order.
+    """
+
+    def __init__(self, drafter: AnyDrafter, batch: int, capacity: int, nodes: int | None) -> None:
+        """Make rows for ``batch`` texts of at most ``capacity`` tokens.
+
+        Args:
+            drafter: shared with other steps.
+            batch: B.
+            capacity: most tokens of a row.
+            nodes: most nodes of a draft, root included; None: as many as the drafter proposes.
+        """
+        self.drafter, self.rows = drafter, drafter.new_rows(batch, capacity)
+        draft = drafter.propose(self.rows, torch.zeros(batch, dtype=torch.long), nodes)
+        self.nodes, self.max_depth = draft.nodes, draft.max_depth
+        self.order = torch.zeros(1, dtype=torch.long)
+        self.key = str(id(self))
+        _drafting[self.key] = self
+
+    def propose(self, roots: Tensor) -> DraftTree:
+        """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
+        tokens, parents, depths, ancestors, valid = torch.ops.token_recycling.propose(
+            self.order, self.key, roots, self.nodes
+        )
+        return DraftTree(tokens, parents, depths, ancestors, valid, self.max_depth)
+
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        """Learn from a step (see ``Drafter.observe``)."""
+        parts = (draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid)
+        chosen = (accepted.path, accepted.emitted, accepted.counts)
+        torch.ops.token_recycling.observe(self.order, self.key, *parts, logits, *chosen)
+
+
+@torch.library.custom_op("token_recycling::propose", mutates_args=("order",))
+def _propose(
+    order: Tensor, key: str, roots: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    drafting = _drafting[key]
+    with ordinary_tensors():
+        draft = drafting.drafter.propose(drafting.rows, roots.clone(), nodes).padded(nodes)
+    parts = (draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid)
+    # Results of an operation must not share memory.
+    tokens, parents, depths, ancestors, valid = (part.clone().contiguous() for part in parts)
+    return tokens, parents, depths, ancestors, valid
+
+
+@_propose.register_fake
+def _(order: Tensor, key: str, roots: Tensor, nodes: int) -> Any:
+    batch = roots.shape[0]
+    tokens = roots.new_empty(batch, nodes)
+    ancestors = roots.new_empty((batch, nodes, nodes), dtype=torch.bool)
+    valid = torch.empty_like(tokens, dtype=torch.bool)
+    return tokens, torch.empty_like(tokens), torch.empty_like(tokens), ancestors, valid
+
+
+@torch.library.custom_op("token_recycling::observe", mutates_args=("order",))
+def _observe(
+    order: Tensor,
+    key: str,
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    valid: Tensor,
+    logits: Tensor,
+    path: Tensor,
+    emitted: Tensor,
+    counts: Tensor,
+) -> None:
+    drafting = _drafting[key]
+    draft = DraftTree(tokens, parents, depths, ancestors, valid, drafting.max_depth)
+    with ordinary_tensors():
+        accepted = Accepted(path, emitted, counts)
+        drafting.drafter.observe(drafting.rows, draft, logits, accepted)
+
+
+@_observe.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
+class TracedDrafting:
+    """A ``capturable`` drafter and its rows, whose operations become part of the step."""
+
+    def __init__(
+        self,
+        drafter: AnyDrafter,
+        batch: int,
+        capacity: int,
+        nodes: int | None,
+        device: torch.device,
+    ) -> None:
+        """Make rows on ``device`` (see ``HostDrafting``)."""
+        self.drafter, self.rows = drafter, drafter.new_rows(batch, capacity)
+        roots = torch.zeros(batch, dtype=torch.long, device=device)
+        draft = drafter.propose(self.rows, roots, nodes)
+        self.nodes, self.max_depth = draft.nodes, draft.max_depth
+
+    def propose(self, roots: Tensor) -> DraftTree:
+        """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
+        return self.drafter.propose(self.rows, roots, self.nodes)
+
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        """Learn from a step (see ``Drafter.observe``)."""
+        self.drafter.observe(self.rows, draft, logits, accepted)

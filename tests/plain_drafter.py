@@ -1,0 +1,207 @@
+"""The adaptive drafter written as plainly as can be: the oracle of its compiled form.
+
+Rows are dictionaries in dictionaries, trees are grown with ``heapq``, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from math import exp, floor, frexp, log, log1p
+
+LEVELS = ("token", "pair", "triple")
+RUNS = {0: 0.01, 1: 0.2, 2: 0.35, 3: 0.5, 4: 0.65, 5: 0.75, 7: 0.8, 10: 0.85, 16: 0.9}
+DEPTHS = (0, 1, 2, 4, 8)
+WINDOW, PRIOR, FLOOR = 16, 4.0, 1e-4
+
+
+def half(p):
+    """p rounded to float16."""
+    exponent = max(frexp(p)[1] - 1, -14)
+    unit = 2.0 ** (exponent - 10)
+    return floor(p / unit + 0.5) * unit
+
+
+def half_octave(p):
+    """The exponent of a float16 value and the first bit of its mantissa, as one number."""
+    if p < 2.0**-14:
+        return floor(p * 2**24) >> 9
+    mantissa, exponent = frexp(p)
+    return (exponent + 14) * 2 + (mantissa >= 0.75)
+
+
+def last_at_most(value, bounds):
+    return max(bound for bound in bounds if bound <= value)
+
+
+def match(text, length):
+    """(tokens that followed, length of the longest and then latest earlier n-gram)."""
+    for run in range(min(WINDOW, len(text) - 1), 0, -1):
+        for end in range(len(text) - 1, run - 1, -1):
+            if text[end - run : end] == text[len(text) - run :]:
+                return text[end : end + length], run
+    return [], 0
+
+
+@dataclass
+class PlainDrafter:
+    vocab_size: int
+    k: int
+    slots: dict  # level: number of slots
+    old_weight: float
+    learning_rate: float
+    chain: int
+    max_depth: int
+    rows: dict = field(default_factory=dict)  # (level, slot): (key, {candidate: probability})
+    hits: dict = field(default_factory=dict)
+    trials: dict = field(default_factory=dict)
+    weights: dict = field(default_factory=dict)
+
+    def place(self, level, text):
+        """(slot, key) of the last token of ``text`` at a level, or None."""
+        if level == "token":
+            return text[-1], text[-1]
+        n = LEVELS.index(level) + 1
+        if len(text) < n or not self.slots[level]:
+            return None
+        key = 0
+        for token in text[-n:]:
+            key = key * self.vocab_size + token
+        return key % self.slots[level], key
+
+    def row(self, level, text):
+        """The row as a dictionary, best first, or None."""
+        where = self.place(level, text)
+        if where is None:
+            return None
+        key, row = self.rows.get((level, where[0]), (None, None))
+        return row if key == where[1] else None
+
+    def learn_row(self, level, text, new):
+        where = self.place(level, text)
+        if where is None:
+            return
+        old = self.row(level, text)
+        if old is not None and self.old_weight:
+            w = self.old_weight
+            mixed = {t: w * p + (1 - w) * new.get(t, 0) for t, p in old.items()}
+            mixed |= {t: (1 - w) * p for t, p in new.items() if t not in old}
+            new = dict(sorted(mixed.items(), key=lambda pair: -pair[1])[: self.k])
+        self.rows[level, where[0]] = where[1], {t: half(p) for t, p in new.items()}
+
+    def rate(self, feature):
+        kind = feature[0]
+        if kind == "rank":
+            bin_ = feature[3]
+            expected = min(2.0 ** (bin_ // 2 - 15) * (1.25 + 0.5 * (bin_ % 2)), 0.995)
+            expected = expected if bin_ else 0.01
+        else:
+            expected = RUNS[feature[1]] if kind == "chain" else 0.01
+        trials = self.trials.get(feature, 0)
+        return (self.hits.get(feature, 0) + PRIOR * expected) / (trials + PRIOR)
+
+    def logit(self, feature):
+        p = min(max(self.rate(feature), 0.0005), 0.995)
+        return log(p / (1 - p))
+
+    def weight(self, which, source):
+        levels = which[0]
+        if source in LEVELS:
+            start = 0.0 if source not in levels else 0.7 if source == levels[-1] else 0.3
+        else:
+            start = 0.5 if source == "chain" else 0.0
+        return self.weights.get((which, source), start)
+
+    def candidates(self, text, below, run, depth):
+        """[(candidate, {source: feature}, log odds)] at the end of ``text``, and the weight set."""
+        rows = {level: self.row(level, text) for level in LEVELS}
+        rows = {level: row for level, row in rows.items() if row is not None}
+        order = []
+        for level in reversed(rows):
+            order += [t for t in rows[level] if t not in order]
+        if below is not None and below not in order:
+            order.append(below)
+        state = 0 if below is None else 2 if run >= 4 else 1
+        which = ("token", *(level for level in rows if level != "token")), state
+        found = []
+        for token in order:
+            features = {}
+            for level, row in rows.items():
+                best = next(iter(row.values()))
+                if token in row:
+                    rank = list(row).index(token)
+                    features[level] = "rank", level, rank, half_octave(row[token])
+                else:
+                    features[level] = "absent", level, min(7, int(best * 8))
+            if below is not None:
+                length = last_at_most(run, RUNS)
+                on = token == below
+                features["chain"] = ("beside", length)
+                if on:
+                    features["chain"] = "chain", length, last_at_most(depth, DEPTHS)
+            odds = self.weight(which, "constant")
+            for source in (*LEVELS, "chain"):
+                if source in features:
+                    odds += self.weight(which, source) * self.logit(features[source])
+            found.append((token, features, min(6.0, max(-9.0, odds))))
+        return found, which
+
+    def propose(self, text, nodes):
+        """[(token, parent, score)], the root first."""
+        chain, run = match(text, self.chain)
+        tree = [(text[-1], 0, 1.0)]
+        paths, logs, on_chain = [text], [0.0], [0]
+        heap, number = [], 0
+        node = 0
+        while len(tree) < nodes:
+            if len(paths[node]) - len(text) < self.max_depth:
+                depth = on_chain[node]
+                below = chain[depth] if 0 <= depth < len(chain) else None
+                for token, _, odds in self.candidates(paths[node], below, run, depth)[0]:
+                    value = logs[node] - log1p(exp(-odds))
+                    if value > log(FLOOR):
+                        further = depth + 1 if token == below else -1
+                        heapq.heappush(heap, (-value, number, token, node, further))
+                        number += 1
+            if not heap:
+                break
+            value, _, token, parent, further = heapq.heappop(heap)
+            node = len(tree)
+            tree.append((token, parent, exp(-value)))
+            paths.append([*paths[parent], token])
+            logs.append(-value)
+            on_chain.append(further)
+        return tree
+
+    def observe(self, text, tree, rows, emitted):
+        """``rows``: {node: {candidate: probability}}; ``tree``: None if nothing was drafted."""
+        if self.learning_rate >= 0 and tree is not None:
+            self.count(text, emitted)
+        paths = []
+        for node, (token, parent, _) in enumerate(tree or [(text[-1], 0, 1.0)]):
+            paths.append(text if node == 0 else [*paths[parent], token])
+            if node in rows:
+                for level in LEVELS:
+                    self.learn_row(level, paths[-1], rows[node])
+
+    def count(self, text, emitted):
+        chain, run = match(text, self.chain)
+        on_chain = True
+        for depth, truth in enumerate(emitted):
+            below = chain[depth] if on_chain and depth < len(chain) else None
+            found, which = self.candidates(text, below, run, depth)
+            step = {}
+            for token, features, odds in found:
+                error = (token == truth) - 1 / (1 + exp(-odds))
+                for source, feature in features.items():
+                    step[source] = step.get(source, 0) + error * self.logit(feature)
+                step["constant"] = step.get("constant", 0) + error
+            for source, value in step.items():
+                new = self.weight(which, source) + self.learning_rate * value
+                self.weights[which, source] = new
+            for token, features, _ in found:
+                for feature in features.values():
+                    self.trials[feature] = self.trials.get(feature, 0) + 1
+                    self.hits[feature] = self.hits.get(feature, 0) + (token == truth)
+            on_chain = on_chain and below == truth
+            text = [*text, truth]
