@@ -20,6 +20,7 @@ from token_recycling.decode import Decoding, Hooks, OnDraft
 from token_recycling.draft_size.auto import AutoSize
 from token_recycling.draft_size.base import DraftSize, FixedSize
 from token_recycling.draft_size.costs import find
+from token_recycling.draft_size.tune import measure_quickly
 from token_recycling.drafters import AnyDrafter, NoDrafter, make_drafter
 from token_recycling.drafters.legacy import adapted
 from token_recycling.errors import TokenRecyclingError
@@ -112,7 +113,9 @@ class TokenRecycling(DecodingMethod):
         if not (given.automatic and drafter.acceptance):
             return drafter, FixedSize()
         costs = given.costs or find(self.model, device)
-        return drafter, AutoSize(drafter.acceptance, costs, device)
+        if not costs.measured and isinstance(self.target, TreeTarget):
+            costs = measure_quickly(self.target) or costs
+        return drafter, AutoSize(drafter.acceptance, costs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the context and the graphs."""

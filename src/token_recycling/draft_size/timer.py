@@ -8,7 +8,7 @@ from statistics import median
 
 KNOWN = 3  # samples after which a size counts as measured
 SAMPLES = 11  # kept per size
-TRUST = 5  # weight of a measured curve, in samples
+TRUST = 2  # weight of a measured curve, in samples
 RECENT = 7  # steps from which the machine's current speed is estimated
 OUTLIER = 1.5  # larger deviations, of logarithms, are clipped to this
 SURPRISE = 0.25  # after a larger deviation, the size is measured more often
@@ -30,14 +30,16 @@ class StepTimer:
             trusted: True if the curve was measured on this machine.
         """
         self._samples: list[deque[float]] = [deque(maxlen=SAMPLES) for _ in range(sizes)]
-        for size in range(sizes) if trusted else (usual,):
-            self._samples[size].extend([0.0] * (TRUST if trusted else KNOWN))
+        if trusted:
+            for samples in self._samples:
+                samples.extend([0.0] * TRUST)
+        self._samples[usual].extend([0.0] * KNOWN)
         self._surprised = [False] * sizes
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def is_known(self, size: int) -> bool:
         """Return True if ``size`` has enough samples and the last one was close to expectation."""
-        return len(self._samples[size]) >= KNOWN and not self._surprised[size]
+        return len(self._samples[size]) > TRUST and not self._surprised[size]
 
     def record(self, size: int, seconds: float, expected: float, usual: bool) -> None:
         """Add the time of a step.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
 from datetime import datetime, timezone
+from functools import lru_cache
 from statistics import median
 from time import perf_counter
 from typing import Protocol
@@ -24,6 +26,8 @@ CONTEXTS = (128, 512, 1024, 2048, 4096)
 ROUNDS = 7  # per context; the median is used
 SECONDS = 60.0  # per context, after which no new round starts
 FEWEST = 3  # minimum of rounds, regardless of time
+# A measurement at load: context, sizes, rounds, and the longest that it may take.
+QUICK_CONTEXT, QUICK_SIZES, QUICK_ROUNDS, QUICK_SECONDS = 64, (1, 2, 4, 8, 16, 32, 48), 3, 2.0
 
 
 def longest(target: TreeTarget) -> int:
@@ -101,6 +105,36 @@ def measure(
     today = str(datetime.now(timezone.utc).date())
     about = {**identity(target.model, target.device), "date": today}
     return CostCurve(tuple(sizes), tuple(contexts), tuple(rows), about=about)
+
+
+@lru_cache
+def _quick_curves() -> dict[str, CostCurve]:
+    """Curves measured at load in this process, by ``identity``."""
+    return {}
+
+
+def measure_quickly(target: TreeTarget) -> CostCurve | None:
+    """Measure steps of a few sizes, once per process, model shape and machine.
+
+    Returns:
+        None if it would take longer than ``QUICK_SECONDS``, or if the model cannot decode now.
+    """
+    key = json.dumps(identity(target.model, target.device), sort_keys=True)
+    curves = _quick_curves()
+    if key not in curves:
+        if longest(target) < QUICK_CONTEXT or target.changed() is not None:
+            return None
+        bench = _Bench(target)
+        bench.read(QUICK_CONTEXT)
+        bench.step(1)
+        if bench.step(1) * 2 * len(QUICK_SIZES) * (QUICK_ROUNDS + 1) > QUICK_SECONDS:
+            target.reset()
+            return None
+        times = [[bench.step(size) for size in QUICK_SIZES] for _ in range(QUICK_ROUNDS + 1)]
+        target.reset()
+        seconds = tuple(median(found) for found in zip(*times[1:]))  # round 0 is the warm-up
+        curves[key] = CostCurve(QUICK_SIZES, (QUICK_CONTEXT,), (seconds,))
+    return curves[key]
 
 
 def save_curve(recycler: HasTarget, curve: CostCurve) -> str:
