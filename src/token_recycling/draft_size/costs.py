@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.files import write_text
+from token_recycling.files import cache_folder, write_text
 from token_recycling.machine import device_name
 from token_recycling.model.limits import text_config
 
@@ -133,13 +132,6 @@ def identity(model: Any, device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "torch": torch.__version__,
     }
-
-
-def cache_folder() -> Path:
-    """Return ``$TOKEN_RECYCLING_CACHE``, or ``token-recycling`` in the user's cache folder."""
-    if own := os.environ.get("TOKEN_RECYCLING_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "token-recycling"
 
 
 def cached_path(about: dict[str, Any]) -> Path:

@@ -30,7 +30,8 @@ from token_recycling.model.limits import (
 )
 from token_recycling.model.lm_head import Float32Head, StockHead
 from token_recycling.model.masks import additive_masks
-from token_recycling.model.skinny_gemm import MOST_ROWS, SkinnyGemm, pays
+from token_recycling.model.skinny_gemm import SkinnyGemm
+from token_recycling.model.skinny_trial import MOST_ROWS
 from token_recycling.model.training import is_repeatable, mode, train_time_behaviour
 from token_recycling.tree import DraftTree
 
@@ -160,7 +161,7 @@ class TreeTarget:
         self.windows, self.max_positions = self._limits()
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.takes_positions = "position_ids" in self._takes
-        skinny = self.device.type == "cpu" and self.dtype == torch.float32 and pays()
+        skinny = self.device.type == "cpu" and self.dtype == torch.float32
         self.skinny_gemm = SkinnyGemm(model) if skinny else None
         self.prompt_fraction = prompt_fraction(model) if "logits_to_keep" in self._takes else 1.0
         if type(model)._sample is not GenerationMixin._sample:
