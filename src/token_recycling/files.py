@@ -1,4 +1,4 @@
-"""Atomic writes: a reader never sees a partially written file."""
+"""Atomic writes, after which no reader sees a part of a file; the cache folder."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from token_recycling.errors import TokenRecyclingError
 PARTIAL = ".partial"
 ABANDONED = 24 * 3600.0  # seconds after which a partial file of another machine is stale
 _numbers = itertools.count()  # next() is atomic, so partial files of one process are distinct
+
+
+def cache_folder() -> Path:
+    """Return ``$TOKEN_RECYCLING_CACHE``, or ``token-recycling`` in the user's cache folder."""
+    if own := os.environ.get("TOKEN_RECYCLING_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "token-recycling"
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.files import write_text
+from token_recycling.files import cache_folder, write_text
 from token_recycling.machine import device_name
-from token_recycling.model.limits import text_config
+from token_recycling.model.limits import config_digest
 
 FORMAT = "token-recycling-costs-1"
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81)  # tokens verified, including the root
@@ -118,14 +117,10 @@ class CostCurve:
 
 def identity(model: Any, device: torch.device) -> dict[str, Any]:
     """Return what a curve depends on: the model's shape and type, the device and its threads."""
-    config = text_config(model.config).to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "widened"):
-        config.pop(name, None)
-    shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     quantised = type(getattr(model, "hf_quantizer", None)).__name__
     return {
         "model": type(model).__name__,
-        "config": shape[:16],
+        "config": config_digest(model.config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantiser": "" if quantised == "NoneType" else quantised,
         "attention": getattr(model.config, "_attn_implementation", None) or "eager",
@@ -133,13 +128,6 @@ def identity(model: Any, device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "torch": torch.__version__,
     }
-
-
-def cache_folder() -> Path:
-    """Return ``$TOKEN_RECYCLING_CACHE``, or ``token-recycling`` in the user's cache folder."""
-    if own := os.environ.get("TOKEN_RECYCLING_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "token-recycling"
 
 
 def cached_path(about: dict[str, Any]) -> Path:

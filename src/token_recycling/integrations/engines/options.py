@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from token_recycling import defaults
-from token_recycling.drafters import AnyDrafter, make_drafter
+from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, make_drafter
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.tree import TreeTemplate
+from token_recycling.warm.fill import lay
+from token_recycling.warm.store import find_by_files
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
 MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
@@ -94,8 +96,14 @@ class ServingOptions:
         nodes: int,
         device: torch.device | str,
         tokenizer: Callable[[], Any] = lambda: None,
+        *,
+        checkpoint: str = "",
+        revision: str | None = None,
     ) -> AnyDrafter:
         """Create the drafter.
+
+        The adaptive drafter starts with the warm rows that ``token-recycling warm`` or a recycler
+        has kept for the checkpoint; none are computed.
 
         Args:
             vocab_size: of the engine's model.
@@ -103,6 +111,8 @@ class ServingOptions:
             device: of the matrix.
             tokenizer: loads the engine's tokenizer, to check it against a matrix from a file;
                 returns None if the engine has none.
+            checkpoint: folder or Hub name of the engine's model; "": unknown.
+            revision: of a Hub name.
 
         Raises:
             TokenRecyclingError: a file or name does not exist, the tree has too many nodes, the
@@ -127,6 +137,15 @@ class ServingOptions:
                 f"the drafter {self.drafter} needs the host at every step, which serving engines "
                 "do not support; choose another drafter"
             )
+        if isinstance(drafter, AdaptiveDrafter):
+            kept = find_by_files(checkpoint, revision, vocab_size, matrix.k)
+            if kept is not None:
+                lay(kept.rows.to(device), matrix)
+                logger.info(
+                    "Token Recycling: warm rows of %d tokens from %s",
+                    kept.rows.rows_seen,
+                    kept.path,
+                )
         return drafter
 
     def nodes_for(self, requests: int, most: int) -> int:

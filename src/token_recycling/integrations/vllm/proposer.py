@@ -66,7 +66,14 @@ class Proposer:
             trust_remote_code=model.trust_remote_code,
         )
         self.requests = RequestDrafter(
-            self.options.make(vocabulary, grown, self.device, tokenizer),
+            self.options.make(
+                vocabulary,
+                grown,
+                self.device,
+                tokenizer,
+                checkpoint=model.model,
+                revision=model.revision,
+            ),
             requests,
             self.nodes,
             self.device,
