@@ -50,7 +50,8 @@ class Options:
             Computed rows are kept in the cache folder, per model. True: the whole vocabulary,
             however long it takes. A number: compute for at most so many seconds. False: no such
             rows. None: for drafters named "adaptive…", use the rows in the cache folder; if there
-            are none, compute for at most 3 seconds, unless these suffice for few tokens only.
+            are none, compute for at most ``defaults.WARM_SECONDS``, unless that is enough for fewer
+            than ``defaults.WARM_TOKENS`` tokens only.
         strict: raise when the model or a call cannot be served by draft trees, instead of warning
             and decoding plainly.
     """

@@ -585,6 +585,12 @@ class TestEngines:
         assert same(made(moved), recycler.matrix)
         assert forwards == []
 
+    def test_rows_kept_for_a_model_in_memory_are_found_once_its_files_are_loaded(self, checkpoint):
+        TokenRecycling(make("llama"), warm=True)
+        assert made(checkpoint).rows_seen == 0
+        assert TokenRecycling(self.loaded(checkpoint)).warm_rows.computed == 0
+        assert made(checkpoint).rows_seen == VOCABULARY
+
     def test_not_those_of_other_weights(self, checkpoint, tmp_path):
         TokenRecycling(self.loaded(checkpoint), warm=True)
         other = make("llama")

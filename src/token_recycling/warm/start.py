@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -108,6 +109,8 @@ def warm_up(
     if not wanted:
         if kept is None:
             return None
+        with suppress(TokenRecyclingError):  # the folder may have become read-only
+            store.keep_alias(target.model, kept.name)
         logger.info("warm rows: %d of %d tokens from %s", rows.rows_seen, size, kept.path)
         return WarmRows(rows, kept.context.name, 0, kept.complete, 0.0, kept.path)
     context, done = _compute(target, tokenizer, rows, kept, seconds, expected, on_progress)

@@ -35,12 +35,14 @@ class Kept:
         rows: the matrix, on the CPU, without rows of pairs.
         context: the tokens that were in front of each token.
         complete: every token was tried; False if the time was used up.
+        name: see ``weights_name``.
         path: the file.
     """
 
     rows: AdjacencyMatrix
     context: Context
     complete: bool
+    name: str
     path: Path
 
 
@@ -257,4 +259,4 @@ def _load(path: Path, vocab_size: int, k: int, fingerprint: str) -> Kept:
     if ids.shape[1] > k:  # the softmax over the first k: their probabilities scaled to a sum of 1
         best = best.float() / best.float().sum(dim=1, keepdim=True).clamp(min=1e-6)
     rows.update(tokens, ids[tokens, :k], best)
-    return Kept(rows, context, complete, path)
+    return Kept(rows, context, complete, path.stem.rpartition("-k")[0], path)
