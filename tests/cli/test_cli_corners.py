@@ -83,7 +83,7 @@ class TestClosedStreams:
 class TestBytes:
     """As most people's terminals are set up: strict about UTF-8."""
 
-    STRICT = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    STRICT = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
 
     def test_a_prompt_that_is_no_text(self):
         found = run("-p", "-", "-n", 5, input=BYTES, env=self.STRICT)

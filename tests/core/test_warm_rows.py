@@ -585,8 +585,12 @@ class TestEngines:
         assert same(made(moved), recycler.matrix)
         assert forwards == []
 
-    def test_rows_kept_for_a_model_in_memory_are_found_once_its_files_are_loaded(self, checkpoint):
-        TokenRecycling(make("llama"), warm=True)
+    def test_rows_kept_for_a_model_without_a_name_are_found_once_its_files_are_loaded(
+        self, checkpoint
+    ):
+        nameless = self.loaded(checkpoint)
+        nameless.config._name_or_path = ""
+        TokenRecycling(nameless, warm=True)
         assert made(checkpoint).rows_seen == 0
         assert TokenRecycling(self.loaded(checkpoint)).warm_rows.computed == 0
         assert made(checkpoint).rows_seen == VOCABULARY
