@@ -10,11 +10,14 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
-from token_recycling import TokenRecycling
+from token_recycling import TokenRecycling, defaults
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKEN_RECYCLING_CACHE"] = mkdtemp()  # ignore step costs tuned on this machine
+# Ignore step costs and warm rows of this machine.
+os.environ["TOKEN_RECYCLING_CACHE"] = mkdtemp()
+# No warm rows unless a test asks for them: how many fit into a time differs from run to run.
+defaults.WARM_SECONDS = 0.0
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers in parallel: one thread each
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,7 +38,7 @@ def _quiet():
 @pytest.fixture(scope="session")
 def bundled():
     """The bundled model with a tree of fixed size; reset it before use."""
-    return TokenRecycling.from_pretrained(device="cpu", tree="ranked-16")
+    return TokenRecycling.from_pretrained(device="cpu", tree="ranked-16", warm=False)
 
 
 @pytest.fixture(scope="session")

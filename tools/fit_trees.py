@@ -119,7 +119,7 @@ def main(
 ) -> None:
     """Write src/token_recycling/trees/ranked.json."""
     torch.set_num_threads(threads)
-    recycler = TokenRecycling.from_pretrained(device="cpu", tree="paper", k=CANDIDATES)
+    recycler = TokenRecycling.from_pretrained(device="cpu", tree="paper", k=CANDIDATES, warm=False)
     drafter = CountingDrafter(recycler.matrix, recycler.template)
     drafter.counts = Counter()
     recycler.drafter = drafter

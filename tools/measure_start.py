@@ -45,13 +45,15 @@ def measure(
 ) -> dict[str, object]:
     """Return tokens, steps and seconds of each start, early and later."""
     torch.manual_seed(0)
-    hot = TokenRecycling.from_pretrained(model, dtype=dtype, device="cpu")
+    hot = TokenRecycling.from_pretrained(model, dtype=dtype, device="cpu", warm=False)
     questions = suites.load_all(["builtin"], 2 * per_kind)
     prompts = [conversation(hot, [question.turns[0]], raw=False) for question in questions]
     random.Random(0).shuffle(prompts)  # kinds mixed, so that early is like later
     half = len(prompts) // 2
     before, prompts = prompts[:half], prompts[half:]
-    recyclers = {"hot": hot} | {name: TokenRecycling(hot.model, hot.tokenizer) for name in OTHERS}
+    recyclers = {"hot": hot} | {
+        name: TokenRecycling(hot.model, hot.tokenizer, warm=False) for name in OTHERS
+    }
     for prompt in before:
         hot.generate(prompt, max_new_tokens=new_tokens)
     for name in ("other order", "seen"):

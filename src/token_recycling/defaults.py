@@ -8,3 +8,5 @@ MOST_NODES = 80  # nodes below the root with an automatic tree (the paper's numb
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 512  # prompt tokens per forward, over all rows of a batch
 CACHE_CHUNK = 256  # the KV cache grows by at least this many slots
+WARM_SECONDS = 3.0  # at most, to compute warm rows without being asked to
+WARM_TOKENS = 2000  # fewest tokens for which that is begun, if not the whole vocabulary

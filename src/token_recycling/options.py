@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,13 @@ class Options:
             logits can tie and the kernel decides which one wins (see ``lm_head.Float32Head``).
         queue: calls from several threads wait for each other, first come, first served. False:
             during a call, ``generate`` of an enabled model decodes plainly, and other calls raise.
+        warm: fill rows of the matrix before any text is read, with what the model predicts after
+            each token on its own; rows that exist are kept, and ``reset`` returns to these rows.
+            Computed rows are kept in the cache folder, per model. True: the whole vocabulary,
+            however long it takes. A number: compute for at most so many seconds. False: no such
+            rows. None: for drafters named "adaptive…", use the rows in the cache folder; if there
+            are none, compute for at most ``defaults.WARM_SECONDS``, unless that is enough for fewer
+            than ``defaults.WARM_TOKENS`` tokens only.
         strict: raise when the model or a call cannot be served by draft trees, instead of warning
             and decoding plainly.
     """
@@ -57,6 +64,7 @@ class Options:
     graph: bool | None = None
     float32_logits: bool = False
     queue: bool = True
+    warm: bool | float | None = None
     strict: bool = False
 
     @classmethod
@@ -107,6 +115,14 @@ class Options:
             raise TokenRecyclingError("costs must include the size 1, plain decoding")
         if self.graph not in (None, True, False):
             raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
+        if not (
+            self.warm is None
+            or isinstance(self.warm, bool)
+            or (isinstance(self.warm, Real) and self.warm > 0)
+        ):
+            raise TokenRecyclingError(
+                f"warm is {self.warm!r}; give True, False, None or seconds above 0"
+            )
 
     def candidates(self, vocab_size: int) -> int:
         """Return how many candidates a new matrix keeps per token."""

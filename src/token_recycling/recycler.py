@@ -21,7 +21,7 @@ from token_recycling.draft_size.auto import AutoSize
 from token_recycling.draft_size.base import DraftSize, FixedSize
 from token_recycling.draft_size.costs import find
 from token_recycling.draft_size.tune import measure_quickly
-from token_recycling.drafters import AnyDrafter, NoDrafter, make_drafter
+from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter, make_drafter
 from token_recycling.drafters.legacy import adapted
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, GraphError, can_capture
@@ -39,6 +39,8 @@ from token_recycling.modes import ordinary_tensors
 from token_recycling.options import Options
 from token_recycling.sequence import Sequence
 from token_recycling.text import Prompt, is_batch
+from token_recycling.warm.fill import lay
+from token_recycling.warm.start import WarmRows, warm_up
 
 Steps = Generator[Step, None, None]
 
@@ -46,7 +48,8 @@ Steps = Generator[Step, None, None]
 class TokenRecycling(DecodingMethod):
     """A model that decodes several tokens per forward, with the output of plain decoding.
 
-    The adjacency matrix in ``matrix`` is kept between calls (hot start); ``reset`` empties it.
+    The adjacency matrix in ``matrix`` is kept between calls (hot start); ``reset`` removes all that
+    was learnt from text.
     Only one answer is generated at a time: calls from other threads wait (see
     ``options.Options.queue``), and continuing a stream after another answer has begun raises. A
     copy or unpickled object is independent: it contains everything learnt, but no context.
@@ -59,11 +62,19 @@ class TokenRecycling(DecodingMethod):
         drafter: proposes the drafts.
         draft_size: the draft-size policy.
         template: the requested tree.
+        warm_rows: the rows that the matrix starts with (see ``options.Options.warm``), or None.
         stats: the sum over all answers.
         warned: reasons why calls of ``generate`` were decoded plainly.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Any,
+    ) -> None:
         """Wrap a loaded model.
 
         Args:
@@ -72,6 +83,7 @@ class TokenRecycling(DecodingMethod):
                 ``custom_generate``, and some of its linear layers compute differently in a
                 recycler's forwards. All other uses of the model are unaffected.
             tokenizer: its tokenizer. None: prompts must be token ids, and answers have no text.
+            on_progress: called with (tokens done, total tokens) while warm rows are computed.
             **options: see ``options.Options``.
 
         Raises:
@@ -93,6 +105,8 @@ class TokenRecycling(DecodingMethod):
             matrix.check(self.target.vocab_size, name, what="this model")
             self.matrix = matrix
             self.drafter, self.draft_size = self._drafter_and_size()
+        self.warm_rows = self._warm_rows(on_progress)
+        self._lay_warm_rows()
         # Context entered while a graph is compiled, which may take minutes the first time.
         self.compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.stats = Stats()
@@ -116,6 +130,18 @@ class TokenRecycling(DecodingMethod):
         if not costs.measured and isinstance(self.target, TreeTarget):
             costs = measure_quickly(self.target) or costs
         return drafter, AutoSize(drafter.acceptance, costs)
+
+    def _warm_rows(self, on_progress: OnProgress | None) -> WarmRows | None:
+        warm = self.options.warm
+        named = isinstance(self.options.drafter, str) and isinstance(self.drafter, AdaptiveDrafter)
+        if not isinstance(self.target, TreeTarget) or (warm is None and not named):
+            return None
+        return warm_up(self.target, self.tokenizer, self.matrix.k, warm, on_progress=on_progress)
+
+    def _lay_warm_rows(self) -> None:
+        if self.warm_rows is not None:
+            with ordinary_tensors():
+                lay(self.warm_rows.rows, self.matrix)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the context and the graphs."""
@@ -155,6 +181,7 @@ class TokenRecycling(DecodingMethod):
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        on_progress: OnProgress | None = None,
         **options: Any,
     ) -> TokenRecycling:
         """Load a model and its tokenizer.
@@ -164,6 +191,7 @@ class TokenRecycling(DecodingMethod):
             device: where to put the model; None: an accelerator if there is one, else the CPU.
                 Omit it with ``device_map``.
             dtype: None: float32 on a CPU and for the bundled model, else the checkpoint's own.
+            on_progress: see ``__init__``.
             **options: those of ``options.Options``. All others are passed to
                 ``AutoModelForCausalLM.from_pretrained`` unchanged: ``device_map``,
                 ``quantization_config``, ``attn_implementation``, …
@@ -173,12 +201,16 @@ class TokenRecycling(DecodingMethod):
         """
         own = {name: options.pop(name) for name in Options.names() & options.keys()}
         model, tokenizer = load_checkpoint(name_or_path, device, dtype, **options)
-        return cls(model, tokenizer, **own)
+        return cls(model, tokenizer, on_progress=on_progress, **own)
 
     def reset(self) -> None:
-        """Empty the adjacency matrix (cold start), and forget the context."""
+        """Remove all that was learnt from text, and forget the context (cold start).
+
+        The matrix is empty then, except for warm rows (see ``options.Options.warm``).
+        """
         with self.lock.acquired(wait=True):
             self.matrix.reset()
+            self._lay_warm_rows()
             self._forget_context()
 
     def forget_context(self) -> None:

@@ -756,7 +756,11 @@ def killed(suite, tmp_path_factory):
     """The folder of a run that was killed after two of five questions."""
     folder = tmp_path_factory.mktemp("bench") / "killed"
     arguments = list(map(str, bench_of(suite, folder, "-n", 20, "--decoders", FIXED)))
-    code = "import sys; from token_recycling.cli import main; main(sys.argv[1:])"
+    code = (
+        "import sys; from token_recycling import defaults; from token_recycling.cli import main\n"
+        "defaults.WARM_SECONDS = 0.0  # as in the process that resumes the run\n"
+        "main(sys.argv[1:])"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

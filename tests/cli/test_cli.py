@@ -1,6 +1,9 @@
 """The command line as a user runs it: right answers, and fifteen and more wrong calls."""
 
+import io
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +121,66 @@ def test_chat_keeps_the_conversation(capsys, monkeypatch):
     assert "never read" not in out
 
 
+class TestWarm:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "rows"
+
+    def test_the_rows_are_computed_once(self, capsys, folder):
+        code, out, err = call(capsys, "warm")
+        assert (code, err) == (0, "")
+        assert out.startswith("warm rows: 4,096 of 4,096 tokens, 4,096 computed in ")
+        assert str(folder) in out
+        assert " 0 computed" in call(capsys, "warm")[1]
+        assert " 4,096 computed" in call(capsys, "warm", "--force")[1]
+
+    def test_as_json_and_with_little_time(self, capsys, folder):
+        code, out, err = call(capsys, "warm", "--seconds", 1e-9, "--json")
+        assert (code, out) == (2, "")  # too little for one batch
+        assert "no rows were computed" in err
+        assert not folder.exists()
+        code, out, err = call(capsys, "warm", "--top-k-candidates", 3, "--json")
+        about = json.loads(out)
+        assert (code, err) == (0, "")
+        assert (about["rows"], about["k"], about["context"]) == (4096, 3, "nothing")
+        assert about["complete"]
+        assert about["kept"].startswith(str(folder))
+
+    def test_a_folder_that_cannot_be_written(self, capsys, tmp_path, monkeypatch):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path / "file"))
+        code, out, err = call(capsys, "warm")
+        assert (code, out) == (2, "")
+        assert err.startswith("error: the rows are not kept: cannot write")
+
+    def test_an_answer_says_what_was_computed_and_only_then(self, capsys):
+        prompt = ["The king", "-n", 20, "--raw", "--tree", "ranked-8"]
+        code, cold, err = call(capsys, *prompt, "--no-warm")
+        assert (code, "warm rows" in err) == (0, False)
+        code, out, err = call(capsys, *prompt, "--warm")
+        assert (code, out) == (0, cold)
+        assert err.startswith("warm rows: 4,096 of 4,096 tokens")
+        assert err.count("warm rows") == 1
+        steps = re.findall(r"\d+ steps", err)
+        code, out, err = call(capsys, *prompt)
+        assert (code, out) == (0, cold)
+        assert "warm rows" not in err
+        assert re.findall(r"\d+ steps", err) == steps  # kept rows are used by default
+
+    def test_other_verbs_take_the_option(self, capsys, tmp_path, monkeypatch, folder):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+        for verb in (
+            ["chat", "-n", 4],
+            ["check", "-n", 4],
+            ["bench", "--per-kind", 1, "-n", 4, "--decoders", "auto", "--no-tune",
+             "-o", tmp_path / "bench"],
+        ):  # fmt: skip
+            code, _, err = call(capsys, *verb, "--warm", "--threads", 1)
+            assert (code, err.count("warm rows: 4,096")) == (0, 1)
+            shutil.rmtree(folder)
+
+
 def wrong_calls(folder):
     """(arguments, what the line must name) of every kind of wrong call."""
     files = {
@@ -183,13 +246,17 @@ def wrong_calls(folder):
         ),
         (["tree", "show", "paper", "-o", folder / "tree.bmp"], ".png"),
         (["tree"], "command"),
+        (["warm", "--seconds", 0], "--seconds is 0"),
+        (["warm", "--seconds", 1, "--force"], "--force"),
+        (["warm", "--model", folder / "absent"], "absent"),
+        (["warm", "--top-k-candidates", 5000], "5000"),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(40))
+@pytest.mark.parametrize("index", range(44))
 def test_wrong_input_is_one_line_and_exit_code_2(index, capsys, tmp_path):
     calls = wrong_calls(tmp_path)
-    assert len(calls) == 40
+    assert len(calls) == 44
     arguments, named = calls[index]
     before = sorted(tmp_path.rglob("*"))
     code, out, err = call(capsys, *arguments)

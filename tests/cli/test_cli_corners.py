@@ -12,6 +12,7 @@ import tempfile
 
 import pytest
 
+from command import ENVIRONMENT
 from token_recycling import AdjacencyMatrix
 from token_recycling.bench.prompts import DEMO
 from token_recycling.cli import main
@@ -29,7 +30,7 @@ def call(capsys, *arguments):
 
 
 def run(*arguments, **options):
-    options = {"capture_output": True, "timeout": 120} | options
+    options = {"capture_output": True, "timeout": 120, "env": ENVIRONMENT} | options
     return subprocess.run([*PROGRAM, *map(str, arguments)], **options)
 
 
@@ -42,7 +43,11 @@ class TestClosedStreams:
     def shell(self, line):
         program = " ".join(f"'{part}'" for part in PROGRAM)
         return subprocess.run(
-            ["sh", "-c", line.format(program)], capture_output=True, timeout=120, text=True
+            ["sh", "-c", line.format(program)],
+            capture_output=True,
+            timeout=120,
+            text=True,
+            env=ENVIRONMENT,
         )
 
     @pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-"])
@@ -78,7 +83,7 @@ class TestClosedStreams:
 class TestBytes:
     """As most people's terminals are set up: strict about UTF-8."""
 
-    STRICT = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    STRICT = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
 
     def test_a_prompt_that_is_no_text(self):
         found = run("-p", "-", "-n", 5, input=BYTES, env=self.STRICT)
@@ -263,7 +268,7 @@ class TestInterrupted:
         arguments = [*PROGRAM, "-p", "The king", "-n", "2000", "--raw", "--matrix", str(file)]
         with subprocess.Popen(
             [*arguments, "--threads", "1"], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=ENVIRONMENT,
         ) as process:  # fmt: skip
             process.stdout.read(8)  # it writes
             process.send_signal(signal.SIGINT)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from command import ENVIRONMENT
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
@@ -38,6 +40,7 @@ def test_a_command_of_the_readme(line, tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", code, *command[1:]],
         cwd=folder, input="Hello\n/quit\n", text=True, capture_output=True, timeout=240,
+        env=ENVIRONMENT,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
 

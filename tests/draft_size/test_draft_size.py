@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 from models import random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError, TreeTemplate
@@ -19,9 +18,7 @@ from token_recycling.drafters import (
     PaperDrafter,
     PromptLookupDrafter,
 )
-from token_recycling.metrics import Step
-from token_recycling.sequence import Sequence, at_most, at_token
-from token_recycling.tree import TreeShape
+from token_recycling.sequence import Sequence, at_most
 from toy import VOCABULARY, ToyTarget, next_logits, plain_greedy
 
 RANKED = TreeTemplate.load("ranked", 8).first(80)

@@ -31,6 +31,7 @@ ROOMS = (
     ("sequence", "samplers", "accept"),
     ("drafters/",),
     ("draft_size/",),
+    ("warm/",),
     ("graph/",),
     ("decode", "explain"),
     ("hf_generate/",),

@@ -13,6 +13,7 @@ from token_recycling.bench.compare import plain_generate, timed
 from token_recycling.bench.variants import AUTO, LOOKUP_TOKENS, Variant
 from token_recycling.draft_size.auto import AutoSize
 from token_recycling.draft_size.costs import CostCurve
+from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.metrics import PHASES, Step
 from token_recycling.recycler import TokenRecycling
@@ -153,6 +154,8 @@ def _recycler(variant: Variant, first: TokenRecycling, costs: CostCurve | None) 
     options: dict[str, Any] = {"tree": AUTO, "costs": costs}
     if variant.tree != AUTO:
         options = {"tree": variant.template()}
+    if variant.drafter and variant.drafter.startswith(AdaptiveDrafter.name):
+        options["warm"] = first.options.warm  # not for the paper's drafter, whatever was asked for
     return TokenRecycling(
         first.model,
         first.tokenizer,

@@ -23,6 +23,7 @@ from token_recycling.cli import (
     replay,
     tree,
     tune,
+    warm,
     widen,
 )
 from token_recycling.cli.stdin import piped
@@ -43,6 +44,7 @@ app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("replay")(replay.replay)
 app.command("tune")(tune.tune)
+app.command("warm")(warm.warm)
 app.command("widen")(widen.widen)
 app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")

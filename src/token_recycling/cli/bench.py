@@ -55,13 +55,14 @@ def bench(
     seed: Annotated[int, typer.Option("--seed", help="Random seed for sampling.")] = 0,
     cold: Annotated[
         bool,
-        typer.Option("--cold/--hot", help="Empty the matrix before each question, or keep it."),
+        typer.Option("--cold/--hot", help="Forget all text before each question, or not."),
     ] = False,
     raw: o.Raw = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
     float32_logits: o.Float32Logits = False,
     exact_logits: o.ExactLogits = False,
+    warm: o.Warm = None,
     threads: o.Threads = None,
     tune: Annotated[
         bool,
@@ -100,6 +101,7 @@ def bench(
         dtype,
         threads=threads,
         float32_logits=o.renamed(float32_logits, exact_logits),
+        warm=warm,
     ).open()
     run = _Run(recycler, model or "the bundled model", questions, variants)
     run.settings = {
@@ -111,6 +113,7 @@ def bench(
         "temperature": temp,
         "seed": seed,
         "raw": raw,
+        "warm": warm,
         "float32_logits": float32_logits or exact_logits,
     }
     summary = run.execute(out, resume=resume, tune=tune)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COMMAND = re.compile(r"/\w*")
 HELP = """/reset   start a new conversation; keep the matrix
-/forget  start a new conversation with an empty matrix
+/forget  start a new conversation; forget what was learnt from the last ones
 /quit    end the chat, like Ctrl-D"""
 ANSWER = 4  # at most 1/ANSWER of the context is reserved for the answer
 
@@ -44,6 +44,7 @@ def chat(
     matrix: o.Matrix = None,
     cold: o.Cold = False,
     graph: o.Graph = None,
+    warm: o.Warm = None,
     threads: o.Threads = None,
     strict: o.Strict = False,
 ) -> None:
@@ -63,6 +64,7 @@ def chat(
         threads,
         strict,
         graph=graph,
+        warm=warm,
     )
     options = o.sampling_options(
         max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop
@@ -107,11 +109,11 @@ class _Talk:
         elif line == "/reset":
             self.conversation.clear()
             self.recycler.forget_context()
-            show.note("the conversation is empty; the matrix is kept (/forget empties it)")
+            show.note("the conversation is empty; the matrix is kept (/forget clears it)")
         elif line == "/forget":
             self.conversation.clear()
             self.recycler.reset()
-            show.note("the conversation and the matrix are empty")
+            show.note("the conversation is empty; what was learnt from text is forgotten")
         else:
             if line != "/help":
                 show.note(f"unknown command: {printable(line)}")

@@ -32,6 +32,7 @@ def check(
     graph: o.Graph = None,
     tree: o.Tree = defaults.TREE,
     drafter: o.Drafter = defaults.DRAFTER,
+    warm: o.Warm = None,
     threads: o.Threads = None,
     strict: o.Strict = False,
     as_json: o.Json = False,
@@ -58,6 +59,7 @@ def check(
         strict=strict,
         float32_logits=o.renamed(float32_logits, exact_logits),
         graph=graph,
+        warm=warm,
     )
     recycler = loading.open()
     from token_recycling.bench import check as checking

@@ -15,6 +15,7 @@ def demo(
     max_tokens: o.MaxTokens = 150,
     tree: o.Tree = defaults.TREE,
     graph: o.Graph = None,
+    warm: o.Warm = None,
     threads: o.Threads = None,
 ) -> None:
     """Compare plain and recycled decoding on eight prompts.
@@ -24,7 +25,7 @@ def demo(
     from token_recycling.bench.compare import compare
     from token_recycling.bench.prompts import DEMO
 
-    loading = o.Loading(None, "cpu", None, tree, threads=threads, graph=graph)
+    loading = o.Loading(None, "cpu", None, tree, threads=threads, graph=graph, warm=warm)
     if max_tokens < 2:
         raise TokenRecyclingError("-n must be 2 or more")
     recycler = loading.open()

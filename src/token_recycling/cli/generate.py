@@ -46,6 +46,7 @@ def generate(
     top_k_candidates: o.Candidates = None,
     matrix: o.Matrix = None,
     cold: o.Cold = False,
+    warm: o.Warm = None,
     threads: o.Threads = None,
     strict: o.Strict = False,
     compare: Annotated[
@@ -79,6 +80,7 @@ def generate(
         strict,
         o.renamed(float32_logits, exact_logits),
         graph,
+        warm,
     )
     options = o.sampling_options(
         max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop

@@ -11,7 +11,7 @@ import typer
 
 from token_recycling import defaults
 from token_recycling.cli import show
-from token_recycling.cli.progress import busy_shown
+from token_recycling.cli.progress import busy_shown, warming_shown
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
@@ -47,7 +47,16 @@ Matrix = Annotated[
     Path | None,
     typer.Option("--matrix", help="Matrix file: loaded if it exists, saved at the end."),
 ]
-Cold = Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")]
+Cold = Annotated[
+    bool, typer.Option("--cold", help="Forget before every answer what was learnt from text.")
+]
+Warm = Annotated[
+    bool | None,
+    typer.Option(
+        "--warm/--no-warm",
+        help="Start with rows that the model fills itself; default: if they are kept or fast.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail if tree attention cannot be used.")]
 Float32Logits = Annotated[
@@ -78,9 +87,10 @@ class Loading:
     strict: bool = False
     float32_logits: bool = False
     graph: bool | None = None
+    warm: bool | None = None
 
     def open(self) -> TokenRecycling:
-        """Load the model; on a terminal, stderr shows a spinner.
+        """Load the model; on a terminal, stderr shows a spinner, then the progress of warm rows.
 
         Raises:
             TokenRecyclingError: an option or the checkpoint cannot be used.
@@ -103,24 +113,30 @@ class Loading:
             import torch
             from transformers.utils import logging
 
+            from token_recycling.checkpoint import load_checkpoint
             from token_recycling.recycler import TokenRecycling
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            recycler = TokenRecycling.from_pretrained(
-                self.model,
-                device=self.device,
-                dtype=self.dtype,
+            model, tokenizer = load_checkpoint(self.model, self.device, self.dtype)
+        with warming_shown() as on_progress:
+            recycler = TokenRecycling(
+                model,
+                tokenizer,
+                on_progress=on_progress,
                 drafter=self.drafter,
                 tree=self.tree,
                 k=self.candidates,
                 matrix=self.matrix if self.matrix and self.matrix.exists() else None,
                 graph=self.graph,
                 float32_logits=self.float32_logits,
+                warm=self.warm,
                 strict=self.strict,
             )
+        if recycler.warm_rows is not None and recycler.warm_rows.computed:
+            show.note(recycler.warm_rows.line)
         recycler.compiling = partial(busy_shown, "compiling the step (once per model)")
         return recycler
 

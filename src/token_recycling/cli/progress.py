@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from typing import Any
 
 from token_recycling import defaults
+
+OnProgress = Callable[[int, int], None]  # (done, total)
 
 
 @contextmanager
@@ -75,20 +77,33 @@ class _Lines:
         print(f"{self.what}: {done} of {total}, {left:.0f} s left", file=sys.stderr, flush=True)
 
 
+def prefill_shown() -> AbstractContextManager[OnProgress | None]:
+    """Return a context with an ``on_progress`` for prompts longer than one chunk."""
+    return _late_bar("reading the prompt", defaults.PREFILL_CHUNK)
+
+
+def warming_shown() -> AbstractContextManager[OnProgress | None]:
+    """Return a context with an ``on_progress`` for warm rows, which may need no computation."""
+    return _late_bar("computing warm rows", 0)
+
+
 @contextmanager
-def prefill_shown() -> Iterator[Any]:
-    """Yield an ``on_progress`` that shows a bar on stderr for prompts longer than one chunk."""
+def _late_bar(what: str, most: int) -> Iterator[OnProgress | None]:
+    """Yield an ``on_progress`` that shows a bar on stderr once it is called with a larger total.
+
+    The bar disappears at the end. If stderr is not a terminal, None is yielded.
+    """
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
 
     def on_progress(done: int, total: int) -> None:
-        if total > defaults.PREFILL_CHUNK and not bar.tasks:
+        if total > most and not bar.tasks:
             bar.start()
             bar.add_task("", total=total)
         if bar.tasks:

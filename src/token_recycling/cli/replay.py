@@ -57,6 +57,7 @@ def replay(
     raw: o.Raw = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
+    warm: o.Warm = None,
     threads: o.Threads = None,
     as_json: o.Json = False,
 ) -> None:
@@ -90,7 +91,7 @@ def replay(
         )
     if missing := asked - len(questions):
         show.note(f"{missing} of {asked} questions have no recorded answer; skipped")
-    loading = o.Loading(model, device, dtype, threads=threads)
+    loading = o.Loading(model, device, dtype, threads=threads, warm=warm)
     make = _WithoutModel(model) if draft_only else _WithModel(loading)
     done, total = 0, len(questions) * len(variants)
     found: dict[str, dict[str, Figures]] = {}

@@ -53,6 +53,7 @@ def tune(
         dtype,
         threads=threads,
         float32_logits=o.renamed(float32_logits, exact_logits),
+        warm=False,
     ).open()
     from token_recycling.draft_size import tune as tuning
     from token_recycling.recycler import TokenRecycling
@@ -64,7 +65,7 @@ def tune(
         from token_recycling.plot import plot_costs
 
         plot_costs(curve, out)
-    begins = TokenRecycling(recycler.model, recycler.tokenizer, costs=curve).draft_size
+    begins = TokenRecycling(recycler.model, recycler.tokenizer, costs=curve, warm=False).draft_size
     size = getattr(begins, "size", 1)
     if as_json:
         print(json.dumps({**asdict(curve), "kept": kept, "begins_with": size}))

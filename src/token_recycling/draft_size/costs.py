@@ -16,7 +16,7 @@ import torch
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.files import cache_folder, write_text
 from token_recycling.machine import device_name
-from token_recycling.model.limits import text_config
+from token_recycling.model.limits import config_digest
 
 FORMAT = "token-recycling-costs-1"
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81)  # tokens verified, including the root
@@ -117,14 +117,10 @@ class CostCurve:
 
 def identity(model: Any, device: torch.device) -> dict[str, Any]:
     """Return what a curve depends on: the model's shape and type, the device and its threads."""
-    config = text_config(model.config).to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "widened"):
-        config.pop(name, None)
-    shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     quantised = type(getattr(model, "hf_quantizer", None)).__name__
     return {
         "model": type(model).__name__,
-        "config": shape[:16],
+        "config": config_digest(model.config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantiser": "" if quantised == "NoneType" else quantised,
         "attention": getattr(model.config, "_attn_implementation", None) or "eager",

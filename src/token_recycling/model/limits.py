@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +26,15 @@ class AttentionWindow(NamedTuple):
 def text_config(config: Any) -> Any:
     """Return the part of a configuration that describes the language model."""
     return config.get_text_config(decoder=True)
+
+
+def config_digest(config: Any) -> str:
+    """Return a hash of the text configuration without names, versions and the dtype."""
+    values = text_config(config).to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "widened"):
+        values.pop(name, None)
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def vocabulary(model: Any) -> int:

@@ -161,9 +161,10 @@ class TreeTarget:
         self.windows, self.max_positions = self._limits()
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.takes_positions = "position_ids" in self._takes
+        self.slices_logits = "logits_to_keep" in self._takes
         skinny = self.device.type == "cpu" and self.dtype == torch.float32
         self.skinny_gemm = SkinnyGemm(model) if skinny else None
-        self.prompt_fraction = prompt_fraction(model) if "logits_to_keep" in self._takes else 1.0
+        self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class overrides _sample")
         self._tried: tuple[Any, ...] = ()  # training mode of ``_repeatable``
@@ -321,6 +322,31 @@ class TreeTarget:
             worst = max(worst, off if off == off else float("inf"))  # NaN counts as infinite
         return worst
 
+    @_without_gradients
+    def read_apart(self, tokens: Tensor, *, last: bool = False) -> Tensor:
+        """Read short texts, each from position 0 on; the cache is neither used nor changed.
+
+        Args:
+            tokens: int64 [B, n], n at least 1.
+            last: only the logits after the last token are needed.
+
+        Returns:
+            Logits [B, n, V]; with ``last``, [B, 1, V].
+        """
+        inputs: dict[str, Any] = {"input_ids": tokens}
+        if "attention_mask" in self._takes:
+            inputs["attention_mask"] = torch.ones_like(tokens)
+        if self.takes_positions:
+            inputs["position_ids"] = torch.arange(tokens.shape[1], device=self.device).expand_as(
+                tokens
+            )
+        if last and self.slices_logits:
+            inputs["logits_to_keep"] = 1
+        with self.lm_head:
+            output = self.model(**inputs, use_cache=False, return_dict=True)
+        logits: Tensor = output.logits.to(self.device)
+        return logits[:, -1:] if last else logits
+
     def positions(self, lengths: Tensor, draft: DraftTree) -> Tensor:
         """Return each node's position, int64 [B, n], after ``lengths`` int64 [B, 1] tokens."""
         positions = lengths + draft.depths
@@ -381,7 +407,7 @@ class TreeTarget:
         }
         if not self.takes_positions:
             del inputs["position_ids"]
-        sliced = logits_at is not None and "logits_to_keep" in self._takes
+        sliced = logits_at is not None and self.slices_logits
         if sliced:  # a chunk may need no logits; compute one position then
             inputs["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
         skinny = self.skinny_gemm if 1 < tokens.numel() <= MOST_ROWS else None

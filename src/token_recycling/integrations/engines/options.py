@@ -9,10 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from token_recycling import defaults
-from token_recycling.drafters import AnyDrafter, make_drafter
+from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, make_drafter
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.tree import TreeTemplate
+from token_recycling.warm.fill import lay
+from token_recycling.warm.store import find_by_files
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
 MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
@@ -91,14 +93,22 @@ class ServingOptions:
         vocab_size: int,
         nodes: int,
         tokenizer: Callable[[], Any] = lambda: None,
+        *,
+        checkpoint: str = "",
+        revision: str | None = None,
     ) -> AnyDrafter:
         """Create the drafter.
+
+        The adaptive drafter starts with the warm rows that ``token-recycling warm`` or a recycler
+        has kept for the checkpoint; none are computed.
 
         Args:
             vocab_size: of the engine's model.
             nodes: maximum nodes of a draft, without the root.
             tokenizer: loads the engine's tokenizer, to check it against a matrix from a file;
                 returns None if the engine has none.
+            checkpoint: folder or Hub name of the engine's model; "": unknown.
+            revision: of a Hub name.
 
         Raises:
             TokenRecyclingError: a file or name does not exist, the tree has too many nodes, or the
@@ -117,7 +127,17 @@ class ServingOptions:
                 f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
                 f"the engine has room for {nodes}"
             )
-        return make_drafter(self.drafter, matrix, template)
+        drafter = make_drafter(self.drafter, matrix, template)
+        if isinstance(drafter, AdaptiveDrafter):
+            kept = find_by_files(checkpoint, revision, vocab_size, matrix.k)
+            if kept is not None:
+                lay(kept.rows, matrix)
+                logger.info(
+                    "Token Recycling: warm rows of %d tokens from %s",
+                    kept.rows.rows_seen,
+                    kept.path,
+                )
+        return drafter
 
     def nodes_for(self, requests: int, most: int) -> int:
         """Return the nodes of each draft, root included, in a step of ``requests`` requests."""

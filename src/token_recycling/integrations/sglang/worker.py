@@ -85,7 +85,13 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             trust_remote_code=server.trust_remote_code,
         )
         vocabulary = self.model_runner.model_config.vocab_size
-        drafter = self.options.make(vocabulary, self.width - 1, tokenizer)
+        drafter = self.options.make(
+            vocabulary,
+            self.width - 1,
+            tokenizer,
+            checkpoint=server.model_path,
+            revision=server.revision,
+        )
         self.requests = RequestDrafter(drafter, slots, self.width, context=self.options.context)
 
     def _nodes_for(self, requests: int) -> int:

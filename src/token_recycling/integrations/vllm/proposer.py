@@ -66,7 +66,13 @@ class Proposer:
             trust_remote_code=model.trust_remote_code,
         )
         self.requests = RequestDrafter(
-            self.options.make(vocabulary, grown, tokenizer),
+            self.options.make(
+                vocabulary,
+                grown,
+                tokenizer,
+                checkpoint=model.model,
+                revision=model.revision,
+            ),
             requests,
             self.nodes,
             context=self.options.context,
