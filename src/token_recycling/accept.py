@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from token_recycling.compiled import as_array, compiled
 from token_recycling.modes import ordinary_tensors
-from token_recycling.samplers import Sampler
+from token_recycling.samplers import Sampler, are_node_wise
 from token_recycling.sequence import Sequence
 from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree
@@ -238,19 +238,28 @@ class FollowAcceptor:
             on_choice: called with the logits and scores of every chosen token.
         """
         self.processors, self.sampler, self.on_choice = processors, sampler, on_choice
+        self._node_wise = [are_node_wise(one) for one in processors]
 
-    def _choose(self, row: int, sequence: Sequence, logits: Tensor) -> Tensor:
-        """Choose the token, int64 [], that follows ``sequence``, from ``logits`` [V]."""
-        with ordinary_tensors():  # processors may be third-party code
-            whole = logits[None].float().clone()
-            scores = self.processors[row](sequence.ids(logits.device), whole).reshape(1, -1)
-            token = scores.argmax(dim=-1) if self.sampler is None else self.sampler(row, scores)
-            if self.on_choice is not None:
-                self.on_choice(row, whole, scores)
-            return token[0]
+    def _choose(self, row: int, sequence: Sequence, logits: Tensor) -> int:
+        """Choose the token that follows ``sequence`` from ``logits`` float32 [1, V]."""
+        if self._node_wise[row] and self.on_choice is None:
+            scores = logits
+            for processor in cast("Any", self.processors[row]):
+                scores = processor(None, scores)
+        else:
+            logits = logits.clone()  # a processor may write to it
+            scores = self.processors[row](sequence.ids(logits.device), logits).reshape(1, -1)
+        token = scores.argmax(dim=-1) if self.sampler is None else self.sampler(row, scores)
+        if self.on_choice is not None:
+            self.on_choice(row, logits, scores)
+        return int(token)
 
     def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         """Walk every row's tree from its root."""
+        with ordinary_tensors():  # processors may be third-party code
+            return self._walk(draft, logits.float(), sequences)
+
+    def _walk(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         parents, nodes = draft.parents.tolist(), draft.tokens.tolist()
         valid = draft.valid.tolist()
         tokens: list[list[int]] = [[] for _ in sequences]
@@ -265,7 +274,7 @@ class FollowAcceptor:
             node: int | None = 0 if valid[row][0] else None
             while node is not None:
                 paths[row].append(node)
-                token = int(self._choose(row, sequence, logits[row, node]))
+                token = self._choose(row, sequence, logits[row, node][None])
                 tokens[row].append(token)
                 if reason := sequence.append(token):
                     reasons[row] = reason

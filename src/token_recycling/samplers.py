@@ -8,6 +8,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+# Processors that depend on a node's logits only, not on the preceding tokens.
+NODE_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+def are_node_wise(processors: Any) -> bool:
+    """Return True if all ``processors`` of a row depend on a node's logits only."""
+    listed = isinstance(processors, list)
+    return listed and all(type(one) in NODE_WISE for one in processors)
 
 
 class Sampler(Protocol):

@@ -13,12 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from token_recycling.accept import (
     Acceptor,
@@ -35,7 +29,7 @@ from token_recycling.matrix import STATE
 from token_recycling.metrics import Step
 from token_recycling.model.target import TreeTarget
 from token_recycling.modes import ordinary_tensors
-from token_recycling.samplers import RowSampler
+from token_recycling.samplers import RowSampler, are_node_wise
 from token_recycling.sequence import Sequence
 from token_recycling.tokens import NO_TOKEN
 
@@ -45,8 +39,6 @@ BACKEND = "inductor"
 WARM_UP = 3  # runs before the capture
 MOST_GRAPHS = 4  # graphs that are kept, each with its cache
 VARIANTS = 64  # compiled variants of one function; PyTorch's default limit is 8
-# Processors that depend on a node's logits only, not on the preceding tokens.
-ROW_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 class GraphError(TokenRecyclingError):
@@ -62,7 +54,7 @@ def can_capture(accept: Acceptor) -> bool:
         and accept.on_choice is None
         and isinstance(accept.sampler, RowSampler)
         and None not in accept.sampler.generators
-        and all(type(one) in ROW_WISE for row in accept.processors for one in cast("Any", row))
+        and all(map(are_node_wise, accept.processors))
     )
 
 
