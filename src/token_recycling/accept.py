@@ -12,6 +12,7 @@ from torch import Tensor
 
 from token_recycling.compiled import as_array, compiled
 from token_recycling.modes import ordinary_tensors
+from token_recycling.ranking import argmax
 from token_recycling.samplers import Sampler, are_node_wise
 from token_recycling.sequence import Sequence
 from token_recycling.tokens import NO_TOKEN
@@ -81,7 +82,7 @@ def greedy(logits: Tensor) -> Tensor:
     """
     if logits.dtype == torch.float64:
         logits = logits.float()
-    return logits.max(dim=-1).indices  # takes a third of argmax's time in bfloat16
+    return argmax(logits)
 
 
 def overflowed(logits: Tensor) -> Tensor:
@@ -183,24 +184,32 @@ def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequenc
         choices: int64 [B, n], the target's choice after each node.
         sequences: one per row.
     """
+    valid = as_array(draft.valid)
     path = np.empty((len(choices), draft.max_depth + 1), np.int64)
     emitted = np.empty_like(path)
     _walk(
         as_array(draft.tokens),
         as_array(draft.parents),
         as_array(draft.depths),
-        as_array(draft.valid),
+        valid,
         as_array(choices.cpu()),
         path,
         emitted,
     )
-    drafted = draft.valid.sum(dim=1).tolist()
-    rows = [[count - 1, *row] for count, row in zip(drafted, emitted.tolist())]
+    drafted = (valid.sum(axis=1) - 1).tolist()
+    rows = [[count, *row] for count, row in zip(drafted, emitted.tolist())]
     tokens, reasons, drafted = append_emitted(rows, sequences)
     longest = max(1, *map(len, tokens))
-    shown = torch.from_numpy(emitted[:, :longest])
-    counts = (shown != NO_TOKEN).sum(dim=1)
-    return Accepted(torch.from_numpy(path[:, :longest]), shown, counts, tokens, reasons, drafted)
+    path, emitted = path[:, :longest], emitted[:, :longest]
+    counts = (emitted != NO_TOKEN).sum(axis=1)
+    return Accepted(
+        torch.from_numpy(path),
+        torch.from_numpy(emitted),
+        torch.from_numpy(counts),
+        tokens,
+        reasons,
+        drafted,
+    )
 
 
 class GreedyAcceptor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,19 @@ from token_recycling.compiled import as_array, compiled
 
 BLOCK = 64  # logits whose maximum is computed at once, with vector instructions
 LOWEST = np.int32(-(2**31))  # below the code of every float32 value
-SIGN, MAGNITUDE = np.int32(31), np.int32(0x7FFFFFFF)
+SIGN, MAGNITUDE = np.int32(31), np.int32(0x7FFFFFFF)  # the sign's position; the other bits
+INFINITY, NAN = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 
 
 @compiled
 def _code(bits: Any) -> Any:
-    """Return an int32 that orders like the float32 value with these bits, other than NaN.
+    """Return an int32 that orders like the float32 value with these bits; NaN is the largest.
 
     Integers are compared because the compiler does not vectorize the maximum of floats.
     """
     sign = bits >> SIGN
-    return np.int32(((bits & MAGNITUDE) ^ sign) - sign)
+    magnitude = bits & MAGNITUDE
+    return np.int32(NAN) if magnitude > INFINITY else np.int32((magnitude ^ sign) - sign)
 
 
 @compiled
@@ -86,11 +89,35 @@ def _rank(bits: Any, codes: Any, ids: Any) -> None:
         _rank_row(bits[row], maxima, codes[row], ids[row])
 
 
-def _on_host(logits: Tensor, k: int) -> np.ndarray[Any, Any]:
-    """Return the indices of the k largest values of float32 logits [n, V] on the CPU."""
-    bits = as_array(logits.detach()).view(np.int32)
-    ids = np.empty((len(bits), k), np.int64)
-    _rank(bits, np.empty((len(bits), k), np.int32), ids)
+@compiled
+def _softmax(logits: Any, ids: Any, p: Any, finite: Any) -> None:
+    """Compute the softmax over the chosen values of every row.
+
+    Args:
+        logits: float32 [n, V].
+        ids: int64 [n, k], the largest value first.
+        p: float32 [n, k], gets the softmax.
+        finite: bool [n], gets False where it is not finite.
+    """
+    for row in range(len(ids)):
+        largest = logits[row, ids[row, 0]]
+        finite[row] = np.isfinite(largest)
+        total = 0.0
+        for i in range(ids.shape[1]):
+            p[row, i] = math.exp(logits[row, ids[row, i]] - largest)
+            total += p[row, i]
+        for i in range(ids.shape[1]):
+            p[row, i] /= total
+
+
+def _rows(logits: Tensor) -> Any:
+    """Return logits [..., V] on the CPU as an array float32 [n, V]."""
+    return as_array(logits.detach().float()).reshape(-1, logits.shape[-1])
+
+
+def _ids(rows: Any, k: int) -> Any:
+    ids = np.empty((len(rows), k), np.int64)
+    _rank(rows.view(np.int32), np.empty((len(rows), k), np.int32), ids)
     return ids
 
 
@@ -102,14 +129,50 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         k: at most V.
 
     Returns:
-        float32 [..., k] and int64 [..., k], on the device of the logits. The order of NaN is
-        undefined.
+        float32 [..., k] and int64 [..., k], on the device of the logits. NaN counts as largest.
     """
     if logits.device.type != "cpu":
         values, ids = logits.topk(k, dim=-1)
         return values.float(), ids
-    logits = logits.float()
-    rows = logits.reshape(-1, logits.shape[-1])
-    ids = torch.from_numpy(_on_host(rows, k))
-    shape = (*logits.shape[:-1], k)
-    return rows.gather(1, ids).view(shape), ids.view(shape)
+    rows, shape = _rows(logits), (*logits.shape[:-1], k)
+    found = _ids(rows, k)
+    chosen = np.take_along_axis(rows, found, axis=1)
+    return torch.from_numpy(chosen).view(shape), torch.from_numpy(found).view(shape)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Return the token of the largest logit, the first one on a tie, int64 [...].
+
+    Args:
+        logits: [..., V], of any floating dtype.
+    """
+    if logits.device.type != "cpu" or torch.compiler.is_compiling():
+        return logits.max(dim=-1).indices  # takes a third of argmax's time in bfloat16
+    return torch.from_numpy(_ids(_rows(logits), 1)).view(logits.shape[:-1])
+
+
+def best_candidates(logits: Tensor, k: int) -> tuple[Any, Any, Any]:
+    """Return the k best tokens after each node and their softmax over these k, on the host.
+
+    A softmax over the whole vocabulary would cost more than it gains.
+
+    Args:
+        logits: [..., V], on any device.
+        k: at most V.
+
+    Returns:
+        Arrays int64 [..., k], float32 [..., k] and bool [...], the last one False where logits have
+        overflowed and the probabilities are not finite.
+    """
+    shape = logits.shape[:-1]
+    if logits.device.type == "cpu":
+        rows = _rows(logits)
+        ids = _ids(rows, k)
+        p, finite = np.empty(ids.shape, np.float32), np.empty(len(ids), np.bool_)
+        _softmax(rows, ids, p, finite)
+        return ids.reshape(*shape, k), p.reshape(*shape, k), finite.reshape(shape)
+    values, tokens = top_k(logits, k)
+    # One transfer for both; float64 holds every token and every float32 value.
+    both = torch.stack([tokens.double(), values.softmax(dim=-1).double()]).cpu().numpy()
+    p = both[1].astype(np.float32)
+    return both[0].astype(np.int64), p, np.isfinite(p).all(axis=-1)

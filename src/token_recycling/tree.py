@@ -425,7 +425,9 @@ def chains(tokens: Tensor) -> DraftTree:
 
 def root_only(tokens: Tensor) -> DraftTree:
     """Return root-only drafts of ``tokens`` (int64 [B]), for a step of plain decoding."""
-    return chains(tokens[:, None])
+    zeros = torch.zeros((len(tokens), 1), dtype=torch.long, device=tokens.device)
+    there = torch.ones_like(zeros, dtype=torch.bool)
+    return DraftTree(tokens[:, None], zeros, zeros, there[:, :, None], there, 0)
 
 
 class TreeShape:

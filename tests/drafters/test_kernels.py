@@ -11,6 +11,7 @@ from token_recycling import AdjacencyMatrix
 from token_recycling.accept import Accepted
 from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.drafters.kernels import host
+from token_recycling.ranking import best_candidates
 from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree
 
@@ -65,9 +66,9 @@ class Both:
             self.compare(draft, tree)
         logits = torch.from_numpy(self.rng.normal(size=(1, draft.nodes, V))).float() * 2
         logits[0, self.rng.random(draft.nodes) < 0.1] = torch.nan  # is not learnt
-        ids, p, finite = self.drafter._best(logits)
+        ids, p, finite = best_candidates(logits, self.k)
         rows = {
-            node: dict(zip(ids[0, node].tolist(), p[0, node].double().tolist()))
+            node: dict(zip(ids[0, node].tolist(), p[0, node].astype(float).tolist()))
             for node in range(draft.nodes)
             if finite[0, node] and draft.valid[0, node]
         }

@@ -16,7 +16,7 @@ from token_recycling.drafters.kernels import host
 from token_recycling.drafters.ngram import Chains, Context
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.ranking import top_k
+from token_recycling.ranking import best_candidates
 from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree, TreeTemplate, root_only
 
@@ -143,16 +143,22 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
 
     def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
         """Store rows of prompt tokens; none for pairs, as the preceding tokens are unknown here."""
-        ids, p, finite = self._best(logits)
-        mask = mask & finite
-        self.matrix.update(tokens.flatten(), ids.flatten(0, 1), p.flatten(0, 1), mask.flatten())
+        ids, p, finite = best_candidates(logits[..., : self.matrix.vocab_size], self.matrix.k)
+        valid = mask.cpu() & torch.from_numpy(finite)
+        self.matrix.update(
+            tokens.cpu().flatten(),
+            torch.from_numpy(ids).flatten(0, 1),
+            torch.from_numpy(p).flatten(0, 1),
+            valid.flatten(),
+        )
 
     def propose(self, rows: AdaptiveRows, roots: Tensor, nodes: int | None = None) -> DraftTree:
         """Build the tree."""
-        rows.context.append_roots(roots)
         if nodes == 1:
+            rows.context.append_roots(roots)
             rows.chains.clear()
             return root_only(roots)
+        rows.context.reserve(1)
         n = self.nodes + 1 if nodes is None else min(nodes, self.nodes + 1)
         batch = len(roots)
         tokens, parents, depths = np.empty((3, batch, n), np.int64)
@@ -161,6 +167,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         host.propose(
             rows.context.tokens.numpy(),
             rows.context.lengths.numpy(),
+            as_array(roots),
             rows.chains.tokens.numpy(),
             rows.chains.counts.numpy(),
             rows.chains.runs.numpy(),
@@ -212,7 +219,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         self, rows: AdaptiveRows, draft: DraftTree, logits: Tensor, accepted: Accepted
     ) -> None:
         """Count right candidates, average the rows of all nodes, and extend the context."""
-        ids, p, finite = self._best(logits)
+        ids, p, finite = best_candidates(logits[..., : self.matrix.vocab_size], self.matrix.k)
         emitted = accepted.emitted
         rows.context.reserve(emitted.shape[1])
         host.observe(
@@ -224,23 +231,11 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             as_array(draft.tokens),
             as_array(draft.parents),
             as_array(draft.valid),
-            as_array(ids),
-            as_array(p),
-            as_array(finite),
+            ids,
+            p,
+            finite,
             as_array(emitted),
             self._tables(),
             self.old_weight,
             self.learning_rate,
         )
-
-    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the k best candidates of logits [..., V] and their softmax over these k.
-
-        A softmax over the whole vocabulary would cost more than it gains. The third tensor, bool
-        [...], is False where logits have overflowed and the probabilities are not finite. All
-        three are on the host.
-        """
-        values, ids = top_k(logits[..., : self.matrix.vocab_size], self.matrix.k)
-        probabilities = values.softmax(dim=-1)
-        finite = probabilities[..., 0].isfinite()
-        return ids.cpu(), probabilities.cpu(), finite.cpu()

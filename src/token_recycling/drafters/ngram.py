@@ -93,19 +93,19 @@ class Context(Rows):
 
     def reserve(self, more: int) -> None:
         """Make room for ``more`` tokens per row; without a capacity the buffer may be replaced."""
+        if self.capacity is not None:
+            return
         width = self.tokens.shape[1]
-        needed = int(self.lengths.max()) + more
-        if self.capacity is None and needed > width:
+        needed = int(self.lengths.numpy().max()) + more
+        if needed > width:
             grown = self.tokens.new_full((len(self.tokens), max(needed, 2 * width)), NO_TOKEN)
             grown[:, :width] = self.tokens
             self.tokens = grown
 
     def append_roots(self, roots: Tensor) -> None:
-        """Append one token, int64 [B], to each row; a full row drops its last one."""
+        """Append one token, int64 [B], to each row; in a full row it replaces the last one."""
         self.reserve(1)
-        last = self.lengths.clamp(max=self.tokens.shape[1] - 1)
-        self.tokens.scatter_(1, last[:, None], roots[:, None])
-        torch.add(last, 1, out=self.lengths)
+        host.append_roots(self.tokens.numpy(), self.lengths.numpy(), as_array(roots))
 
     def append_accepted(self, accepted: Accepted) -> None:
         """Append the tokens that a step emitted, except for the last, which is the next root."""

@@ -534,6 +534,7 @@ def grow(
 def propose(
     context: Array,
     lengths: Array,
+    roots: Array,
     chain: Array,
     counts: Array,
     runs: Array,
@@ -546,11 +547,12 @@ def propose(
     valid: Array,
     scores: Array,
 ) -> None:
-    """Search the chain of every row and grow its tree (see ``grow``).
+    """Append the roots, search the chain of every row and grow its tree (see ``grow``).
 
     Args:
-        context: int64 [B, w], the roots included.
-        lengths: int64 [B].
+        context: int64 [B, w], modified.
+        lengths: int64 [B], modified.
+        roots: int64 [B]; in a full row, the root replaces the last token.
         chain: int64 [B, c], gets the chains.
         counts: int64 [B], gets their lengths.
         runs: int64 [B], gets the lengths of the matches.
@@ -563,6 +565,7 @@ def propose(
         valid: bool [B, n].
         scores: float32 [B, n].
     """
+    append_roots(context, lengths, roots)
     for row in range(len(lengths)):
         runs[row], counts[row] = match(context[row], lengths[row], WINDOW, chain[row])
         grow(
@@ -737,6 +740,21 @@ def observe(
                 tables,
             )
     append_emitted(context, lengths, emitted)
+
+
+@compiled
+def append_roots(context: Array, lengths: Array, roots: Array) -> None:
+    """Append one token to each row; in a full row it replaces the last one.
+
+    Args:
+        context: int64 [B, w], modified.
+        lengths: int64 [B], modified.
+        roots: int64 [B].
+    """
+    for row in range(len(lengths)):
+        last = min(lengths[row], context.shape[1] - 1)
+        context[row, last] = roots[row]
+        lengths[row] = last + 1
 
 
 @compiled
