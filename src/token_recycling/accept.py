@@ -290,8 +290,10 @@ class FollowAcceptor:
                     break
                 node = below.get((node, token))
         longest = max(1, *map(len, tokens))
-        emitted = torch.tensor([row + [NO_TOKEN] * (longest - len(row)) for row in tokens])
-        path = torch.tensor([row + [0] * (longest - len(row)) for row in paths])
+        padded = [row + [NO_TOKEN] * (longest - len(row)) for row in tokens]
+        nodes_of = [row + [0] * (longest - len(row)) for row in paths]
+        emitted = torch.tensor(padded, dtype=torch.long, device="cpu")
+        path = torch.tensor(nodes_of, dtype=torch.long, device="cpu")
         drafted = [max(sum(row) - 1, 0) for row in valid]
-        counts = torch.tensor([len(row) for row in tokens])
+        counts = torch.tensor([len(row) for row in tokens], device="cpu")
         return Accepted(path, emitted, counts, tokens, reasons, drafted)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from token_recycling.compiled import as_array, compiled
+from token_recycling.compiled import as_array, compiled, in_threads
 
+THREAD_LOGITS = 2**19  # logits from which a thread of its own is faster
 BLOCK = 64  # logits whose maximum is computed at once, with vector instructions
 LOWEST = np.int32(-(2**31))  # below the code of every float32 value
 SIGN, MAGNITUDE = np.int32(31), np.int32(0x7FFFFFFF)  # the sign's position; the other bits
@@ -116,8 +117,11 @@ def _rows(logits: Tensor) -> Any:
 
 
 def _ids(rows: Any, k: int) -> Any:
-    ids = np.empty((len(rows), k), np.int64)
-    _rank(rows.view(np.int32), np.empty((len(rows), k), np.int32), ids)
+    """Return the indices int64 [n, k] of the largest values of float32 rows [n, V]."""
+    ids, codes = np.empty((len(rows), k), np.int64), np.empty((len(rows), k), np.int32)
+    bits = rows.view(np.int32)
+    least = THREAD_LOGITS // max(rows.shape[1], 1)
+    in_threads(len(rows), least, lambda part: _rank(bits[part], codes[part], ids[part]))
     return ids
 
 

@@ -22,6 +22,7 @@ from token_recycling.draft_size.base import DraftSize, FixedSize
 from token_recycling.draft_size.costs import find
 from token_recycling.draft_size.tune import measure_quickly
 from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter, make_drafter
+from token_recycling.drafters.kernels.prepare import compile_kernels
 from token_recycling.drafters.legacy import adapted
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, GraphError, can_capture
@@ -91,6 +92,7 @@ class TokenRecycling(DecodingMethod):
             TypeError: there is no such option.
         """
         self.options = given = Options.of(options)
+        compile_kernels()
         self.model, self.tokenizer = model_inside(model), tokenizer
         matrix = given.load_matrix()
         self.target = open_target(

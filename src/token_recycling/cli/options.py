@@ -114,6 +114,7 @@ class Loading:
             from transformers.utils import logging
 
             from token_recycling.checkpoint import load_checkpoint
+            from token_recycling.drafters.kernels.prepare import compile_kernels, is_compiled
             from token_recycling.recycler import TokenRecycling
 
             logging.set_verbosity_error()
@@ -121,6 +122,9 @@ class Loading:
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
             model, tokenizer = load_checkpoint(self.model, self.device, self.dtype)
+        if not is_compiled():
+            with busy_shown("compiling the drafter (once per installation)"):
+                compile_kernels()
         with warming_shown() as on_progress:
             recycler = TokenRecycling(
                 model,

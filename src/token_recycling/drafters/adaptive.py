@@ -10,7 +10,7 @@ from torch import Tensor
 
 from token_recycling import defaults
 from token_recycling.accept import Accepted
-from token_recycling.compiled import as_array
+from token_recycling.compiled import as_array, in_threads
 from token_recycling.drafters.base import Drafter, Rows
 from token_recycling.drafters.kernels import host
 from token_recycling.drafters.ngram import Chains, Context
@@ -26,6 +26,7 @@ OLD_WEIGHT = 0.4  # weight of the old row in an average
 CHAIN = 16  # longest chain
 DEEPER = 6  # levels that a tree may have below the chain's end
 LARGEST_DRAFT = 256
+THREAD_NODES = 128  # nodes of all rows from which a thread of its own is faster
 SOURCES = ("token", "pair", "triple")  # by level of the row
 
 
@@ -164,22 +165,30 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         tokens, parents, depths = np.empty((3, batch, n), np.int64)
         ancestors, valid = np.empty((batch, n, n), np.bool_), np.empty((batch, n), np.bool_)
         scores = np.empty((batch, n), np.float32)
-        host.propose(
-            rows.context.tokens.numpy(),
-            rows.context.lengths.numpy(),
-            as_array(roots),
-            rows.chains.tokens.numpy(),
-            rows.chains.counts.numpy(),
-            rows.chains.runs.numpy(),
-            self._tables(),
-            self.max_depth,
-            tokens,
-            parents,
-            depths,
-            ancestors,
-            valid,
-            scores,
-        )
+        context, lengths = rows.context.tokens.numpy(), rows.context.lengths.numpy()
+        chains = rows.chains
+        chain, counts, runs = (part.numpy() for part in (chains.tokens, chains.counts, chains.runs))
+        given, tables = as_array(roots), self._tables()
+
+        def run(part: slice) -> None:
+            host.propose(
+                context[part],
+                lengths[part],
+                given[part],
+                chain[part],
+                counts[part],
+                runs[part],
+                tables,
+                self.max_depth,
+                tokens[part],
+                parents[part],
+                depths[part],
+                ancestors[part],
+                valid[part],
+                scores[part],
+            )
+
+        in_threads(batch, THREAD_NODES // n, run)
         return DraftTree(
             torch.from_numpy(tokens),
             torch.from_numpy(parents),

@@ -61,7 +61,7 @@ class PaperDrafter(Drafter[Rows]):
         """Fill the tree by look-ups in the matrix."""
         if nodes == 1:
             return root_only(roots)
-        tokens = torch.empty((len(roots), self.shape.nodes), dtype=torch.long)
+        tokens = torch.empty((len(roots), self.shape.nodes), dtype=torch.long, device="cpu")
         tokens[:, 0] = roots
         valid = torch.empty_like(tokens, dtype=torch.bool)
         host.fill_template(

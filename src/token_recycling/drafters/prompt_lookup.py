@@ -40,7 +40,7 @@ class PromptLookupDrafter(Drafter[Context]):
         rows.append_roots(roots)
         if nodes == 1:
             return root_only(roots)
-        tokens = torch.empty((len(roots), self.length + 1), dtype=torch.long)
+        tokens = torch.empty((len(roots), self.length + 1), dtype=torch.long, device="cpu")
         valid = torch.empty_like(tokens, dtype=torch.bool)
         host.copy_chains(
             rows.tokens.numpy(),

@@ -11,6 +11,7 @@ from torch import Tensor
 from token_recycling.accept import Accepted
 from token_recycling.drafters.base import AnyDrafter
 from token_recycling.modes import ordinary_tensors
+from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree
 
 _drafting: WeakValueDictionary[str, HostDrafting] = WeakValueDictionary()
@@ -33,9 +34,11 @@ class HostDrafting:
             nodes: most nodes of a draft, root included; None: as many as the drafter proposes.
         """
         self.drafter, self.rows = drafter, drafter.new_rows(batch, capacity)
-        draft = drafter.propose(self.rows, torch.zeros(batch, dtype=torch.long), nodes)
+        draft = drafter.propose(
+            self.rows, torch.zeros(batch, dtype=torch.long, device="cpu"), nodes
+        )
         self.nodes, self.max_depth = draft.nodes, draft.max_depth
-        self.order = torch.zeros(1, dtype=torch.long)
+        self.order = torch.zeros(1, dtype=torch.long, device="cpu")
         self.key = str(id(self))
         _drafting[self.key] = self
 
@@ -92,7 +95,8 @@ def _observe(
     drafting = _drafting[key]
     draft = DraftTree(tokens, parents, depths, ancestors, valid, drafting.max_depth)
     with ordinary_tensors():
-        accepted = Accepted(path, emitted, counts)
+        texts = [[token for token in row if token != NO_TOKEN] for row in emitted.tolist()]
+        accepted = Accepted(path, emitted, counts, texts)
         drafting.drafter.observe(drafting.rows, draft, logits, accepted)
 
 

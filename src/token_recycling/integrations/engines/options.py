@@ -10,6 +10,7 @@ from typing import Any
 
 from token_recycling import defaults
 from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, make_drafter
+from token_recycling.drafters.kernels.prepare import compile_kernels
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.tree import TreeTemplate
@@ -127,6 +128,7 @@ class ServingOptions:
                 f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
                 f"the engine has room for {nodes}"
             )
+        compile_kernels()
         drafter = make_drafter(self.drafter, matrix, template)
         if isinstance(drafter, AdaptiveDrafter):
             kept = find_by_files(checkpoint, revision, vocab_size, matrix.k)
