@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numba
@@ -61,7 +62,7 @@ def in_threads(count: int, least: int, run: Callable[[slice], object]) -> None:
         run(slice(0, count))
         return
     bounds = [count * i // threads for i in range(threads + 1)]
-    parts = [slice(*pair) for pair in zip(bounds, bounds[1:])]
+    parts = [slice(*pair) for pair in pairwise(bounds)]
     others = [_pool().submit(run, part) for part in parts[1:]]
     run(parts[0])
     for other in others:
