@@ -22,12 +22,10 @@ def half(p):
     return floor(p / unit + 0.5) * unit
 
 
-def half_octave(p):
-    """The exponent of a float16 value and the first bit of its mantissa, as one number."""
-    if p < 2.0**-14:
-        return floor(p * 2**24) >> 9
-    mantissa, exponent = frexp(p)
-    return (exponent + 14) * 2 + (mantissa >= 0.75)
+def probability_class(p):
+    """The log odds of a probability from -9 on, in steps of 1/2."""
+    p = min(max(p, 1e-6), 1 - 1e-4)
+    return min(max(round(2 * (log(p / (1 - p)) + 9)), 0), 31)
 
 
 def last_at_most(value, bounds):
@@ -92,9 +90,7 @@ class PlainDrafter:
     def rate(self, feature):
         kind = feature[0]
         if kind == "rank":
-            bin_ = feature[3]
-            expected = min(2.0 ** (bin_ // 2 - 15) * (1.25 + 0.5 * (bin_ % 2)), 0.995)
-            expected = expected if bin_ else 0.01
+            expected = 1 / (1 + exp(9 - feature[3] / 2))
         else:
             expected = RUNS[feature[1]] if kind == "chain" else 0.01
         trials = self.trials.get(feature, 0)
@@ -130,9 +126,9 @@ class PlainDrafter:
                 best = next(iter(row.values()))
                 if token in row:
                     rank = list(row).index(token)
-                    features[level] = "rank", level, rank, half_octave(row[token])
+                    features[level] = "rank", level, rank, probability_class(row[token])
                 else:
-                    features[level] = "absent", level, min(7, int(best * 8))
+                    features[level] = "absent", level, probability_class(best)
             if below is not None:
                 length = last_at_most(run, RUNS)
                 on = token == below

@@ -26,7 +26,7 @@ def index_of(feature, k):
     if kind == "rank":
         return (LEVELS.index(feature[1]) * k + feature[2]) * host.BINS + feature[3]
     if kind == "absent":
-        return lacking + LEVELS.index(feature[1]) * host.CLASSES + feature[2]
+        return lacking + LEVELS.index(feature[1]) * host.BINS + feature[2]
     if kind == "beside":
         return beside + LENGTHS.index(feature[1])
     length, depth = LENGTHS.index(feature[1]), DEPTH_CLASSES.index(feature[2])
@@ -173,6 +173,7 @@ def test_a_step_that_is_not_learnt_is_noticed(monkeypatch, method):
         run(Both(**CASE), 30)
 
 
+@settings(deadline=None)  # the first call compiles
 @given(st.floats(0, 1, width=32))
 def test_halves(p):
     bits = host.to_half(p)
@@ -180,6 +181,7 @@ def test_halves(p):
     assert abs(host.HALVES[bits] - p) <= abs(float(np.float16(p)) - p)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
     st.integers(1, 16),

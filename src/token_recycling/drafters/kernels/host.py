@@ -18,8 +18,7 @@ from token_recycling.tokens import NO_TOKEN
 LEVELS = 3  # rows of the token, of the pair that ends with it, and of the triple
 INPUTS = LEVELS + 2  # of the mixture: one per level, the chain, and a constant
 SETS = 12  # weight sets: pair row or not, triple row or not, chain state
-BINS = 32  # half octaves of float16 values up to 1: exponent and first mantissa bit
-CLASSES = 8  # of the best probability of a row, for candidates that the row lacks
+BINS = 32  # classes of a probability: its log odds from -9 on, in steps of 1/2
 LONG = 4  # length from which a match is long, in tokens
 # Lower bound of each class of match lengths, and the expected rate at which a chain token is right.
 RUNS = np.array([0, 1, 2, 3, 4, 5, 7, 10, 16])
@@ -69,6 +68,8 @@ class Tables(NamedTuple):
 
 # float16 values up to 1 by their bits
 HALVES = np.arange(0x3C01, dtype=np.uint16).view(np.float16).astype(np.float64)
+_inside = np.clip(HALVES, 1e-6, 1 - 1e-4)
+BIN_OF = np.clip(np.round(2 * (np.log(_inside / (1 - _inside)) + 9)), 0, BINS - 1).astype(np.int64)
 
 
 # Rows
@@ -250,13 +251,13 @@ def class_of(value: int, bounds: Array) -> int:
 def features(k: int) -> tuple[int, int, int, int, int]:
     """Return the number of features, and the first one of each kind.
 
-    The kinds, in order: candidates in a row, by level, rank and half octave of the probability;
+    The kinds, in order: candidates in a row, by level, rank and class of the probability;
     candidates that a row lacks, by level and class of the row's best probability; chain tokens, by
     classes of match length and depth; candidates that are not the chain's token, by match length;
     and one for sources that are missing at a node.
     """
     lacking = LEVELS * k * BINS
-    chain = lacking + LEVELS * CLASSES
+    chain = lacking + LEVELS * BINS
     beside = chain + len(RUNS) * len(DEPTHS)
     nothing = beside + len(RUNS)
     return nothing + 1, lacking, chain, beside, nothing
@@ -268,9 +269,7 @@ def expected_rates(k: int) -> Array:
     count, lacking, chain, _, nothing = features(k)
     rates = np.full(count, ABSENT)
     for feature in range(lacking):
-        half = feature % BINS
-        if half > 0:  # the middle of the half octave
-            rates[feature] = min(2.0 ** (half // 2 - 15) * (1.25 + 0.5 * (half % 2)), HIGHEST)
+        rates[feature] = 1.0 / (1.0 + math.exp(9.0 - feature % BINS / 2.0))
     for run in range(len(RUNS)):
         for depth in range(len(DEPTHS)):
             rates[chain + run * len(DEPTHS) + depth] = RUN_RATES[run]
@@ -358,8 +357,7 @@ def gather(
             continue
         if level > 0:
             rows_there += level
-        best = HALVES[tables.probabilities[row, 0]]
-        lacks[level] = lacking + level * CLASSES + min(CLASSES - 1, int(best * CLASSES))
+        lacks[level] = lacking + level * BINS + BIN_OF[tables.probabilities[row, 0]]
         for i in range(n):
             kinds[i, level] = lacks[level]
         others = n
@@ -376,7 +374,7 @@ def gather(
                 for other in range(LEVELS):
                     kinds[at, other] = lacks[other]
                 n += 1
-            kinds[at, level] = (level * k + rank) * BINS + (tables.probabilities[row, rank] >> 9)
+            kinds[at, level] = (level * k + rank) * BINS + BIN_OF[tables.probabilities[row, rank]]
     on_chain = -1
     state = 0
     chained = nothing
