@@ -87,7 +87,9 @@ def test_strided_logits_and_those_with_a_gradient():
     """As a slice of a wider LM head gives them."""
     wide = torch.randn(2, 4, 200, requires_grad=True)
     check(wide[..., :150].detach(), 7)
-    assert top_k(wide[:, 1:3, :150], 7)[1].tolist() == top_k(wide[:, 1:3, :150].clone(), 7)[1].tolist()
+    assert (
+        top_k(wide[:, 1:3, :150], 7)[1].tolist() == top_k(wide[:, 1:3, :150].clone(), 7)[1].tolist()
+    )
     assert top_k(wide[0, 0], 3)[1].shape == (3,)
 
 

@@ -79,7 +79,9 @@ class Simulation:
             noise = self.random.uniform(0.92, 1.08) * (1.5 if self.random.random() < 0.03 else 1)
             spent = (self.told(n, true * noise), 0.0, 0.0, 0.0, 0.0)
             nothing = [None] * self.rows
-            self.policy.record(Step(emitted, nothing, [n - 1] * self.rows, n, spent), self.sequences)
+            self.policy.record(
+                Step(emitted, nothing, [n - 1] * self.rows, n, spent), self.sequences
+            )
             self.sizes.append(n)
             if i >= steps // 2:
                 tokens, seconds = tokens + 1 + mean, seconds + true
@@ -101,40 +103,128 @@ class Simulation:
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", COSTS)
-def test_with_a_measured_curve_the_speed_is_that_of_the_best_size(name, scale):
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("scores", [True, False])
+def test_with_a_measured_curve_the_speed_is_that_of_the_best_size(name, scale, rows, scores):
+    """Plain decoding is the best size of some. 3 % are allowed for, and 1 % for measurements."""
     cost = COSTS[name]
-    best, size = best_speed(cost, scale)
-    simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)))
+    best, size = best_speed(cost, scale, rows)
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)), rows=rows, scores=scores)
     speed = simulation.run(cost, scale, 3000)
-    print(name, scale, speed/best, size, simulation.usual())
-    assert speed > 0.97 * best, (size, simulation.usual())
+    assert speed > 0.96 * best, (speed / best, size, simulation.usual())
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("name", ["middling", "flat", "flat up to 32", "steps"])
 def test_a_guessed_curve_is_corrected(name, scale):
     cost = COSTS[name]
     best, size = best_speed(cost, scale)
     simulation = Simulation(AutoSize(ACCEPTANCE, CostCurve.assumed("cpu")))
     speed = simulation.run(cost, scale, 6000)
-    print(name, scale, speed/best, size, simulation.usual())
-    assert speed > 0.9 * best, (size, simulation.usual())
+    assert speed > 0.9 * best, (speed / best, size, simulation.usual())
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("rows", [1,5])
-def test_batches(name, scale, rows):
-    cost = COSTS[name]
-    best, size = best_speed(cost, scale, rows)
-    for scores in (True, False):
-        simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)), rows=rows,scores=scores)
-        speed = simulation.run(cost, scale, 3000)
-        print("BATCH",rows, scores, name, scale, round(speed/best,3), size, simulation.usual())
+def test_one_fixed_size_is_not_the_best_of_all(name):
+    """Negative control of the costs: with one of four fixed sizes a lot is lost."""
+    for scale in SCALES:
+        best, _ = best_speed(COSTS[name], scale)
+        fixed = [best_speed(COSTS[name], scale, sizes=(n,))[0] for n in (1, 8, 16, 81)]
+        assert min(fixed) < 0.9 * best
 
-def test_cool():
-    policy = AutoSize(ACCEPTANCE, curve(COSTS["flat"]))
-    s = Simulation(policy)
-    for name in ("flat","steep","flat","middling","steep","flat"):
-        sp=s.run(COSTS[name],1.0,4000)
-        print(name, sp/best_speed(COSTS[name],1.0)[0], s.usual(), s.policy._cooldown, s.pauses()[-12:], best_speed(COSTS[name],1.0))
+
+def test_wrong_times_end_elsewhere():
+    """Negative control: the policy is told that every step takes the same time."""
+    cost = COSTS["middling"]
+    best, size = best_speed(cost, 1.0)
+    policy = AutoSize(ACCEPTANCE, CostCurve.assumed("cpu"))
+    simulation = Simulation(policy, told=lambda n, seconds: seconds / cost(n))
+    speed = simulation.run(cost, 1.0, 3000)
+    assert simulation.usual() > 2 * size
+    assert speed < 0.9 * best
+
+
+def test_pauses_grow_while_drafts_fail_and_shrink_after_success():
+    """The curve says that drafts pay; with this text they do not."""
+    cost = COSTS["steps"]
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)))
+    simulation.run(cost, 0.0, 6000)
+    pauses = [pause for pause in simulation.pauses()[:-1] if pause >= COOLDOWN]
+    assert pauses[0] == COOLDOWN
+    assert sorted(pauses) == pauses
+    assert pauses[-1] == LONGEST_COOLDOWN
+    tail = simulation.sizes[-4 * LONGEST_COOLDOWN :]
+    assert sum(n > 1 for n in tail) < 10 * PROBE
+    taken = len(simulation.sizes)
+    simulation.run(cost, 1.0, 3000)
+    assert 1 not in simulation.sizes[taken + LONGEST_COOLDOWN + 500 : -500]
+    assert simulation.policy._cooldown == COOLDOWN
+    assert simulation.usual() >= 4
+
+
+def test_a_machine_whose_costs_change():
+    """Each time the policy follows, down to smaller drafts and up again."""
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(COSTS["flat"])))
+    for name in ("flat", "middling", "flat up to 32", "middling", "flat"):
+        speed = simulation.run(COSTS[name], 1.0, 6000)
+        best, size = best_speed(COSTS[name], 1.0)
+        assert speed > 0.9 * best, (name, speed / best, size, simulation.usual())
+
+
+def test_a_machine_on_which_drafts_become_too_expensive_and_cheap_again():
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(COSTS["flat"])))
+    for name in ("flat", "steep", "flat"):
+        speed = simulation.run(COSTS[name], 1.0, 6000)
+        best, size = best_speed(COSTS[name], 1.0)
+        assert speed > 0.9 * best, (name, speed / best, size, simulation.usual())
+
+
+def test_a_slower_machine_changes_nothing():
+    """A slowdown of all sizes by five does not change the choice between them."""
+    cost = COSTS["middling"]
+    found = {}
+    for slowness in (1.0, 5.0):
+        simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)))
+        simulation.run(cost, 1.0, 300)
+        simulation.run(lambda n, times=slowness: times * cost(n), 1.0, 1000)
+        found[slowness] = simulation.usual()
+    assert abs(SIZES.index(found[1.0]) - SIZES.index(found[5.0])) <= 1
+
+
+def test_another_number_of_rows_has_its_own_size():
+    cost = COSTS["flat up to 32"]
+    policy = AutoSize(ACCEPTANCE, curve(cost))
+    sizes = {}
+    for rows in (1, 5, 1, 5):
+        simulation = Simulation(policy, rows=rows)
+        speed = simulation.run(cost, 1.0, 1500)
+        assert speed > 0.9 * best_speed(cost, 1.0, rows)[0], rows
+        sizes.setdefault(rows, []).append(simulation.usual())
+    assert min(sizes[1]) > max(sizes[5])
+
+
+def test_the_state_is_what_was_learnt_from_texts():
+    """A text that can hardly be drafted; a copy begins with its sizes, a new policy does not."""
+    cost = COSTS["middling"]
+    policy = AutoSize(ACCEPTANCE, curve(cost))
+    simulation = Simulation(policy)
+    simulation.run(cost, 0.15, 1500)
+    state = policy.state()
+    assert set(state) == {"tokens"}
+    new, again = (AutoSize(ACCEPTANCE, curve(cost)) for _ in range(2))
+    assert new.size > policy.size
+    again.restore(state)
+    assert again.speeds()[0] == pytest.approx(policy.speeds()[0])
+    assert again.speeds()[0] != pytest.approx(new.speeds()[0], rel=0.05)
+    assert again.size == policy.size
+    assert again.state()["tokens"].equal(state["tokens"])
+    Simulation(again).run(cost, 1.0, 100)
+    assert not again.state()["tokens"].equal(state["tokens"])
+    assert policy.state()["tokens"].equal(state["tokens"])  # it is a copy
+
+
+def test_in_between_plain_steps_no_draft_is_verified():
+    """Where the curve says that plain decoding is best."""
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(COSTS["steep"])))
+    simulation.run(COSTS["steep"], 0.4, 3000)
+    assert sum(n > 1 for n in simulation.sizes[1000:]) < 200

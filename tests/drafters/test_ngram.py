@@ -43,7 +43,9 @@ def emitted(pieces):
     """Accepted tokens of a step, padded as acceptors pad them."""
     longest = max(1, *map(len, pieces))
     tokens = torch.tensor([piece + [NO_TOKEN] * (longest - len(piece)) for piece in pieces])
-    return Accepted(torch.zeros_like(tokens), tokens, torch.tensor([len(piece) for piece in pieces]))
+    return Accepted(
+        torch.zeros_like(tokens), tokens, torch.tensor([len(piece) for piece in pieces])
+    )
 
 
 def check(drafter, rows, texts, roots):
