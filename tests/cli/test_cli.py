@@ -82,11 +82,12 @@ def test_the_matrix_file_is_made_and_used(capsys, tmp_path):
     code, out, _ = call(capsys, "matrix", "show", file, "--json")
     about = json.loads(out)
     assert code == 0
-    slots = about["pairs"] + about["triples"]
+    matrix = AdjacencyMatrix.load(file)
+    slots = about["pairs"] + matrix.triples
     rows = (4096 + slots) * 12 * 6 + slots * 8
     assert rows < about["bytes"] < rows + 40_000
     assert 0 < about["pairs_seen"] <= about["pairs"]
-    assert 0 < about["triples_seen"] <= about["triples"]
+    assert 0 < matrix.triples_seen <= matrix.triples
     assert about["evidence"] > 0
     assert 0 < about["rows_seen"] <= 4096
     merged = tmp_path / "both.safetensors"

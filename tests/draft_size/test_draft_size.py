@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 from models import random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError, TreeTemplate

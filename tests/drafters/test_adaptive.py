@@ -19,8 +19,8 @@ from token_recycling.draft_size.costs import CostCurve
 from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.drafters.kernels import host
 from token_recycling.explain import drafted_nodes, lines
-from token_recycling.sequence import Sequence
 from token_recycling.matrix import NO_KEY
+from token_recycling.sequence import Sequence
 from token_recycling.tokens import NO_TOKEN
 
 V, K = 12, 3
