@@ -85,9 +85,12 @@ def test_the_matrix_file_is_made_and_used(capsys, tmp_path):
     code, out, _ = call(capsys, "matrix", "show", file, "--json")
     about = json.loads(out)
     assert code == 0
-    rows = (4096 + about["pairs"]) * 8 * 6
-    assert rows + about["pairs"] * 8 < about["bytes"] < rows + about["pairs"] * 8 + 40_000
+    matrix = AdjacencyMatrix.load(file)
+    slots = about["pairs"] + matrix.triples
+    rows = (4096 + slots) * 12 * 6 + slots * 8
+    assert rows < about["bytes"] < rows + 40_000
     assert 0 < about["pairs_seen"] <= about["pairs"]
+    assert 0 < matrix.triples_seen <= matrix.triples
     assert about["evidence"] > 0
     assert 0 < about["rows_seen"] <= 4096
     merged = tmp_path / "both.safetensors"
@@ -188,7 +191,7 @@ def wrong_calls(folder):
         "twice.json": "[[0], [0]]",
         "empty.json": "[]",
         "broken.json": "{not json",
-        "high.json": "[[9]]",
+        "high.json": "[[12]]",
     }
     for name, text in files.items():
         (folder / name).write_text(text)
@@ -213,7 +216,7 @@ def wrong_calls(folder):
         (["tree", "check", folder / "twice.json"], "[0] appears twice"),
         (["tree", "check", folder / "empty.json"], "no paths"),
         (["tree", "show", folder / "broken.json"], "as JSON"),
-        ([p, "--tree", folder / "high.json"], "rank 9"),
+        ([p, "--tree", folder / "high.json"], "rank 12"),
         ([p, "--tree", "paper", "--top-k-candidates", 4], "k=4"),
         ([p, "--top-k-candidates", 0], "k is 0"),
         ([p, "--drafter", "oracle"], "oracle"),

@@ -6,9 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies import templates
-from token_recycling.accept import FollowAcceptor, GreedyAcceptor, longest_paths
+from token_recycling.accept import (
+    FollowAcceptor,
+    GreedyAcceptor,
+    accept_and_append,
+    accept_choices,
+    longest_paths,
+)
 from token_recycling.samplers import RowSampler
-from token_recycling.sequence import Sequence
+from token_recycling.sequence import Sequence, at_token
+from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import TreeShape, TreeTemplate
 
 
@@ -50,6 +57,65 @@ def test_the_longest_path_is_the_one_walked_by_hand(template, seed):
         found = path[row, : len(expected)].tolist()
         assert [choices[row, i] for i in found] == [choices[row, i] for i in expected]
         assert all(int(draft.depths[row, node]) == i for i, node in enumerate(found))
+
+
+def random_drafts(template, seed, batch=3):
+    """Drafts with few different tokens, so that siblings repeat, and choices along them.
+
+    Some nodes are invalid, with all nodes below them; some rows have ended.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    shape = TreeShape(template, "cpu")
+    tokens = torch.randint(0, 3, (batch, template.nodes), generator=rng)
+    choices = torch.randint(0, 3, (batch, template.nodes), generator=rng)
+    cut = torch.rand(tokens.shape, generator=rng) < 0.1
+    valid = ~(shape.ancestors & cut[:, None, :]).any(dim=2)
+    return shape.draft(tokens, valid), choices
+
+
+@settings(max_examples=150, deadline=None)
+@given(templates(), st.integers(0, 2**30))
+def test_the_compiled_walk_accepts_what_the_tensor_operations_accept(template, seed):
+    draft, choices = random_drafts(template, seed)
+    sequences = [Sequence([row]) for row in range(3)]
+    found = accept_and_append(draft, choices, sequences)
+    expected = accept_choices(draft, choices)
+    path, counts = longest_paths(draft, choices)
+    longest = max(1, int(counts.max()))
+    assert found.path.equal(path[:, :longest])
+    assert found.emitted.equal(expected.emitted[:, :longest])
+    assert found.counts.equal(counts)
+    kept = [[token for token in row if token != NO_TOKEN] for row in expected.emitted.tolist()]
+    assert found.tokens == [sequence.new_tokens for sequence in sequences] == kept
+    assert found.drafted == [max(n - 1, 0) for n in draft.valid.sum(dim=1).tolist()]
+    for row in range(3):  # and what a walk by hand accepts
+        assert found.path[row, : int(counts[row])].tolist() == walk(draft, row, choices)
+        assert not found.path[row, int(counts[row]) :].any()
+
+
+def test_of_equal_siblings_the_first_is_accepted():
+    shape = TreeShape(TreeTemplate.from_paths("t", [[0], [1], [2], [1, 0], [2, 0]]), "cpu")
+    tokens = torch.tensor([[7, 4, 4, 4, 5, 5]])
+    choices = torch.tensor([[4, 5, 5, 5, 6, 6]])
+    draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    found = accept_and_append(draft, choices, [Sequence([7])])
+    assert found.path.tolist() == [[0, 2, 4]]  # node 1 is first, but nothing is below it
+    assert found.tokens == [[4, 5, 6]]
+
+
+def test_what_follows_the_end_of_a_row_is_not_emitted():
+    shape = TreeShape(TreeTemplate.chain(3), "cpu")
+    tokens = torch.tensor([[0, 1, 2, 1], [0, 1, 2, 1]])
+    choices = torch.tensor([[1, 2, 1, 9], [1, 2, 1, 9]])
+    draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    sequences = [Sequence([0], [at_token({2})]), Sequence([0])]
+    found = accept_and_append(draft, choices, sequences)
+    assert found.tokens == [[1, 2], [1, 2, 1, 9]]
+    assert [reason is not None for reason in found.reasons] == [True, False]
+    assert sequences[0].new_tokens == [1, 2]
+    found = accept_and_append(draft, choices, sequences)  # the first row has ended
+    assert found.tokens == [[], [1, 2, 1, 9]]
+    assert found.drafted == [0, 3]
 
 
 def test_greedy_and_following_the_argmax_agree():

@@ -172,6 +172,12 @@ def test_names_that_no_file_can_have(tmp_path, name):
         {"pair_keys": torch.tensor(3)},
         {"pair_candidates": torch.tensor(3, dtype=torch.int32)},
         {"pair_probabilities": torch.tensor(0.5, dtype=torch.float16)},
+        {"triple_keys": torch.tensor(3)},
+        {"triple_candidates": torch.tensor(3, dtype=torch.int32)},
+        {"triple_probabilities": torch.tensor(0.5, dtype=torch.float16)},
+        {"weights": torch.tensor(1.0, dtype=torch.float64)},
+        {"weights": torch.zeros(60, dtype=torch.float64)},
+        {"weights": torch.zeros(12, 5)},
         {"evidence": torch.tensor(1.0)},
         {"evidence": torch.zeros(3, 4)},
         {"candidates": torch.zeros(0, 4, dtype=torch.int32),
@@ -183,7 +189,8 @@ def test_names_that_no_file_can_have(tmp_path, name):
 def test_tensors_of_another_shape(tmp_path, change):
     file = tmp_path / "m"
     made = matrix()
-    made.reserve_pairs(7)
+    made.reserve(7, 11)
+    made.weights = torch.ones(12, 5, dtype=torch.float64)
     made.save(file)
     tensors = {**load_file(file), **change}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -200,12 +207,14 @@ def test_what_an_older_version_learnt_of_overflows_is_left_out(tmp_path):
     recycler.generate(PROMPT, max_new_tokens=20)
     recycler.matrix.save(file)
     tensors = load_file(file)
-    for name in ("probabilities", "pair_probabilities", "evidence"):
+    names = ("probabilities", "pair_probabilities", "triple_probabilities", "evidence", "weights")
+    for name in names:
         tensors[name][:] = float("nan")
     save_file(tensors, file, metadata={"format": FORMAT})
     again = TokenRecycling(model, tree="ranked-8", matrix=file)
     assert again.generate(PROMPT, max_new_tokens=20).token_ids == plain(model, PROMPT, 20)
-    assert again.matrix.probabilities.isfinite().all()
+    for name in ("all_probabilities", "evidence", "weights"):
+        assert getattr(again.matrix, name).isfinite().all(), name
 
 
 @pytest.mark.parametrize(
@@ -289,7 +298,7 @@ class TestCosts:
 def test_drafts_of_up_to_256_nodes(nodes):
     model = make("llama")
     drafter = AdaptiveDrafter(AdjacencyMatrix(96, 8), nodes=nodes)
-    assert len(drafter.acceptance) == drafter.builder.nodes == nodes
+    assert len(drafter.acceptance) == drafter.nodes == nodes
     assert list(drafter.acceptance) == sorted(drafter.acceptance, reverse=True)
     recycler = TokenRecycling(model, drafter=drafter)
     answer = recycler.generate(PROMPT, max_new_tokens=30)
@@ -314,14 +323,14 @@ class TestEnginesMatrix:
         options = ServingOptions(matrix=str(file))
         AdjacencyMatrix(size, 8, fingerprint=f"{size}-0123456789abcdef").save(file)
         with pytest.raises(TokenRecyclingError, match="a different tokenizer"):
-            options.make(size, 15, "cpu", tokenizer)
-        options.make(size, 15, "cpu")  # an engine without a tokenizer
+            options.make(size, 15, tokenizer)
+        options.make(size, 15)  # an engine without a tokenizer
         # the control: its own
         AdjacencyMatrix(size, 8, fingerprint=bundled.matrix.fingerprint).save(file)
-        options.make(size, 15, "cpu", tokenizer)
+        options.make(size, 15, tokenizer)
         assert len(asked) == 2
         AdjacencyMatrix(size, 8).save(file)
-        options.make(size, 15, "cpu", tokenizer)  # it does not say of which tokenizer it is
+        options.make(size, 15, tokenizer)  # it does not say of which tokenizer it is
         assert len(asked) == 2
 
     def test_loading_an_engines_tokenizer(self, bundled):

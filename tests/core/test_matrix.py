@@ -8,17 +8,12 @@ from token_recycling.matrix import fingerprint
 from token_recycling.tokens import NO_TOKEN
 
 
-def look(matrix, token, rank):
-    tokens = torch.tensor([[token]], dtype=torch.int32)
-    return int(matrix.lookup(tokens, matrix.offsets(torch.tensor([rank]))))
-
-
 def test_a_new_matrix_proposes_nothing():
-    matrix = AdjacencyMatrix(20, 3)
-    assert matrix.rows_seen == 0
-    assert {look(matrix, token, rank) for token in (NO_TOKEN, 0, 7, 19) for rank in range(3)} == {
-        NO_TOKEN
-    }
+    matrix = AdjacencyMatrix(20, 3, pairs=7, triples=11)
+    assert (matrix.rows_seen, matrix.pairs_seen, matrix.triples_seen) == (0, 0, 0)
+    assert matrix.all_candidates.shape == (20 + 7 + 11, 3)
+    assert matrix.all_candidates.eq(NO_TOKEN).all()
+    assert not matrix.seen(torch.arange(20)).any()
 
 
 def test_memory_of_32k_tokens_is_below_two_megabytes():
@@ -32,7 +27,9 @@ def test_k_is_used(k):
     matrix = AdjacencyMatrix(20, k)
     matrix.update(torch.tensor([4]), torch.arange(k)[None])
     assert matrix.candidates.shape == (20, k)
-    assert [look(matrix, 4, rank) for rank in range(k)] == list(range(k))
+    assert matrix.candidates[4].tolist() == list(range(k))
+    others = [token for token in range(20) if token != 4]
+    assert matrix.candidates[others].eq(NO_TOKEN).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,7 +40,7 @@ def test_the_last_valid_row_of_a_repeated_token_wins(data):
     valid = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
     rows = torch.randint(0, 6, (n, 2))
     probabilities = torch.rand(n, 2)
-    matrix, expected = AdjacencyMatrix(6, 2), {}
+    matrix, expected = AdjacencyMatrix(6, 2, pairs=5, triples=7), {}
     matrix.update(torch.tensor(tokens), rows, probabilities, torch.tensor(valid))
     for i in range(n):
         if valid[i]:
@@ -54,7 +51,8 @@ def test_the_last_valid_row_of_a_repeated_token_wins(data):
         assert matrix.candidates[token].tolist() == row
         if i is not None:
             assert torch.equal(matrix.probabilities[token], probabilities[i].half())
-    assert look(matrix, NO_TOKEN, 0) == NO_TOKEN  # what was not written went nowhere visible
+    assert matrix.all_candidates[6:].eq(NO_TOKEN).all()  # rows of pairs and triples are untouched
+    assert matrix.rows_seen == len(expected)
 
 
 def test_save_and_load(tmp_path):

@@ -173,7 +173,7 @@ def test_a_step_that_is_not_learnt_is_noticed(monkeypatch, method):
         run(Both(**CASE), 30)
 
 
-@settings(deadline=None)  # the first call compiles
+@settings(deadline=None)  # the first call may compile
 @given(st.floats(0, 1, width=32))
 def test_halves(p):
     bits = host.to_half(p)
@@ -196,8 +196,7 @@ def test_the_longest_and_latest_match(text, window, length):
         assert chain[:count].tolist() == expected
 
 
-def test_unmatched_nodes_are_not_read():
-    """A batch of rows of different lengths is drafted row by row."""
+def test_rows_of_different_lengths_are_drafted_as_if_alone():
     both = Both(**CASE)
     run(both, 30)
     texts, roots = [[1, 2, 0, 1, 2], [5], [3, 3, 3]], [0, 6, 3]

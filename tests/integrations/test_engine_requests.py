@@ -13,14 +13,10 @@ from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookup
 from token_recycling.drafters.ngram import Context
 from token_recycling.integrations.engines import versions
 from token_recycling.integrations.engines.options import ServingOptions
-from token_recycling.integrations.engines.requests import (
-    RequestDrafter,
-    as_message,
-    from_message,
-)
+from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.sglang.trees import full_masks, links
 from token_recycling.tokens import NO_TOKEN
-from token_recycling.tree import TreeTemplate
+from token_recycling.tree import DraftTree, TreeTemplate
 from toy import VOCABULARY, ToyTarget, next_logits
 
 NODES = 13
@@ -31,9 +27,11 @@ def make(name, requests=8, chain=False, context=256):
     matrix = AdjacencyMatrix(VOCABULARY, K)
     if name == "adaptive":
         drafter = AdaptiveDrafter(matrix, 24 if chain else NODES - 1)
+    elif name == "prompt-lookup":
+        drafter = PromptLookupDrafter()
     else:
         drafter = PaperDrafter(matrix, TreeTemplate.load(f"ranked-{NODES - 1}", K))
-    return RequestDrafter(drafter, requests, NODES, "cpu", context=context, chain=chain)
+    return RequestDrafter(drafter, requests, NODES, context=context, chain=chain)
 
 
 def plain_text(prompt, tokens):
@@ -98,7 +96,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("chain", [False, True])
-@pytest.mark.parametrize("name", ["adaptive", "paper"])
+@pytest.mark.parametrize("name", ["adaptive", "paper", "prompt-lookup"])
 def test_requests_come_and_go(name, chain):
     rng = random.Random(7)
     requests = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(24)]
@@ -151,14 +149,17 @@ def test_a_request_is_drafted_for_as_if_alone(mixed):
 
 
 def test_a_long_text_forgets_its_beginning():
-    context = Context.empty(2, 4, "cpu", capacity=100, margin=20)
+    context = Context.empty(2, capacity=100, margin=20)
     context.load([list(range(1, 90)), [5, 6]])
+    assert context.tokens[0, :80].tolist() == list(range(10, 90))  # as much as leaves the margin
+    assert context.lengths.tolist() == [80, 2]
+    context.append_roots(torch.tensor([90, 7]))
     selected = context.select(torch.tensor([1, 0]))
-    assert selected.lengths.tolist() == [4 + 2, 4 + 89 - 52]
-    assert selected.last(3).tolist() == [[NO_TOKEN, 5, 6], [87, 88, 89]]
-    assert selected.tokens[1, : int(selected.lengths[1])].tolist() == list(range(1, 90))[48:]
-    assert bool((selected.tokens[1, int(selected.lengths[1]) :] == NO_TOKEN).all())
-    assert context.lengths.tolist() == [4 + 89, 4 + 2]  # the selected rows are copies
+    assert selected.lengths.tolist() == [3, 81 - 50]
+    assert selected.tokens[0, :3].tolist() == [5, 6, 7]
+    assert selected.tokens[1, :31].tolist() == list(range(60, 91))
+    assert bool((selected.tokens[1, 31:] == NO_TOKEN).all())
+    assert context.lengths.tolist() == [81, 3]  # the selected rows are copies
     engine = Engine(make("adaptive"), seed=1, tokens=600)
     for prompt, new in engine.run([[1, 2, 3], [4, 5]]):
         assert new == plain_text(prompt, len(new))
@@ -168,13 +169,10 @@ def test_a_long_text_forgets_its_beginning():
 def test_the_best_branch(by_target):
     generator = torch.Generator().manual_seed(5)
     drafter = make("adaptive").drafter
-    matrix = drafter.matrix
-    for _ in range(4):
-        tokens = torch.arange(VOCABULARY)
-        ids = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:K] for _ in tokens])
-        p = torch.rand(VOCABULARY, K, generator=generator).sort(1, descending=True).values
-        valid = torch.ones(VOCABULARY, dtype=torch.bool)
-        matrix.average(tokens.roll(1), tokens, ids, p, valid, old_weight=0.5)
+    tokens = torch.arange(VOCABULARY)
+    ids = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:K] for _ in tokens])
+    p = torch.rand(VOCABULARY, K, generator=generator).sort(1, descending=True).values
+    drafter.matrix.update(tokens, ids, p)
     rows = drafter.new_rows(3, 256)
     drafter.load(rows, [[1, 2], [2, 3], [5]])
     draft = drafter.propose(rows, torch.tensor([4, 5, 6]))
@@ -222,12 +220,24 @@ def test_bad_options_are_refused(given, says):
 
 def test_bad_drafters_are_refused(tmp_path):
     with pytest.raises(TokenRecyclingError, match="room for 7"):
-        ServingOptions(tree="ranked-8").make(VOCABULARY, 7, "cpu")
-    with pytest.raises(TokenRecyclingError, match="needs the host"):
-        ServingOptions(drafter=PromptLookupDrafter.name).make(VOCABULARY, 7, "cpu")
+        ServingOptions(tree="ranked-8").make(VOCABULARY, 7)
+    with pytest.raises(TokenRecyclingError, match="unknown drafter 'oracle'"):
+        ServingOptions(drafter="oracle").make(VOCABULARY, 7)
     AdjacencyMatrix(VOCABULARY + 1, 8).save(tmp_path / "matrix")
     with pytest.raises(TokenRecyclingError, match="has 13 tokens and the engine"):
-        ServingOptions(matrix=str(tmp_path / "matrix")).make(VOCABULARY, 7, "cpu")
+        ServingOptions(matrix=str(tmp_path / "matrix")).make(VOCABULARY, 7)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "paper", "prompt-lookup", "none"])
+def test_every_drafter_can_serve(name):
+    drafter = ServingOptions(drafter=name).make(VOCABULARY, NODES - 1)
+    assert drafter.name == name
+    requests, slots = RequestDrafter(drafter, 3, NODES, context=256), torch.tensor([2, 0])
+    requests.begin(slots, [[1, 2, 3, 1, 2], [4, 5, 4]])
+    draft = requests.propose(slots, torch.tensor([3, 5]), NODES)
+    assert draft.tokens[:, 0].tolist() == [3, 5]
+    copied = [bool(valid) for valid in draft.valid[:, 1:].any(dim=1)]
+    assert copied == [name in ("adaptive", "prompt-lookup")] * 2
 
 
 def test_a_matrix_file_is_continued(tmp_path):
@@ -235,15 +245,15 @@ def test_a_matrix_file_is_continued(tmp_path):
     matrix.update(torch.tensor([3]), torch.tensor([[7, 8, 9, 10]]))
     matrix.save(tmp_path / "matrix")
     options = ServingOptions(drafter="paper", tree="ranked-4", matrix=str(tmp_path / "matrix"))
-    requests = RequestDrafter(options.make(VOCABULARY, 4, "cpu"), 1, 5, "cpu", context=256)
+    requests = RequestDrafter(options.make(VOCABULARY, 4), 1, 5, context=256)
     draft = requests.propose(torch.tensor([0]), torch.tensor([3]), 5)
     assert draft.tokens[0][draft.valid[0]].tolist() == [3, 7]
 
 
 def test_few_candidates_make_smaller_drafts():
     options = ServingOptions.parse({"candidates": 1})
-    drafter = options.make(VOCABULARY, 60, "cpu")
-    requests = RequestDrafter(drafter, 2, 61, "cpu", context=256)
+    drafter = options.make(VOCABULARY, 60)
+    requests = RequestDrafter(drafter, 2, 61, context=256)
     slots = torch.tensor([1])
     requests.begin(slots, [[1, 2, 3]])
     draft = requests.propose(slots, torch.tensor([1]), 61)
@@ -309,11 +319,47 @@ def test_full_masks_are_the_context_and_the_ancestors():
     assert at == len(flat)
 
 
+PARTS = ("tokens", "parents", "depths", "ancestors", "valid")
+
+
+def same_draft(one, other):
+    assert one.max_depth == other.max_depth
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in PARTS)
+
+
+class Group:
+    """A tensor-parallel group of this rank and a rank 0 with another draft."""
+
+    world_size, device = 2, torch.device("cpu")
+
+    def __init__(self, of_rank_0=None):
+        self.of_rank_0, self.sent = of_rank_0, []
+
+    def broadcast(self, message, src):
+        assert src == 0
+        assert message.device == self.device
+        self.sent.append(message)
+        return message if self.of_rank_0 is None else self.of_rank_0.clone()
+
+
 def test_a_draft_is_the_same_on_another_rank():
-    draft = grown(3)
-    sent = from_message(as_message(draft), draft.max_depth)
-    for name in ("tokens", "parents", "depths", "ancestors", "valid"):
-        assert torch.equal(getattr(sent, name), getattr(draft, name))
+    drafts = grown(3), grown(3, seed=1)
+    assert not same_draft(*drafts)  # or the following would prove nothing
+    sender = Group()
+    assert same_draft(same_on_all_ranks(sender, drafts[0]), drafts[0])
+    (message,) = sender.sent
+    assert message.is_contiguous()
+    received = same_on_all_ranks(Group(message), drafts[1])
+    assert same_draft(received, drafts[0])
+    assert same_draft(DraftTree.unpack(message, drafts[0].max_depth), drafts[0])
+
+
+def test_a_single_rank_sends_nothing():
+    draft, group = grown(3), Group()
+    assert same_on_all_ranks(None, draft) is draft
+    group.world_size = 1
+    assert same_on_all_ranks(group, draft) is draft
+    assert not group.sent
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from architectures import make
 from models import random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError, enable
 from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.tokens import NO_TOKEN
 
 TEXTS = ["Once upon a time there was a king", "The fox", "Tom has 12 marbles. He", "A"]
 
@@ -117,15 +118,23 @@ def test_a_wrong_acceptor_turns_it_red(model, batch, monkeypatch):
     from token_recycling import accept
 
     expected = model.generate(**batch, max_new_tokens=60)
-    right = accept.longest_paths
+    right, changed = accept._walk, []
 
-    def one_more(draft, choices):
-        path, counts = right(draft, choices)
-        return path, (counts + 1).clamp(max=path.shape[1])
+    def one_more(*args):
+        """Emit the choice after the next node, which was not accepted."""
+        right(*args)
+        choices, path, emitted = args[-3:]
+        for row, count in enumerate((emitted != NO_TOKEN).sum(axis=1)):
+            if 0 < count < emitted.shape[1]:
+                node = min(int(path[row, count - 1]) + 1, choices.shape[1] - 1)
+                path[row, count], emitted[row, count] = node, choices[row, node]
+                changed.append(row)
 
-    monkeypatch.setattr(accept, "longest_paths", one_more)
     with enable(model):
+        assert same(model.generate(**batch, max_new_tokens=60), expected)
+        monkeypatch.setattr(accept, "_walk", one_more)
         assert not same(model.generate(**batch, max_new_tokens=60), expected)
+    assert changed
 
 
 def test_a_wrong_block_of_random_numbers_turns_it_red(model, batch, monkeypatch):

@@ -1,0 +1,230 @@
+"""The automatic draft size on simulated machines and texts, without a model."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import groupby
+
+import numpy as np
+import pytest
+import torch
+
+from token_recycling import TreeTemplate
+from token_recycling.draft_size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize
+from token_recycling.draft_size.costs import SIZES, CostCurve
+from token_recycling.metrics import Step
+from token_recycling.sequence import Sequence
+from token_recycling.tree import DraftTree
+
+ACCEPTANCE = TreeTemplate.load("ranked", 8).first(80).acceptance
+MOST = 20  # nodes on the longest path of a simulated draft
+# Tokens verified in a step of all rows -> seconds.
+COSTS = {
+    "steep": lambda n: float(n),
+    "middling": lambda n: 1 + 0.06 * (n - 1),
+    "flat": lambda n: 1 + 0.001 * n,
+    "flat up to 32": lambda n: 1 + 0.003 * (n - 1) if n <= 32 else 1.1 + 0.05 * (n - 32),
+    "steps": lambda n: np.interp(n, [1, 4, 8, 24, 48, 81], [2.6, 3.5, 3.6, 4.6, 6.4, 8.5]) / 2.6,
+}
+SCALES = [1.0, 0.4, 0.15]  # of the acceptance probabilities: how well the text can be drafted
+
+
+def curve(cost):
+    """A curve measured on a machine with this cost; steps of several rows are on it too."""
+    sizes = (*SIZES, 160, 240, 320, 405)
+    return CostCurve(sizes, (0,), (tuple(map(cost, sizes)),))
+
+
+def draft_of(nodes, rows, scores):
+    """A draft of which only the number of nodes and the scores count."""
+    tokens = torch.zeros(rows, nodes, dtype=torch.long)
+    valid = torch.ones(rows, nodes, dtype=torch.bool)
+    if scores is not None:
+        scores = torch.tensor([1.0, *scores[: nodes - 1]]).expand(rows, nodes)
+    ancestors = torch.zeros(rows, nodes, nodes, dtype=torch.bool)
+    return DraftTree(tokens, tokens, tokens, ancestors, valid, MOST, scores)
+
+
+def best_speed(cost, scale, rows=1, sizes=SIZES):
+    """(tokens per second and row of the best size, that size)."""
+    return max((1 + scale * sum(ACCEPTANCE[: n - 1])) / cost(rows * n) for n in sizes), max(
+        sizes, key=lambda n: (1 + scale * sum(ACCEPTANCE[: n - 1])) / cost(rows * n)
+    )
+
+
+class Simulation:
+    """A policy that is called as the decoding loop calls it; time and tokens are drawn."""
+
+    def __init__(self, policy, *, rows=1, seed=1, scores=True, told=lambda n, seconds: seconds):
+        """``told``: the time that the policy is told of a step."""
+        self.policy, self.rows, self.scores, self.told = policy, rows, scores, told
+        self.random = random.Random(seed)
+        self.sequences = [Sequence([1] * 100) for _ in range(rows)]
+        policy.begin(self.sequences)
+        self.sizes: list[int] = []
+
+    def run(self, cost, scale, steps):
+        """Take steps; return (expected tokens per second and row in the second half)."""
+        tokens = seconds = 0.0
+        p = [scale * q for q in ACCEPTANCE]
+        for i in range(steps):
+            limit = self.policy.limit()
+            scores = p if self.scores else None
+            n = self.policy.choose(draft_of(limit, self.rows, scores), self.sequences)
+            assert 1 <= n <= limit
+            mean = sum(p[: n - 1])
+            emitted = [[5] * (1 + self._accepted(mean)) for _ in range(self.rows)]
+            true = cost(self.rows * n)
+            noise = self.random.uniform(0.92, 1.08) * (1.5 if self.random.random() < 0.03 else 1)
+            spent = (self.told(n, true * noise), 0.0, 0.0, 0.0, 0.0)
+            nothing = [None] * self.rows
+            self.policy.record(
+                Step(emitted, nothing, [n - 1] * self.rows, n, spent), self.sequences
+            )
+            self.sizes.append(n)
+            if i >= steps // 2:
+                tokens, seconds = tokens + 1 + mean, seconds + true
+        return tokens / seconds
+
+    def _accepted(self, mean):
+        if mean == 0:
+            return 0
+        return min(int(self.random.expovariate(1 / mean) + self.random.random()), MOST)
+
+    def usual(self, last=500):
+        """The size of most of the last steps."""
+        return Counter(self.sizes[-last:]).most_common(1)[0][0]
+
+    def pauses(self):
+        """Lengths of the runs of plain steps."""
+        return [len(list(run)) for plain, run in groupby(n == 1 for n in self.sizes) if plain]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("scores", [True, False])
+def test_with_a_measured_curve_the_speed_is_that_of_the_best_size(name, scale, rows, scores):
+    """Plain decoding is the best size of some. 3 % are allowed for, and 1 % for measurements."""
+    cost = COSTS[name]
+    best, size = best_speed(cost, scale, rows)
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)), rows=rows, scores=scores)
+    speed = simulation.run(cost, scale, 3000)
+    assert speed > 0.96 * best, (speed / best, size, simulation.usual())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", ["middling", "flat", "flat up to 32", "steps"])
+def test_a_guessed_curve_is_corrected(name, scale):
+    cost = COSTS[name]
+    best, size = best_speed(cost, scale)
+    simulation = Simulation(AutoSize(ACCEPTANCE, CostCurve.assumed("cpu")))
+    speed = simulation.run(cost, scale, 6000)
+    assert speed > 0.9 * best, (speed / best, size, simulation.usual())
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_one_fixed_size_is_not_the_best_of_all(name):
+    """Negative control of the costs: with one of four fixed sizes a lot is lost."""
+    for scale in SCALES:
+        best, _ = best_speed(COSTS[name], scale)
+        fixed = [best_speed(COSTS[name], scale, sizes=(n,))[0] for n in (1, 8, 16, 81)]
+        assert min(fixed) < 0.9 * best
+
+
+def test_wrong_times_end_elsewhere():
+    """Negative control: the policy is told that every step takes the same time."""
+    cost = COSTS["middling"]
+    best, size = best_speed(cost, 1.0)
+    policy = AutoSize(ACCEPTANCE, CostCurve.assumed("cpu"))
+    simulation = Simulation(policy, told=lambda n, seconds: seconds / cost(n))
+    speed = simulation.run(cost, 1.0, 3000)
+    assert simulation.usual() > 2 * size
+    assert speed < 0.9 * best
+
+
+def test_pauses_grow_while_drafts_fail_and_shrink_after_success():
+    """The curve says that drafts pay; with this text they do not."""
+    cost = COSTS["steps"]
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)))
+    simulation.run(cost, 0.0, 6000)
+    pauses = [pause for pause in simulation.pauses()[:-1] if pause >= COOLDOWN]
+    assert pauses[0] == COOLDOWN
+    assert sorted(pauses) == pauses
+    assert pauses[-1] == LONGEST_COOLDOWN
+    tail = simulation.sizes[-4 * LONGEST_COOLDOWN :]
+    assert sum(n > 1 for n in tail) < 10 * PROBE
+    taken = len(simulation.sizes)
+    simulation.run(cost, 1.0, 3000)
+    assert 1 not in simulation.sizes[taken + LONGEST_COOLDOWN + 500 : -500]
+    assert simulation.policy._cooldown == COOLDOWN
+    assert simulation.usual() >= 4
+
+
+def test_a_machine_whose_costs_change():
+    """Each time the policy follows, down to smaller drafts and up again."""
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(COSTS["flat"])))
+    for name in ("flat", "middling", "flat up to 32", "middling", "flat"):
+        speed = simulation.run(COSTS[name], 1.0, 6000)
+        best, size = best_speed(COSTS[name], 1.0)
+        assert speed > 0.9 * best, (name, speed / best, size, simulation.usual())
+
+
+def test_a_machine_on_which_drafts_become_too_expensive_and_cheap_again():
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(COSTS["flat"])))
+    for name in ("flat", "steep", "flat"):
+        speed = simulation.run(COSTS[name], 1.0, 6000)
+        best, size = best_speed(COSTS[name], 1.0)
+        assert speed > 0.9 * best, (name, speed / best, size, simulation.usual())
+
+
+def test_a_slower_machine_changes_nothing():
+    """A slowdown of all sizes by five does not change the choice between them."""
+    cost = COSTS["middling"]
+    found = {}
+    for slowness in (1.0, 5.0):
+        simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)))
+        simulation.run(cost, 1.0, 300)
+        simulation.run(lambda n, times=slowness: times * cost(n), 1.0, 1000)
+        found[slowness] = simulation.usual()
+    assert abs(SIZES.index(found[1.0]) - SIZES.index(found[5.0])) <= 1
+
+
+def test_another_number_of_rows_has_its_own_size():
+    cost = COSTS["flat up to 32"]
+    policy = AutoSize(ACCEPTANCE, curve(cost))
+    sizes = {}
+    for rows in (1, 5, 1, 5):
+        simulation = Simulation(policy, rows=rows)
+        speed = simulation.run(cost, 1.0, 1500)
+        assert speed > 0.9 * best_speed(cost, 1.0, rows)[0], rows
+        sizes.setdefault(rows, []).append(simulation.usual())
+    assert min(sizes[1]) > max(sizes[5])
+
+
+def test_the_state_is_what_was_learnt_from_texts():
+    """A text that can hardly be drafted; a copy begins with its sizes, a new policy does not."""
+    cost = COSTS["middling"]
+    policy = AutoSize(ACCEPTANCE, curve(cost))
+    simulation = Simulation(policy)
+    simulation.run(cost, 0.15, 1500)
+    state = policy.state()
+    assert set(state) == {"tokens"}
+    new, again = (AutoSize(ACCEPTANCE, curve(cost)) for _ in range(2))
+    assert new.size > policy.size
+    again.restore(state)
+    assert again.speeds()[0] == pytest.approx(policy.speeds()[0])
+    assert again.speeds()[0] != pytest.approx(new.speeds()[0], rel=0.05)
+    assert again.size == policy.size
+    assert again.state()["tokens"].equal(state["tokens"])
+    Simulation(again).run(cost, 1.0, 100)
+    assert not again.state()["tokens"].equal(state["tokens"])
+    assert policy.state()["tokens"].equal(state["tokens"])  # it is a copy
+
+
+def test_in_between_plain_steps_no_draft_is_verified():
+    """Where the curve says that plain decoding is best."""
+    simulation = Simulation(AutoSize(ACCEPTANCE, curve(COSTS["steep"])))
+    simulation.run(COSTS["steep"], 0.4, 3000)
+    assert sum(n > 1 for n in simulation.sizes[1000:]) < 200
