@@ -24,7 +24,6 @@ from token_recycling.files import write_text
 from token_recycling.machine import describe
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.metrics import Step
-from token_recycling.tokens import NO_TOKEN
 
 OTHERS = ("other order", "seen", "cold", "poisoned rows", "poisoned all")
 EARLY = 500  # tokens after which a start should not be felt
@@ -32,10 +31,9 @@ EARLY = 500  # tokens after which a start should not be felt
 
 def poison(matrix: AdjacencyMatrix) -> None:
     """Fill everything that was learnt with what is wrong."""
-    matrix._candidates[1:].random_(0, matrix.vocab_size)
-    matrix._probabilities[1:] = torch.randn(matrix._probabilities[1:].shape).softmax(1).half()
-    matrix._candidates[0], matrix._probabilities[0] = NO_TOKEN, 0
-    matrix._keys[:-1].random_(0, matrix.vocab_size**2)
+    matrix.all_candidates.random_(0, matrix.vocab_size)
+    matrix.all_probabilities.copy_(torch.randn(matrix.all_probabilities.shape).softmax(1))
+    matrix.keys.random_(0, matrix.vocab_size**2)
     matrix.evidence.uniform_(0, 3)
     matrix.evidence[0] = matrix.evidence.amin(dim=0)
 

@@ -10,3 +10,8 @@ PREFILL_CHUNK = 512  # prompt tokens per forward, over all rows of a batch
 CACHE_CHUNK = 256  # the KV cache grows by at least this many slots
 WARM_SECONDS = 3.0  # at most, to compute warm rows without being asked to
 WARM_TOKENS = 2000  # fewest tokens for which that is begun, if not the whole vocabulary
+
+
+def candidates_for(drafter: object) -> int:
+    """Return the default k of a drafter, given by name or as an object."""
+    return PAPER_CANDIDATES if drafter == "paper" else CANDIDATES

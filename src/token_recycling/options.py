@@ -128,8 +128,7 @@ class Options:
         """Return how many candidates a new matrix keeps per token."""
         if self.k is not None:
             return self.k
-        default = defaults.PAPER_CANDIDATES if self.drafter == "paper" else defaults.CANDIDATES
-        return min(default, vocab_size)
+        return min(defaults.candidates_for(self.drafter), vocab_size)
 
     def load_matrix(self) -> AdjacencyMatrix | None:
         """Return the given matrix, loaded if it is a file, or None.

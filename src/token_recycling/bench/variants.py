@@ -88,7 +88,8 @@ def parse(spec: str) -> Variant:
             f"no such decoder: {spec!r}; choose {known} or DRAFTER@TREE; "
             "all but the first two may end in +graph or +no-graph"
         )
-    return Variant(spec, drafter, tree=tree or FIXED_TREE, graph=MODES[mode])
+    k = defaults.candidates_for(drafter)
+    return Variant(spec, drafter, tree=tree or FIXED_TREE, k=k, graph=MODES[mode])
 
 
 def is_temperature(value: float) -> bool:

@@ -35,6 +35,8 @@ def show(
         "rows_seen": matrix.rows_seen,
         "pairs": matrix.pairs,
         "pairs_seen": matrix.pairs_seen,
+        "triples": matrix.triples,
+        "triples_seen": matrix.triples_seen,
         "evidence": float(matrix.evidence[1].sum()),
         "bytes": matrix.nbytes,
         "fingerprint": matrix.fingerprint,
@@ -45,7 +47,8 @@ def show(
         return
     print(
         f"{matrix.rows_seen} of {matrix.vocab_size} tokens have a row of k={matrix.k} candidates, "
-        f"and {matrix.pairs_seen} of at most {matrix.pairs} token pairs; "
+        f"{matrix.pairs_seen} of at most {matrix.pairs} token pairs, "
+        f"{matrix.triples_seen} of at most {matrix.triples} triples; "
         f"{matrix.evidence[1].sum():.0f} candidates counted; "
         f"{matrix.nbytes} bytes; tokenizer {printable(matrix.fingerprint) or 'unknown'}"
     )

@@ -106,9 +106,12 @@ class Loading:
         if self.tree != defaults.TREE:  # report an invalid tree before loading a model
             from token_recycling.tree import TreeTemplate
 
-            TreeTemplate.load(
-                self.tree, defaults.CANDIDATES if self.candidates is None else self.candidates
+            k = (
+                defaults.candidates_for(self.drafter)
+                if self.candidates is None
+                else self.candidates
             )
+            TreeTemplate.load(self.tree, k)
         with busy_shown(f"loading {self.model or 'the bundled model'}"):
             import torch
             from transformers.utils import logging

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from token_recycling.draft_size.base import DraftSize
 from token_recycling.draft_size.costs import CostCurve
+from token_recycling.draft_size.gate import SpeculationGate
 from token_recycling.draft_size.timer import StepTimer
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.metrics import Step
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
 
-REVIEW, PROBE = 16, 8  # steps between decisions; steps with drafts after a cooldown
+REVIEW, PROBE = 16, 16  # steps between decisions; steps with drafts after a cooldown
 GAIN = 1.03  # ratio of expected speeds above which the size changes
+EQUAL = 0.99  # of about equal speeds, the larger size teaches the drafter more
 WATCH = 4  # one draft in so many is grown beyond the size, to see what larger ones promise
 AHEAD = 2  # by so many sizes
 MEMORY = 32.0  # watched drafts after which the weight of an old one is 1/e
@@ -26,7 +28,8 @@ KEPT = 4.0  # tokens that count as promised and come before the first step
 # Another size is measured in so many steps in a row; steps between two measurements, for a size
 # whose cost is not known yet and for others.
 TRIAL, OFTEN, SELDOM = 4, 24, 96
-HOPELESS = 0.8  # plain decoding is not measured below this fraction of the best expected speed
+# Plain decoding is measured rarely while it is below this fraction of the best expected speed.
+HOPELESS, RARELY = 0.5, 1024
 # Plain steps while drafts do not pay: initial and largest number; every failed probe doubles it.
 COOLDOWN, LONGEST_COOLDOWN = 32, 512
 FADED = 0.25  # weight that remains of older drafts when a probe begins
@@ -47,16 +50,12 @@ class AutoSize(DraftSize):
         self,
         acceptance: tuple[float, ...],
         costs: CostCurve,
-        *,
-        sizes: tuple[int, ...] | None = None,
     ) -> None:
         """Choose sizes by ``costs``.
 
         Args:
             acceptance: acceptance probabilities (see ``Drafter.acceptance``).
             costs: step cost by tokens verified.
-            sizes: the sizes to choose from, ascending from 1; None: those of ``costs``, up to the
-                largest draft.
 
         Raises:
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
@@ -67,7 +66,7 @@ class AutoSize(DraftSize):
             )
         self.costs, self._acceptance = costs, np.array(acceptance)
         most = len(acceptance) + 1
-        self.sizes = list(sizes or sorted({most, *(n for n in costs.sizes if n < most)}))
+        self.sizes = sorted({1, most, *(size for size in costs.sizes if size < most)})
         self._ends = np.array(self.sizes) - 2  # index of each size's last node below the root
         self._context = 0.0
         self._steps, self._reviewed = 0, 0  # steps so far; step of the last review
@@ -77,11 +76,13 @@ class AutoSize(DraftSize):
         # Decayed sums over steps: drafted tokens that came, and that were promised.
         self._came = self._said = 0.0
         self._timers: dict[int, StepTimer] = {}  # by rows of the batch
+        self._cooldown, self._plain_left = COOLDOWN, 0
+        self._probing = False  # the next review ends a probe
+        self._trial, self._trial_left = 0, 0  # index of the size being measured, and steps to go
+        self._measured, self._turn = 0, 0  # step of the last measurement; number of measurements
+        self._plain_measured = 0  # step of the last measurement of plain decoding
         self._use_rows(1)
         self._used = self._last = self._usual  # indices of the sizes of the last two steps
-        self._cooldown, self._plain_left = COOLDOWN, 0
-        self._trial, self._trial_left = 0, 0  # index of the size being measured, and steps to go
-        self._measured, self._turn = 0, 0  # step of the last measurement; number of reviews
 
     @property
     def size(self) -> int:
@@ -94,9 +95,8 @@ class AutoSize(DraftSize):
         return not self._plain_left
 
     def for_graph(self) -> DraftSize:
-        """Return a policy that chooses between the current size and plain decoding."""
-        size = self.sizes[self._usual]
-        return AutoSize(tuple(self._acceptance), self.costs, sizes=tuple(sorted({1, size})))
+        """Return a speculation gate between the current size and plain decoding."""
+        return SpeculationGate(self.size, self.costs)
 
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt from texts."""
@@ -107,7 +107,7 @@ class AutoSize(DraftSize):
         """Continue from a ``state``."""
         *promised, self._watched, self._came, self._said = state["tokens"].tolist()
         self._promised = np.array(promised)
-        self._usual = self._fastest(self.speeds()[1])
+        self._take_best()
 
     def begin(self, sequences: list[Sequence]) -> None:
         """Start with new texts; another number of rows starts with its own best size."""
@@ -118,19 +118,24 @@ class AutoSize(DraftSize):
     def _use_rows(self, batch: int) -> None:
         """Take the best size for steps of ``batch`` rows, whose costs are measured separately."""
         self._batch = batch
-        self._usual = self._fastest(self.speeds()[1])
+        self._take_best()
         if batch not in self._timers:
             timer = StepTimer(len(self.sizes), self._usual, trusted=self.costs.measured)
             self._timers[batch] = timer
 
+    def _take_best(self) -> None:
+        """Take the best size by what is known; begin with a cooldown if that is plain decoding."""
+        speeds = self.speeds()[1]
+        self._usual = self._fastest(speeds, least=1)
+        self._plain_left = COOLDOWN if self._fastest(speeds) == 0 else 0
+
     def limit(self) -> int:
         """Return the nodes to grow in the next step."""
-        self._steps += 1
         if self._plain_left:
             return 1
-        if self._trial_left:
+        if self._trial_left and not self._probing:
             return self.sizes[self._trial]
-        if self._steps % WATCH == 0:
+        if self._steps % WATCH == 0 or self._probing:
             return self.sizes[min(self._usual + AHEAD, len(self.sizes) - 1)]
         return self.sizes[self._usual]
 
@@ -139,12 +144,12 @@ class AutoSize(DraftSize):
         if draft.nodes == 1:
             self._used = 0
             return 1
-        self._used = self._trial if self._trial_left else max(self._usual, 1)
+        self._used = self._trial if self._trial_left else self._usual
         sums = np.cumsum(self._scores(draft))
         self._said = (1 - 1 / MEMORY / WATCH) * self._said
         self._came = (1 - 1 / MEMORY / WATCH) * self._came
         self._said += sums[min(self._ends[self._used], len(sums) - 1)]
-        if self._steps % WATCH == 0 and not self._trial_left:
+        if self._probing or (self._steps % WATCH == 0 and not self._trial_left):
             # Sizes beyond the draft are promised no more than all of it.
             offered = sums[np.minimum(self._ends, len(sums) - 1)]
             offered[0] = 0.0
@@ -167,6 +172,7 @@ class AutoSize(DraftSize):
         counts = [len(tokens) for tokens in step.tokens]
         mean = sum(counts) / max(sum(map(bool, counts)), 1)
         self._context += mean
+        self._steps += 1
         expected = self.costs.at(len(counts) * step.nodes, self._context)
         if self._used == self._last:  # the first step of another size takes longer
             usual = not self._trial_left
@@ -198,43 +204,52 @@ class AutoSize(DraftSize):
             prices = [price * exp(timer.correction(i)) for i, price in enumerate(prices)]
         return mats.tolist(), (mats / np.array(prices)).tolist()
 
-    def _fastest(self, speeds: list[float]) -> int:
-        """Return the index of the fastest size; of about equal ones the largest."""
-        best = max(speeds)
-        return max(i for i, speed in enumerate(speeds) if speed > 0.99 * best)
+    def _fastest(self, speeds: list[float], least: int = 0) -> int:
+        """Return the index, from ``least`` on, of the fastest size; of equal ones the largest."""
+        best = max(speeds[least:])
+        return max(i for i in range(least, len(speeds)) if speeds[i] > EQUAL * best)
 
     def _review(self) -> None:
         """Change the size for a clear gain, pause drafts, or begin to measure another size."""
-        _, speeds = self.speeds()
+        speeds = self.speeds()[1]
         best = self._fastest(speeds)
-        faster = speeds[best] > GAIN * speeds[self._usual]
-        if faster and self._trial == best and self._steps - self._measured <= 2 * REVIEW:
-            if best == 0:
-                self._plain_left = self._cooldown
-                self._cooldown = min(2 * self._cooldown, LONGEST_COOLDOWN)
-                return
-            self._usual, self._cooldown = best, COOLDOWN
-        elif faster:
-            self._measure(best)
-        else:
+        fresh = self._steps - self._measured <= 2 * REVIEW
+        measured = fresh and self._trial == best
+        plain_is_known = self._timers[self._batch].is_known(0) or (measured and best == 0)
+        if (self._probing or plain_is_known) and speeds[0] > speeds[self._usual]:
+            self._plain_left = self._cooldown
+            self._cooldown = min(2 * self._cooldown, LONGEST_COOLDOWN)
+        elif self._probing:
+            self._cooldown = COOLDOWN
+        elif speeds[best] <= GAIN * speeds[self._usual]:
             self._explore(speeds)
+        elif measured:
+            self._usual = best
+        else:
+            self._measure(best)
+        self._probing = False
 
     def _explore(self, speeds: list[float]) -> None:
         """Measure a neighbour of the current size, or plain decoding, if it is due."""
         timer = self._timers[self._batch]
-        self._turn += 1
-        others = (self._usual - 1, self._usual + 1) if self._turn % 2 else (self._usual + 1, 0)
-        there = [i for i in others if 0 <= i < len(self.sizes) and i != self._usual]
-        for other in sorted(there, key=timer.is_known):  # unknown ones first
-            interval = SELDOM if timer.is_known(other) else OFTEN
-            promising = other > 0 or speeds[0] > HOPELESS * max(speeds)
-            if promising and self._steps - self._measured >= interval:
-                self._measure(other)
-                return
+        around = [self._usual + 1, self._usual - 1]
+        if self._turn % 2:
+            around.reverse()
+        others = [i for i in around if 0 < i < len(self.sizes)]
+        forgotten = self._steps - self._plain_measured >= RARELY
+        if speeds[0] > HOPELESS * max(speeds) or forgotten:
+            others.insert(0 if self._turn % 4 == 3 else len(others), 0)
+        other = min(others, key=timer.is_known)  # the first of those not known, or of all
+        interval = SELDOM if timer.is_known(other) else OFTEN
+        if self._steps - self._measured >= interval:
+            self._measure(other)
 
     def _measure(self, size: int, steps: int = TRIAL) -> None:
         """Take the size of this index in the next steps."""
         self._trial, self._trial_left, self._measured = size, steps, self._steps
+        self._turn += 1
+        if size == 0:
+            self._plain_measured = self._steps
 
     def _begin_probe(self) -> None:
         """Try drafts again after a cooldown; what they promised before counts little."""
@@ -242,6 +257,6 @@ class AutoSize(DraftSize):
         self._watched *= FADED
         self._came *= FADED
         self._said *= FADED
-        self._usual = max(self._fastest([0.0, *self.speeds()[1][1:]]), 1)
+        self._usual = self._fastest(self.speeds()[1], least=1)
         self._measure(self._usual, PROBE)
-        self._reviewed = self._steps - REVIEW + PROBE
+        self._reviewed, self._probing = self._steps - REVIEW + PROBE, True

@@ -202,23 +202,24 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     def sources(self, rows: AdaptiveRows, draft: DraftTree) -> list[str]:
         """Return "root", "chain", or the longest context whose row has the token, per node."""
         tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
-        text = rows.context.tokens[0, : int(rows.context.lengths[0])].tolist()
+        length = int(rows.context.lengths[0])
+        before = [NO_TOKEN, NO_TOKEN, *rows.context.tokens[0, :length].tolist()][-3:-1]
         chain = rows.chains.tokens[0, : max(int(rows.chains.counts[0]), 0)].tolist()
         tables = self._tables()
-        paths = [text]  # the text that each node ends
+        paths = [[*before, tokens[0]]]  # of each node: two tokens before the root, then its branch
         found = ["root"]
         for node in range(1, len(tokens)):
-            path = [*paths[parents[node]], tokens[node]]
-            paths.append(path)
-            drafted = path[len(text) :]
+            path = paths[parents[node]]
+            paths.append([*path, tokens[node]])
+            drafted = paths[-1][3:]
             if drafted == chain[: len(drafted)]:
                 found.append("chain")
                 continue
-            before, last, token = ([NO_TOKEN, NO_TOKEN, *path])[-4:-1]
+            second, first, token = path[-3:]
             in_rows = [
                 source
                 for level, source in enumerate(SOURCES)
-                if (row := host.find(level, before, last, token, tables)) >= 0
+                if (row := host.find(level, second, first, token, tables)) >= 0
                 and tokens[node] in tables.candidates[row]
             ]
             found.append(in_rows[-1] if in_rows else SOURCES[0])

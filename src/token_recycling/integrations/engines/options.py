@@ -52,7 +52,8 @@ class ServingOptions:
             TokenRecyclingError: there is no such option, or its value is invalid.
         """
         known = {one.name: one for one in fields(cls)}
-        values = dict(given)
+        drafter = given.get("drafter", cls.drafter)
+        values = {"candidates": defaults.candidates_for(drafter), **given}
         for old, new in RENAMED.items():
             if old in values:
                 logger.warning("Token Recycling: the option %s is now %s", old, new)
