@@ -277,7 +277,6 @@ class TestTwoRecyclersOfOneModel:
 
 def test_a_patch_of_another_library_survives(monkeypatch):
     """Put in during a forward, as one that counts operations would."""
-    monkeypatch.setattr("token_recycling.model.target.pays", lambda: True)
     model = make("llama")
     recycler = TokenRecycling(model, tree="ranked-4")
     stock = functional.linear

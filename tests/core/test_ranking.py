@@ -104,7 +104,7 @@ def test_rows_with_nan_leave_others_alone():
 
 def test_a_wrong_order_is_noticed(monkeypatch):
     """Negative control."""
-    right = ranking._on_host
-    monkeypatch.setattr(ranking, "_on_host", lambda rows, k: right(rows, k)[:, ::-1].copy())
+    right = ranking._ids
+    monkeypatch.setattr(ranking, "_ids", lambda rows, k: right(rows, k)[:, ::-1].copy())
     with pytest.raises(AssertionError):
         check(torch.randn(2, 300), 4)

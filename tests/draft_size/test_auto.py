@@ -158,7 +158,7 @@ def test_pauses_grow_while_drafts_fail_and_shrink_after_success():
     taken = len(simulation.sizes)
     simulation.run(cost, 1.0, 3000)
     later = simulation.sizes[taken + LONGEST_COOLDOWN + 500 :]
-    assert later.count(1) < 0.01 * len(later)  # it is measured rarely
+    assert later.count(1) < 0.02 * len(later)  # it is measured rarely
     assert simulation.policy._cooldown == COOLDOWN
     assert simulation.usual() >= 4
 

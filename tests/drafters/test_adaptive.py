@@ -285,7 +285,7 @@ def test_wrong_parents_turn_this_red(bundled, greedy, monkeypatch):
 
     def wrong(*args):
         right(*args)
-        parents = args[8]
+        parents = args[9]
         parents[:, 2:] = (parents[:, 2:] + 1) % 2
 
     monkeypatch.setattr(host, "propose", wrong)

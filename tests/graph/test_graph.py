@@ -16,7 +16,7 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.accept import GreedyAcceptor
-from token_recycling.draft_size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize
+from token_recycling.draft_size import gate
 from token_recycling.draft_size.costs import CostCurve
 from token_recycling.drafters import Drafter, Rows
 from token_recycling.graph import decoder
@@ -254,7 +254,7 @@ def test_a_matrix_that_moves_is_followed(llama):
 def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
     """And are tried again; greedy and sampled text stay what they were."""
     curves = {
-        "expensive": CostCurve((1, 8), (64,), ((1.0, 50.0),)),
+        "dear": CostCurve((1, 8), (64,), ((1.0, 50.0),)),
         "cheap": CostCurve((1, 8), (64,), ((1.0, 1.01),)),
     }
     for options in ({}, {"temperature": 0.8, "seed": 2}):
@@ -264,66 +264,43 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
         for price, costs in curves.items():
             steps = []
             recycler = recycling(llama, tree="auto", costs=costs)
-            recycler.draft_size._usual = 1  # the graph has steps of 8 tokens, however expensive
+            recycler.draft_size._plain_left = 0  # begins with drafts, however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids
             sizes[price] = [step.nodes for step in steps[1:]]
         assert set(sizes["cheap"]) == {8}
-        assert set(sizes["expensive"]) <= {1, 8}
-        assert sizes["expensive"].count(1) > 0.8 * len(sizes["expensive"])
+        plainly = sizes["dear"].index(1)
+        assert plainly == gate.TRIAL
+        assert set(sizes["dear"][plainly : plainly + gate.COOLDOWN]) == {1}
+        assert sizes["dear"][plainly + gate.COOLDOWN] == 8
 
 
-class GraphSteps:
-    """Calls a policy for a graph as ``GraphDecoder`` does, with steps of given tokens and times."""
+def test_the_cooldown_grows_until_drafts_pay():
+    rows = 10
+    speculation = gate.SpeculationGate(8, CostCurve((rows, 8 * rows), (64,), ((1.0, 2.0),)))
+    sequences = [Sequence([5] * 64) for _ in range(rows)]
+    speculation.begin(sequences)
 
-    def __init__(self, price):
-        """``price``: cost of a draft of 8 tokens by the curve, in steps of one token."""
-        eager = AutoSize((0.5,) * 80, CostCurve((1, 8), (64,), ((1.0, price),)))
-        eager._usual = 1  # 8 tokens
-        self.size = eager.for_graph()
-        self.sequences = [Sequence([5] * 64) for _ in range(10)]
-        self.size.begin(self.sequences)
-        self.sizes = []
+    def emitted(mean):
+        """A step that emits ``mean`` tokens a row; it may have one decimal."""
+        more = round(rows * mean) - rows
+        counts = [1 + more // rows + (row < more % rows) for row in range(rows)]
+        assert sum(counts) == pytest.approx(rows * mean)
+        nodes, nothing = speculation.limit(), [None] * rows
+        return Step([[5] * n for n in counts], nothing, [nodes - 1] * rows, nodes, (0.0,) * 5)
 
-    def take(self, steps, emitted, price):
-        """``emitted``: tokens per row and step with a draft; ``price``: actual cost of that."""
+    def taken(mean, steps):
+        found = []
         for _ in range(steps):
-            nodes = self.size.limit()
-            count, seconds = (emitted, price) if nodes > 1 else (1, 1.0)
-            tokens, nothing = [[5] * count for _ in self.sequences], [None] * 10
-            times = (0.0, seconds, 0.0, 0.0, 0.0)
-            self.size.record(Step(tokens, nothing, [nodes - 1] * 10, nodes, times), self.sequences)
-            self.sizes.append(nodes)
-        return self.sizes[-steps:]
+            found.append(speculation.limit())
+            speculation.record(emitted(mean if found[-1] > 1 else 1.0), sequences)
+        return found
 
-
-def test_a_graph_has_two_sizes():
-    """As every size is a graph of its own."""
-    eager = AutoSize((0.5,) * 80, CostCurve.assumed("cuda"))
-    size = eager.size
-    assert size > 1
-    policy = eager.for_graph()
-    assert isinstance(policy, AutoSize)
-    policy.begin([Sequence([5] * 64)])
-    assert {policy.limit() for _ in range(100)} == {size}
-    assert policy.sizes == [1, size]
-
-
-def test_drafts_that_pay_stay_in_the_graph():
-    steps = GraphSteps(1.5)
-    assert set(steps.take(600, 3, 1.5)) == {8}
-
-
-@pytest.mark.parametrize("believed", [50.0, 1.0])
-def test_drafts_that_do_not_pay_pause_in_the_graph_ever_longer(believed):
-    """Whether the curve says so, or only the steps do."""
-    steps = GraphSteps(believed)
-    steps.take(1000, 1, 3.0)
-    assert steps.size._cooldown > COOLDOWN
-    late = steps.take(2 * LONGEST_COOLDOWN, 1, 3.0)
-    assert late.count(8) <= 3 * PROBE
-    steps.take(2 * LONGEST_COOLDOWN, 8, 1.1)  # drafts pay again
-    assert set(steps.take(200, 8, 1.1)) == {8}
+    trial, cooldown = [8] * gate.TRIAL, gate.COOLDOWN
+    cycle = [*trial, *[1] * cooldown, *trial, *[1] * 2 * cooldown]
+    assert taken(1.9, len(cycle)) == cycle
+    assert taken(2.1, 100) == [8] * 100
+    assert 1 in taken(1.0, 100)
 
 
 @dataclass
