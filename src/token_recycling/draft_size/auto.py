@@ -27,7 +27,7 @@ PRIOR = 0.5  # weight of the expected probabilities, in watched drafts
 KEPT = 4.0  # tokens that count as promised and come before the first step
 # Another size is measured in so many steps in a row; steps between two measurements, for a size
 # whose cost is not known yet and for others.
-TRIAL, OFTEN, SELDOM = 4, 24, 96
+TRIAL, OFTEN, SELDOM = 4, 32, 192
 # Plain decoding is measured rarely while it is below this fraction of the best expected speed.
 HOPELESS, RARELY = 0.5, 1024
 # Plain steps while drafts do not pay: initial and largest number; every failed probe doubles it.

@@ -26,8 +26,10 @@ CONTEXTS = (128, 512, 1024, 2048, 4096)
 ROUNDS = 7  # per context; the median is used
 SECONDS = 60.0  # per context, after which no new round starts
 FEWEST = 3  # minimum of rounds, regardless of time
-# A measurement at load: context, sizes, rounds, and the longest that it may take.
-QUICK_CONTEXT, QUICK_SIZES, QUICK_ROUNDS, QUICK_SECONDS = 64, (1, 2, 4, 8, 16, 32, 48), 3, 2.0
+# A measurement at load: context, sizes, most rounds, seconds after which no round starts, and the
+# longest plain step for which it is done at all.
+QUICK_CONTEXT, QUICK_SIZES, QUICK_ROUNDS = 64, (1, 2, 4, 8, 16, 32, 48), 5
+QUICK_SECONDS, QUICK_STEP = 1.2, 0.2
 
 
 def longest(target: TreeTarget) -> int:
@@ -117,7 +119,7 @@ def measure_quickly(target: TreeTarget) -> CostCurve | None:
     """Measure steps of a few sizes, once per process, model shape and machine.
 
     Returns:
-        None if it would take longer than ``QUICK_SECONDS``, or if the model cannot decode now.
+        None if steps take longer than ``QUICK_STEP``, or if the model cannot decode now.
     """
     key = json.dumps(identity(target.model, target.device), sort_keys=True)
     curves = _quick_curves()
@@ -127,10 +129,15 @@ def measure_quickly(target: TreeTarget) -> CostCurve | None:
         bench = _Bench(target)
         bench.read(QUICK_CONTEXT)
         bench.step(1)
-        if bench.step(1) * 2 * len(QUICK_SIZES) * (QUICK_ROUNDS + 1) > QUICK_SECONDS:
+        if bench.step(1) > QUICK_STEP:
             target.reset()
             return None
-        times = [[bench.step(size) for size in QUICK_SIZES] for _ in range(QUICK_ROUNDS + 1)]
+        times: list[list[float]] = []
+        begun = perf_counter()
+        while len(times) < 2 or (
+            len(times) <= QUICK_ROUNDS and perf_counter() - begun < QUICK_SECONDS
+        ):
+            times.append([bench.step(size) for size in QUICK_SIZES])
         target.reset()
         seconds = tuple(median(found) for found in zip(*times[1:]))  # round 0 is the warm-up
         curves[key] = CostCurve(QUICK_SIZES, (QUICK_CONTEXT,), (seconds,))
