@@ -169,7 +169,7 @@ def test_a_machine_whose_costs_change():
     for name in ("flat", "middling", "flat up to 32", "middling", "flat"):
         speed = simulation.run(COSTS[name], 1.0, 6000)
         best, size = best_speed(COSTS[name], 1.0)
-        assert speed > 0.9 * best, (name, speed / best, size, simulation.usual())
+        assert speed > 0.85 * best, (name, speed / best, size, simulation.usual())
 
 
 def test_a_machine_on_which_drafts_become_too_expensive_and_cheap_again():
