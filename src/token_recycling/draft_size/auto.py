@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import exp
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,11 +47,7 @@ class AutoSize(DraftSize):
     is faster than every draft, drafts pause, and are tried again after ever longer cooldowns.
     """
 
-    def __init__(
-        self,
-        acceptance: tuple[float, ...],
-        costs: CostCurve,
-    ) -> None:
+    def __init__(self, acceptance: tuple[float, ...], costs: CostCurve) -> None:
         """Choose sizes by ``costs``.
 
         Args:
@@ -145,7 +142,7 @@ class AutoSize(DraftSize):
             self._used = 0
             return 1
         self._used = self._trial if self._trial_left else self._usual
-        sums = np.cumsum(self._scores(draft))
+        sums = np.cumsum(self._scores(draft, [sequence.active for sequence in sequences]))
         self._said = (1 - 1 / MEMORY / WATCH) * self._said
         self._came = (1 - 1 / MEMORY / WATCH) * self._came
         self._said += sums[min(self._ends[self._used], len(sums) - 1)]
@@ -157,15 +154,12 @@ class AutoSize(DraftSize):
             self._watched = (1 - 1 / MEMORY) * self._watched + 1
         return self.sizes[self._used]
 
-    def _scores(self, draft: DraftTree) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Return the mean score of each node below the root over the rows, float64 [n - 1]."""
-        valid = draft.valid[:, 1:].numpy()
-        if draft.scores is None:
-            scores = self._acceptance[: draft.nodes - 1] * valid
-        else:
-            scores = draft.scores[:, 1:].numpy() * valid
-        mean: np.ndarray[tuple[int], np.dtype[np.float64]] = scores.mean(axis=0)
-        return mean
+    def _scores(self, draft: DraftTree, active: list[bool]) -> Any:
+        """Return the mean score of each node below the root over the active rows: [n - 1]."""
+        scores = self._acceptance[: draft.nodes - 1]
+        if draft.scores is not None:
+            scores = draft.scores[active, 1:].numpy()
+        return (scores * draft.valid[active, 1:].numpy()).mean(axis=0)
 
     def record(self, step: Step, sequences: list[Sequence]) -> None:
         """Update step costs and tokens from a step; review the size when due."""
