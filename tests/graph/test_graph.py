@@ -264,7 +264,8 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
         for price, costs in curves.items():
             steps = []
             recycler = recycling(llama, tree="auto", costs=costs)
-            recycler.draft_size._plain_left = 0  # begins with drafts, however expensive
+            size = recycler.draft_size
+            size._usual, size._plain_left = 1, 0  # begins with 8 tokens, however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids
             sizes[price] = [step.nodes for step in steps[1:]]
