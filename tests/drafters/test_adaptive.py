@@ -285,7 +285,7 @@ def test_wrong_parents_turn_this_red(bundled, greedy, monkeypatch):
 
     def wrong(*args):
         right(*args)
-        parents = args[9]
+        parents = args[-1].parents
         parents[:, 2:] = (parents[:, 2:] + 1) % 2
 
     monkeypatch.setattr(host, "propose", wrong)

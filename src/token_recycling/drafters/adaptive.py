@@ -167,28 +167,21 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         tokens, parents, depths = np.empty((3, batch, n), np.int64)
         ancestors, valid = np.empty((batch, n, n), np.bool_), np.empty((batch, n), np.bool_)
         scores = np.empty((batch, n), np.float32)
-        context, lengths = rows.context.tokens.numpy(), rows.context.lengths.numpy()
-        chains = rows.chains
-        chain, counts, runs = (part.numpy() for part in (chains.tokens, chains.counts, chains.runs))
-        given, tables = as_array(roots), self._tables()
+        drafts = host.Drafts(tokens, parents, depths, ancestors, valid, scores)
+        state = (
+            rows.context.tokens.numpy(),
+            rows.context.lengths.numpy(),
+            as_array(roots),
+            rows.chains.tokens.numpy(),
+            rows.chains.counts.numpy(),
+            rows.chains.runs.numpy(),
+        )
+        tables = self._tables()
 
         def run(part: slice) -> None:
-            host.propose(
-                context[part],
-                lengths[part],
-                given[part],
-                chain[part],
-                counts[part],
-                runs[part],
-                tables,
-                self.max_depth,
-                tokens[part],
-                parents[part],
-                depths[part],
-                ancestors[part],
-                valid[part],
-                scores[part],
-            )
+            context, lengths, first, chain, counts, runs = (array[part] for array in state)
+            own = host.Drafts(*(array[part] for array in drafts))
+            host.propose(context, lengths, first, chain, counts, runs, tables, self.max_depth, own)
 
         in_threads(batch, THREAD_NODES // n, run)
         return DraftTree(

@@ -66,6 +66,26 @@ class Tables(NamedTuple):
     logits: Array
 
 
+class Drafts(NamedTuple):
+    """The drafts of B rows, as arrays of a ``DraftTree``.
+
+    Attributes:
+        tokens: int64 [B, n].
+        parents: int64 [B, n].
+        depths: int64 [B, n].
+        ancestors: bool [B, n, n].
+        valid: bool [B, n].
+        scores: float32 [B, n].
+    """
+
+    tokens: Array
+    parents: Array
+    depths: Array
+    ancestors: Array
+    valid: Array
+    scores: Array
+
+
 # float16 values up to 1 by their bits
 HALVES = np.arange(0x3C01, dtype=np.uint16).view(np.float16).astype(np.float64)
 _inside = np.clip(HALVES, 1e-6, 1 - 1e-4)
@@ -407,6 +427,7 @@ def gather(
 
 @compiled
 def grow(
+    row: int,
     context: Array,
     length: int,
     chain: Array,
@@ -414,12 +435,7 @@ def grow(
     run: int,
     tables: Tables,
     max_depth: int,
-    tokens: Array,
-    parents: Array,
-    depths: Array,
-    ancestors: Array,
-    valid: Array,
-    scores: Array,
+    drafts: Drafts,
 ) -> None:
     """Grow the tree of one row best-first; a node's score is the product along its path.
 
@@ -427,6 +443,7 @@ def grow(
     scores the one that was found first wins.
 
     Args:
+        row: its index in ``drafts``.
         context: int64 [≥ length], the last token is the root.
         length: number of tokens, at least 1.
         chain: int64, from ``match``.
@@ -434,13 +451,10 @@ def grow(
         run: length of the match.
         tables: what has been learnt.
         max_depth: of the tree.
-        tokens: int64 [n], this and the following get the draft.
-        parents: int64 [n].
-        depths: int64 [n].
-        ancestors: bool [n, n].
-        valid: bool [n].
-        scores: float32 [n].
+        drafts: gets the tree.
     """
+    tokens, parents, depths = drafts.tokens[row], drafts.parents[row], drafts.depths[row]
+    ancestors, valid, scores = drafts.ancestors[row], drafts.valid[row], drafts.scores[row]
     n, k = len(tokens), tables.candidates.shape[1]
     found = np.empty(LEVELS * k + 1, np.int64)
     kinds = np.empty((LEVELS * k + 1, LEVELS + 1), np.int64)
@@ -538,12 +552,7 @@ def propose(
     runs: Array,
     tables: Tables,
     max_depth: int,
-    tokens: Array,
-    parents: Array,
-    depths: Array,
-    ancestors: Array,
-    valid: Array,
-    scores: Array,
+    drafts: Drafts,
 ) -> None:
     """Append the roots, search the chain of every row and grow its tree (see ``grow``).
 
@@ -556,17 +565,13 @@ def propose(
         runs: int64 [B], gets the lengths of the matches.
         tables: what has been learnt.
         max_depth: of a tree.
-        tokens: int64 [B, n].
-        parents: int64 [B, n].
-        depths: int64 [B, n].
-        ancestors: bool [B, n, n].
-        valid: bool [B, n].
-        scores: float32 [B, n].
+        drafts: gets the trees.
     """
     append_roots(context, lengths, roots)
     for row in range(len(lengths)):
         runs[row], counts[row] = match(context[row], lengths[row], WINDOW, chain[row])
         grow(
+            row,
             context[row],
             lengths[row],
             chain[row],
@@ -574,12 +579,7 @@ def propose(
             runs[row],
             tables,
             max_depth,
-            tokens[row],
-            parents[row],
-            depths[row],
-            ancestors[row],
-            valid[row],
-            scores[row],
+            drafts,
         )
 
 
