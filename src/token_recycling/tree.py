@@ -352,7 +352,7 @@ class DraftTree:
         before = (worth[:, None, :] == worth[:, :, None]) & (nodes < nodes[:, None])
         off = ~below | (siblings & (above | before)).any(dim=2)
         off[:, 0] = False
-        on = ~(self.ancestors & off[:, None, :]).any(dim=2)
+        on = ~(off | (self.ancestors & off[:, None, :]).any(dim=2))
         return self.path_of(on), on.sum(dim=1)
 
     def first(self, nodes: int | None) -> DraftTree:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from strategies import templates
 from token_recycling import TokenRecyclingError, TreeTemplate
-from token_recycling.tree import TreeShape, shipped
+from token_recycling.tree import TreeShape, chains, shipped
 
 
 def test_the_papers_tree():
@@ -130,3 +130,14 @@ def test_the_picture(kind, tmp_path):
     plot_tree(TreeTemplate.load("paper"), out)
     head = out.read_bytes()[:5]
     assert head == {"png": b"\x89PNG\r", "svg": b"<?xml"}[kind]
+
+
+def test_padding_is_on_no_branch():
+    """Nodes that hold no token, with and without themselves among their ancestors."""
+    draft = chains(torch.tensor([[5, 6, 7]])).padded(6)
+    path, counts = draft.best_branch()
+    assert path[0, :3].tolist() == [0, 1, 2]
+    assert counts.tolist() == [3]
+    draft = draft.up_to(torch.tensor([2]))
+    assert draft.best_branch()[1].tolist() == [2]
+    assert draft.best_branch()[0][0, :2].tolist() == [0, 1]

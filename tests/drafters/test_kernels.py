@@ -92,6 +92,9 @@ class Both:
             above = draft.ancestors[0, parent].clone() if node else torch.zeros(draft.nodes).bool()
             above[node] = True
             assert draft.ancestors[0, node].equal(above)
+        for node in range(len(tree), draft.nodes):  # padding: below the root
+            assert draft.ancestors[0, node].nonzero()[:, 0].tolist() == [0, node]
+            assert draft.tokens[0, node] == draft.parents[0, node] == draft.depths[0, node] == 0
 
     def compare_all_learnt(self):
         matrix, k = self.matrix, self.k

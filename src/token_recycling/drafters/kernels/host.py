@@ -469,10 +469,12 @@ def grow(
     parents[:] = 0
     depths[:] = 0
     ancestors[:] = False
+    for node in range(n):  # invalid nodes are children of the root
+        ancestors[node, 0] = ancestors[node, node] = True
     valid[:] = False
     scores[:] = 0.0
     tokens[0] = context[length - 1]
-    ancestors[0, 0] = valid[0] = True
+    valid[0] = True
     scores[0] = 1.0
     on_chain[0] = 0
     first = context[length - 2] if length > 1 else NO_TOKEN
