@@ -29,7 +29,7 @@ def register() -> None:
 def _make_llvmlite_inspectable() -> None:
     """Let ``vars`` of llvmlite's library object be a dictionary.
 
-    vLLM looks at ``vars(value).get(…)`` of every value in every loaded module and fails if numba was
+    vLLM calls ``vars(value).get(…)`` for every value in every loaded module and fails if numba was
     loaded before: the attribute ``__dict__`` of that object is a wrapped function.
     """
     library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
