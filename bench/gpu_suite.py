@@ -109,7 +109,6 @@ class Bench:
         self.random.update(
             torch.arange(vocab), torch.randint(vocab, (vocab, 8), generator=generator)
         )
-        self.random.to(device)
         weights = sum(w.numel() * w.element_size() for w in self.recycler.model.parameters())
         embedding = self.recycler.model.get_input_embeddings().weight
         if not config.tie_word_embeddings:
