@@ -264,6 +264,28 @@ def class_of(value: int, bounds: Array) -> int:
     return found
 
 
+# The two tokens before a node's
+
+
+@compiled
+def ending(context: Array, length: int) -> tuple[int, int]:
+    """Return the tokens before the root, the earlier one first; ``NO_TOKEN``: none."""
+    last = context[length - 2] if length > 1 else NO_TOKEN
+    before = context[length - 3] if length > 2 else NO_TOKEN
+    return before, last
+
+
+@compiled
+def preceding(node: int, tokens: Array, parents: Array, before: int, last: int) -> tuple[int, int]:
+    """Return the tokens before a node; ``before`` and ``last`` precede the root."""
+    if node == 0:
+        return before, last
+    above = parents[node]
+    if above == 0:
+        return last, tokens[0]
+    return tokens[parents[above]], tokens[above]
+
+
 # Candidates and their scores
 
 
@@ -477,17 +499,12 @@ def grow(
     valid[0] = True
     scores[0] = 1.0
     on_chain[0] = 0
-    first = context[length - 2] if length > 1 else NO_TOKEN
-    second = context[length - 3] if length > 2 else NO_TOKEN
+    second, first = ending(context, length)
     node = 0
     grown = 1
     while grown < n:
         if depths[node] < max_depth:
-            last, before = first, second
-            if node > 0:
-                above = parents[node]
-                last = tokens[above]
-                before = first if above == 0 else tokens[parents[above]]
+            before, last = preceding(node, tokens, parents, second, first)
             below = NO_CHAIN
             if 0 <= on_chain[node] < count:
                 below = chain[on_chain[node]]
@@ -621,8 +638,7 @@ def count(
     odds = np.empty(LEVELS * k + 1)
     step = np.empty(INPUTS)
     token = context[length - 1]
-    last = context[length - 2] if length > 1 else NO_TOKEN
-    before = context[length - 3] if length > 2 else NO_TOKEN
+    before, last = ending(context, length)
     on_chain = True
     for depth in range(len(emitted)):
         truth = emitted[depth]
@@ -720,16 +736,11 @@ def observe(
                 tables,
                 learning_rate,
             )
-        first = context[row, length - 2] if length > 1 else NO_TOKEN
-        second = context[row, length - 3] if length > 2 else NO_TOKEN
+        second, first = ending(context[row], length)
         for node in range(tokens.shape[1]):
             if not (valid[row, node] and finite[row, node]):
                 continue
-            last, before = first, second
-            if node > 0:
-                above = parents[row, node]
-                last = tokens[row, above]
-                before = first if above == 0 else tokens[row, parents[row, above]]
+            before, last = preceding(node, tokens[row], parents[row], second, first)
             learn_node(
                 before,
                 last,
