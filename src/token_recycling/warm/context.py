@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from token_recycling.model.target import TreeTarget
-from token_recycling.warm.fill import after, best, largest_batch
+from token_recycling.ranking import top_k
+from token_recycling.warm.fill import after, largest_batch
 
 LONGEST_HEADER = 8  # tokens; every token of a context adds to the cost of every row
 TEXT_TOKENS = 96  # of each text
@@ -104,7 +105,7 @@ def choose(
         for context in candidates:
             ids = torch.cat(
                 [
-                    best(after(target, context.tokens, part), k, target.vocab_size)[0]
+                    top_k(after(target, context.tokens, part)[:, : target.vocab_size], k)[1]
                     for part in torch.split(
                         distinct, largest_batch(target, len(context.tokens) + 1)
                     )

@@ -13,8 +13,8 @@ from token_recycling.errors import one_line
 from token_recycling.machine import synchronize
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.model.target import TreeTarget
-from token_recycling.modes import ordinary_tensors, without_autocast
-from token_recycling.ranking import top_k
+from token_recycling.modes import ordinary_tensors
+from token_recycling.ranking import best_candidates
 
 FIRST_BATCH = 32  # tokens
 BATCH_SECONDS = 0.25  # batches grow while two of them take less
@@ -110,13 +110,6 @@ def after(target: TreeTarget, prefix: tuple[int, ...], tokens: Tensor) -> Tensor
     return target.read_apart(texts, last=True)[:, -1]
 
 
-def best(logits: Tensor, k: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` best candidates of logits [n, V] and their softmax over these k, float32."""
-    with without_autocast(logits.device):
-        values, ids = top_k(logits[:, :vocab_size], k)
-        return ids, values.softmax(dim=-1)
-
-
 def _missing(matrix: AdjacencyMatrix, first: Iterable[int]) -> Tensor:
     """Return the tokens that have no row, int64 [n]: those of ``first``, then the others by id."""
     size = matrix.vocab_size
@@ -142,8 +135,8 @@ def _fill_batch(
     """Fill the rows of ``tokens`` (int64 [n]); return how many were written."""
     with target.inference_context():
         logits = after(target, prefix, tokens.to(target.device))
-        ids, probabilities = best(logits, matrix.k, matrix.vocab_size)
-        finite = probabilities.isfinite().all(dim=-1).cpu()
+        found = best_candidates(logits[:, : matrix.vocab_size], matrix.k)
+    ids, probabilities, finite = map(torch.from_numpy, found)
     with ordinary_tensors():
-        matrix.update(tokens, ids.cpu(), probabilities.cpu(), finite)
+        matrix.update(tokens, ids, probabilities, finite)
     return int(finite.sum())
