@@ -19,8 +19,8 @@ from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
 
 REVIEW, PROBE = 16, 16  # steps between decisions; steps with drafts after a cooldown
-GAIN = 1.03  # ratio of expected speeds above which the size changes
-EQUAL = 0.99  # of about equal speeds, the larger size teaches the drafter more
+GAIN = 1.02  # ratio of expected speeds above which the size changes
+EQUAL = 0.98  # speeds above this fraction of the best one are about equal
 WATCH = 4  # one draft in so many is grown beyond the size, to see what larger ones promise
 AHEAD = 2  # by so many sizes
 MEMORY = 32.0  # watched drafts after which the weight of an old one is 1/e
@@ -199,9 +199,14 @@ class AutoSize(DraftSize):
         return mats.tolist(), (mats / np.array(prices)).tolist()
 
     def _fastest(self, speeds: list[float], least: int = 0) -> int:
-        """Return the index, from ``least`` on, of the fastest size; of equal ones the largest."""
+        """Return the index, from ``least`` on, of the fastest size.
+
+        Of about equal ones it is the middle one: costs and promises are estimates, and the middle
+        of a plateau is the farthest from sizes that are slower.
+        """
         best = max(speeds[least:])
-        return max(i for i in range(least, len(speeds)) if speeds[i] > EQUAL * best)
+        equal = [i for i in range(least, len(speeds)) if speeds[i] > EQUAL * best]
+        return equal[len(equal) // 2]
 
     def _review(self) -> None:
         """Change the size for a clear gain, pause drafts, or begin to measure another size."""

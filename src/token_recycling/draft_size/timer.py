@@ -63,17 +63,14 @@ class StepTimer:
     def correction(self, size: int) -> float:
         """Return log(actual cost / cost by the curve) for steps of ``size``.
 
-        For a size without samples it is interpolated between its neighbours.
+        For a size without samples it continues the line between the two nearest sizes that have
+        some: an assumed curve is wrong by its slope.
         """
         if self._samples[size]:
             return median(self._samples[size])
         known = [i for i, samples in enumerate(self._samples) if samples]
-        below = max((i for i in known if i < size), default=None)
-        above = min((i for i in known if i > size), default=None)
-        if below is None or above is None:
-            end = above if below is None else below
-            assert end is not None
-            return median(self._samples[end])
-        fraction = (size - below) / (above - below)
-        low, high = median(self._samples[below]), median(self._samples[above])
-        return low + fraction * (high - low)
+        if len(known) == 1:
+            return median(self._samples[known[0]])
+        near, far = sorted(known, key=lambda i: abs(i - size))[:2]
+        low, high = median(self._samples[near]), median(self._samples[far])
+        return low + (size - near) / (far - near) * (high - low)

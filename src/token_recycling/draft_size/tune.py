@@ -28,8 +28,8 @@ SECONDS = 60.0  # per context, after which no new round starts
 FEWEST = 3  # minimum of rounds, regardless of time
 # A measurement at load: context, sizes, most rounds, seconds after which no round starts, and the
 # longest plain step for which it is done at all.
-QUICK_CONTEXT, QUICK_SIZES, QUICK_ROUNDS = 64, (1, 2, 4, 8, 16, 32, 48), 5
-QUICK_SECONDS, QUICK_STEP = 1.2, 0.2
+QUICK_CONTEXT, QUICK_SIZES, QUICK_ROUNDS = 64, (1, 2, 4, 8, 12, 16, 24, 32, 48), 5
+QUICK_SECONDS, QUICK_STEP = 1.5, 0.2
 
 
 def longest(target: TreeTarget) -> int:
