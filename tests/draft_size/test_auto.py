@@ -217,7 +217,8 @@ def test_the_state_is_what_was_learnt_from_texts():
     again.restore(state)
     assert again.speeds()[0] == pytest.approx(policy.speeds()[0])
     assert again.speeds()[0] != pytest.approx(new.speeds()[0], rel=0.05)
-    assert again.size == policy.size
+    # The original knows its costs better by now.
+    assert abs(again.sizes.index(again.size) - policy.sizes.index(policy.size)) <= 1
     assert again.state()["tokens"].equal(state["tokens"])
     Simulation(again).run(cost, 1.0, 100)
     assert not again.state()["tokens"].equal(state["tokens"])

@@ -201,12 +201,12 @@ class AutoSize(DraftSize):
     def _fastest(self, speeds: list[float], least: int = 0) -> int:
         """Return the index, from ``least`` on, of the fastest size.
 
-        Of about equal ones it is the middle one: costs and promises are estimates, and the middle
-        of a plateau is the farthest from sizes that are slower.
+        Of about equal ones it is the middle one, the smaller of two: costs and promises are
+        estimates, and the middle of a plateau is the farthest from sizes that are slower.
         """
         best = max(speeds[least:])
         equal = [i for i in range(least, len(speeds)) if speeds[i] > EQUAL * best]
-        return equal[len(equal) // 2]
+        return equal[(len(equal) - 1) // 2]
 
     def _review(self) -> None:
         """Change the size for a clear gain, pause drafts, or begin to measure another size."""
