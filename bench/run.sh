@@ -35,43 +35,54 @@ run_widened() {
     run "$name" -m "$model" "$@"
 }
 
-FIXED=paper@ranked-1,paper@ranked-3,paper@ranked-7,paper@ranked-15,paper@ranked-31
+# What a new user has: costs are measured at load, in about a second, and not by `tune`. Rows that
+# the model fills itself are computed by the first run.
+export TOKEN_RECYCLING_CACHE=$PWD/build/bench/cache
+NEW=--no-tune
 
-# Real shapes.
-REAL="generate,generate-pld,prompt-lookup,paper,auto,$FIXED"
-for shape in smollm2-135m qwen2.5-0.5b; do
-    run_widened "$shape-bfloat16" "$shape" --dtype bfloat16 --per-kind 2 -n 64 --decoders "$REAL"
-    run_widened "$shape-float32" "$shape" --dtype float32 --per-kind 1 -n 40 --decoders "$REAL"
+# Every decoder on the bundled questions; and a shorter comparison three times: how far does it spread?
+ALL=generate,generate-pld,none,prompt-lookup,paper,paper@auto,adaptive,adaptive@ranked-15,auto
+run bundled $NEW --decoders "$ALL,none+graph,auto+graph"
+for repeat in 1 2 3; do
+    run "spread-$repeat" $NEW --per-kind 4 -n 64 --decoders generate,generate-pld,auto
 done
 
-# The command with its defaults, and a shorter comparison three times: how far does it spread?
-run bundled
-for repeat in 1 2 3; do THREADS=1 run "spread-$repeat" --per-kind 4 -n 64; done
+# Is auto's size the best one? Every size, fixed, at the cost of several shapes.
+SIZES=adaptive@ranked-3,adaptive@ranked-7,adaptive@ranked-11,adaptive@ranked-15,adaptive@ranked-23
+SIZES+=,adaptive@ranked-31,adaptive@ranked-47
+SIZES=generate,generate-pld,none,paper,auto,$SIZES
+run sizes-bundled $NEW --per-kind 3 -n 96 --decoders "$SIZES"
+run_widened sizes-smollm2-135m-bfloat16 smollm2-135m $NEW --dtype bfloat16 --per-kind 2 -n 64 \
+    --decoders "$SIZES"
+run_widened sizes-smollm2-135m-float32 smollm2-135m $NEW --dtype float32 --per-kind 1 -n 48 \
+    --decoders "$SIZES"
+run_widened sizes-qwen2.5-0.5b-bfloat16 qwen2.5-0.5b $NEW --dtype bfloat16 --per-kind 1 -n 40 \
+    --decoders "$SIZES"
 
-# Is auto's choice the best one? Every draft size, fixed.
-THREADS=1 run bundled-sizes --per-kind 2 --decoders "generate,none,$FIXED,paper@ranked-23,paper@ranked-80,auto"
+# Never slower? Prompts that the matrix has not seen, greedy and sampled.
+UNSEEN=(--suite builtin --suite "gsm8k=$DATA/gsm8k_test.jsonl" --suite "mbpp=$DATA/mbpp/question.jsonl")
+for repeat in 1 2 3; do
+    run "unseen-$repeat" $NEW "${UNSEEN[@]}" --per-kind 40 --decoders generate,generate-pld,auto
+    run "unseen-sampled-$repeat" $NEW "${UNSEEN[@]}" --per-kind 40 --temp 0.8 \
+        --decoders generate,generate-pld,auto
+done
 
-# The adaptive drafter: side by side, its draft size, its parts, its kinds of text.
-ADAPTIVE=generate,generate-pld,paper,paper@auto,adaptive@ranked-15,auto
-ADAPTIVE+=,adaptive@ranked-15+graph,auto+graph,none+graph
-run_widened adaptive-smollm2-135m-bfloat16 smollm2-135m --dtype bfloat16 --per-kind 2 \
-    --decoders "$ADAPTIVE"
-run adaptive-bundled --decoders "$ADAPTIVE,prompt-lookup,adaptive"
-run adaptive-public --suite "spec-bench=$DATA/spec_bench/question.jsonl" \
-    --suite "gsm8k=$DATA/gsm8k_test.jsonl" --per-kind 6 --decoders generate,paper,adaptive,adaptive@ranked-15
-run adaptive-sampled --per-kind 3 --temp 0.8 \
-    --decoders generate,paper,adaptive,adaptive@ranked-15,adaptive@ranked-15+graph,auto,auto+graph
-run_widened adaptive-low-redundancy smollm2-135m --dtype bfloat16 -n 64 \
+# Sampled, at other temperatures and at the cost of a larger model.
+run sampled $NEW --per-kind 3 -n 96 --temp 0.8 --decoders generate,generate-pld,paper,auto,auto+graph
+run temperature $NEW --per-kind 3 -n 96 --decoders generate,paper,auto,adaptive@ranked-7 \
+    --sweep temperature=0.3,0.8,1.0
+run_widened sampled-smollm2-135m-bfloat16 smollm2-135m $NEW --dtype bfloat16 --per-kind 1 -n 64 \
+    --temp 0.8 --decoders generate,generate-pld,paper,auto
+
+# Text that repeats little; public questions; k; cold and hot start.
+run_widened low-redundancy smollm2-135m $NEW --dtype bfloat16 -n 64 \
     --suite bench/suites/low-redundancy.jsonl --decoders generate,generate-pld,paper,auto
-PARTS=adaptive-no-pairs,adaptive-no-averages,adaptive-no-chain,adaptive-no-calibration
-run adaptive-parts --per-kind 3 --decoders "generate,paper,adaptive,$PARTS"
+run public $NEW --suite "spec-bench=$DATA/spec_bench/question.jsonl" --per-kind 5 \
+    --decoders generate,generate-pld,prompt-lookup,paper,auto
+run k $NEW --per-kind 2 -n 64 --decoders generate,paper,adaptive@ranked-15 --sweep k=4,8,12,16
+run start $NEW --per-kind 2 -n 64 --decoders generate,paper,auto --sweep start=cold,hot
 
-# The paper's open questions: k, temperature, cold and hot start.
-THREADS=1 run k --per-kind 2 -n 64 --decoders generate,paper,auto --sweep k=2,4,8,16
-THREADS=1 run temperature --per-kind 2 -n 64 --decoders generate,prompt-lookup,paper,auto \
-    --sweep temperature=0,0.3,0.7,1.0
-THREADS=1 run start --per-kind 2 -n 64 --decoders generate,paper,auto --sweep start=cold,hot
-
-# The field's questions.
-THREADS=1 run public --suite "spec-bench=$DATA/spec_bench/question.jsonl" \
-    --suite "mbpp=$DATA/mbpp/question.jsonl" --suite "gsm8k=$DATA/gsm8k_test.jsonl" --per-kind 5
+if wanted demo; then
+    echo "== demo"
+    token-recycling demo > bench/results/demo.txt
+fi

@@ -6,7 +6,9 @@ python tools/write_results.py
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -62,33 +64,82 @@ def spec_bench(name: str) -> str:
     return tables.markdown(tables.spec_bench(load(name)))
 
 
-def curve(*names: str) -> str:
-    """Step costs in steps of one token, a run a column, at the shortest context."""
-    curves = [load(name)["curve"] for name in names]
-    titles = ["tokens verified"] + [
-        f"{name} (1 token: {c['seconds'][0][0] * 1e3:.1f} ms)" for name, c in zip(names, curves)
-    ]
-    rows = [
-        [str(size), *(f"{c['seconds'][0][i] / c['seconds'][0][0]:.2f}" for c in curves)]
-        for i, size in enumerate(curves[0]["sizes"])
-    ]
+SIZES = (
+    "sizes-bundled",
+    "sizes-smollm2-135m-bfloat16",
+    "sizes-smollm2-135m-float32",
+    "sizes-qwen2.5-0.5b-bfloat16",
+)
+# rows of the summary: what is written, and the decoder
+SUMMARY = (
+    ("`model.generate`", "generate"),
+    ("its `prompt_lookup_num_tokens=10`", "generate-pld"),
+    ("our plain step (`--drafter none`)", "none"),
+    ("`paper`, the published tree of 80 nodes", "paper"),
+    ("`adaptive@ranked-15`, 15 nodes", "adaptive@ranked-15"),
+    ("`auto`, the default: automatic size", "auto"),
+    ("`auto+graph`, the step compiled (`--graph`)", "auto+graph"),
+)
+
+
+def cell(name: str, decoder: str) -> str:
+    """MAT and speedup of a decoder, empty if it was not measured."""
+    entry = load(name)["decoders"].get(decoder)
+    if entry is None:
+        return ""
+    overall = entry["overall"]
+    low, high = overall["speedup_interval"]
+    return f"{overall['mat']:.2f}, {overall['speedup']:.2f}x ({low:.2f}–{high:.2f})"
+
+
+def speedup(name: str, decoder: str) -> str:
+    """The overall speedup of a decoder."""
+    return f"{load(name)['decoders'][decoder]['overall']['speedup']:.2f}x"
+
+
+def worst_kind(name: str) -> str:
+    """The kind of text with the smallest speedup of auto."""
+    found = load(name)["decoders"]["auto"]["kinds"]
+    kind = min(found, key=lambda kind: found[kind]["speedup"])
+    return f"{found[kind]['speedup']:.2f}x ({kind})"
+
+
+def demo() -> str:
+    """What make demo printed."""
+    printed = (RESULTS / "demo.txt").read_text("utf-8")
+    return f"```text\n{printed}```\n"
+
+
+def enabled() -> str:
+    """What tools/measure_enable.py found."""
+    found = json.loads((RESULTS / "cpu-enable.json").read_text("utf-8"))
+
+    def ratio(name: str) -> str:
+        part = found[name]
+        low, middle, high = part["quartiles_per_round"]
+        return f"{part['ratio_of_medians']:.2f} ({low:.2f} / {middle:.2f} / {high:.2f})"
+
+    rounds = found["rounds"] - 1  # the first one is the warm-up
+    return (
+        f"`tools/measure_enable.py`, bundled model, {found['tokens']} tokens, {rounds} rounds of "
+        "eight prompts in turn.\nRatio of medians, and quartiles of the ratios of the rounds:\n\n"
+        "| | ratio |\n|---|---|\n"
+        "| time of `model.generate` after `enable`, to `recycler.generate` with the same matrix | "
+        f"{ratio('enable')} |\n"
+        "| time of a step in bfloat16 with the float32 LM head, to one without | "
+        f"{ratio('float32_logits')} |\n"
+    )
+
+
+def step_costs() -> str:
+    """The cost of steps of every fixed size, in steps of generate."""
+    sizes = sorted(int(d.rpartition("-")[2]) for d in load(SIZES[0])["decoders"] if "@ranked" in d)
+    rows = []
+    for size in sizes:
+        found = [load(name)["decoders"][f"adaptive@ranked-{size}"]["overall"]["c"] for name in SIZES]
+        rows.append([str(size + 1), *(f"{c:.2f}" for c in found)])
+    titles = ["tokens verified", *(name.removeprefix("sizes-") for name in SIZES)]
     return tables.markdown((titles, rows))
-
-
-LOW = ("poem", "names", "novelty", "languages")
-SHAPES = tuple(
-    f"{shape}-{dtype}"
-    for shape in ("smollm2-135m", "qwen2.5-0.5b")
-    for dtype in ("bfloat16", "float32")
-)
-# runs in which every fixed draft size was measured, next to auto
-SWEEPS = (
-    "bundled-sizes",
-    *SHAPES,
-    "avx2-smollm2-135m-float32",
-    "avx2-smollm2-135m-bfloat16",
-    "avx2-qwen2.5-0.5b-float32",
-)
 
 
 def repeats(*names: str) -> str:
@@ -101,47 +152,78 @@ def repeats(*names: str) -> str:
     return tables.markdown((["decoder", *names, "spread"], rows))
 
 
-def low_redundancy() -> str:
-    """What is lost where text repeats little."""
-    lines = []
-    for decoder in ("prompt-lookup", "paper", "auto"):
-        entry = load("bundled")["decoders"][decoder]
-        low = [entry["kinds"][kind] for kind in LOW]
-        questions = sum(kind["questions"] for kind in low)
-        slower = sum(kind["slower_than_baseline"] for kind in low)
-        speeds = ", ".join(f"{kind} {m['speedup']:.2f}x" for kind, m in zip(LOW, low))
-        lines.append(
-            f"- `{decoder}`: {speeds}; against {entry['overall']['speedup']:.2f}x overall. "
-            f"Slower than `model.generate` on {slower} of {questions}."
-        )
-    return "\n".join(lines)
-
-
 def choices() -> str:
     """Per run: the speed of auto relative to the best fixed draft size."""
     rows = []
-    for name in SWEEPS:
+    for name in SIZES:
         decoders = load(name)["decoders"]
-        speeds = {
-            decoder: entry["overall"]["tokens_per_second"]
-            for decoder, entry in decoders.items()
-            if decoder.startswith("paper@ranked") or decoder == "none"
-        }
+        fixed = {d: e for d, e in decoders.items() if d.startswith("adaptive@ranked")}
+        speeds = {d: entry["overall"]["tokens_per_second"] for d, entry in fixed.items()}
         best = max(speeds, key=speeds.__getitem__)
         auto = decoders["auto"]["overall"]
-        worst = min(m["speedup"] for m in decoders["auto"]["kinds"].values())
         rows.append(
             [
-                name,
+                name.removeprefix("sizes-"),
                 f"{best}, {speeds[best]:.1f} tokens/s",
                 f"{auto['tokens_per_second']:.1f} tokens/s",
-                f"{auto['tokens_per_second'] / speeds[best]:.3f}",
+                f"{auto['tokens_per_second'] / speeds[best]:.2f}",
                 f"{auto['speedup']:.2f}x",
-                f"{worst:.2f}x",
+                worst_kind(name),
             ]
         )
-    titles = ["run", "best fixed size", "auto", "auto / best", "speedup of auto", "worst kind"]
+    titles = ["model", "best fixed size", "auto", "auto / best", "speedup of auto", "worst kind"]
     return tables.markdown((titles, rows))
+
+
+def rounds(prefix: str) -> list[dict[str, Any]]:
+    """The three runs of a comparison on unseen prompts."""
+    return [load(f"{prefix}-{number}") for number in (1, 2, 3)]
+
+
+def per_question(prefix: str, decoder: str) -> list[tuple[str, str, int, float]]:
+    """Name, kind, tokens and median speedup of every question of three runs."""
+    runs = rounds(prefix)
+    found = []
+    for index, question in enumerate(runs[0]["questions"]):
+        ratios = []
+        for run in runs:
+            own, plain = (run["per_question"][d][index] for d in (decoder, "generate"))
+            ratios.append(own["tokens_per_second"] / plain["tokens_per_second"])
+        tokens = runs[0]["per_question"][decoder][index]["tokens"]
+        name = question["name"] or f"{question['suite']}/{question['id']}"
+        found.append((name, question["kind"], tokens, median(ratios)))
+    return found
+
+
+def never_slower(prefix: str) -> str:
+    """Speedups of the kinds, and how many questions are slower than generate."""
+    decoders = ("generate-pld", "auto")
+    found = {d: per_question(prefix, d) for d in decoders}
+    kinds = list(dict.fromkeys(kind for _, kind, _, _ in found["auto"]))
+
+    def row(title: str, chosen: Callable[[str], bool]) -> list[str]:
+        cells = [title, str(sum(chosen(kind) for _, kind, _, _ in found["auto"]))]
+        for d in decoders:
+            own = [one for one in found[d] if chosen(one[1])]
+            speeds = [speed for _, _, _, speed in own]
+            low, high = quantiles(speeds, n=4)[::2] if len(speeds) > 1 else speeds * 2
+            long = sum(tokens >= 100 and speed < 0.9 for _, _, tokens, speed in own)
+            cells += [f"{median(speeds):.2f}x", f"{low:.2f} / {high:.2f}"]
+            cells += [str(sum(speed < 1 for speed in speeds)), str(long)]
+        return cells
+
+    titles = ["kind", "questions"]
+    for d in decoders:
+        titles += [d, "quartiles", "below 1", "of 100 tokens and more: below 0.9"]
+    every = row("all", lambda kind: True)
+    return tables.markdown((titles, [every, *(row(k, lambda own, k=k: own == k) for k in kinds)]))
+
+
+def worst_questions(prefix: str) -> str:
+    """The ten questions with the smallest speedups of auto."""
+    found = sorted(per_question(prefix, "auto"), key=lambda one: one[3])[:10]
+    rows = [[name, kind, str(tokens), f"{speed:.2f}x"] for name, kind, tokens, speed in found]
+    return tables.markdown((["question", "kind", "tokens", "speedup of auto"], rows))
 
 
 def phases(name: str, *decoders: str) -> str:
@@ -151,25 +233,6 @@ def phases(name: str, *decoders: str) -> str:
     return tables.markdown(
         (titles, [[d, *(f"{share:.1%}" for share in row.values())] for d, row in found.items()])
     )
-
-
-def mats(name: str, *decoders: str) -> str:
-    """MAT by kind."""
-    entries = load(name)["decoders"]
-    rows = [
-        [kind, *(f"{entries[d]['kinds'][kind]['mat']:.2f}" for d in decoders)]
-        for kind in entries[decoders[0]]["kinds"]
-    ]
-    return tables.markdown((["MAT", *decoders], rows))
-
-
-def replayed() -> str:
-    """MAT of drafters on recorded answers."""
-    rows = [
-        [name, str(row["answers"]), str(row["tokens"]), f"{row['nodes']:.1f}", f"{row['mat']:.2f}"]
-        for name, row in load("adaptive-replay")["decoders"].items()
-    ]
-    return tables.markdown((["decoder", "answers", "tokens", "tokens a step", "MAT"], rows))
 
 
 def promises() -> str:
@@ -223,17 +286,21 @@ def render() -> str:
         overall=overall,
         kinds=kinds,
         spec_bench=spec_bench,
-        curve=curve,
         repeats=repeats,
-        low_redundancy=low_redundancy,
         choices=choices,
-        shapes=SHAPES,
+        sizes=SIZES,
+        summary_decoders=SUMMARY,
+        cell=cell,
+        speedup=speedup,
+        worst_kind=worst_kind,
+        demo=demo,
+        enabled=enabled,
+        step_costs=step_costs,
+        never_slower=never_slower,
+        worst_questions=worst_questions,
         phases=phases,
-        mats=mats,
-        replayed=replayed,
         promises=promises,
         starts=starts,
-        COLUMNS_ALL=(*COLUMNS, "first token", "same text", "matrix"),
     )
     return environment.get_template("results.md.j2").render()
 

@@ -152,5 +152,15 @@ def summarise(
         "draft_size": sizes(decoders, curve),
         "losing": losing(records, baselines),
         "sample": sample(records, next(reversed(baselines)), tokenizer) if baselines else None,
+        "per_question": {
+            name: [
+                {
+                    "tokens": measures.new_tokens(record, name),
+                    "tokens_per_second": measures.speed(record, name),
+                }
+                for record in records
+            ]
+            for name in decoders
+        },
         **about,
     }
