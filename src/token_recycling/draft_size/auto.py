@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, log2
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ from token_recycling.tree import DraftTree
 REVIEW, PROBE = 16, 16  # steps between decisions; steps with drafts after a cooldown
 GAIN = 1.02  # ratio of expected speeds above which the size changes
 EQUAL = 0.98  # speeds above this fraction of the best one are about equal
+# A draft of twice the size is worth so much more than its own tokens: every node that is verified,
+# rejected ones too, teaches the drafter.
+TEACHES = 0.02
 WATCH = 4  # one draft in so many is grown beyond the size, to see what larger ones promise
 AHEAD = 2  # by so many sizes
 MEMORY = 32.0  # watched drafts after which the weight of an old one is 1/e
@@ -206,19 +209,29 @@ class AutoSize(DraftSize):
         return mats.tolist(), (mats / np.array(prices)).tolist()
 
     def _fastest(self, speeds: list[float], least: int = 0) -> int:
-        """Return the index, from ``least`` on, of the fastest size.
+        """Return the index, from ``least`` on, of the best size; 0 if plain decoding is fastest.
 
         Of about equal ones it is the middle one, the smaller of two: costs and promises are
         estimates, and the middle of a plateau is the farthest from sizes that are slower.
         """
-        best = max(speeds[least:])
-        equal = [i for i in range(least, len(speeds)) if speeds[i] > EQUAL * best]
+        if max(speeds[1:]) < speeds[0] and least == 0:
+            return 0
+        values = self._values(speeds)
+        # Sizes that are slower than plain decoding are left out if others are not.
+        kept = [i for i in range(1, len(speeds)) if speeds[i] >= speeds[0]] or range(1, len(speeds))
+        best = max(values[i] for i in kept)
+        equal = [i for i in kept if values[i] > EQUAL * best]
         return equal[(len(equal) - 1) // 2]
+
+    def _values(self, speeds: list[float]) -> list[float]:
+        """Return the speeds, those of larger drafts increased by what these teach."""
+        return [speed * (1 + TEACHES * log2(size)) for speed, size in zip(speeds, self.sizes)]
 
     def _review(self) -> None:
         """Change the size for a clear gain, pause drafts, or begin to measure another size."""
         speeds = self.speeds()[1]
         best = self._fastest(speeds)
+        compared = self._values(speeds) if best else speeds
         fresh = self._steps - self._measured <= 2 * REVIEW
         measured = fresh and self._trial == best
         plain_is_known = self._timers[self._batch].is_known(0) or (measured and best == 0)
@@ -227,7 +240,7 @@ class AutoSize(DraftSize):
             self._cooldown = min(2 * self._cooldown, LONGEST_COOLDOWN)
         elif self._probing:
             self._cooldown = COOLDOWN
-        elif speeds[best] <= GAIN * speeds[self._usual]:
+        elif compared[best] <= GAIN * compared[self._usual]:
             self._explore(speeds)
         elif measured:
             self._usual = best
