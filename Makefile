@@ -119,6 +119,9 @@ trees: .venv/ready ## Fit the ranked tree anew.
 bench: .venv/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
 	DATA=$(DATA) bench/run.sh
 	$(BIN)/python tools/measure_enable.py --out bench/results/cpu-enable.json
+	$(BIN)/python tools/measure_start.py --out bench/results/starts-bundled.json
+	$(BIN)/python tools/measure_calibration.py --out bench/results/adaptive-calibration.json \
+		--plot docs/calibration.svg
 	$(BIN)/python tools/write_results.py
 
 clean: ## Remove what the other targets made.

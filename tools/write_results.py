@@ -136,7 +136,9 @@ def step_costs() -> str:
     sizes = sorted(int(d.rpartition("-")[2]) for d in load(SIZES[0])["decoders"] if "@ranked" in d)
     rows = []
     for size in sizes:
-        found = [load(name)["decoders"][f"adaptive@ranked-{size}"]["overall"]["c"] for name in SIZES]
+        found = [
+            load(name)["decoders"][f"adaptive@ranked-{size}"]["overall"]["c"] for name in SIZES
+        ]
         rows.append([str(size + 1), *(f"{c:.2f}" for c in found)])
     titles = ["tokens verified", *(name.removeprefix("sizes-") for name in SIZES)]
     return tables.markdown((titles, rows))
