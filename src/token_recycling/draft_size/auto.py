@@ -24,8 +24,9 @@ EQUAL = 0.98  # speeds above this fraction of the best one are about equal
 # A draft of twice the size is worth so much more than its own tokens: every node that is verified,
 # rejected ones too, teaches the drafter.
 TEACHES = 0.02
-WATCH = 4  # one draft in so many is grown beyond the size, to see what larger ones promise
-AHEAD = 2  # by so many sizes
+# Of the first drafts every one, later one in so many is watched: it is grown beyond the size by so
+# many sizes, to see what it promises.
+EARLY, WATCH, AHEAD = 32, 4, 2
 MEMORY = 32.0  # watched drafts after which the weight of an old one is 1/e
 PRIOR = 0.5  # weight of the expected probabilities, in watched drafts
 KEPT = 4.0  # tokens that count as promised and come before the first step
@@ -78,7 +79,7 @@ class AutoSize(DraftSize):
         # Decayed sums over watched drafts: tokens promised per size, and drafts.
         self._promised = np.zeros(len(self.sizes))
         self._watched = 0.0
-        # Decayed sums over steps: drafted tokens that came, and that were promised.
+        # Decayed sums over watched drafts: tokens that came, and that were promised.
         self._came = self._said = 0.0
         self._timers: dict[int, StepTimer] = {}  # by rows of the batch
         self._cooldown, self._plain_left = COOLDOWN, 0
@@ -140,9 +141,14 @@ class AutoSize(DraftSize):
             return 1
         if self._trial_left and not self._probing:
             return self.sizes[self._trial]
-        if self._steps % WATCH == 0 or self._probing:
+        if self._is_watched():
             return self.sizes[min(self._usual + AHEAD, len(self.sizes) - 1)]
         return self.sizes[self._usual]
+
+    def _is_watched(self) -> bool:
+        if self._probing or self._trial_left:
+            return self._probing or self._trial > self._usual
+        return self._steps < EARLY or self._steps % WATCH == 0
 
     def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
         """Return the current size, or the one that is being measured."""
@@ -150,20 +156,20 @@ class AutoSize(DraftSize):
             self._used = 0
             return 1
         self._used = self._trial if self._trial_left else self._usual
-        sums = np.cumsum(self._scores(draft, [sequence.active for sequence in sequences]))
-        self._said = (1 - 1 / MEMORY / WATCH) * self._said
-        self._came = (1 - 1 / MEMORY / WATCH) * self._came
-        self._said += sums[min(self._ends[self._used], len(sums) - 1)]
-        larger = self._used > self._usual
-        if self._probing or larger or (self._steps % WATCH == 0 and not self._trial_left):
-            offered = sums[np.minimum(self._ends, len(sums) - 1)]
-            offered[0] = 0.0
-            if len(sums) > 1 and sums[-1] > sums[-2]:  # it would have had more nodes
-                beyond = self._expected / self._expected_of[len(sums) - 1]
-                offered *= np.maximum(beyond, 1.0)
-            self._promised = (1 - 1 / MEMORY) * self._promised + offered
-            self._watched = (1 - 1 / MEMORY) * self._watched + 1
+        if self._is_watched():
+            self._watch(np.cumsum(self._scores(draft, [one.active for one in sequences])))
         return self.sizes[self._used]
+
+    def _watch(self, sums: Any) -> None:
+        """Add the tokens that a draft of n nodes promises, cumulative float64 [n - 1]."""
+        offered = sums[np.minimum(self._ends, len(sums) - 1)]
+        offered[0] = 0.0
+        kept = 1 - 1 / MEMORY
+        if len(sums) > 1 and sums[-1] > sums[-2]:  # it would have had more nodes
+            beyond = self._expected / self._expected_of[len(sums) - 1]
+            offered *= np.maximum(beyond, 1.0)
+        self._promised = kept * self._promised + offered
+        self._watched = kept * self._watched + 1
 
     def _scores(self, draft: DraftTree, active: list[bool]) -> Any:
         """Return the mean score of each node below the root over the active rows: [n - 1]."""
@@ -179,14 +185,18 @@ class AutoSize(DraftSize):
         counts = [len(tokens) for tokens in step.tokens]
         mean = sum(counts) / max(sum(map(bool, counts)), 1)
         self._context += mean
+        if self._used and self._watched:
+            kept = 1 - 1 / MEMORY / WATCH
+            self._said = kept * self._said + self._promised[self._used] / self._watched
+            self._came = kept * self._came + mean - 1
+        # A watched draft takes longer, and so does the first step of another size.
+        timed = self._trial_left or self._steps % WATCH == WATCH // 2
         self._steps += 1
-        expected = self.costs.at(len(counts) * step.nodes, self._context)
-        if self._used == self._last:  # the first step of another size takes longer
-            usual = not self._trial_left
-            self._timers[self._batch].record(self._used, sum(step.seconds), expected, usual=usual)
+        if timed and self._used == self._last:
+            usual, seconds = not self._trial_left, sum(step.seconds)
+            expected = self.costs.at(len(counts) * step.nodes, self._context)
+            self._timers[self._batch].record(self._used, seconds, expected, usual=usual)
         self._last = self._used
-        if self._used:
-            self._came += mean - 1
         if self._plain_left:
             self._plain_left -= 1
             if not self._plain_left:
