@@ -92,11 +92,6 @@ def cell(name: str, decoder: str) -> str:
     return f"{overall['mat']:.2f}, {overall['speedup']:.2f}x ({low:.2f}–{high:.2f})"
 
 
-def speedup(name: str, decoder: str) -> str:
-    """The overall speedup of a decoder."""
-    return f"{load(name)['decoders'][decoder]['overall']['speedup']:.2f}x"
-
-
 def worst_kind(name: str) -> str:
     """The kind of text with the smallest speedup of auto."""
     found = load(name)["decoders"]["auto"]["kinds"]
@@ -293,7 +288,6 @@ def render() -> str:
         sizes=SIZES,
         summary_decoders=SUMMARY,
         cell=cell,
-        speedup=speedup,
         worst_kind=worst_kind,
         demo=demo,
         enabled=enabled,
