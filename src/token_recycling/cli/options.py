@@ -41,7 +41,12 @@ Tree = Annotated[
 ]
 Drafter = Annotated[str, typer.Option("--drafter", help="adaptive, paper, prompt-lookup or none.")]
 Candidates = Annotated[
-    int | None, typer.Option("--top-k-candidates", help="Candidates per token; default: 8.")
+    int | None,
+    typer.Option(
+        "--top-k-candidates",
+        help=f"Candidates per token; default: {defaults.CANDIDATES}, "
+        f"for the paper's drafter {defaults.PAPER_CANDIDATES}.",
+    ),
 ]
 Matrix = Annotated[
     Path | None,
