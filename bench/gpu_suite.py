@@ -134,7 +134,7 @@ class Bench:
         """A drafter whose drafts have ``nodes`` nodes with the root, from random rows."""
         if nodes == 1:
             return NoDrafter()
-        return PaperDrafter(self.random, TreeTemplate.load(f"ranked-{nodes - 1}"))
+        return PaperDrafter(self.random, TreeTemplate.load(f"ranked-{nodes - 1}", self.random.k))
 
     def costs(self, speed: float) -> dict[str, Any]:
         """Seconds of a captured step by nodes and context."""
@@ -368,6 +368,14 @@ def main() -> None:
                         torch.cuda.empty_cache()
                 del bench, parts  # before the next model is loaded
     print(table(found))
+    parts = [
+        part
+        for types in found["models"].values()
+        for one in types.values()
+        for part in one.values()
+    ]
+    if any(isinstance(part, dict) and isinstance(part.get("failed"), str) for part in parts):
+        raise SystemExit(1)
 
 
 def table(found: dict[str, Any]) -> str:
