@@ -30,16 +30,16 @@ def rounds(record: Record, name: str) -> int:
     return len(record["variants"][name]["rounds"])
 
 
-def new_tokens(record: Record, name: str) -> int:
-    """Return the number of new tokens of the answers in the first round."""
-    return sum(len(turn["token_ids"]) for turn in turns(record, name, 0))
+def new_tokens(record: Record, name: str, round_: int = 0) -> int:
+    """Return the number of new tokens of the answers in one round."""
+    return sum(len(turn["token_ids"]) for turn in turns(record, name, round_))
 
 
 def speed(record: Record, name: str, round_: int | None = None) -> float:
     """Return tokens per second in one round, or over the median time of all rounds."""
     which = range(rounds(record, name)) if round_ is None else (round_,)
     seconds: float = median(sum(t["seconds"] for t in turns(record, name, r)) for r in which)
-    return new_tokens(record, name) / seconds
+    return new_tokens(record, name, which[0]) / seconds
 
 
 def speedup(records: Sequence[Record], name: str, baseline: str, round_: int) -> float:
