@@ -5,7 +5,7 @@ DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-lossless test-models test-versions test-quantised test-fused
-.PHONY: test-clients test-vllm test-sglang
+.PHONY: test-clients test-vllm test-sglang test-device-kernels
 .PHONY: lint format models train trees bench clean
 
 help: ## Show this list.
@@ -73,6 +73,15 @@ test-quantised: build/quantised/ready ## Test with weights quantised by torchao 
 build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target build/quantised -r $<
+	touch $@
+
+test-device-kernels: build/triton/ready ## The Triton kernels: in the interpreter, and compiled for GPUs that are not here.
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -s tests/drafters/test_device_kernels.py \
+		tests/graph/test_device_step.py tests/graph/test_graph.py
+	PYTHONPATH=build/triton $(BIN)/python tests/drafters/compile_device_kernels.py
+
+build/triton/ready: tests/requirements/triton.txt .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton -r $<
 	touch $@
 
 test-clients: build/clients/ready ## Test with lm_eval and peft.

@@ -22,7 +22,6 @@ from token_recycling.drafters import Drafter, Rows
 from token_recycling.graph import decoder
 from token_recycling.graph.step import GraphStep
 from token_recycling.metrics import Step
-from token_recycling.model.kv_cache import FixedCache
 from token_recycling.sequence import Sequence, at_most
 from token_recycling.tree import DraftTree, chains
 
@@ -450,8 +449,8 @@ def test_without_a_choice_a_cpu_has_no_graph(llama):
     assert recycler._graph is None
 
 
-def _commits_nothing(self, path, counts):
-    self.lengths.add_(counts)
+def _commits_nothing(cache, path, counts):
+    cache.lengths.add_(counts)
 
 
 def _sees_everything(draft):
@@ -468,7 +467,8 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
     recycler = recycling(llama)
     torch._dynamo.reset()  # what was compiled is not compiled again
     if what == "commit":
-        monkeypatch.setattr(FixedCache, "commit", _commits_nothing)
+        around = GraphStep(recycler.target, recycler.drafter, 1, 256, 16)._around
+        monkeypatch.setattr(around, "commit", _commits_nothing)
     else:
         breaks = _sees_everything if what == "mask" else _stands_in_a_row
         verify = GraphStep._verify
@@ -480,7 +480,44 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
             return verify(self, wrong)
 
         monkeypatch.setattr(GraphStep, "_verify", broken)
+    # An eager step would be just as wrong.
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it must compile, and be wrong
         found = [recycler.generate(p, max_new_tokens=60).token_ids for p in PROMPTS]
     assert found != expected
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_graph_that_differs_from_an_eager_step_is_not_used(llama, monkeypatch, sampled):
+    options = {"temperature": 0.7, "seed": 3} if sampled else {}
+    expected = TokenRecycling(llama, tree=TREE, graph=False).generate(
+        PROMPTS[0], max_new_tokens=30, **options
+    )
+    run = decoder.GraphRunner._run
+
+    def wrong(self):
+        output = run(self).clone()
+        output[:, 1] = (output[:, 1] + 1) % 5
+        return output
+
+    monkeypatch.setattr(decoder.GraphRunner, "_run", wrong)
+    recycler = recycling(llama, strict=False)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="a step of the graph differs"):
+            answer = recycler.generate(PROMPTS[0], max_new_tokens=30, **options)
+        assert answer.token_ids == expected.token_ids
+
+
+def test_the_check_of_a_graph_leaves_nothing_behind(llama):
+    """The matrix is that of a run without the check."""
+    matrices = []
+    for checks in (True, False):
+        recycler = recycling(llama)
+        recycler.generate(PROMPTS[0], max_new_tokens=1)
+        if not checks:
+            recycler.generate(PROMPTS[0], max_new_tokens=30)  # the graph is checked here
+            recycler.reset()
+            recycler.generate(PROMPTS[0], max_new_tokens=1)
+        recycler.generate(PROMPTS[0], max_new_tokens=30)
+        matrices.append(recycler.matrix.state())
+    assert all(one.equal(other) for one, other in zip(*(m.values() for m in matrices)))

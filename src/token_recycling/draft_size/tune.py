@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timezone
 from functools import lru_cache
 from statistics import median
@@ -20,7 +20,7 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.machine import synchronize
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.model.target import Target, TreeTarget
-from token_recycling.sequence import Sequence
+from token_recycling.sequence import Sequence as Text
 
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 ROUNDS = 7  # per context; the median is used
@@ -90,23 +90,48 @@ def measure(
     rows = []
     for index, context in enumerate(contexts):
         bench.read(context)
-        times: dict[int, list[float]] = {size: [] for size in sizes}
-        begun = perf_counter()
-        for round_ in range(rounds + 1):
-            if round_ > FEWEST and perf_counter() - begun > SECONDS:
-                break
-            turn = round_ % len(sizes)
-            for size in sizes[turn:] + sizes[:turn]:
-                seconds = bench.step(size)
-                if round_:  # round 0 is the warm-up
-                    times[size].append(seconds)
+
+        def on_round(done: int, index: int = index) -> None:
             if on_progress is not None:
-                on_progress(index * (rounds + 1) + round_ + 1, len(contexts) * (rounds + 1))
-        rows.append(tuple(median(times[size]) for size in sizes))
+                on_progress(index * (rounds + 1) + done, len(contexts) * (rounds + 1))
+
+        rows.append(_time_steps(bench, sizes, rounds, FEWEST, SECONDS, on_round))
     recycler.forget_context()
     today = str(datetime.now(timezone.utc).date())
     about = {**identity(target.model, target.device), "date": today}
     return CostCurve(tuple(sizes), tuple(contexts), tuple(rows), about=about)
+
+
+def _time_steps(
+    bench: _Bench,
+    sizes: Sequence[int],
+    rounds: int,
+    fewest: int,
+    limit: float,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> tuple[float, ...]:
+    """Return the median seconds of steps of each size, which take turns.
+
+    Args:
+        bench: has a context.
+        sizes: tokens verified.
+        rounds: most rounds, after one to warm up.
+        fewest: rounds that are done regardless of time.
+        limit: seconds after which no new round starts.
+        on_round: called with the number of rounds done.
+    """
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    begun = perf_counter()
+    for round_ in range(rounds + 1):
+        if round_ > fewest and perf_counter() - begun > limit:
+            break
+        turn = round_ % len(sizes)
+        for size in (*sizes[turn:], *sizes[:turn]):
+            seconds = bench.step(size)
+            if round_:
+                times[size].append(seconds)
+        on_round(round_ + 1)
+    return tuple(median(times[size]) for size in sizes)
 
 
 @lru_cache
@@ -132,14 +157,8 @@ def measure_quickly(target: TreeTarget) -> CostCurve | None:
         if bench.step(1) > QUICK_STEP:
             target.reset()
             return None
-        times: list[list[float]] = []
-        begun = perf_counter()
-        while len(times) < 2 or (
-            len(times) <= QUICK_ROUNDS and perf_counter() - begun < QUICK_SECONDS
-        ):
-            times.append([bench.step(size) for size in QUICK_SIZES])
+        seconds = _time_steps(bench, QUICK_SIZES, QUICK_ROUNDS, 1, QUICK_SECONDS)
         target.reset()
-        seconds = tuple(median(found) for found in zip(*times[1:]))  # round 0 is the warm-up
         curves[key] = CostCurve(QUICK_SIZES, (QUICK_CONTEXT,), (seconds,))
     return curves[key]
 
@@ -185,7 +204,7 @@ class _Bench:
             root = torch.tensor(self.prompt[-1:], device="cpu")
             draft = self.drafter.propose(self.rows, root, size)
             logits = target.verify(draft)
-            accepted = self.accept(draft, logits, [Sequence(self.prompt)])
+            accepted = self.accept(draft, logits, [Text(self.prompt)])
             self.drafter.observe(self.rows, draft, logits, accepted)
             target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
             synchronize(target.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
 
     name = "adaptive"
     matrix: AdjacencyMatrix
+    logits: Any  # float64 [f], log odds of the calibrated rates, computed from the evidence
     needs_logits = True
 
     def __init__(
@@ -94,7 +96,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         matrix.reserve(pairs, triples)
         matrix.assume_probabilities()
         self._rates = host.expected_rates(matrix.k)
-        self._logits = np.zeros_like(self._rates)
+        self.logits = np.zeros_like(self._rates)
         if matrix.evidence.shape[1] != len(self._rates):
             shape = (2, len(self._rates))
             matrix.evidence = torch.zeros(shape, dtype=torch.float32, device="cpu")
@@ -124,7 +126,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             matrix.evidence.numpy(),
             matrix.weights.numpy(),
             self._rates,
-            self._logits,
+            self.logits,
         )
 
     def new_rows(self, batch: int, capacity: int | None = None) -> AdaptiveRows:

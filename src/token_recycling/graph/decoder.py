@@ -24,6 +24,7 @@ from token_recycling.accept import (
 from token_recycling.draft_size.base import DraftSize
 from token_recycling.drafters.base import AnyDrafter
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.graph.drafting import can_draft
 from token_recycling.graph.step import LAG, GraphStep
 from token_recycling.matrix import STATE
 from token_recycling.metrics import Step
@@ -38,6 +39,7 @@ AHEAD = 64  # spare slots of a new cache beyond the first step
 BACKEND = "inductor"
 WARM_UP = 3  # runs before the capture
 MOST_GRAPHS = 4  # graphs that are kept, each with its cache
+TIES = 4  # roundings of the largest logit within which tokens are all but tied
 VARIANTS = 64  # compiled variants of one function; PyTorch's default limit is 8
 
 
@@ -95,6 +97,7 @@ class GraphRunner:
         self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **memory)
         self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **memory)
         self._turn = 0
+        self._agrees: bool | None = None  # with an eager step; None: not known yet
 
     def _run(self) -> Tensor:
         with (
@@ -115,6 +118,76 @@ class GraphRunner:
         with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
             return self._run()
 
+    def check(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
+        """Compare the first step with an eager one on these texts; nothing of it remains.
+
+        Args:
+            sequences: the rows; the last token of each has not been read yet.
+            generators: of the sampled rows; empty: the argmax is taken.
+
+        Raises:
+            GraphError: the two differ by more than rounding explains.
+        """
+        if self._agrees is None:
+            self._agrees = self._agrees_with_eager(sequences, generators)
+        if not self._agrees:
+            raise GraphError("a step of the graph differs from the same step without it")
+
+    def _agrees_with_eager(
+        self, sequences: list[Sequence], generators: list[torch.Generator]
+    ) -> bool:
+        step = self.step
+        matrix = step.drafting.drafter.matrix
+        with self._there(), step.target.lm_head, ordinary_tensors():
+            learnt = None if matrix is None else matrix.state()
+
+            def result(run: Callable[[], Tensor]) -> Tensor:
+                if matrix is not None and learnt is not None:
+                    matrix.restore(learnt)
+                step.begin(sequences, generators)
+                if step.sampler is not None:
+                    for row in range(len(sequences)):
+                        step.sampler.draw(row, step.most)
+                found = run().cpu()
+                if step.sampler is not None:
+                    for row in range(len(sequences)):
+                        step.sampler.rewind(row, 0)
+                return found
+
+            eager = result(step)
+            captured = result(self._replay)
+            same = captured.equal(eager)
+            if not same and step.sampler is None:
+                same = self._all_but_tied(result, eager, captured)
+            elif not same:  # rounding can change a sampled token of half precision
+                same = step.target.dtype != torch.float32
+            result(lambda: eager)  # restores the matrix
+        return same
+
+    def _replay(self) -> Tensor:
+        if self._graph is None:
+            return self._run()
+        self._graph.replay()
+        return self._output
+
+    def _all_but_tied(
+        self, result: Callable[[Callable[[], Tensor]], Tensor], eager: Tensor, captured: Tensor
+    ) -> bool:
+        """Return True if the first tokens that differ have logits that rounding can exchange."""
+        logits = result(self.step.logits)
+        batch = torch.arange(len(eager), device="cpu")
+        for row, mine, its in zip(batch.tolist(), eager.tolist(), captured.tolist()):
+            first = next((i for i in range(1, len(mine)) if mine[i] != its[i]), None)
+            if first is None:
+                continue
+            own = logits[row].float()
+            gaps = (own[:, mine[first]] - own[:, its[first]]).abs()
+            noise = TIES * torch.finfo(self.step.target.dtype).eps * own.abs().amax(dim=1)
+            # The node is not known here, so that some node must have this tie.
+            if its[first] == NO_TOKEN or mine[first] == NO_TOKEN or not bool((gaps <= noise).any()):
+                return False
+        return True
+
     def launch(self, active: list[bool]) -> Callable[[], list[list[int]]]:
         """Launch a step of the ``active`` rows; return a function that waits for its output."""
         turn = self._turn = (self._turn + 1) % (LAG + 1)
@@ -122,11 +195,11 @@ class GraphRunner:
         on.copy_(torch.tensor(active, device="cpu"))
         with self._there():
             self.step.active.copy_(on, non_blocking=True)
+            output = self._replay()
             if self._graph is None:
-                rows.copy_(self._run())
+                rows.copy_(output)
                 return rows.tolist
-            self._graph.replay()
-            rows.copy_(self._output, non_blocking=True)
+            rows.copy_(output, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
 
@@ -152,7 +225,7 @@ class GraphDecoder:
 
         Args:
             target: the model.
-            drafter: on a GPU, must be ``capturable``.
+            drafter: see ``can_draft``.
             size: draft-size policy; should change sizes rarely, since each is a graph of its own.
             compiling: context entered while a step is compiled, which may take minutes the first
                 time.
@@ -167,7 +240,7 @@ class GraphDecoder:
         if written != target.vocab_size:
             raise GraphError("the LM head is wider than the vocabulary")
         self.target, self.drafter, self.size, self.compiling = target, drafter, size, compiling
-        if target.device.type != "cpu" and not drafter.capturable:
+        if not can_draft(drafter, target.device):
             raise GraphError(f"the drafter {drafter.name} runs on the CPU")
         if not target.takes_positions:
             raise GraphError("the model takes no position ids")
@@ -259,6 +332,7 @@ class GraphDecoder:
                 longest = max(len(sequence.tokens) for sequence in sequences)
                 processors = None if sampled is None else sampled.processors
                 runner = self._runner(len(sequences), longest, processors)
+                runner.check(sequences, generators_of(sampled))
             except GraphError as reason:
                 warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
                 return  # Python shows a repeated warning once
@@ -281,9 +355,7 @@ class GraphDecoder:
         first = [len(sequence.tokens) for sequence in sequences]
         on_device = list(first)  # lengths on the device, where ended rows may have continued
         with ordinary_tensors():
-            step.begin(sequences)
-            if step.sampler is not None and sampled is not None:
-                step.sampler.begin(cast("Any", sampled.sampler).generators)
+            step.begin(sequences, generators_of(sampled))
         in_flight: deque[Callable[[], list[list[int]]]] = deque()
         begun = perf_counter()
         overflowed = False
@@ -326,11 +398,17 @@ class GraphDecoder:
                     for row, sequence in enumerate(sequences):
                         step.sampler.rewind(row, len(sequence.tokens) - first[row])
                 with self.target.inference_context():
+                    step.drafting.end()
                     step.cache.give(cache, [len(sequence.tokens) - 1 for sequence in sequences])
             if overflowed:
                 with self.target.inference_context():
                     step.cache.clear()
         return True
+
+
+def generators_of(sampled: FollowAcceptor | None) -> list[torch.Generator]:
+    """Return the random generators of the rows; none where the argmax is taken."""
+    return [] if sampled is None else list(cast("Any", sampled.sampler).generators)
 
 
 def has_adapters(model: Any) -> bool:

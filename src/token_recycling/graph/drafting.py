@@ -1,20 +1,70 @@
-"""Drafting within a compiled step: traced, or on the host as custom operations of PyTorch."""
+"""Drafting within a compiled step: by kernels, traced, or on the host as custom operations."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from token_recycling.accept import Accepted
+from token_recycling.drafters.adaptive import AdaptiveDrafter
 from token_recycling.drafters.base import AnyDrafter
+from token_recycling.drafters.kernels.choice import has_device_kernels
 from token_recycling.modes import ordinary_tensors
 from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree
 
 _drafting: WeakValueDictionary[str, HostDrafting] = WeakValueDictionary()
+
+
+class Drafting(Protocol):
+    """A drafter and its rows, as called by a step that runs many times on the same tensors.
+
+    Attributes:
+        drafter: shared with other steps.
+        nodes: nodes of every draft, root included.
+        max_depth: of a draft.
+    """
+
+    drafter: AnyDrafter
+    nodes: int
+    max_depth: int
+
+    def begin(self, texts: list[list[int]]) -> None:
+        """Load the texts, without the next roots."""
+
+    def end(self) -> None:
+        """Store what was learnt in the drafter's matrix, if it is not there already."""
+
+    def propose(self, roots: Tensor) -> DraftTree:
+        """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
+
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        """Learn from a step (see ``Drafter.observe``)."""
+
+
+def can_draft(drafter: AnyDrafter, device: torch.device) -> bool:
+    """Return True if ``drafter`` can be part of a step on ``device``."""
+    return device.type == "cpu" or drafter.capturable or _has_kernels(drafter, device)
+
+
+def _has_kernels(drafter: AnyDrafter, device: torch.device) -> bool:
+    return isinstance(drafter, AdaptiveDrafter) and has_device_kernels(device)
+
+
+def make_drafting(
+    drafter: AnyDrafter, batch: int, capacity: int, nodes: int | None, device: torch.device
+) -> Drafting:
+    """Return ``drafter`` and new rows for steps on ``device`` (see ``HostDrafting``)."""
+    if drafter.capturable:
+        return TracedDrafting(drafter, batch, capacity, nodes, device)
+    if _has_kernels(drafter, device):
+        from token_recycling.drafters.on_device import DeviceDrafting  # imports Triton
+
+        return DeviceDrafting(cast("Any", drafter), batch, capacity, nodes, device)
+    return HostDrafting(drafter, batch, capacity, nodes)
 
 
 class HostDrafting:
@@ -41,6 +91,13 @@ class HostDrafting:
         self.order = torch.zeros(1, dtype=torch.long, device="cpu")
         self.key = str(id(self))
         _drafting[self.key] = self
+
+    def begin(self, texts: list[list[int]]) -> None:
+        """Load the texts, without the next roots."""
+        self.drafter.load(self.rows, texts)
+
+    def end(self) -> None:
+        """Do nothing: the drafter has learnt directly."""
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
@@ -121,6 +178,13 @@ class TracedDrafting:
         roots = torch.zeros(batch, dtype=torch.long, device=device)
         draft = drafter.propose(self.rows, roots, nodes)
         self.nodes, self.max_depth = draft.nodes, draft.max_depth
+
+    def begin(self, texts: list[list[int]]) -> None:
+        """Load the texts, without the next roots."""
+        self.drafter.load(self.rows, texts)
+
+    def end(self) -> None:
+        """Do nothing: the drafter has learnt directly."""
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from token_recycling.accept import (
-    Processors,
-    accept_choices,
-    greedy,
-    overflowed,
-    step_summary,
-)
+from token_recycling.accept import Processors, greedy, overflowed
 from token_recycling.drafters.base import AnyDrafter
-from token_recycling.graph.drafting import HostDrafting, TracedDrafting
+from token_recycling.drafters.kernels.choice import has_device_kernels
+from token_recycling.graph import tensors
+from token_recycling.graph.drafting import make_drafting
 from token_recycling.model.attention import pack_queries
 from token_recycling.model.kv_cache import FixedCache
-from token_recycling.model.masks import additive_masks
 from token_recycling.model.target import TreeTarget
 from token_recycling.samplers import NodeSampler
 from token_recycling.sequence import Sequence
@@ -49,7 +46,7 @@ class GraphStep:
 
         Args:
             target: must have read a prompt, so that the shapes of its cache are known.
-            drafter: on a GPU, must be ``capturable``.
+            drafter: see ``can_draft``.
             batch: B.
             slots: slots of the cache.
             nodes: most tokens that a step verifies per row; None: whole drafts.
@@ -58,30 +55,40 @@ class GraphStep:
         self.target = target
         device = target.device
         # The step has its own rows; the drafter with its matrix is shared.
-        self.drafting: TracedDrafting | HostDrafting
-        if drafter.capturable:
-            self.drafting = TracedDrafting(drafter, batch, slots, nodes, device)
-        else:
-            self.drafting = HostDrafting(drafter, batch, slots, nodes)
+        self.drafting = make_drafting(drafter, batch, slots, nodes, device)
         self.nodes, self.most = self.drafting.nodes, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device)
+        self._around: Any = tensors
+        if has_device_kernels(device):
+            from token_recycling.graph import kernels  # imports Triton
+
+            self._around = kernels
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
-        self._slots = torch.arange(slots, device=device)
         self.sampler: NodeSampler | None = None
         if processors is not None:
             ahead = self.most * (LAG + 1)
             self.sampler = NodeSampler(processors, ahead, target.vocab_size, device)
 
-    def begin(self, sequences: list[Sequence]) -> None:
-        """Continue ``sequences``; the last token of each has not been read yet."""
+    def begin(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
+        """Continue ``sequences``; the last token of each has not been read yet.
+
+        Args:
+            sequences: the rows.
+            generators: one per row if tokens are sampled, otherwise none.
+        """
         self.cache.take(self.target.cache)
-        drafting = self.drafting
-        drafting.drafter.load(drafting.rows, [sequence.tokens[:-1] for sequence in sequences])
+        self.drafting.begin([sequence.tokens[:-1] for sequence in sequences])
         roots = torch.tensor([sequence.tokens[-1] for sequence in sequences], device="cpu")
         self.roots.copy_(roots)
         active = [sequence.active for sequence in sequences]
         self.active.copy_(torch.tensor(active, device="cpu"))
+        if self.sampler is not None:
+            self.sampler.begin(generators)
+
+    def logits(self) -> Tensor:
+        """Propose and verify alone; return the logits [B, n, V]."""
+        return self._verify(self.drafting.propose(self.roots).only(self.active))
 
     def __call__(self) -> Tensor:
         """Take a step; return the output for the host, int64 [B, p + 1] (see ``step_summary``)."""
@@ -92,30 +99,25 @@ class GraphStep:
         # Nothing is emitted, learnt or committed after an overflow (see ``Decoding._advance``).
         draft = draft.only(self.active & ~overflowed(logits))
         choices = greedy(logits) if self.sampler is None else self.sampler(draft.depths, logits)
-        accepted = accept_choices(draft, choices)
+        accepted, summary = self._around.accept(draft, choices, self.roots)
         with torch.autocast(device.type, enabled=False):
             self.drafting.observe(draft, logits, accepted)
-        self.cache.commit(accepted.path, accepted.counts)
-        last = accepted.emitted.gather(1, (accepted.counts - 1).clamp(min=0)[:, None])[:, 0]
+        self._around.commit(self.cache, accepted.path, accepted.counts)
         if self.sampler is not None:
             self.sampler.chosen.add_(accepted.counts)
-        self.roots.copy_(torch.where(accepted.counts > 0, last, self.roots))
-        return step_summary(draft, accepted)
+        return summary
 
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft's slots follow the longest row."""
-        target, n = self.target, draft.nodes
-        lengths = self.cache.lengths[:, None]
-        end = self.cache.lengths.max()
-        self.cache.draft_slots = end + self._slots[:n]
-        positions = target.positions(lengths, draft)
-        node = (self._slots - end).expand(len(lengths), -1)
-        drafted = (node >= 0) & (node < n)
-        node = node.clamp(0, n - 1)
-        above = draft.ancestors.gather(2, node[:, None].expand(-1, n, -1))
-        visible = torch.where(drafted[:, None], above, (self._slots < lengths)[:, None])
-        key_positions = torch.where(drafted, positions.gather(1, node), self._slots)
-        masks = additive_masks(target.windows, visible, positions, key_positions, target.dtype)
+        target = self.target
+        positions, self.cache.draft_slots, masks = self._around.layout(
+            target.windows,
+            self.cache.lengths,
+            draft,
+            self.cache.slots,
+            target.max_positions,
+            target.dtype,
+        )
         pack_queries(masks)
         output = target.model(
             input_ids=draft.tokens,

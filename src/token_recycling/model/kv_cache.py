@@ -230,6 +230,20 @@ class FixedCache(Cache):  # type: ignore[misc]
         self._filled = [n for n, layer in enumerate(self.layers) if layer.is_initialized]
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.draft_slots = self.lengths
+        # Keys and values by shape, and the addresses of each group, int64 on the device.
+        groups: dict[Any, list[Tensor]] = {}
+        for entries in self.entries:
+            groups.setdefault((entries.shape, entries.dtype), []).append(entries)
+        self.same_shapes = [
+            (group, torch.tensor([one.data_ptr() for one in group], device=device))
+            for group in groups.values()
+        ]
+
+    @property
+    def entries(self) -> list[Tensor]:
+        """Keys and values of all layers that have their own, [B, heads, slots, size] each."""
+        layers = [self.layers[n] for n in self._filled]
+        return [entries for layer in layers for entries in (layer.keys, layer.values)]
 
     def _pairs(self, cache: RecyclingCache) -> list[tuple[Any, Any]]:
         return [(self.layers[n], cache.layers[n]) for n in self._filled]
@@ -257,21 +271,3 @@ class FixedCache(Cache):  # type: ignore[misc]
         for n in self._filled:
             self.layers[n].keys.zero_()
             self.layers[n].values.zero_()
-
-    def commit(self, path: Tensor, counts: Tensor) -> None:
-        """Keep the draft's entries on the accepted paths and advance ``lengths``.
-
-        Entries written after a row's accepted nodes are not committed and are harmless.
-
-        Args:
-            path: int64 [B, p], each row's accepted nodes first.
-            counts: int64 [B], number of accepted nodes.
-        """
-        source = self.draft_slots[path]
-        target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
-        rows = torch.arange(self.batch, device=path.device)[:, None]
-        for n in self._filled:
-            for entries in (self.layers[n].keys, self.layers[n].values):
-                # Not ``scatter``: when compiled, it copies the whole cache.
-                entries[rows, :, target] = entries[rows, :, source]
-        self.lengths.add_(counts)

@@ -703,6 +703,8 @@ def observe(
 ) -> None:
     """Count along the emitted tokens, average the rows of all nodes, and extend the context.
 
+    All rows of the batch are counted before any is learnt from.
+
     Args:
         context: int64 [B, w], the last token of each row is the root; gets the emitted tokens
             except for the last one, which is the next root.
@@ -736,9 +738,10 @@ def observe(
                 tables,
                 learning_rate,
             )
-        second, first = ending(context[row], length)
+    for row in range(len(lengths)):
+        second, first = ending(context[row], lengths[row])
         for node in range(tokens.shape[1]):
-            if not (valid[row, node] and finite[row, node]):
+            if not (valid[row, 0] and valid[row, node] and finite[row, node]):
                 continue
             before, last = preceding(node, tokens[row], parents[row], second, first)
             learn_node(

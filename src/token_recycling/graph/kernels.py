@@ -1,0 +1,316 @@
+"""What a step does around the forward on a GPU: layout, acceptance and commit as Triton kernels.
+
+Shapes use B rows of a batch, n nodes, p nodes of the longest path, s slots of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from token_recycling.accept import Accepted
+from token_recycling.drafters.kernels.device import at
+from token_recycling.model.kv_cache import FixedCache
+from token_recycling.model.limits import AttentionWindow
+from token_recycling.tree import DraftTree
+
+RULES = {"full": 0, "sliding": 1, "chunked": 2}
+SLOTS_AT_ONCE = 1024
+
+# Layout
+
+
+@triton.jit
+def _layout(
+    lengths,
+    depths,
+    ancestors,
+    positions_out,
+    slots_out,
+    mask_out,
+    batch,
+    n,
+    s,
+    most,
+    size,
+    lowest,
+    RULE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the position, the slot and the mask of one node (see ``masks.additive_masks``)."""
+    row = tl.program_id(0)
+    query = tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    end = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0)
+    length = tl.load(lengths + row)
+    position = tl.minimum(length + tl.load(depths + row * n + query), most)
+    tl.store(positions_out + row * n + query, position)
+    if row == 0:
+        tl.store(slots_out + query, end + query)
+    for begin in range(0, s, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        inside = slot < s
+        node = slot - end
+        drafted = (node >= 0) & (node < n)
+        above = tl.load(ancestors + (row * n + query) * n + node, mask=drafted, other=0) != 0
+        visible = tl.where(drafted, above, slot < length)
+        if RULE != 0:
+            below = tl.load(depths + row * n + node, mask=drafted, other=0)
+            key = tl.where(drafted, tl.minimum(length + below, most), slot)
+            if RULE == 1:
+                visible = visible & (position - key < size)
+            else:
+                visible = visible & (position // size == key // size)
+        mask = tl.where(visible, 0.0, lowest)
+        tl.store(mask_out + (row * n + query) * s + slot, mask, mask=inside)
+
+
+# Accept
+
+
+@triton.jit
+def _accept(
+    tokens,
+    parents,
+    depths,
+    valid,
+    choices,
+    roots,
+    path_out,
+    emitted_out,
+    counts_out,
+    summary_out,
+    n,
+    p,
+    NODES: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Accept the longest path of one row along the choices (see ``accept.longest_paths``)."""
+    row = tl.program_id(0)
+    node = tl.arange(0, NODES)
+    inside = node < n
+    place = row * n + node
+    token = tl.load(tokens + place, mask=inside, other=0)
+    parent = tl.load(parents + place, mask=inside, other=0).to(tl.int32)
+    depth = tl.load(depths + place, mask=inside, other=-1).to(tl.int32)
+    there = tl.load(valid + place, mask=inside, other=0) != 0
+    choice = tl.load(choices + place, mask=inside, other=-1)
+    right = there & ((node == 0) | (token == tl.gather(choice, parent, 0)))
+    right = right.to(tl.int32)
+    whole = right
+    above = parent
+    for _ in range(1, p):
+        whole = whole & tl.gather(right, above, 0)
+        above = tl.gather(parent, above, 0)
+    reached = tl.where(whole != 0, depth, -1)
+    deepest, last = tl.max(reached, 0, return_indices=True, return_indices_tie_break_left=True)
+    # The path from its last node up to the root
+    step = tl.arange(0, STEPS)
+    path = tl.zeros([STEPS], tl.int64)
+    emitted = tl.full([STEPS], -1, tl.int64)
+    for i in range(0, p):
+        on_path = (step == deepest - i) & (i <= deepest)
+        path = tl.where(on_path, last, path)
+        emitted = tl.where(on_path, at(choice, node, last), emitted)
+        last = at(parent, node, last)
+    count = deepest + 1
+    root = tl.sum(tl.where(step == deepest, emitted, 0), 0)
+    root = tl.where(count > 0, root, tl.load(roots + row))
+    tl.store(path_out + row * p + step, path, mask=step < p)
+    tl.store(emitted_out + row * p + step, emitted, mask=step < p)
+    tl.store(counts_out + row, count.to(tl.int64))
+    tl.store(roots + row, root)
+    drafted = tl.sum(there.to(tl.int64), 0) - 1
+    tl.store(summary_out + row * (p + 1), drafted)
+    tl.store(summary_out + row * (p + 1) + 1 + step, emitted, mask=step < p)
+
+
+# Commit
+
+
+@triton.jit
+def _commit(
+    pointers,
+    path,
+    counts,
+    lengths,
+    like,
+    batch,
+    p,
+    heads,
+    s,
+    size,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the accepted nodes of one row and one tensor [B, heads, s, size] to its end.
+
+    A node's index is at least its depth, so that no source is overwritten before it is read.
+    """
+    entries = tl.load(pointers + tl.program_id(0)).to(like.dtype)
+    row = tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    end = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0)
+    length = tl.load(lengths + row)
+    count = tl.load(counts + row)
+    place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < heads * size
+    own = entries + (row * heads + place // size) * s * size + place % size
+    for i in range(0, count):
+        source = end + tl.load(path + row * p + i)
+        value = tl.load(own + source * size, mask=inside)
+        tl.store(own + (length + i) * size, value, mask=inside)
+
+
+# Operations
+
+
+@torch.library.custom_op("token_recycling::device_layout", mutates_args=())
+def _launch_layout(
+    lengths: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    slots: int,
+    most: int,
+    rule: int,
+    size: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, n = depths.shape
+    positions, draft_slots = torch.empty_like(depths), depths.new_empty(n)
+    mask = depths.new_empty((batch, 1, n, slots), dtype=dtype)
+    _layout[(batch, n)](
+        lengths,
+        depths,
+        ancestors,
+        positions,
+        draft_slots,
+        mask,
+        batch,
+        n,
+        slots,
+        most,
+        size,
+        torch.finfo(dtype).min,
+        RULE=rule,
+        ROWS=triton.next_power_of_2(batch),
+        BLOCK=min(triton.next_power_of_2(slots), SLOTS_AT_ONCE),
+        num_warps=4,
+    )
+    return positions, draft_slots, mask
+
+
+@_launch_layout.register_fake
+def _(lengths: Tensor, depths: Tensor, ancestors: Tensor, slots: int, *others: Any) -> Any:
+    batch, n = depths.shape
+    mask = depths.new_empty((batch, 1, n, slots), dtype=others[-1])
+    return torch.empty_like(depths), depths.new_empty(n), mask
+
+
+def layout(
+    windows: dict[str, AttentionWindow],
+    lengths: Tensor,
+    draft: DraftTree,
+    slots: int,
+    most: int | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | dict[str, Tensor]]:
+    """Place a draft behind the longest row (see ``tensors.layout``)."""
+    last = torch.iinfo(torch.int64).max if most is None else most - 1
+    masks = {}
+    for kind, window in windows.items():
+        positions, draft_slots, masks[kind] = torch.ops.token_recycling.device_layout(
+            lengths, draft.depths, draft.ancestors, slots, last, RULES[window.rule], window.size, dtype
+        )
+    return positions, draft_slots, masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def accept(draft: DraftTree, choices: Tensor, roots: Tensor) -> tuple[Accepted, Tensor]:
+    """Accept the longest path of each row (see ``tensors.accept``)."""
+    parts = (draft.tokens, draft.parents, draft.depths, draft.valid, choices, roots)
+    *found, summary = torch.ops.token_recycling.device_accept(*parts, draft.max_depth + 1)
+    return Accepted(*found), summary
+
+
+def commit(cache: FixedCache, path: Tensor, counts: Tensor) -> None:
+    """Keep the draft's entries on the accepted paths (see ``tensors.commit``)."""
+    for entries, pointers in cache.same_shapes:
+        torch.ops.token_recycling.device_commit(entries, pointers, path, counts, cache.lengths)
+    cache.lengths.add_(counts)
+
+
+@torch.library.custom_op("token_recycling::device_accept", mutates_args=("roots",))
+def _launch_accept(
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    valid: Tensor,
+    choices: Tensor,
+    roots: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, n = tokens.shape
+    path, emitted = tokens.new_empty((batch, longest)), tokens.new_empty((batch, longest))
+    counts, summary = tokens.new_empty(batch), tokens.new_empty((batch, longest + 1))
+    _accept[(batch,)](
+        tokens,
+        parents,
+        depths,
+        valid,
+        choices,
+        roots,
+        path,
+        emitted,
+        counts,
+        summary,
+        n,
+        longest,
+        NODES=triton.next_power_of_2(n),
+        STEPS=triton.next_power_of_2(longest),
+        num_warps=1,
+    )
+    return path, emitted, counts, summary
+
+
+@_launch_accept.register_fake
+def _(tokens: Tensor, *args: Any) -> Any:
+    batch, longest = tokens.shape[0], args[-1]
+    path, emitted = tokens.new_empty((batch, longest)), tokens.new_empty((batch, longest))
+    return path, emitted, tokens.new_empty(batch), tokens.new_empty((batch, longest + 1))
+
+
+@torch.library.custom_op("token_recycling::device_commit", mutates_args=("entries",))
+def _launch_commit(
+    entries: list[Tensor],
+    pointers: Tensor,
+    path: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+) -> None:
+    batch, heads, slots, size = entries[0].shape
+    block = min(triton.next_power_of_2(heads * size), 1024)
+    _commit[(len(entries), batch, triton.cdiv(heads * size, block))](
+        pointers,
+        path,
+        counts,
+        lengths,
+        entries[0],
+        batch,
+        path.shape[1],
+        heads,
+        slots,
+        size,
+        ROWS=triton.next_power_of_2(batch),
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@_launch_commit.register_fake
+def _(*args: Any) -> None:
+    return None
