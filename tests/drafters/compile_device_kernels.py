@@ -58,10 +58,11 @@ NUMBERS += ("size", "heads")
 
 def variants():
     """(name, kernel, constants, warps)"""
-    for k, n in product((8, 12, 16), (2, 16, 64, 81, 257)):
+    for k, n in product((8, 12, 16), (2, 17, 65, 81, 257)):
         width, nodes = triton.next_power_of_2(k), triton.next_power_of_2(n)
-        constants = {"K": k, "WIDTH": width, "NODES": nodes, "CHAIN": 16}
-        yield f"propose k={k} n={n}", device._propose, constants, device.warps(nodes, width)
+        expanded = triton.next_power_of_2(n - 1)
+        constants = {"K": k, "WIDTH": width, "NODES": nodes, "EXPANDED": expanded, "CHAIN": 16}
+        yield f"propose k={k} n={n}", device._propose, constants, device.warps(n, width)
     for k in (8, 12, 16):
         width = triton.next_power_of_2(k)
         constants = {"K": k, "WIDTH": width, "STEPS": 32}
@@ -90,18 +91,21 @@ def signature(kernel, constants):
 
 
 def resources(compiled, target):
-    """(registers, bytes of local memory per thread) of a compiled kernel."""
+    """(registers, bytes of registers kept in memory) per thread of a compiled kernel."""
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text).group(1))
         return registers, int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text).group(1))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
-    return int(found[1]), max(int(found[2]), int(found[3]))
+    tool = TOOLS / ("ptxas-blackwell" if target.arch >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(compiled.asm["ptx"])
+        architecture = re.search(r"^\.target (sm_\w+)", compiled.asm["ptx"], re.MULTILINE).group(1)
+        command = [tool, "-v", f"--gpu-name={architecture}", source, "-o", Path(folder) / "kernel"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", text).group(1)
+    spilled = re.search(r"(\d+) bytes spill stores", text).group(1)
+    return int(registers), int(spilled)
 
 
 def main():

@@ -239,11 +239,13 @@ def _propose(
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     NODES: tl.constexpr,
+    EXPANDED: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
     """Append the root, search the chain and grow the tree of one row (see ``host.grow``)."""
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
+    expanded = tl.arange(0, EXPANDED)  # the last node has no children
     lane = tl.arange(0, 4 * WIDTH)
     V = V.to(tl.int64)
     P = P.to(tl.int64)
@@ -276,7 +278,7 @@ def _propose(
     on_chain = tl.where(node == 0, 0, -1)
     pairs = tl.zeros([NODES], tl.int64)
     triples = tl.zeros([NODES], tl.int64)
-    pending = tl.full([NODES, 4 * WIDTH], NONE, tl.float32)
+    pending = tl.full([EXPANDED, 4 * WIDTH], NONE, tl.float32)
     # The node that is expanded, and its attributes
     token = root
     before = second
@@ -311,17 +313,17 @@ def _propose(
         worth = log - tl.log(1.0 + tl.exp(-odds))
         grows = tl.where(depth < max_depth, grows, 0)
         worth = tl.where(is_first & (grows > 0) & (worth > FLOOR), worth, NONE)
-        pending = tl.where(node[:, None] == cur, worth[None, :], pending)
+        pending = tl.where(expanded[:, None] == cur, worth[None, :], pending)
         pairs = tl.where(node == cur, V + (previous * V + token) % tl.maximum(P, 1), pairs)
         third = V + P + ((before * V + previous) * V + token) % tl.maximum(T, 1)
         triples = tl.where(node == cur, third, triples)
         # The best pending candidate; of equal ones the one that was found first.
-        flat = tl.reshape(pending, [NODES * 4 * WIDTH])
+        flat = tl.reshape(pending, [EXPANDED * 4 * WIDTH])
         log, index = tl.max(flat, 0, return_indices=True, return_indices_tie_break_left=True)
         above = index // (4 * WIDTH)
         spot = index % (4 * WIDTH)
         grows = tl.where(log > NONE / 2, 1, 0)  # as an integer: Triton's interpreter needs it
-        taken = (node[:, None] == above) & (lane[None, :] == spot)
+        taken = (expanded[:, None] == above) & (lane[None, :] == spot)
         pending = tl.where(taken, NONE, pending)
         level = 2 - spot // WIDTH
         parent_token = at(tokens, node, above)
@@ -713,8 +715,9 @@ def _launch_propose(
         K=candidates.shape[1],
         WIDTH=width,
         NODES=nodes,
+        EXPANDED=triton.next_power_of_2(max(n - 1, 1)),
         CHAIN=triton.next_power_of_2(max(chain.shape[1], 1)),
-        num_warps=warps(nodes, width),
+        num_warps=warps(n, width),
     )
     return tokens, parents, depths, ancestors, valid, scores
 
@@ -831,9 +834,10 @@ COUNT_WARPS, LEARN_WARPS = 4, 1
 MOST_AT_ONCE = 256  # nodes whose rows are compared at once
 
 
-def warps(nodes: int, width: int) -> int:
-    """Return the warps of ``_propose``: 32 pending candidates per thread at most."""
-    return min(max(nodes * 4 * width // (32 * 32), 4), 16)
+def warps(n: int, width: int) -> int:
+    """Return the warps of ``_propose``: 32 pending candidates per thread, or 64 with the most warps."""
+    expanded = triton.next_power_of_2(max(n - 1, 1))
+    return int(min(max(expanded * 4 * width // (32 * 32), 4), 8))
 
 
 def _width(candidates: Tensor) -> int:
