@@ -84,7 +84,7 @@ class GraphRunner:
         self._there = partial(torch.cuda.device, device) if cuda else nullcontext
         self.lag = LAG if cuda else 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
+        self._compiled = torch.compile(step.advance, fullgraph=True, backend=BACKEND)
         try:
             with self._there():
                 self._output = output = self._capture() if cuda else self._run()
@@ -105,7 +105,7 @@ class GraphRunner:
             self.step.target.lm_head,
             ordinary_tensors(),
         ):
-            return self._compiled()
+            return self.step.finish(*self._compiled())
 
     def _capture(self) -> Tensor:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -119,7 +119,9 @@ class GraphRunner:
             return self._run()
 
     def check(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
-        """Compare the first step with an eager one on these texts; nothing of it remains.
+        """Compare the first two steps with eager ones on these texts; nothing of them remains.
+
+        The second step shows what the first one has committed.
 
         Args:
             sequences: the rows; the last token of each has not been read yet.
@@ -131,7 +133,7 @@ class GraphRunner:
         if self._agrees is None:
             self._agrees = self._agrees_with_eager(sequences, generators)
         if not self._agrees:
-            raise GraphError("a step of the graph differs from the same step without it")
+            raise GraphError("steps of the graph differ from the same steps without it")
 
     def _agrees_with_eager(
         self, sequences: list[Sequence], generators: list[torch.Generator]
@@ -147,15 +149,17 @@ class GraphRunner:
                 step.begin(sequences, generators)
                 if step.sampler is not None:
                     for row in range(len(sequences)):
-                        step.sampler.draw(row, step.most)
+                        step.sampler.draw(row, 2 * step.most)
                 found = run().cpu()
                 if step.sampler is not None:
                     for row in range(len(sequences)):
                         step.sampler.rewind(row, 0)
                 return found
 
-            eager = result(step)
-            captured = result(self._replay)
+            def two(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+                return lambda: torch.stack([run().cpu(), run().cpu()])
+
+            eager, captured = result(two(step)), result(two(self._replay))
             same = captured.equal(eager)
             if not same and step.sampler is None:
                 same = self._all_but_tied(result, eager, captured)
@@ -174,7 +178,11 @@ class GraphRunner:
         self, result: Callable[[Callable[[], Tensor]], Tensor], eager: Tensor, captured: Tensor
     ) -> bool:
         """Return True if the first tokens that differ have logits that rounding can exchange."""
-        logits = result(self.step.logits)
+        step = self.step
+        # Up to the first step that differs
+        at = 0 if not captured[0].equal(eager[0]) else 1
+        logits = result(step.logits if at == 0 else lambda: (step(), step.logits())[1])
+        eager, captured = eager[at], captured[at]
         batch = torch.arange(len(eager), device="cpu")
         for row, mine, its in zip(batch.tolist(), eager.tolist(), captured.tolist()):
             first = next((i for i in range(1, len(mine)) if mine[i] != its[i]), None)
@@ -182,7 +190,7 @@ class GraphRunner:
                 continue
             own = logits[row].float()
             gaps = (own[:, mine[first]] - own[:, its[first]]).abs()
-            noise = TIES * torch.finfo(self.step.target.dtype).eps * own.abs().amax(dim=1)
+            noise = TIES * torch.finfo(step.target.dtype).eps * own.abs().amax(dim=1)
             # The node is not known here, so that some node must have this tie.
             if its[first] == NO_TOKEN or mine[first] == NO_TOKEN or not bool((gaps <= noise).any()):
                 return False

@@ -183,7 +183,7 @@ def _launch_layout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, n = depths.shape
     positions, draft_slots = torch.empty_like(depths), depths.new_empty(n)
-    mask = depths.new_empty((batch, 1, n, slots), dtype=dtype)
+    mask = depths.new_empty((batch, n, slots), dtype=dtype)
     _layout[(batch, n)](
         lengths,
         depths,
@@ -208,7 +208,7 @@ def _launch_layout(
 @_launch_layout.register_fake
 def _(lengths: Tensor, depths: Tensor, ancestors: Tensor, slots: int, *others: Any) -> Any:
     batch, n = depths.shape
-    mask = depths.new_empty((batch, 1, n, slots), dtype=others[-1])
+    mask = depths.new_empty((batch, n, slots), dtype=others[-1])
     return torch.empty_like(depths), depths.new_empty(n), mask
 
 
@@ -224,9 +224,17 @@ def layout(
     last = torch.iinfo(torch.int64).max if most is None else most - 1
     masks = {}
     for kind, window in windows.items():
-        positions, draft_slots, masks[kind] = torch.ops.token_recycling.device_layout(
-            lengths, draft.depths, draft.ancestors, slots, last, RULES[window.rule], window.size, dtype
+        positions, draft_slots, mask = torch.ops.token_recycling.device_layout(
+            lengths,
+            draft.depths,
+            draft.ancestors,
+            slots,
+            last,
+            RULES[window.rule],
+            window.size,
+            dtype,
         )
+        masks[kind] = mask[:, None]
     return positions, draft_slots, masks if len(masks) > 1 else next(iter(masks.values()))
 
 

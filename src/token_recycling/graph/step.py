@@ -92,6 +92,19 @@ class GraphStep:
 
     def __call__(self) -> Tensor:
         """Take a step; return the output for the host, int64 [B, p + 1] (see ``step_summary``)."""
+        return self.finish(*self.advance())
+
+    def finish(self, summary: Tensor, path: Tensor, counts: Tensor) -> Tensor:
+        """Commit the accepted nodes and return the summary; not compiled, but captured.
+
+        A compiled function may work on copies of the cache and write them back at its end, whereas
+        the kernel of the commit writes to addresses.
+        """
+        self._around.commit(self.cache, path, counts)
+        return summary
+
+    def advance(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Propose, verify, accept and observe; return the summary, paths and counts."""
         device = self.target.device
         with torch.autocast(device.type, enabled=False):
             draft = self.drafting.propose(self.roots).only(self.active)
@@ -102,10 +115,9 @@ class GraphStep:
         accepted, summary = self._around.accept(draft, choices, self.roots)
         with torch.autocast(device.type, enabled=False):
             self.drafting.observe(draft, logits, accepted)
-        self._around.commit(self.cache, accepted.path, accepted.counts)
         if self.sampler is not None:
             self.sampler.chosen.add_(accepted.counts)
-        return summary
+        return summary, accepted.path, accepted.counts
 
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft's slots follow the longest row."""
