@@ -39,10 +39,9 @@ test: .venv/ready ## Run the tests (under ten minutes on two cores).
 test-lossless: .venv/ready ## The long identity test: 60 prompts x 200 tokens x every tree, B = 1 and 5.
 	$(BIN)/python -m pytest -m long
 
-test-fused: .venv/ready ## The step as one graph, compiled by Inductor, and the GPU suite's dry run.
+test-fused: .venv/ready ## The step as one graph, compiled by Inductor.
 	$(BIN)/python -m pytest -m fused
 	FUSED_BACKEND=inductor $(BIN)/python -m pytest tests/graph/test_graph.py -k one_graph
-	$(BIN)/python bench/gpu_suite.py --dry-run --out build/gpu-dry-run.json
 
 test-models: .venv/ready ## Examine every architecture of Transformers; fails if one is not as expected.
 	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
@@ -75,10 +74,12 @@ build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 		--target build/quantised -r $<
 	touch $@
 
-test-device-kernels: build/triton/ready ## The Triton kernels: in the interpreter, and compiled for GPUs that are not here.
-	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -s tests/drafters/test_device_kernels.py \
-		tests/graph/test_device_step.py tests/graph/test_graph.py
+test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and compiled; the GPU suite's dry run.
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -n 2 --dist worksteal \
+		tests/drafters/test_device_kernels.py tests/graph/test_device_step.py
 	PYTHONPATH=build/triton $(BIN)/python tests/drafters/compile_device_kernels.py
+	rm -f build/gpu-dry-run.json
+	PYTHONPATH=build/triton $(BIN)/python bench/gpu_suite.py --dry-run --out build/gpu-dry-run.json
 
 build/triton/ready: tests/requirements/triton.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton -r $<

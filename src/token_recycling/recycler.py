@@ -129,7 +129,9 @@ class TokenRecycling(DecodingMethod):
         if not (given.automatic and drafter.acceptance):
             return drafter, FixedSize()
         costs = given.costs or find(self.model, device)
-        if not costs.measured and isinstance(self.target, TreeTarget):
+        # Captured steps cost less than the eager ones that would be measured.
+        eager = device.type != "cuda" or not self._wants_graphs
+        if not costs.measured and eager and isinstance(self.target, TreeTarget):
             costs = measure_quickly(self.target) or costs
         return drafter, AutoSize(drafter.acceptance, costs)
 
@@ -165,6 +167,11 @@ class TokenRecycling(DecodingMethod):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         patch_generate(self.model)
+
+    @property
+    def _wants_graphs(self) -> bool:
+        wanted = self.options.graph
+        return self.target.device.type == "cuda" if wanted is None else wanted
 
     @property
     def strict(self) -> bool:
@@ -382,10 +389,8 @@ class TokenRecycling(DecodingMethod):
 
     def _graph_decoder(self, accept: Acceptor) -> GraphDecoder | None:
         """Return the graph decoder for ``accept``, or None for the eager loop."""
-        wanted = self.options.graph
-        if wanted is None:
-            wanted = self.target.device.type == "cuda"
-        if not (wanted and can_capture(accept) and isinstance(self.target, TreeTarget)):
+        captures = self._wants_graphs and can_capture(accept)
+        if not (captures and isinstance(self.target, TreeTarget)):
             return None
         if self._graph is None or self._graph.drafter is not self.drafter:
             size = self.draft_size.for_graph()

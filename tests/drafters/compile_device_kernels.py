@@ -52,7 +52,22 @@ POINTERS = {
     "lowest": "fp32",
     "most": "i64",
 }
-NUMBERS = ("V", "P", "T", "w", "c", "n", "p", "t", "s", "max_depth", "longest_chain", "batch", "features", "total")
+NUMBERS = (
+    "V",
+    "P",
+    "T",
+    "w",
+    "c",
+    "n",
+    "p",
+    "t",
+    "s",
+    "max_depth",
+    "longest_chain",
+    "batch",
+    "features",
+    "total",
+)
 NUMBERS += ("size", "heads")
 
 
@@ -113,8 +128,11 @@ def main():
     print(f"{'kernel':22} {'target':12} {'warps':>5} {'registers':>9} {'shared':>7} {'spilled':>7}")
     for name, kernel, constants, warps in variants():
         for target in TARGETS:
+            options = {"num_warps": warps}
+            if target.backend == "cuda" and kernel in (device._propose, device._count):
+                options |= device.REGISTERS
             source = ASTSource(kernel, signature(kernel, constants), constexprs=constants)
-            compiled = triton.compile(source, target=target, options={"num_warps": warps})
+            compiled = triton.compile(source, target=target, options=options)
             registers, spilled = resources(compiled, target)
             failed += spilled > 0
             print(

@@ -1,6 +1,7 @@
-"""The Triton kernels against the host's, in Triton's interpreter: drafts, rows, counts, weights.
+"""The Triton kernels against the host's and the oracle: drafts, rows, counts, weights.
 
-``make test-device-kernels`` installs Triton and sets TRITON_INTERPRET=1.
+They run on a GPU, or in Triton's interpreter: ``make test-device-kernels`` installs Triton and
+sets TRITON_INTERPRET=1.
 """
 
 import os
@@ -8,25 +9,33 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from test_kernels import Both as WithOracle
+from test_kernels import run
 
 from token_recycling import AdjacencyMatrix
-from token_recycling.accept import accept_choices, step_summary
+from token_recycling.accept import Accepted, accept_choices, step_summary
 from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.matrix import STATE
 from token_recycling.tokens import NO_TOKEN
 
 pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-import token_recycling.graph.kernels  # noqa: F401  registers operations
+import triton.language as tl
+
+from token_recycling.drafters.kernels import device
 from token_recycling.drafters.on_device import DeviceDrafting
+from token_recycling.graph import kernels
 
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 V = 23
-CPU = torch.device("cpu")
-slow = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+# To make an example smaller takes minutes in the interpreter.
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
+slow = settings(
+    max_examples=12, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck)
+)
 
 
 class Both:
@@ -42,7 +51,7 @@ class Both:
         self.texts = [self.tokens(self.rng.integers(1, 9)) for _ in range(batch)]
         self.rows = self.host.new_rows(batch, capacity)
         self.host.load(self.rows, self.texts)
-        self.device = DeviceDrafting(self.host, batch, capacity, nodes, CPU)
+        self.device = DeviceDrafting(self.host, batch, capacity, nodes, DEVICE)
 
     def tokens(self, count):
         return self.rng.integers(0, 4, count).tolist()
@@ -57,7 +66,7 @@ class Both:
         self.host.load(self.rows, self.texts)
         roots = torch.tensor(self.tokens(self.batch))
         draft = self.host.propose(self.rows, roots, self.nodes)
-        found = self.device.propose(roots.clone())
+        found = self.device.propose(roots.to(DEVICE, copy=True)).to("cpu")
         same = [self.compare_tree(draft, found, row) for row in range(self.batch)]
         for mine, its in [
             (self.rows.chains.counts, self.device._counts),
@@ -65,7 +74,7 @@ class Both:
             (self.rows.context.tokens, self.device._context),
             (self.rows.context.lengths, self.device._lengths),
         ]:
-            assert mine.equal(its) or mine is self.rows.chains.runs and self.nodes == 1
+            assert mine.equal(its.cpu()) or (mine is self.rows.chains.runs and self.nodes == 1)
         if not all(same):
             return False
         active = torch.tensor([row not in ended for row in range(self.batch)])
@@ -76,11 +85,12 @@ class Both:
         accepted = accept_choices(draft, choices)
         self.compare_accepted(draft, choices, accepted, roots)
         self.host.observe(self.rows, draft, logits, accepted)
-        before = {name: tensor.clone() for name, tensor in self.device._learnt.items()}
-        self.device.observe(draft, logits, accepted)
-        self.compare_learnt(before)
-        assert self.rows.context.tokens.equal(self.device._context)
-        assert self.rows.context.lengths.equal(self.device._lengths)
+        parts = (accepted.path, accepted.emitted, accepted.counts)
+        moved = Accepted(*(part.to(DEVICE) for part in parts))
+        self.device.observe(draft.to(DEVICE), logits.to(DEVICE), moved)
+        self.compare_learnt()
+        assert self.rows.context.tokens.equal(self.device._context.cpu())
+        assert self.rows.context.lengths.equal(self.device._lengths.cpu())
         for row, (_, *emitted) in enumerate(step_summary(draft, accepted).tolist()):
             emitted = [token for token in emitted if token != NO_TOKEN]
             if emitted:
@@ -106,31 +116,26 @@ class Both:
         return True
 
     def compare_accepted(self, draft, choices, accepted, roots):
-        next_roots = roots.clone()
-        path, emitted, counts, summary = torch.ops.token_recycling.device_accept(
-            draft.tokens,
-            draft.parents,
-            draft.depths,
-            draft.valid,
-            choices,
-            next_roots,
-            draft.max_depth + 1,
-        )
+        next_roots = roots.to(DEVICE, copy=True)
+        on_device = draft.to(DEVICE)
+        found, summary = kernels.accept(on_device, choices.to(DEVICE), next_roots)
+        path, emitted, counts = found.path.cpu(), found.emitted.cpu(), found.counts.cpu()
         assert counts.equal(accepted.counts)
         assert emitted.equal(accepted.emitted)
         for row, count in enumerate(counts.tolist()):
             assert path[row, :count].equal(accepted.path[row, :count])
             root = emitted[row, count - 1] if count else roots[row]
             assert next_roots[row] == root
-        assert summary.equal(step_summary(draft, accepted))
+        assert summary.cpu().equal(step_summary(draft, accepted))
 
-    def compare_learnt(self, before):
-        matrix, learnt = self.host.matrix, self.device._learnt
+    def compare_learnt(self):
+        matrix = self.host.matrix
+        learnt = {name: tensor.cpu() for name, tensor in self.device._learnt.items()}
         assert matrix.keys.equal(learnt["keys"])
         assert matrix.evidence.equal(learnt["evidence"])
         assert torch.allclose(matrix.weights, learnt["weights"], rtol=1e-4, atol=1e-5)
         logits = torch.from_numpy(self.host.logits).float()
-        assert torch.allclose(logits, self.device._logits, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(logits, self.device._logits.cpu(), rtol=1e-4, atol=1e-4)
         p, its = matrix.all_probabilities.float(), learnt["all_probabilities"].float()
         assert torch.allclose(p, its, rtol=2e-3, atol=1e-6)
         different = matrix.all_candidates != learnt["all_candidates"]
@@ -153,8 +158,83 @@ class Both:
     old_weight=st.sampled_from([0.0, 0.4]),
     learning_rate=st.sampled_from([0.0, 0.02, -1.0]),
     chain=st.sampled_from([0, 1, 4, 16]),
+    capacity=st.sampled_from([11, 200]),  # the shorter one becomes full
 )
 def test_the_device_agrees_with_the_host(seed, nodes, **options):
     both = Both(seed, nodes=nodes, **options)
     same = [both.step(ended=[1] if step == 2 and both.batch > 1 else ()) for step in range(3)]
     assert any(same)
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(64, 4), (1, 256), (16, 33)])
+def test_many_rows_and_large_trees(batch, nodes):
+    both = Both(3, nodes=nodes, batch=batch, k=12, chain=16)
+    assert both.step()
+    both.step(ended=range(0, batch, 3))
+
+
+@slow
+@given(
+    seed=st.integers(0, 10**6),
+    k=st.integers(1, 16),
+    nodes=st.sampled_from([1, 9, 30]),
+    pairs=st.sampled_from([0, 101]),
+    triples=st.sampled_from([0, 211]),
+    chain=st.sampled_from([0, 8]),
+)
+def test_the_device_drafts_what_the_oracle_drafts(seed, k, nodes, pairs, triples, chain):
+    """Node by node; the matrix has learnt a text, so that rows are empty, partly full and full."""
+    both = WithOracle(seed, min(k, 11), nodes, pairs, triples, 0.4, chain, 0.02)
+    run(both, 12)
+    drafting = DeviceDrafting(both.drafter, 1, 200, nodes + 1, DEVICE)
+    drafting.begin([both.text])
+    both.text.append(1)
+    tree = both.plain.propose(both.text, nodes + 1)
+    draft = drafting.propose(torch.tensor([1], device=DEVICE)).to("cpu")
+    assert int(draft.valid.sum()) == len(tree)
+    scores = [score for _, _, score in tree]
+    for node, (token, parent, score) in enumerate(tree):
+        assert float(draft.scores[0, node]) == pytest.approx(score, rel=1e-4, abs=1e-7)
+        if (int(draft.tokens[0, node]), int(draft.parents[0, node])) != (token, parent):
+            # float32 cannot tell these scores apart, so that two nodes have changed places.
+            others = [abs(other - score) for i, other in enumerate(scores) if i != node]
+            assert min(others) < 1e-5
+            break
+
+
+@pytest.mark.parametrize("k", [2, 8])
+def test_nodes_of_equal_scores_come_in_the_order_of_the_host(k):
+    """All rows have the same probabilities, so that all nodes of a depth are tied."""
+    matrix = AdjacencyMatrix(V, k)
+    tokens = torch.arange(V)
+    candidates = (tokens[:, None] * 5 + torch.arange(k)[None, :] * 3 + 1) % V
+    matrix.update(tokens, candidates, torch.full((V, k), 1 / k))
+    host = AdjacencyMatrix.clone(matrix)
+    drafter = AdaptiveDrafter(host, 40)
+    rows = drafter.new_rows(2, 50)
+    texts = [[1, 2, 3], [4]]
+    drafter.load(rows, texts)
+    drafting = DeviceDrafting(AdaptiveDrafter(matrix, 40), 2, 50, 41, DEVICE)
+    drafting.begin(texts)
+    roots = torch.tensor([7, 9])
+    expected = drafter.propose(rows, roots, 41)
+    found = drafting.propose(roots.to(DEVICE)).to("cpu")
+    assert expected.valid.all()
+    assert found.tokens.equal(expected.tokens)
+    assert found.parents.equal(expected.parents)
+
+
+@pytest.mark.parametrize("what", ["WINDOW", "FLOOR", "PRIOR", "LEAST"])
+def test_another_constant_turns_this_red(monkeypatch, what):
+    """The host's constants are compiled in; so the device's are changed."""
+    other = {"WINDOW": 1, "FLOOR": 0.2, "PRIOR": 9.0, "LEAST": 0.5}[what]
+    monkeypatch.setattr(device, what, tl.constexpr(other))
+    both = Both(5, nodes=24, chain=16)
+
+    def steps():
+        for _ in range(6):
+            assert both.step()
+
+    # A compiled kernel notices that its constants have changed.
+    with pytest.raises((AssertionError, RuntimeError)):
+        steps()

@@ -1,61 +1,32 @@
-"""The step of a GPU, in Triton's interpreter: how many kernels it launches around the forward.
+"""The step of a GPU, in Triton's interpreter: its text, and the kernels around the forward.
 
-``make test-device-kernels`` installs Triton, sets TRITON_INTERPRET=1, and runs the tests of
-``test_graph.py`` with the same kernels.
+``make test-device-kernels`` installs Triton and sets TRITON_INTERPRET=1. A step takes most of a
+second in the interpreter, so that texts are short.
 """
 
 import os
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
+from gpu_launches import Launches
+
 from architectures import make
-from models import random_prompts
+from models import plain, random_prompts
 from token_recycling import TokenRecycling
+from token_recycling.graph import decoder, kernels
 from token_recycling.graph.step import GraphStep
 from token_recycling.modes import ordinary_tensors
 from token_recycling.sequence import Sequence
 
 MOST_LAUNCHES = 20
-NOT_LAUNCHED = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
-
-
-class Launches(TorchDispatchMode):
-    """The operations that start a kernel on a GPU, outside the model's forward."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.names, self.inside = model, [], False
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        name = function.name().split("::")[1].split(".")[0]
-        if not (self.inside or function.is_view or name in NOT_LAUNCHED):
-            self.names.append(name)
-        return function(*arguments, **(keywords or {}))
-
-    def count(self, step):
-        """Count the operations of one step."""
-        forward = self.model.forward
-
-        def uncounted(*arguments, **keywords):
-            self.inside = True
-            try:
-                return forward(*arguments, **keywords)
-            finally:
-                self.inside = False
-
-        self.model.forward = uncounted
-        try:
-            with ordinary_tensors(), self:
-                step()
-        finally:
-            del self.model.forward
-        return self.names
+TOKENS = 14
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -69,9 +40,77 @@ def test_a_step_launches_few_kernels_around_the_forward(architecture, batch):
     recycler.target.prefill([prompt[:-1] for prompt in prompts])
     with ordinary_tensors():
         step.begin([Sequence(prompt) for prompt in prompts], [])
-    names = Launches(model).count(step)
+    names = Launches(model).during(step)
     print(len(names), names)
-    assert "device_propose" in names and "device_learn" in names
+    assert {"device_propose", "device_count", "device_learn"} <= set(names)
     assert len(names) <= MOST_LAUNCHES
     layers = model.config.get_text_config().num_hidden_layers
     assert layers > 1  # the commit must not launch kernels per layer
+
+
+@pytest.fixture
+def _traced(monkeypatch):
+    monkeypatch.setattr(decoder, "BACKEND", "aot_eager")
+
+
+def answers(model, prompts, *, graph=True, **options):
+    """Two answers per prompt, of which the second has drafts to accept, and their statistics."""
+    recycler = TokenRecycling(model, tree="ranked-5", graph=graph, strict=True, warm=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the graph must be used
+        found = [recycler.generate(prompts, max_new_tokens=TOKENS, **options) for _ in range(2)]
+    if graph:
+        (runner,) = recycler._graph._runners.values()
+        assert runner.step._around is kernels
+    return [[answer.token_ids for answer in each] for each in found], recycler.stats
+
+
+@pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize(("architecture", "lengths"), [("llama", [9]), ("gemma3", [20, 6])])
+def test_the_text_is_that_of_generate(architecture, lengths):
+    """One row, and two of different lengths with full and sliding windows."""
+    model = make(architecture)
+    prompts = random_prompts(lengths)
+    expected = [plain(model, prompt, TOKENS) for prompt in prompts]
+    found, stats = answers(model, prompts)
+    assert found == [expected, expected]
+    assert stats.accepted > 0
+
+
+@pytest.mark.usefixtures("_traced")
+def test_sampled_text_is_that_of_the_eager_loop():
+    model = make("llama")
+    prompts = random_prompts([9, 4])
+    options = {"temperature": 0.6, "seed": 3}
+    assert (
+        answers(model, prompts, **options)[0] == answers(model, prompts, graph=False, **options)[0]
+    )
+
+
+@pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize("what", ["mask", "commit", "positions", "acceptance"])
+def test_breaking_a_part_turns_this_red(monkeypatch, what):
+    """The first steps, which are compared with eager ones, are just as wrong."""
+    model = make("llama")
+    prompts = random_prompts([9])
+    layout, commit, accept = kernels.layout, kernels.commit, kernels.accept
+
+    def broken_layout(windows, lengths, draft, *others):
+        if what == "mask":
+            draft = replace(draft, ancestors=torch.ones_like(draft.ancestors))
+        positions, slots, masks = layout(windows, lengths, draft, *others)
+        return positions + (what == "positions") * draft.depths, slots, masks
+
+    def broken_commit(cache, path, counts):
+        commit(cache, path * 0 if what == "commit" else path, counts)
+
+    def broken_accept(draft, choices, roots):
+        if what == "acceptance":
+            choices = torch.where(draft.depths == 0, choices, draft.tokens)
+        return accept(draft, choices, roots)
+
+    monkeypatch.setattr(kernels, "layout", broken_layout)
+    monkeypatch.setattr(kernels, "commit", broken_commit)
+    monkeypatch.setattr(kernels, "accept", broken_accept)
+    torch._dynamo.reset()
+    assert answers(model, prompts)[0][1] != [plain(model, prompts[0], TOKENS)]

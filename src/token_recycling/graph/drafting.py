@@ -23,14 +23,16 @@ class Drafting(Protocol):
     """A drafter and its rows, as called by a step that runs many times on the same tensors.
 
     Attributes:
-        drafter: shared with other steps.
         nodes: nodes of every draft, root included.
         max_depth: of a draft.
     """
 
-    drafter: AnyDrafter
     nodes: int
     max_depth: int
+
+    @property
+    def drafter(self) -> AnyDrafter:
+        """Return the drafter, which is shared with other steps."""
 
     def begin(self, texts: list[list[int]]) -> None:
         """Load the texts, without the next roots."""

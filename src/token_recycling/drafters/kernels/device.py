@@ -1,9 +1,9 @@
 """Drafting and learning on a GPU: what ``host`` does, as Triton kernels on the same rows.
 
 Three kernels per step: ``propose`` (one program per row of the batch), ``count`` (one program) and
-``learn`` (one program per node and level of rows). Scores are computed
-in float32, in ``host`` in float64; nodes of equal scores come in the same order. Every kernel is an
-operation of PyTorch, so that compiled and captured steps can contain it.
+``learn`` (one program per node and level of rows). Scores are computed in float32, in ``host`` in
+float64; nodes of equal scores come in the same order. Every kernel is an operation of PyTorch, so
+that compiled and captured steps can contain it.
 
 Shapes use B rows of a batch, n nodes, k candidates, V tokens in the vocabulary, w slots of a
 context, c tokens of a chain and t emitted tokens.
@@ -103,14 +103,14 @@ def _gather(
     """Unite the candidates of all sources at a node, and mix what these say of each.
 
     The candidates of a level are ``WIDTH`` lanes, those of triples first; the chain's token is on
-    the first lane behind them. This is the order in which ``host.gather`` finds them. A candidate of
-    several sources has the same log odds on each of its lanes.
+    the first lane behind them. This is the order in which ``host.gather`` finds them. A candidate
+    of several sources has the same log odds on each of its lanes.
 
     Returns:
         Per lane: candidate (-1: none), first lane of its candidate or not, log odds, feature, and
         log odds of the feature. Then, for triples, pairs, tokens and the chain: the feature of
         candidates that they lack, its log odds, and whether the source is there. Then the weight
-        set.
+        set, and the rows of the pair and the triple.
     """
     lane = tl.arange(0, 4 * WIDTH)
     level = 2 - lane // WIDTH
@@ -167,7 +167,7 @@ def _gather(
     lacks = (lack2, lack1, lack0, lack3)
     lack_logits = (logit2, logit1, logit0, logit3)
     sources = (there2, there1, there0, below >= 0)
-    return found, first, odds, kind, logit, lacks, lack_logits, sources, which
+    return found, first, odds, kind, logit, lacks, lack_logits, sources, which, row1, row2
 
 
 # Propose
@@ -291,7 +291,7 @@ def _propose(
         cur = grown - 1
         below = at(links, link, linked_to)
         below = tl.where((linked_to >= 0) & (linked_to < count), below, -1)
-        found, is_first, odds, _, _, _, _, _, _ = _gather(
+        _, is_first, odds, _, _, _, _, _, _, pair_row, triple_row = _gather(
             before,
             previous,
             token,
@@ -314,9 +314,8 @@ def _propose(
         grows = tl.where(depth < max_depth, grows, 0)
         worth = tl.where(is_first & (grows > 0) & (worth > FLOOR), worth, NONE)
         pending = tl.where(expanded[:, None] == cur, worth[None, :], pending)
-        pairs = tl.where(node == cur, V + (previous * V + token) % tl.maximum(P, 1), pairs)
-        third = V + P + ((before * V + previous) * V + token) % tl.maximum(T, 1)
-        triples = tl.where(node == cur, third, triples)
+        pairs = tl.where(node == cur, pair_row, pairs)
+        triples = tl.where(node == cur, triple_row, triples)
         # The best pending candidate; of equal ones the one that was found first.
         flat = tl.reshape(pending, [EXPANDED * 4 * WIDTH])
         log, index = tl.max(flat, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -470,7 +469,7 @@ def _count(
             truth = at(found_tokens, step, depth)
             linked = on_chain & (depth < chained)
             below = tl.load(chain + row * c + depth, mask=linked, other=-1)
-            found, first, odds, kind, logit, lacks, lack_logits, sources, which = _gather(
+            found, first, odds, kind, logit, lacks, lack_logits, sources, which, _, _ = _gather(
                 before,
                 last,
                 token,
@@ -718,6 +717,7 @@ def _launch_propose(
         EXPANDED=triton.next_power_of_2(max(n - 1, 1)),
         CHAIN=triton.next_power_of_2(max(chain.shape[1], 1)),
         num_warps=warps(n, width),
+        **REGISTERS,
     )
     return tokens, parents, depths, ancestors, valid, scores
 
@@ -786,6 +786,7 @@ def _launch_count(
         WIDTH=_width(candidates),
         STEPS=triton.next_power_of_2(emitted.shape[1]),
         num_warps=COUNT_WARPS,
+        **REGISTERS,
     )
 
 
@@ -831,11 +832,14 @@ def _(*args: Any) -> None:
 
 
 COUNT_WARPS, LEARN_WARPS = 4, 1
+# Few programs run, so that none has to leave registers to others: without this, NVIDIA's assembler
+# keeps a few values in memory to use fewer registers.
+REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 248}
 MOST_AT_ONCE = 256  # nodes whose rows are compared at once
 
 
 def warps(n: int, width: int) -> int:
-    """Return the warps of ``_propose``: 32 pending candidates per thread, or 64 with the most warps."""
+    """Return the warps of ``_propose``, for about 32 pending candidates per thread."""
     expanded = triton.next_power_of_2(max(n - 1, 1))
     return int(min(max(expanded * 4 * width // (32 * 32), 4), 8))
 
