@@ -176,8 +176,10 @@ class AdjacencyMatrix:
             tokens: int64 [B, c].
 
         Returns:
-            bool [B, c], True at the last occurrence of each such token within its batch row.
+            bool [B, c] on the host, True at the last occurrence of each such token within its batch
+            row.
         """
+        tokens = tokens.cpu()
         missing = ~self.seen(tokens)
         if not bool(missing.any()):
             return missing

@@ -79,9 +79,9 @@ class PaperDrafter(Drafter[Rows]):
 
     def _recycle(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
         values, ids = top_k(logits[..., : self.matrix.vocab_size], self.matrix.k)
-        valid = valid & values[..., 0].isfinite().cpu()  # skip overflowed logits
+        valid = valid.cpu() & values[..., 0].isfinite().cpu()  # skip overflowed logits
         host.replace_rows(
-            as_array(tokens.flatten()),
+            as_array(tokens.cpu().flatten()),
             as_array(valid.flatten()),
             as_array(ids.cpu().flatten(0, -2)),
             self.matrix.candidates.numpy(),

@@ -135,7 +135,7 @@ def _without_gradients(method: Method) -> Method:
 def _learnt(prompt_mask: PromptMask | None, tokens: Tensor, valid: Tensor) -> Tensor:
     """Return which tokens of a chunk to learn from, bool [B, c]."""
     asked = valid if prompt_mask is None else prompt_mask(tokens)
-    return torch.zeros_like(valid) if asked is None else asked & valid
+    return torch.zeros_like(valid) if asked is None else asked.to(valid.device) & valid
 
 
 class TreeTarget:
