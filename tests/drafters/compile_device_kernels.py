@@ -84,6 +84,12 @@ def variants():
         yield f"count k={k}", device._count, constants, device.COUNT_WARPS
         constants = {"K": k, "WIDTH": width, "BLOCK": device.MOST_AT_ONCE}
         yield f"learn k={k}", device._learn, constants, device.LEARN_WARPS
+        # Triton compiles an argument of 1 in.
+        constants |= {"STEPS": 32, "P": 1, "T": 1, "batch": 1}
+        del constants["BLOCK"]
+        yield f"count ones k={k}", device._count, constants, device.COUNT_WARPS
+    constants = {"K": 8, "WIDTH": 8, "NODES": 16, "EXPANDED": 16, "CHAIN": 16, "P": 1, "T": 1}
+    yield "propose ones", device._propose, constants, 4
     for n in (2, 16, 128, 512):
         yield f"accept n={n}", kernels._accept, {"NODES": n, "STEPS": 32}, 1
     for rule in range(3):

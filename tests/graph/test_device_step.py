@@ -20,10 +20,12 @@ from gpu_launches import Launches
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.graph import decoder, kernels
+from token_recycling.graph import decoder, kernels, tensors
 from token_recycling.graph.step import GraphStep
+from token_recycling.model.limits import AttentionWindow
 from token_recycling.modes import ordinary_tensors
 from token_recycling.sequence import Sequence
+from token_recycling.tree import chains
 
 MOST_LAUNCHES = 20
 TOKENS = 14
@@ -46,6 +48,22 @@ def test_a_step_launches_few_kernels_around_the_forward(architecture, batch):
     assert len(names) <= MOST_LAUNCHES
     layers = model.config.get_text_config().num_hidden_layers
     assert layers > 1  # the commit must not launch kernels per layer
+
+
+def test_drafts_may_share_their_rows_memory():
+    """As those of ``chains``, of which ``first`` takes a part: no tensor is contiguous."""
+    draft = chains(torch.tensor([[5, 7, 9, 4], [3, 8, 8, 6]])).first(3)
+    assert not any(part.is_contiguous() for part in (draft.tokens, draft.depths, draft.ancestors))
+    lengths = torch.tensor([6, 4])
+    inputs = ({"full": AttentionWindow("full")}, lengths, draft, 16, None, torch.float32)
+    for found, expected in zip(kernels.layout(*inputs), tensors.layout(*inputs), strict=True):
+        assert found.equal(expected)
+    choices = torch.tensor([[7, 9, 1], [8, 2, 1]])
+    roots = [draft.tokens[:, 0].clone() for _ in range(2)]
+    accepted, found = kernels.accept(draft, choices, roots[0])
+    assert accepted.counts.tolist() == [3, 2]
+    assert found.equal(tensors.accept(draft, choices, roots[1])[1])
+    assert roots[0].equal(roots[1])
 
 
 @pytest.fixture

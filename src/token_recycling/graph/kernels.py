@@ -67,7 +67,7 @@ def _layout(
             else:
                 visible = visible & (position // size == key // size)
         mask = tl.where(visible, 0.0, lowest)
-        tl.store(mask_out + (row * n + query) * s + slot, mask, mask=inside)
+        tl.store(mask_out + tl.cast(row * n + query, tl.int64) * s + slot, mask, mask=inside)
 
 
 # Accept
@@ -160,7 +160,8 @@ def _commit(
     count = tl.load(counts + row)
     place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = place < heads * size
-    own = entries + (row * heads + place // size) * s * size + place % size
+    head = tl.cast(row, tl.int64) * heads + place // size  # int64: a cache may have 2^31 entries
+    own = entries + head * s * size + place % size
     for i in range(0, count):
         source = end + tl.load(path + row * p + i)
         value = tl.load(own + source * size, mask=inside)
@@ -182,7 +183,9 @@ def _launch_layout(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, n = depths.shape
-    positions, draft_slots = torch.empty_like(depths), depths.new_empty(n)
+    # A drafter may return expanded tensors; the kernel steps from row to row.
+    depths, ancestors = depths.contiguous(), ancestors.contiguous()
+    positions, draft_slots = depths.new_empty((batch, n)), depths.new_empty(n)
     mask = depths.new_empty((batch, n, slots), dtype=dtype)
     _layout[(batch, n)](
         lengths,
@@ -209,7 +212,7 @@ def _launch_layout(
 def _(lengths: Tensor, depths: Tensor, ancestors: Tensor, slots: int, *others: Any) -> Any:
     batch, n = depths.shape
     mask = depths.new_empty((batch, n, slots), dtype=others[-1])
-    return torch.empty_like(depths), depths.new_empty(n), mask
+    return depths.new_empty((batch, n)), depths.new_empty(n), mask
 
 
 def layout(
@@ -263,14 +266,11 @@ def _launch_accept(
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, n = tokens.shape
+    given = [part.contiguous() for part in (tokens, parents, depths, valid, choices)]
     path, emitted = tokens.new_empty((batch, longest)), tokens.new_empty((batch, longest))
     counts, summary = tokens.new_empty(batch), tokens.new_empty((batch, longest + 1))
     _accept[(batch,)](
-        tokens,
-        parents,
-        depths,
-        valid,
-        choices,
+        *given,
         roots,
         path,
         emitted,

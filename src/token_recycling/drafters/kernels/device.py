@@ -247,9 +247,7 @@ def _propose(
     node = tl.arange(0, NODES)
     expanded = tl.arange(0, EXPANDED)  # the last node has no children
     lane = tl.arange(0, 4 * WIDTH)
-    V = V.to(tl.int64)
-    P = P.to(tl.int64)
-    T = T.to(tl.int64)
+    V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
     # The context: in a full row, the root replaces the last token.
     text = context + row * w
     root = tl.load(roots + row)
@@ -448,9 +446,7 @@ def _count(
     lane = tl.arange(0, 4 * WIDTH)
     level = 2 - lane // WIDTH
     step = tl.arange(0, STEPS)
-    V = V.to(tl.int64)
-    P = P.to(tl.int64)
-    T = T.to(tl.int64)
+    V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
     for row in range(0, batch):
         text = context + row * w
         length = tl.load(lengths + row)
