@@ -313,8 +313,9 @@ class GraphDecoder:
         with ordinary_tensors(), self.compiling():  # the caller may be in inference mode
             for _ in range(2):
                 try:
-                    step = GraphStep(self.target, self.drafter, batch, slots, nodes, processors)
-                    return GraphRunner(step)
+                    return GraphRunner(
+                        GraphStep(self.target, self.drafter, batch, slots, nodes, processors)
+                    )
                 except torch.OutOfMemoryError:
                     self._runners = {}  # free their caches, then retry
         raise GraphError(f"not enough memory for a cache of {batch} x {slots} tokens")

@@ -122,7 +122,7 @@ class GraphStep:
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft's slots follow the longest row."""
         target = self.target
-        positions, self.cache.draft_slots, masks = self._around.layout(
+        positions, self.cache.place.slots, masks = self._around.layout(
             target.windows,
             self.cache.lengths,
             draft,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: RecyclingCache) -> None:
         super().__init__()
-        self.cache = cache
+        # In a cycle of references, a cache's memory would be kept until the garbage collection.
+        self.cache = cast(RecyclingCache, proxy(cache))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate with the shapes, dtype and device of the first states."""
@@ -169,6 +171,17 @@ def _gather(stack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
     stack.scatter_(3, slots[None, :, None, :, None].expand(shape), stack.gather(3, source))
 
 
+class Place:
+    """Where a forward writes; common to all layers, which must not refer to their cache.
+
+    Attributes:
+        slots: int64 [n], slots to which the current step's draft is written.
+    """
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots = slots
+
+
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, at a fixed address and shape.
 
@@ -180,7 +193,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: FixedCache, like: PreallocatedLayer) -> None:
         super().__init__()
-        self.cache = cache
+        self.place, self.slots = cache.place, cache.slots
         if not like.is_initialized:  # it uses another layer's entries
             return
         self.keys, self.values = (
@@ -196,8 +209,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the states of one forward to the draft slots; return all entries."""
-        self.keys.index_copy_(2, self.cache.draft_slots, key_states)
-        self.values.index_copy_(2, self.cache.draft_slots, value_states)
+        self.keys.index_copy_(2, self.place.slots, key_states)
+        self.values.index_copy_(2, self.place.slots, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -206,11 +219,11 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the length and offset of the keys."""
-        return self.cache.slots, 0
+        return self.slots, 0
 
     def get_max_length(self) -> int:
         """Return the number of slots."""
-        return self.cache.slots
+        return self.slots
 
     get_max_cache_shape = get_max_length
 
@@ -220,16 +233,16 @@ class FixedCache(Cache):  # type: ignore[misc]
 
     Attributes:
         lengths: int64 [B], number of committed entries per row.
-        draft_slots: int64 [n], slots to which the current step's draft is written.
+        place: of the current step's draft.
     """
 
     def __init__(self, like: RecyclingCache, batch: int, slots: int, device: torch.device) -> None:
         """Allocate ``slots`` entries per row, with layers like those of ``like``."""
         self.batch, self.slots = batch, slots
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.place = Place(self.lengths)
         super().__init__(layers=[FixedLayer(self, layer) for layer in like.layers])
         self._filled = [n for n, layer in enumerate(self.layers) if layer.is_initialized]
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.draft_slots = self.lengths
         # Keys and values by shape, and the addresses of each group, int64 on the device.
         groups: dict[Any, list[Tensor]] = {}
         for entries in self.entries:
