@@ -109,13 +109,16 @@ class GraphRunner:
 
     def _capture(self) -> Tensor:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
                 self._run()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
+        # A capture that fails does not leave its stream.
+        with torch.cuda.stream(current), capture:
             return self._run()
 
     def check(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
