@@ -51,6 +51,19 @@ def attention(
     Returns:
         A row for each context, number of nodes and way.
     """
+    # Each shape is a variant, of which PyTorch compiles only eight by default.
+    with torch._dynamo.config.patch(recompile_limit=2 * len(contexts) * len(nodes)):
+        return _attention(heads, dtype, device, seconds, contexts, nodes)
+
+
+def _attention(
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: Seconds,
+    contexts: tuple[int, ...],
+    nodes: tuple[int, ...],
+) -> list[dict[str, Any]]:
     many, few, size = heads
     rows = []
     for context in contexts:
@@ -83,7 +96,9 @@ def _ways(
     """Attention as [1, n, heads, size], and what one of the ways needs once for all layers."""
     layer = _Layer(query.shape[1] // key.shape[1])
     compiles = query.device.type == "cuda"
-    flex = torch.compile(flex_attention, dynamic=False) if compiles else flex_attention
+    flex: Callable[..., Any] = flex_attention
+    if compiles:  # fullgraph: it must not fall back to the slow function
+        flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     blocks = _blocks(visible)
     marked = mask.clone()
     pack_queries(marked)

@@ -93,6 +93,15 @@ def bandwidth(device: torch.device, size: int) -> float:
         return max(count / seconds_of(way, device, 10) for count, way in ways.items())
 
 
+def replaying(graph: Any, kept: Any) -> Callable[[], None]:
+    """Return a function that replays a CUDA graph, which reads and writes tensors of ``kept``."""
+
+    def replay(kept: Any = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
 @contextmanager
 def interpreted(device: torch.device) -> Iterator[None]:
     """Run the device's kernels in Triton's interpreter if ``device`` is a CPU."""
@@ -456,7 +465,7 @@ class Bench:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-        return graph.replay
+        return replaying(graph, run)
 
     def _model_only(self, nodes: int, context: int) -> Callable[[], Any]:
         """The forward of a chain of ``nodes`` as a graph of its own."""
@@ -477,7 +486,7 @@ class Bench:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 forward()
-        return graph.replay
+        return replaying(graph, (step, draft))
 
     def _way(self, **options: Any) -> Callable[[list[int]], list[int]]:
         """Answer with a recycler of its own."""
