@@ -15,6 +15,7 @@ import typer
 
 from token_recycling.cli import (
     bench,
+    bench_serving,
     chat,
     check,
     demo,
@@ -42,6 +43,7 @@ app.command("chat")(chat.chat)
 app.command("check")(check.check)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
+app.command("bench-serving")(bench_serving.bench_serving)
 app.command("replay")(replay.replay)
 app.command("tune")(tune.tune)
 app.command("warm")(warm.warm)

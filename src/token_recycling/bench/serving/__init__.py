@@ -1,0 +1,1 @@
+"""Measurement of serving engines with and without the plug-in."""

@@ -1,0 +1,139 @@
+"""Serves a load with vLLM, in a process of its own.
+
+python -m token_recycling.bench.serving.drive_vllm LOAD.json OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from token_recycling.bench.serving.load import Arrivals, Load, Pass
+
+WARM_UP = 2  # prompts before the first pass
+
+
+def arguments(load: Load) -> dict[str, Any]:
+    """Return vLLM's engine arguments."""
+    ours = {
+        "method": "custom_class",
+        "model": "token_recycling.integrations.vllm.Proposer",
+    }
+    speculative: dict[str, dict[str, Any]] = {
+        "ngram": {
+            "method": "ngram",
+            "num_speculative_tokens": load.chain,
+            "prompt_lookup_max": 4,
+        },
+        "chain": {**ours, "num_speculative_tokens": load.chain},
+        "tree": {**ours, "num_speculative_tokens": load.tree},
+    }
+    found = {
+        "model": load.model,
+        "max_num_seqs": max(load.concurrency),
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        **load.arguments,
+    }
+    if load.mode != "plain":
+        found["speculative_config"] = speculative[load.mode]
+    if load.mode in ("chain", "tree"):
+        found["additional_config"] = {"token_recycling": {"mode": load.mode, **load.options}}
+    return found
+
+
+class Gaps:
+    """The times between forwards of a model in this process."""
+
+    def __init__(self, model: Any) -> None:
+        """Watch the forwards of ``model``."""
+        self.seconds: list[float] = []
+        self._ended: float | None = None
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end)
+
+    def _begin(self, *arguments: Any) -> None:
+        if self._ended is not None:
+            self.seconds.append(perf_counter() - self._ended)
+
+    def _end(self, *arguments: Any) -> None:
+        self._ended = perf_counter()
+
+    def take(self) -> list[float]:
+        """Return the gaps since the last call."""
+        found, self.seconds, self._ended = self.seconds, [], None
+        return found
+
+
+def serve(engine: Any, load: Load, prompts: list[list[int]], concurrency: int) -> Pass:
+    """Serve ``prompts`` with ``concurrency`` requests at once; return texts and times."""
+    from vllm import SamplingParams
+
+    found = Pass(concurrency)
+    texts: dict[int, list[int]] = {}
+    times: dict[str, Arrivals] = {}
+    waiting = list(range(len(prompts)))[::-1]
+    begun = perf_counter()
+    while len(texts) < len(prompts):
+        while waiting and len(times) < concurrency:
+            i = waiting.pop()
+            sampling = SamplingParams(
+                temperature=load.temperature,
+                seed=i if load.temperature else None,
+                max_tokens=load.new_tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            times[str(i)] = Arrivals(perf_counter())
+            engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, sampling)
+        outputs = engine.step()
+        now = perf_counter()
+        for output in outputs:
+            tokens = output.outputs[0].token_ids
+            times[output.request_id].add(len(tokens), now)
+            if output.finished:
+                times.pop(output.request_id).end(found)
+                texts[int(output.request_id)] = list(tokens)
+    found.seconds = perf_counter() - begun
+    found.texts = [texts[i] for i in range(len(prompts))]
+    return found
+
+
+def main() -> None:
+    """Start vLLM, and serve all prompts once for each concurrency."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the gaps are measured here
+    load = Load.read(Path(sys.argv[1]))
+    from vllm import EngineArgs, LLMEngine
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments(load)))
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    gaps = Gaps(runner.model)
+
+    def counted() -> tuple[int, int]:
+        figures = {
+            metric.name.removeprefix("vllm:spec_decode_"): metric.value
+            for metric in get_metrics_snapshot()
+            if hasattr(metric, "value")
+        }
+        return figures.get("num_drafts", 0), figures.get("num_accepted_tokens", 0)
+
+    serve(engine, load, load.prompts[:WARM_UP], WARM_UP)
+    passes = []
+    for concurrency in load.concurrency:
+        gaps.take()
+        before = counted()
+        found = serve(engine, load, load.prompts, concurrency)
+        found.gaps = gaps.take()
+        found.drafts, found.accepted = (b - a for a, b in zip(before, counted()))
+        passes.append(asdict(found))
+    Path(sys.argv[2]).write_text(json.dumps(passes), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

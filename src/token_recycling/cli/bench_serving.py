@@ -1,0 +1,139 @@
+"""`token-recycling bench-serving`: measure vLLM or SGLang with and without the plug-in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from token_recycling.cli import options as o
+from token_recycling.errors import TokenRecyclingError
+
+
+def bench_serving(
+    engine: Annotated[str, typer.Option("--engine", help="vllm or sglang.")],
+    model: o.Model = None,
+    modes: Annotated[
+        str,
+        typer.Option("--modes", help="plain, ngram, chain (vLLM only), tree; with commas."),
+    ] = "plain,ngram,tree",
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", help="Requests at once; several with commas.")
+    ] = "1,4,16",
+    rounds: Annotated[int, typer.Option("--rounds", help="Starts of the engine per mode.")] = 3,
+    suite: Annotated[
+        list[str] | None, typer.Option("--suite", help="Prompts, as in bench. Repeatable.")
+    ] = None,
+    questions: Annotated[int, typer.Option("--questions", help="Number of prompts.")] = 16,
+    random: Annotated[
+        bool, typer.Option("--random", help="Prompts of random tokens instead of questions.")
+    ] = False,
+    max_tokens: o.MaxTokens = 96,
+    temp: o.Temperature = 0.0,
+    chain: Annotated[int, typer.Option("--chain", help="Most drafted tokens of a chain.")] = 6,
+    tree: Annotated[int, typer.Option("--tree", help="Most drafted nodes of a tree.")] = 15,
+    engine_args: Annotated[
+        str, typer.Option("--engine-args", help="More arguments of the engine, as JSON.")
+    ] = "{}",
+    options: Annotated[
+        str, typer.Option("--options", help="Options of the plug-in, as JSON.")
+    ] = "{}",
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="File for all figures, as JSON.")
+    ] = None,
+) -> None:
+    """Serve the same prompts in several modes, restarting the engine for each in turn.
+
+    Run it in the environment of the engine. Reports throughput, time per output token and to the
+    first token, the time between two forwards (vLLM), tokens per draft, and whether the text is
+    that of the first mode.
+    """
+    import torch
+
+    from token_recycling.bench.serving.load import Load
+    from token_recycling.bench.serving.measure import check, measure, summary, table, to_dict
+    from token_recycling.files import write_text
+    from token_recycling.machine import describe
+
+    names = [name.strip() for name in modes.split(",") if name.strip()]
+    check(engine, names)
+    if rounds < 1 or questions < 1 or max_tokens < 2:
+        raise TokenRecyclingError("--rounds and --questions must be 1 or more, --max-tokens 2")
+    load = Load(
+        model=_folder(model),
+        mode=names[0],
+        arguments=_object("--engine-args", engine_args),
+        prompts=_prompts(_folder(model), suite or ["builtin"], questions, random),
+        new_tokens=max_tokens,
+        temperature=temp,
+        concurrency=_numbers("--concurrency", concurrency),
+        chain=chain,
+        tree=tree,
+        options=_object("--options", options),
+    )
+
+    def on_life(turn: int, mode: str) -> None:
+        typer.echo(f"round {turn + 1} of {rounds}: {engine}, {mode}", err=True)
+
+    found = measure(engine, load, names, rounds, on_life)
+    rows = summary(found)
+    typer.echo(table(rows))
+    if out is not None:
+        about = {"machine": describe(torch.device("cpu")), "engine": engine, "rounds": rounds}
+        asked = {**vars(load), "prompts": len(load.prompts), "mode": names}
+        text = json.dumps({**about, "load": asked, "rows": rows, "passes": to_dict(found)})
+        write_text(out, text + "\n")
+
+
+def _folder(model: str | None) -> str:
+    from token_recycling.checkpoint import BUNDLED_MODEL
+
+    return str(BUNDLED_MODEL) if model is None else model
+
+
+def _object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise TokenRecyclingError(f"{name} is not a JSON object: {text}")
+    return value
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(one) for one in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise TokenRecyclingError(f"{name} is {text!r}; give whole numbers from 1 on, with commas")
+    return numbers
+
+
+def _prompts(model: str, suites: list[str], count: int, random: bool) -> list[list[int]]:
+    """Return ``count`` prompts as token ids."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    from token_recycling.bench.suites import load_all
+    from token_recycling.text import as_conversation, encode
+
+    if random:
+        vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        draws = torch.Generator().manual_seed(0)
+        shape = (count, RANDOM_LENGTH)
+        return torch.randint(vocabulary, shape, generator=draws).tolist()
+    found = load_all(suites)
+    if len(found) < count:
+        raise TokenRecyclingError(f"there are {len(found)} questions; --questions is {count}")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chosen = found[:: len(found) // count][:count]  # of all kinds
+    return [
+        encode(tokenizer, as_conversation(tokenizer, [question.turns[0]])) for question in chosen
+    ]
+
+
+RANDOM_LENGTH = 64  # tokens of a random prompt
