@@ -325,12 +325,11 @@ class DraftTree:
         path = nodes.new_zeros(batch, self.max_depth + 2).scatter_(1, columns, nodes)
         return path[:, :-1]
 
-    def best_branch(self, logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Follow the most likely child from the root down.
+    def best_branch(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Follow the child that the target considers most likely from the root down.
 
         Args:
-            logits: [B, n, V], the target's logits at every node. None: take the first child, which
-                is the drafter's most likely one if its drafts are sorted best first.
+            logits: [B, n, V], the target's logits at every node.
 
         Returns:
             The nodes of the branch, int64 [B, max_depth + 1], the root first, padded with 0; and
@@ -338,11 +337,8 @@ class DraftTree:
         """
         batch, n = self.tokens.shape
         nodes = torch.arange(n, device=self.tokens.device)
-        if logits is None:
-            worth = -nodes.expand(batch, n).float()
-        else:
-            rows = torch.arange(batch, device=nodes.device)[:, None]
-            worth = logits[rows, self.parents, self.tokens].float()
+        rows = torch.arange(batch, device=nodes.device)[:, None]
+        worth = logits[rows, self.parents, self.tokens].float()
         below = self.valid.clone()
         below[:, 0] = False
         worth = worth.masked_fill(~below, -torch.inf)

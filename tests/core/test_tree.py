@@ -135,9 +135,9 @@ def test_the_picture(kind, tmp_path):
 def test_padding_is_on_no_branch():
     """Nodes that hold no token, with and without themselves among their ancestors."""
     draft = chains(torch.tensor([[5, 6, 7]])).padded(6)
-    path, counts = draft.best_branch()
+    path, counts = draft.best_branch(torch.zeros(1, 6, 9))
     assert path[0, :3].tolist() == [0, 1, 2]
     assert counts.tolist() == [3]
     draft = draft.up_to(torch.tensor([2]))
-    assert draft.best_branch()[1].tolist() == [2]
-    assert draft.best_branch()[0][0, :2].tolist() == [0, 1]
+    assert draft.best_branch(torch.zeros(1, 6, 9))[1].tolist() == [2]
+    assert draft.best_branch(torch.zeros(1, 6, 9))[0][0, :2].tolist() == [0, 1]

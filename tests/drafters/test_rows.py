@@ -131,6 +131,8 @@ def test_a_selected_row_has_room_for_a_step():
     context.append_roots(torch.tensor([3, 18, 29]))
     before = context.tokens.clone()
     found = context.select(torch.tensor([2, 1, 0]))
+    assert found.lengths.tolist() == [10, 9, 3]
+    found.make_room()
     assert found.lengths.tolist() == [4, 9, 3]
     assert found.tokens[0].tolist() == [26, 27, 28, 29] + [NO_TOKEN] * 8
     assert found.tokens[1].equal(before[1])

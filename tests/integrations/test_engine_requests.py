@@ -10,6 +10,7 @@ import torch
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
 from token_recycling.accept import accept_choices, greedy
 from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
+from token_recycling.drafters.kernels import host
 from token_recycling.drafters.ngram import Context
 from token_recycling.integrations.engines import versions
 from token_recycling.integrations.engines.options import ServingOptions
@@ -155,6 +156,7 @@ def test_a_long_text_forgets_its_beginning():
     assert context.lengths.tolist() == [80, 2]
     context.append_roots(torch.tensor([90, 7]))
     selected = context.select(torch.tensor([1, 0]))
+    selected.make_room()
     assert selected.lengths.tolist() == [3, 81 - 50]
     assert selected.tokens[0, :3].tolist() == [5, 6, 7]
     assert selected.tokens[1, :31].tolist() == list(range(60, 91))
@@ -177,7 +179,11 @@ def test_the_best_branch(by_target):
     drafter.load(rows, [[1, 2], [2, 3], [5]])
     draft = drafter.propose(rows, torch.tensor([4, 5, 6]))
     logits = torch.randn(3, draft.nodes, VOCABULARY, generator=generator)
-    path, counts = draft.best_branch(logits if by_target else None)
+    if by_target:
+        path, counts = draft.best_branch(logits)
+    else:
+        path, counts = torch.zeros_like(draft.tokens), torch.zeros(3, dtype=torch.long)
+        host.likeliest(*(x.numpy() for x in (draft.parents, draft.valid, path, counts)))
     for row in range(3):
         right = [0]
         while True:

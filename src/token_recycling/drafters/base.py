@@ -52,6 +52,13 @@ class Rows:
             elif isinstance(mine, Tensor):
                 mine[index] = torch.zeros_like(mine[index]) if theirs is None else theirs
 
+    def make_room(self) -> None:
+        """Drop the oldest tokens of rows that the next step could overflow, in place."""
+        for one in fields(self):
+            mine = getattr(self, one.name)
+            if isinstance(mine, Rows):
+                mine.make_room()
+
 
 R = TypeVar("R", bound=Rows)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,19 +77,16 @@ class Context(Rows):
             self.tokens[row, : len(kept)] = torch.tensor(kept, dtype=torch.long, device="cpu")
             self.lengths[row] = len(kept)
 
-    def select(self, index: Tensor) -> Context:
-        """Return copies of the rows at ``index``, each with at least ``margin`` free slots."""
-        rows = super().select(index)
-        if self.capacity is None:
-            return rows
-        width = rows.tokens.shape[1]
-        shift = (rows.lengths > width - self.margin) * (width // 2)
-        if not bool(shift.any()):
-            return rows
+    def make_room(self) -> None:
+        """Drop the older half of rows with fewer than ``margin`` free slots."""
+        width = self.tokens.shape[1]
+        if self.capacity is None or int(self.lengths.numpy().max()) <= width - self.margin:
+            return
+        shift = (self.lengths > width - self.margin) * (width // 2)
         slots = torch.arange(width, device="cpu") + shift[:, None]
-        tokens = rows.tokens.gather(1, slots.clamp(max=width - 1))
-        tokens = tokens.masked_fill(slots >= width, NO_TOKEN)
-        return replace(rows, tokens=tokens, lengths=rows.lengths - shift)
+        tokens = self.tokens.gather(1, slots.clamp(max=width - 1))
+        self.tokens = tokens.masked_fill(slots >= width, NO_TOKEN)
+        self.lengths = self.lengths - shift
 
     def reserve(self, more: int) -> None:
         """Make room for ``more`` tokens per row; without a capacity the buffer may be replaced."""

@@ -852,3 +852,27 @@ def replace_rows(
             for rank in range(candidates.shape[1]):
                 candidates[tokens[i], rank] = ids[i, rank]
                 probabilities[tokens[i], rank] = 0
+
+
+# Branches
+
+
+@compiled
+def likeliest(parents: Any, valid: Any, path: Any, counts: Any) -> None:
+    """Follow the first child, the most likely one, from each root down.
+
+    Args:
+        parents: int64 [B, n], nodes in descending order of their scores.
+        valid: bool [B, n].
+        path: int64 [B, n], gets the nodes of the branch; the rest is unchanged.
+        counts: int64 [B], gets their number.
+    """
+    for row in range(len(parents)):
+        last, count = 0, 1
+        path[row, 0] = 0
+        for node in range(1, parents.shape[1]):
+            if valid[row, node] and parents[row, node] == last:
+                path[row, count] = node
+                last = node
+                count += 1
+        counts[row] = count

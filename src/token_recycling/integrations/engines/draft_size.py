@@ -1,9 +1,9 @@
 """The draft-size policy in serving engines: which drafted nodes are worth their time in a step.
 
 A step of R requests that verifies x drafted nodes takes a + b x seconds and emits R tokens and, in
-expectation, the sum of the nodes' scores. The policy chooses the nodes that maximise tokens per
-second, from the engine's own step times. Where this is no more than plain steps bring, or where
-what came was less, it pauses: for some steps nothing is drafted, learnt or even looked at.
+expectation, the sum of the nodes' scores. The policy takes the nodes that maximise tokens per
+second, by the engine's own step times. Where that is no more than plain steps bring, or where what
+came was less, drafting pauses: for some steps nothing is drafted, learnt or even looked at.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 MEMORY = 64.0  # steps after which the weight of an old one is 1/e
-PROBE = 3  # plain steps that are timed before the first draft of a number of requests
-PROBE_AGAIN = 512  # drafted steps between two such probes
-TRIAL = 12  # drafted steps before a decision
+PROBE = 4  # plain steps in a row that are timed: before the first draft of all
+PROBE_AT = (64, 512)  # and after so many drafted steps of a number of requests, once and always
+TRIAL = 12  # drafted steps before what came decides
+IDLE = 6  # steps in a row for which no node was worth its time, before a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps; every failed trial doubles them
+PROVEN = 96  # drafted steps after which the next pause is a short one again
 MARGIN = 1.02  # by how much drafting must be expected to be faster
-OUTLIER = 4.0  # a step that takes this many times the expected seconds was interrupted
+OUTLIER = 3.0  # a step that takes so many times the usual seconds was interrupted
 
 
 @dataclass
-class _Average:
+class _Mean:
     """A mean in which old values fade."""
 
     total: float = 0.0
@@ -37,46 +39,47 @@ class _Average:
     def value(self) -> float:
         return self.total / self.weight
 
+    def usual(self, value: float) -> bool:
+        return not self.weight or value < OUTLIER * self.value
+
 
 @dataclass
 class _Line:
-    """Seconds by drafted nodes: least squares in which old steps fade, drawn to a first slope."""
+    """Seconds by drafted nodes: least squares in which old steps fade, and a first slope."""
 
     slope: float
-    n: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
+    x: _Mean = field(default_factory=_Mean)
+    y: _Mean = field(default_factory=_Mean)
+    xx: _Mean = field(default_factory=_Mean)
+    xy: _Mean = field(default_factory=_Mean)
 
     def add(self, x: float, y: float) -> None:
-        fade = 1 - 1 / MEMORY
-        self.n, self.x, self.y = fade * self.n + 1, fade * self.x + x, fade * self.y + y
-        self.xx, self.xy = fade * self.xx + x * x, fade * self.xy + x * y
+        for mean, value in ((self.x, x), (self.y, y), (self.xx, x * x), (self.xy, x * y)):
+            mean.add(value)
 
     def fit(self) -> tuple[float, float]:
         """Return (a, b) of a + b x."""
-        mean = self.x / self.n
-        # The first slope counts like a few steps whose x differ by half of their mean.
-        prior = max(mean, 1.0) ** 2
-        spread = self.xx - self.n * mean * mean
-        together = self.xy - mean * self.y
-        slope = max((together + prior * self.slope) / (spread + prior), 0.0)
-        return self.y / self.n - slope * mean, slope
+        x, y = self.x.value, self.y.value
+        spread, together = self.xx.value - x * x, self.xy.value - x * y
+        # The first slope counts like numbers of nodes that differ by a quarter of their mean.
+        trust = max(x, 1.0) ** 2 / 16
+        slope = max((together + trust * self.slope) / (spread + trust), 0.0)
+        return y - slope * x, slope
 
 
 @dataclass
-class _Load:
+class _Case:
     """What is known of steps with about so many requests; times are seconds per step."""
 
-    plain: _Average = field(default_factory=_Average)
+    plain: _Mean = field(default_factory=_Mean)
     drafted: _Line | None = None
-    tokens: _Average = field(default_factory=_Average)  # per request and drafted step
-    seconds: _Average = field(default_factory=_Average)  # of drafted steps
-    left: int = PROBE  # plain steps before the next draft
+    tokens: _Mean = field(default_factory=_Mean)  # per request, of drafted steps since a pause
+    seconds: _Mean = field(default_factory=_Mean)  # of these steps
+    plain_left: int = 0
     pause: int = PAUSE
-    trial: int = 0  # drafted steps since the last pause
-    since_probe: int = 0
+    steps: int = 0  # drafted since the last pause
+    since_probe: int = 0  # drafted since the last plain step
+    idle: int = 0
 
 
 class EngineDraftSize:
@@ -86,91 +89,107 @@ class EngineDraftSize:
         """Start with a guess.
 
         Args:
-            slope: cost of a drafted node, relative to a plain step of one request.
+            slope: cost of a drafted node, relative to a plain step.
         """
         self.slope = slope
-        self._loads: dict[int, _Load] = {}
+        self._cases: dict[int, _Case] = {}
+        self._first_probe = PROBE
 
-    def _load(self, requests: int) -> _Load:
-        """Numbers of requests up to 4 stand alone, larger ones in ranges of a quarter."""
-        key = requests
-        if requests > 4:
-            unit = 1 << (requests.bit_length() - 3)
-            key = requests // unit * unit
-        return self._loads.setdefault(key, _Load())
+    def _case(self, requests: int) -> _Case:
+        # Up to 7 requests every number is a case; larger ones are taken together by quarters.
+        unit = 1 << max(requests.bit_length() - 3, 0)
+        return self._cases.setdefault(requests // unit * unit, _Case())
 
     def drafts(self, requests: int) -> bool:
         """Return False if the next step of so many requests should be a plain one."""
-        load = self._load(requests)
-        if load.left:
-            load.left -= 1
+        case = self._case(requests)
+        if self._first_probe:
+            self._first_probe -= 1
             return False
-        return True
+        if case.plain_left:
+            case.plain_left -= 1
+            return False
+        return self._plain(requests) is not None
+
+    def _plain(self, requests: int) -> float | None:
+        """Return the seconds of a plain step; None: no plain step was timed yet.
+
+        Those of the nearest number of requests, if these have none: a request more costs what a
+        drafted node costs.
+        """
+        timed = [number for number, case in self._cases.items() if case.plain.weight]
+        if not timed:
+            return None
+        nearest = min(timed, key=lambda number: abs(number - requests))
+        ratio = (1 + self.slope * requests) / (1 + self.slope * nearest)
+        # A case holds more than one number, so that its own time is not scaled.
+        own = self._case(requests).plain.weight > 0
+        return self._cases[nearest].plain.value * (1.0 if own else ratio)
 
     def choose(self, scores: Tensor, valid: Tensor) -> Tensor:
-        """Return how many nodes of each draft the next step should verify, roots included.
+        """Return how many nodes of each draft to verify, roots included.
 
         Args:
-            scores: float [B, n], probability of each node to be accepted, best first; column 0 is
-                the root.
+            scores: float32 [B, n], the probability of each node to be accepted, best first.
             valid: bool [B, n].
 
         Returns:
-            int64 [B]; 1 everywhere if no draft pays.
+            int64 [B]; 1 everywhere if no node is worth its time.
         """
         requests = len(scores)
-        load = self._load(requests)
-        none = torch.ones(requests, dtype=torch.long, device="cpu")
-        if load.drafted is None:  # the first drafted step
-            load.drafted = _Line(self.slope * load.plain.value)
-        if load.drafted.n:
-            base, slope = load.drafted.fit()
-        else:
-            base, slope = load.plain.value, load.drafted.slope
-        base = max(base, load.plain.value)
-        worth = scores[:, 1:].masked_fill(~valid[:, 1:], 0.0).flatten().sort(descending=True).values
-        if not len(worth):
-            return none
-        nodes = torch.arange(1, len(worth) + 1, device="cpu")
-        rates = (requests + worth.cumsum(0)) / (base + slope * nodes)
-        best = int(rates.argmax())
-        if float(rates[best]) < MARGIN * requests / load.plain.value:
-            self._trial(load, failed=load.trial + 1 >= TRIAL)
-            return none
-        least = worth[best]
-        return none + ((scores[:, 1:] >= least) & valid[:, 1:] & (least > 0)).sum(dim=1)
+        case = self._case(requests)
+        plain = self._plain(requests) or 1.0
+        base, slope = plain, self.slope * plain
+        if case.drafted is not None:
+            base, slope = case.drafted.fit()
+        drafted = scores[:, 1:].masked_fill(~valid[:, 1:], 0.0)
+        best = drafted.flatten().sort(descending=True).values
+        count = torch.arange(1, len(best) + 1, device="cpu")
+        rates = (requests + best.cumsum(0)) / (max(base, plain) + slope * count)
+        top = int(rates.argmax()) if len(best) else 0
+        if not len(best) or float(rates[top]) < MARGIN * requests / plain:
+            case.idle += 1
+            if case.idle >= IDLE:
+                self._pause(case)
+            return torch.ones(requests, dtype=torch.long, device="cpu")
+        case.idle = 0
+        return 1 + ((drafted >= best[top]) & (drafted > 0)).sum(dim=1)
 
     def record(self, requests: int, drafted: int, tokens: int, seconds: float) -> None:
-        """Add a step.
+        """Add a step in which all requests were decoding.
 
         Args:
-            requests: that took part; all of them decoding.
+            requests: that took part.
             drafted: nodes that were verified, roots not included.
             tokens: that were emitted.
-            seconds: from the end of drafting for it to the end of drafting for the next.
+            seconds: of the step, drafting for it included.
         """
-        load = self._load(requests)
+        case = self._case(requests)
         if not drafted:
-            if not load.plain.weight or seconds < OUTLIER * load.plain.value:
-                load.plain.add(seconds)
+            if case.plain.usual(seconds):
+                case.plain.add(seconds)
+            case.since_probe = 0
             return
-        if load.drafted is None or seconds > OUTLIER * (load.plain.value + load.seconds.total):
+        plain = self._plain(requests)
+        if plain is None or not case.seconds.usual(seconds):
             return
-        load.drafted.add(drafted, seconds)
-        load.tokens.add(tokens / requests)
-        load.seconds.add(seconds)
-        load.since_probe += 1
-        gain = load.tokens.value * load.plain.value / load.seconds.value
-        self._trial(load, failed=load.trial + 1 >= TRIAL and gain < 1)
-        if load.since_probe >= PROBE_AGAIN:
-            load.left, load.since_probe = PROBE, 0
+        if case.drafted is None:
+            case.drafted = _Line(self.slope * plain)
+        case.drafted.add(drafted, seconds)
+        case.tokens.add(tokens / requests)
+        case.seconds.add(seconds)
+        case.steps += 1
+        case.since_probe += 1
+        if case.steps == PROVEN:
+            case.pause = PAUSE
+        gain = case.tokens.value * plain / case.seconds.value
+        if case.steps >= TRIAL and gain < 1:
+            self._pause(case)
+        elif case.since_probe >= PROBE_AT[case.plain.weight > 0]:
+            case.plain_left = PROBE
 
-    def _trial(self, load: _Load, *, failed: bool) -> None:
-        """Count a step that was drafted for; pause after a failed trial."""
-        load.trial += 1
-        if failed:
-            load.left = load.pause
-            load.pause = min(2 * load.pause, LONGEST_PAUSE)
-            load.trial, load.tokens, load.seconds = 0, _Average(), _Average()
-        elif load.trial >= 4 * TRIAL:
-            load.pause = PAUSE
+    def _pause(self, case: _Case) -> None:
+        case.plain_left = case.pause
+        case.pause = min(2 * case.pause, LONGEST_PAUSE)
+        case.steps, case.idle = 0, 0
+        case.tokens, case.seconds = _Mean(), _Mean()

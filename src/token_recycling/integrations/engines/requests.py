@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from token_recycling.accept import Accepted
 from token_recycling.drafters import AnyDrafter, Rows
+from token_recycling.drafters.kernels import host
 from token_recycling.integrations.engines.options import CONTEXT
 from token_recycling.tree import DraftTree, chains
 
@@ -34,6 +35,15 @@ class _Drafts(Rows):
     def of(cls, draft: DraftTree, nodes: int) -> _Drafts:
         draft = draft.padded(nodes)
         return cls(draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid)
+
+
+@dataclass
+class _Live:
+    """The requests of the last step, outside their slots: most steps have the same ones."""
+
+    slots: list[int]
+    rows: Any  # the drafter's, in the order of ``slots``
+    draft: DraftTree | None = None  # last proposed
 
 
 class RequestDrafter:
@@ -65,12 +75,33 @@ class RequestDrafter:
         self.drafter, self.nodes, self.context, self.chain = drafter, nodes, context, chain
         self._rows = drafter.new_rows(requests, context)
         self._drafts = _Drafts.empty(requests, nodes)
+        self._live: _Live | None = None
         root = torch.zeros(1, dtype=torch.long, device="cpu")
         whole = drafter.propose(drafter.new_rows(1, context), root)
         self.max_depth = min(whole.max_depth, nodes - 1)
 
+    def _take(self, slots: Tensor) -> _Live:
+        """Return the requests in ``slots``, taken out of their slots if they were not yet."""
+        wanted = slots.tolist()
+        if self._live is None or self._live.slots != wanted:
+            self._store()
+            self._live = _Live(wanted, self._rows.select(slots))
+        self._live.rows.make_room()
+        return self._live
+
+    def _store(self) -> None:
+        """Put the requests of the last step back into their slots."""
+        if self._live is None:
+            return
+        slots = torch.tensor(self._live.slots, device="cpu")
+        self._rows.write(slots, self._live.rows)
+        if self._live.draft is not None:
+            self._drafts.write(slots, _Drafts.of(self._live.draft, self.nodes))
+        self._live = None
+
     def begin(self, slots: Tensor, texts: list[list[int]]) -> None:
         """Start requests in ``slots``; ``texts`` are their tokens without the next root."""
+        self._store()
         rows = self.drafter.new_rows(len(texts), self.context)
         self.drafter.load(rows, [text[-self.context // 2 :] for text in texts])
         self._rows.write(slots, rows)
@@ -83,22 +114,26 @@ class RequestDrafter:
             roots: each passed to ``propose`` only once.
             nodes: maximum nodes of each draft, root included; 1: a step of plain decoding.
         """
-        rows = self._rows.select(slots)
+        live = self._take(slots)
         nodes = min(nodes, self.nodes)
         if self.chain and nodes > 1:
-            draft = _likeliest(self.drafter.propose(rows, roots)).first(nodes)
+            live.draft = _likeliest(self.drafter.propose(live.rows, roots)).first(nodes)
         else:
-            draft = self.drafter.propose(rows, roots, nodes)
-        self._rows.write(slots, rows)
-        self.replace_drafts(slots, draft)
-        return draft
+            live.draft = self.drafter.propose(live.rows, roots, nodes)
+        return live.draft
 
     def replace_drafts(self, slots: Tensor, draft: DraftTree) -> None:
         """Replace the drafts last proposed in ``slots`` by ``draft``."""
-        self._drafts.write(slots, _Drafts.of(draft, self.nodes))
+        self._take(slots).draft = draft
 
     def drafts(self, slots: Tensor) -> DraftTree:
         """Return the drafts last proposed in ``slots``, padded to the maximum number of nodes."""
+        live = self._live
+        if live is not None and live.draft is not None:
+            if live.slots == slots.tolist():
+                return replace(live.draft.padded(self.nodes), max_depth=self.max_depth)
+            of = torch.tensor(live.slots, device="cpu")
+            self._drafts.write(of, _Drafts.of(live.draft, self.nodes))
         return DraftTree(**vars(self._drafts.select(slots)), max_depth=self.max_depth)
 
     def observe(self, slots: Tensor, logits: Tensor, nodes: Tensor, emitted: Tensor) -> None:
@@ -110,12 +145,10 @@ class RequestDrafter:
             nodes: int64 [B], how many of these were verified, root included.
             emitted: int64 [B, t], new tokens of each request, padded with ``NO_TOKEN``.
         """
-        rows = self._rows.select(slots)
         draft = self.drafts(slots).first(logits.shape[1]).up_to(nodes)
         counts = (emitted >= 0).sum(dim=1)
         accepted = Accepted(torch.zeros_like(emitted), emitted, counts)
-        self.drafter.observe(rows, draft, logits, accepted)
-        self._rows.write(slots, rows)
+        self.drafter.observe(self._take(slots).rows, draft, logits, accepted)
 
 
 def same_on_all_ranks(group: Any, draft: DraftTree) -> DraftTree:
@@ -134,5 +167,11 @@ def same_on_all_ranks(group: Any, draft: DraftTree) -> DraftTree:
 
 def _likeliest(draft: DraftTree) -> DraftTree:
     """Return the branch that the drafter considers most likely, as a draft."""
-    path, counts = draft.best_branch()
-    return chains(draft.tokens.gather(1, path)).up_to(counts)
+    parents, valid = draft.parents.contiguous(), draft.valid.contiguous()
+    path, counts = torch.zeros_like(parents), parents.new_empty(len(parents))
+    host.likeliest(parents.numpy(), valid.numpy(), path.numpy(), counts.numpy())
+    path = path[:, : draft.max_depth + 1]
+    found = chains(draft.tokens.gather(1, path)).up_to(counts)
+    if draft.scores is None:
+        return found
+    return replace(found, scores=draft.scores.gather(1, path))

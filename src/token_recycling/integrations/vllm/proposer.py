@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
+from token_recycling.draft_size.costs import ASSUMED, ASSUMED_ELSEWHERE
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.integrations.engines.draft_size import EngineDraftSize
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.versions import VLLM, check_version
@@ -53,7 +56,7 @@ class Proposer:
         most: int = vllm_config.speculative_config.num_speculative_tokens
         self.nodes = most + 1
         self.device = torch.device(vllm_config.device_config.device)
-        self._on_cpu = current_platform.is_cpu()
+        self.on_cpu = current_platform.is_cpu()
         grown = most if self.tree else max(CHAIN_FROM, 2 * most)
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
@@ -82,6 +85,11 @@ class Proposer:
         self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}  # tokens of each request seen so far
         self._step: VerifiedStep | None = None
+        # Ranks measure different times, but must verify the same trees.
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        slope = ASSUMED.get(self.device.type, ASSUMED_ELSEWHERE)
+        self.size = EngineDraftSize(slope) if ranks == 1 or not self.tree else None
+        self._ended, self._requests = perf_counter(), list[str]()
 
     def load_model(self, model: Any) -> None:
         """Do nothing: there is no draft model."""
@@ -131,45 +139,69 @@ class Proposer:
             return drafts
         self._forget(step)
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
-        if not rows:
-            return drafts
         emitted = [sampled_token_ids[row] for row in rows]
         lengths = [int(num_tokens_no_spec[row]) for row in rows]
-        requests = [step.requests[row] for row in rows]
-        for row, request, length, tokens in zip(rows, requests, lengths, emitted):
-            before = length - len(tokens)
-            if self._lengths.get(request) != before:
-                self._begin(request, token_ids_cpu[row, :before].tolist(), step)
-            self._lengths[request] = length
-        slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
+        may_draft = [
+            length < self.limit and self._may_draft(step, row) for row, length in zip(rows, lengths)
+        ]
+        nodes = self.options.nodes_for(len(rows), self.nodes)
+        if nodes > 1 and any(may_draft) and (self.size is None or self.size.drafts(len(rows))):
+            requests = [step.requests[row] for row in rows]
+            for row, request, length, tokens in zip(rows, requests, lengths, emitted):
+                before = length - len(tokens)
+                if self._lengths.get(request) != before:
+                    self._begin(request, token_ids_cpu[row, :before].tolist(), step)
+                self._lengths[request] = length
+            slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
+            self._learn(step, slots, rows, emitted)
+            for row, found in zip(rows, self._draft(slots, emitted, nodes, may_draft)):
+                drafts[row] = found
+        self._record(step, rows, emitted)
+        return drafts
+
+    def _learn(
+        self, step: VerifiedStep, slots: Tensor, rows: list[int], emitted: list[list[int]]
+    ) -> None:
         self.requests.observe(
             slots,
             step.answers(rows),
             torch.tensor([step.nodes[row] for row in rows], device="cpu"),
             _padded(emitted),
         )
-        nodes = self.options.nodes_for(len(rows), self.nodes)
-        if nodes == 1:  # nothing is drafted, but the drafter must see the root
-            self._take_roots(slots, emitted)
-            return drafts
+
+    def _draft(
+        self, slots: Tensor, emitted: list[list[int]], nodes: int, may_draft: list[bool]
+    ) -> list[list[int]]:
+        """Return the tokens of the drafts below the last emitted tokens, without these."""
         roots = torch.tensor([tokens[-1] for tokens in emitted], device="cpu")
         draft = self.requests.propose(slots, roots, nodes)
         if self.tree:
             draft = same_on_all_ranks(get_tp_group(), draft)
             self.requests.replace_drafts(slots, draft)
-        found = draft.tokens[:, 1:].tolist()
-        used = _used(draft.valid[:, 1:]).tolist()
-        for i, row in enumerate(rows):
-            if lengths[i] < self.limit and self._may_draft(step, row):
-                drafts[row] = found[i][: used[i]]
-        return drafts
+        valid = draft.valid & torch.tensor(may_draft, device="cpu")[:, None]
+        used = _used(valid[:, 1:])
+        if self.size is not None and draft.scores is not None:
+            used = used.minimum(self.size.choose(draft.scores, valid) - 1)
+        return [
+            tokens[:count] for tokens, count in zip(draft.tokens[:, 1:].tolist(), used.tolist())
+        ]
+
+    def _record(self, step: VerifiedStep, rows: list[int], emitted: list[list[int]]) -> None:
+        """Tell the draft-size policy what the step has cost, if it followed another directly."""
+        now = perf_counter()
+        seconds, before = now - self._ended, self._requests
+        self._ended, self._requests = now, step.requests
+        if self.size is None or not step.decoding or before != step.requests:
+            return
+        drafted = sum(step.counts) - len(step.counts)
+        self.size.record(len(rows), drafted, sum(map(len, emitted)), seconds)
 
     def _may_draft(self, step: VerifiedStep, row: int) -> bool:
-        """Return False if vLLM would verify a draft of this row incorrectly."""
+        """Return False if a draft of this row could not be verified."""
         if self.tree and step.structured(row):
             return False
         # On CPUs vLLM's rejection sampler does not preserve the distribution, with any drafter.
-        return not (self._on_cpu and step.sampled(row))
+        return not (self.on_cpu and step.sampled(row)) or step.can_walk
 
     def _take_roots(self, slots: Tensor, emitted: list[list[int]]) -> None:
         roots = torch.tensor([tokens[-1] for tokens in emitted], device="cpu")

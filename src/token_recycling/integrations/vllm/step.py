@@ -8,6 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 
 from token_recycling.integrations.engines.requests import RequestDrafter
 
@@ -18,6 +23,7 @@ class StepDrafter(Protocol):
     """What the hooks need of the ``Proposer``."""
 
     tree: bool
+    on_cpu: bool
     device: torch.device
     requests: RequestDrafter
 
@@ -50,11 +56,12 @@ class VerifiedStep:
         counts: number of logits vectors of each row.
         nodes: how many of these belong to a draft of ours, root included.
         logits: [sum of counts, V], concatenated by row.
+        scheduled: tokens that the step has read, prompts included.
     """
 
-    def __init__(self, runner: Any, logits: Tensor, metadata: Any) -> None:
+    def __init__(self, runner: Any, logits: Tensor, metadata: Any, scheduled: int = 0) -> None:
         """Record the runner's ``logits``, before a grammar or penalty changes them."""
-        self._runner = runner
+        self._runner, self.scheduled = runner, scheduled
         self.requests: list[str] = list(runner.input_batch.req_ids)
         self.counts: list[int] = [drafts + 1 for drafts in metadata.num_draft_tokens]
         self.nodes = [1] * len(self.counts)
@@ -70,6 +77,11 @@ class VerifiedStep:
             starts.append(starts[-1] + count)
         return starts[:-1]
 
+    @property
+    def decoding(self) -> bool:
+        """Whether the step has read no prompt."""
+        return self.scheduled == sum(self.counts)
+
     def answers(self, rows: list[int]) -> Tensor:
         """Return the logits [B, n, V] of ``rows``, padded by repeating each row's last."""
         n = max(self.counts[row] for row in rows)
@@ -77,6 +89,23 @@ class VerifiedStep:
             return self.logits.view(len(rows), n, -1)
         index = [[self.starts[r] + min(i, self.counts[r] - 1) for i in range(n)] for r in rows]
         return self.logits[torch.tensor(index, device=self.logits.device)]
+
+    @cached_property
+    def can_walk(self) -> bool:
+        """Whether each token's distribution depends only on its logits and its request.
+
+        Then sampled drafts can be walked token by token (see ``sampled``).
+        """
+        sampling = self._runner.input_batch.sampling_metadata
+        budget = sampling.thinking_budget_state_holder
+        return (
+            sampling.max_num_logprobs is None
+            and not sampling.logprob_token_ids
+            and sampling.no_penalties
+            and not sampling.bad_words_token_ids
+            and not (budget is not None and budget.has_tracked_requests())
+            and all(map(_is_constant, sampling.logitsprocs.all))
+        )
 
     def lives(self, request: str) -> bool:
         """Return whether a request has not ended yet."""
@@ -94,3 +123,10 @@ class VerifiedStep:
 
     def _params(self, row: int) -> Any:
         return self._runner.requests[self.requests[row]].sampling_params
+
+
+def _is_constant(processor: Any) -> bool:
+    """Return False if what a logits processor does may change from token to token."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    return isinstance(processor, (LogitBiasLogitsProcessor, MinPLogitsProcessor))

@@ -33,7 +33,7 @@ def place(runner: Any, proposer: StepDrafter, metadata: Any) -> None:
         tree_attention.use_trees(runner, [])
         return
     begins = _first_tokens(runner, metadata)
-    draft = proposer.requests.drafts(_slots(runner, proposer, rows)).to(proposer.device)
+    draft = proposer.requests.drafts(slots_of(runner, proposer, rows)).to(proposer.device)
     counts = [metadata.num_draft_tokens[row] + 1 for row in rows]
     owner = torch.repeat_interleave(torch.tensor(counts)).to(proposer.device)
     nodes = torch.cat([torch.arange(count) for count in counts]).to(proposer.device)
@@ -62,15 +62,14 @@ def walked(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
         return
     step = VerifiedStep(runner, logits, metadata)
     answers = step.answers(rows)
-    draft = proposer.requests.drafts(_slots(runner, proposer, rows)).first(answers.shape[1])
+    draft = proposer.requests.drafts(slots_of(runner, proposer, rows)).first(answers.shape[1])
     draft = draft.to(logits.device)
     counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)
     draft = draft.up_to(counts)
     path, lengths = draft.best_branch(answers)
     tokens = draft.tokens.gather(1, path).tolist()
     paths = [nodes[:length] for nodes, length in zip(path.tolist(), lengths.tolist())]
-    begins = _first_tokens(runner, metadata)
-    _move(runner, [(begins[row], nodes) for row, nodes in zip(rows, paths)])
+    keep_paths(runner, metadata, paths, rows)
 
     drafts: list[list[int]] = [[] for _ in step.counts]
     kept = [[start] for start in step.starts]
@@ -95,13 +94,30 @@ def walked(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
         in_front[: len(drafts)] = before
 
 
+def keep_paths(
+    runner: Any, metadata: Any, paths: list[list[int]], rows: list[int] | None = None
+) -> None:
+    """Move the cache entries of each path's nodes to the front, right after the root.
+
+    Args:
+        runner: vLLM's model runner.
+        metadata: vLLM's draft metadata.
+        paths: nodes, the root first.
+        rows: of the paths; None: all.
+    """
+    begins = _first_tokens(runner, metadata)
+    chosen = range(len(begins)) if rows is None else rows
+    _move(runner, [(begins[row], nodes) for row, nodes in zip(chosen, paths)])
+
+
 def _first_tokens(runner: Any, metadata: Any) -> list[int]:
     """Return the index of each row's root among the tokens of the batch."""
     ends = runner.query_start_loc.np[1 : len(metadata.num_draft_tokens) + 1].tolist()
     return [end - drafts - 1 for end, drafts in zip(ends, metadata.num_draft_tokens)]
 
 
-def _slots(runner: Any, proposer: StepDrafter, rows: list[int]) -> Tensor:
+def slots_of(runner: Any, proposer: StepDrafter, rows: list[int]) -> Tensor:
+    """Return the request slots of ``rows``, int64."""
     names = runner.input_batch.req_ids
     return torch.tensor([proposer.slot(names[row]) for row in rows], device="cpu")
 

@@ -1,0 +1,93 @@
+"""Sampling along drafts for CPUs: every token is drawn as it would be without speculation.
+
+vLLM's sampler draws the token after the root. While that token is drafted, the token after it is
+drawn from the logits of its node, and so on. Each token takes one draw of its request's generator,
+so a seed gives the text that it gives without drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import SamplerOutput
+
+from token_recycling.integrations.vllm import tree_step
+from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep, drafted
+from token_recycling.tokens import NO_TOKEN
+
+
+def any_drafted(runner: Any, metadata: Any) -> bool:
+    """Return whether a request that samples has a draft in this step."""
+    batch = runner.input_batch
+    return any(
+        count and runner.requests[name].sampling_params.temperature > 0
+        for name, count in zip(batch.req_ids, metadata.num_draft_tokens)
+    )
+
+
+def sample(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) -> Any:
+    """Return the output of vLLM's sampler for a step with drafts of sampled requests.
+
+    Args:
+        runner: vLLM's model runner.
+        proposer: its drafter.
+        logits: [sum of nodes, V], of every root and draft node.
+        metadata: vLLM's draft metadata.
+    """
+    step = VerifiedStep(runner, logits, metadata)
+    sampling = runner.input_batch.sampling_metadata
+    children = _children(runner, proposer, step, metadata)
+    if not step.can_walk:  # a request that joined this step; no draft is used
+        children = [{} for _ in step.counts]
+    paths: list[list[int]] = [[0] for _ in step.counts]
+    found: list[list[int]] = [[] for _ in step.counts]
+    walking = list(range(len(step.counts)))
+    output = None
+    while walking:
+        at = [start + path[-1] for start, path in zip(step.starts, paths)]
+        generators = {row: g for row, g in sampling.generators.items() if row in walking}
+        output = runner.sampler(
+            logits=logits[torch.tensor(at, device=logits.device)],
+            sampling_metadata=replace(sampling, generators=generators),
+        )
+        tokens = output.sampled_token_ids[:, 0].tolist()
+        on_draft = []
+        for row in walking:
+            found[row].append(tokens[row])
+            node = children[row].get((paths[row][-1], tokens[row]))
+            if node is not None:
+                paths[row].append(node)
+                on_draft.append(row)
+        walking = on_draft
+    longest = max(map(len, found))
+    if longest == 1:
+        return output
+    if proposer.tree:
+        tree_step.keep_paths(runner, metadata, paths)
+    rows = [row + [NO_TOKEN] * (longest - len(row)) for row in found]
+    ids = torch.tensor(rows, dtype=torch.int32, device=logits.device)
+    return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
+
+
+def _children(
+    runner: Any, proposer: StepDrafter, step: VerifiedStep, metadata: Any
+) -> list[dict[tuple[int, int], int]]:
+    """Return the nodes of each row by (parent, token)."""
+    found: list[dict[tuple[int, int], int]] = [{} for _ in step.counts]
+    if not proposer.tree:
+        tokens = metadata.draft_token_ids.tolist()
+        begin = 0
+        for row, count in enumerate(metadata.num_draft_tokens):
+            own = tokens[begin : begin + count]
+            found[row] = {(i, token): i + 1 for i, token in enumerate(own)}
+            begin += count
+        return found
+    rows = drafted(runner, metadata)
+    draft = proposer.requests.drafts(tree_step.slots_of(runner, proposer, rows))
+    for row, tokens, parents in zip(rows, draft.tokens.tolist(), draft.parents.tolist()):
+        for node in range(step.counts[row] - 1, 0, -1):  # of equal siblings the first
+            found[row][parents[node], tokens[node]] = node
+    return found
