@@ -12,6 +12,8 @@ SETS = ["one by one", "plan", "turns", "processors", "samples"]
 
 
 def speculative(tokens, **options):
+    """The drafts of these tests are whole; sizes by measured times differ from run to run."""
+    options = {"automatic": False} | options
     return {
         "speculative_config": {
             "method": "custom_class",
@@ -74,10 +76,21 @@ def test_penalties_logprobs_and_grammars(plain, ours):
     )
 
 
-def test_sampled_requests_are_not_drafted_for_on_a_cpu(plain, ours):
-    """vLLM's rejection sampler is wrong there with any drafter; so the seed's text is the same."""
+def test_sampled_text_is_that_of_the_seed_without_speculation(plain, run, mode):
+    """With top-k in half of the requests; drafts are accepted, token by token."""
+    ours = run(["samples"], engine=WAYS[mode])
     assert len({tuple(text) for text in plain["samples"]["texts"]}) > 10
     assert same(plain["samples"], ours["samples"]) == 60
+    assert ours["metrics"]["num_accepted_tokens"] > 50
+
+
+@pytest.mark.parametrize("sets_", [["plan"], ["samples", "processors"]])
+def test_drafts_of_the_size_that_pays(plain, run, mode, sets_):
+    automatic = speculative(6) if mode == "chain" else speculative(NODES, mode="tree")
+    automatic["additional_config"]["token_recycling"]["automatic"] = True
+    ours = run(sets_, engine=automatic)
+    for name in sets_:
+        assert same(plain[name], ours[name]) == len(plain[name]["texts"])
 
 
 def test_it_accepts_what_the_library_accepts(plain, ours, mode):

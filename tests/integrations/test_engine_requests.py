@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import time
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -406,3 +407,54 @@ def test_without_the_engine_the_plug_in_is_only_a_warning(engine, caplog):
     module = importlib.import_module(f"token_recycling.integrations.{engine}")
     module.register()
     assert "found none" in caplog.text
+
+
+@pytest.mark.parametrize("given, expected", [("true", True), ("0", False), (False, False)])
+def test_automatic_sizes_can_be_switched_off(given, expected):
+    assert ServingOptions.parse({"automatic": given}).automatic is expected
+
+
+def test_what_a_server_learns_is_saved_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    file = tmp_path / "learnt.safetensors"
+    options = ServingOptions.parse({"save_matrix": str(file), "save_minutes": "1"})
+    drafter = options.make(VOCABULARY, 8)
+    keeper = options.keeper(drafter)
+    assert file.exists()  # an unwritable file is reported at the start
+    drafter.matrix.update(torch.tensor([3]), torch.tensor([[4] * drafter.matrix.k]))
+    keeper.tick()
+    assert AdjacencyMatrix.load(file).rows_seen == 0  # not yet
+    monkeypatch.setattr(keeper, "_saved", keeper._saved - 61)
+    keeper.tick()
+    with keeper._writing:
+        pass
+    wait_until(lambda: AdjacencyMatrix.load(file).rows_seen == 1)
+    drafter.matrix.update(torch.tensor([5]), torch.tensor([[4] * drafter.matrix.k]))
+    keeper.save()
+    again = options.make(VOCABULARY, 8)
+    assert again.matrix.rows_seen == 2
+    lost = ServingOptions.parse({"save_matrix": str(tmp_path / "missing" / "file")})
+    with pytest.raises(TokenRecyclingError, match="cannot write"):
+        lost.keeper(again)
+    with pytest.raises(TokenRecyclingError, match="no matrix"):
+        options.keeper(PromptLookupDrafter())
+
+
+def test_a_failed_save_does_not_stop_the_server(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    options = ServingOptions.parse({"save_matrix": str(folder / "learnt.safetensors")})
+    keeper = options.keeper(options.make(VOCABULARY, 8))
+    (folder / "learnt.safetensors").unlink()
+    folder.rmdir()
+    keeper.save()
+    assert "was not saved" in caplog.text
+
+
+def wait_until(condition):
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")

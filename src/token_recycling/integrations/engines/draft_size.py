@@ -21,7 +21,7 @@ IDLE = 6  # steps in a row for which no node was worth its time, before a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps; every failed trial doubles them
 PROVEN = 96  # drafted steps after which the next pause is a short one again
 MARGIN = 1.02  # by how much drafting must be expected to be faster
-OUTLIER = 3.0  # a step that takes so many times the usual seconds was interrupted
+OUTLIER = 2.0  # a step that takes longer than so many times the expected seconds counts as these
 
 
 @dataclass
@@ -39,9 +39,6 @@ class _Mean:
     def value(self) -> float:
         return self.total / self.weight
 
-    def usual(self, value: float) -> bool:
-        return not self.weight or value < OUTLIER * self.value
-
 
 @dataclass
 class _Line:
@@ -57,14 +54,17 @@ class _Line:
         for mean, value in ((self.x, x), (self.y, y), (self.xx, x * x), (self.xy, x * y)):
             mean.add(value)
 
-    def fit(self) -> tuple[float, float]:
-        """Return (a, b) of a + b x."""
+    def fit(self, least: float) -> tuple[float, float]:
+        """Return (a, b) of a + b x, where a is at least ``least``."""
+        if not self.x.weight:
+            return least, self.slope
         x, y = self.x.value, self.y.value
         spread, together = self.xx.value - x * x, self.xy.value - x * y
         # The first slope counts like numbers of nodes that differ by a quarter of their mean.
-        trust = max(x, 1.0) ** 2 / 16
-        slope = max((together + trust * self.slope) / (spread + trust), 0.0)
-        return y - slope * x, slope
+        trust = x * x / 16
+        slope = (together + trust * self.slope) / (spread + trust)
+        slope = max(min(slope, (y - least) / x), 0.0)
+        return max(y - slope * x, least), slope
 
 
 @dataclass
@@ -139,13 +139,13 @@ class EngineDraftSize:
         requests = len(scores)
         case = self._case(requests)
         plain = self._plain(requests) or 1.0
-        base, slope = plain, self.slope * plain
-        if case.drafted is not None:
-            base, slope = case.drafted.fit()
+        if case.drafted is None:
+            case.drafted = _Line(self.slope * plain)
+        base, slope = case.drafted.fit(plain)
         drafted = scores[:, 1:].masked_fill(~valid[:, 1:], 0.0)
         best = drafted.flatten().sort(descending=True).values
         count = torch.arange(1, len(best) + 1, device="cpu")
-        rates = (requests + best.cumsum(0)) / (max(base, plain) + slope * count)
+        rates = (requests + best.cumsum(0)) / (base + slope * count)
         top = int(rates.argmax()) if len(best) else 0
         if not len(best) or float(rates[top]) < MARGIN * requests / plain:
             case.idle += 1
@@ -166,15 +166,19 @@ class EngineDraftSize:
         """
         case = self._case(requests)
         if not drafted:
-            if case.plain.usual(seconds):
-                case.plain.add(seconds)
+            mean, usual = case.plain, self._plain(requests) or seconds
+            if mean.weight < PROBE:  # an interrupted step among the first would count for long
+                fastest = min(seconds, mean.value) if mean.weight else min(seconds, OUTLIER * usual)
+                case.plain = _Mean(fastest * (mean.weight + 1), mean.weight + 1)
+            else:
+                mean.add(min(seconds, OUTLIER * usual))
             case.since_probe = 0
             return
         plain = self._plain(requests)
-        if plain is None or not case.seconds.usual(seconds):
+        if plain is None or case.drafted is None:
             return
-        if case.drafted is None:
-            case.drafted = _Line(self.slope * plain)
+        base, slope = case.drafted.fit(plain)
+        seconds = min(seconds, OUTLIER * (base + slope * drafted))
         case.drafted.add(drafted, seconds)
         case.tokens.add(tokens / requests)
         case.seconds.add(seconds)
@@ -192,4 +196,4 @@ class EngineDraftSize:
         case.plain_left = case.pause
         case.pause = min(2 * case.pause, LONGEST_PAUSE)
         case.steps, case.idle = 0, 0
-        case.tokens, case.seconds = _Mean(), _Mean()
+        case.drafted, case.tokens, case.seconds = None, _Mean(), _Mean()

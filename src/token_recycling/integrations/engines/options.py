@@ -12,6 +12,8 @@ from token_recycling import defaults
 from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, make_drafter
 from token_recycling.drafters.kernels.prepare import compile_kernels
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.files import is_file
+from token_recycling.integrations.engines.keep import MatrixKeeper
 from token_recycling.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.tree import TreeTemplate
 from token_recycling.warm.fill import lay
@@ -19,6 +21,7 @@ from token_recycling.warm.store import find_by_files
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
 MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
+YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 RENAMED = {"budget": "max_step_tokens"}
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,11 @@ class ServingOptions:
         tree: name or file of its tree; None: as many nodes as the engine allows.
         candidates: k of the matrix.
         matrix: file of a matrix to start with.
+        save_matrix: file in which what the server learns is saved, when it ends and every
+            ``save_minutes``. If it exists and ``matrix`` is None, the server starts with it.
+        save_minutes: see ``save_matrix``.
+        automatic: draft only what pays, by the times of the engine's steps (see
+            ``EngineDraftSize``); False: whole drafts. vLLM only.
         context: tokens of each request that are searched.
         max_step_tokens: maximum tokens verified per step, over all requests; larger batches get
             smaller drafts, down to the root alone.
@@ -41,6 +49,9 @@ class ServingOptions:
     tree: str | None = None
     candidates: int = defaults.CANDIDATES
     matrix: str | None = None
+    save_matrix: str | None = None
+    save_minutes: int = 10
+    automatic: bool = True
     context: int = CONTEXT
     max_step_tokens: int = MAX_STEP_TOKENS
 
@@ -63,7 +74,11 @@ class ServingOptions:
                 raise TokenRecyclingError(
                     f"Token Recycling has no option {name!r}; use one of {', '.join(known)}"
                 )
-        for name in ("candidates", "context", "max_step_tokens"):
+        automatic = str(values.get("automatic", cls.automatic)).lower()
+        if automatic not in YES | NO:
+            raise TokenRecyclingError(f"automatic is {automatic!r}; it must be true or false")
+        values["automatic"] = automatic in YES
+        for name in ("candidates", "context", "max_step_tokens", "save_minutes"):
             try:
                 values[name] = int(values.get(name, getattr(cls, name)))
             except (TypeError, ValueError):
@@ -73,10 +88,11 @@ class ServingOptions:
         options = cls(**values)
         if options.context < 256:
             raise TokenRecyclingError(f"context is {options.context}; it must be 256 or more")
-        if options.max_step_tokens < 1:
-            raise TokenRecyclingError(
-                f"max_step_tokens is {options.max_step_tokens}; it must be 1 or more"
-            )
+        for name in ("max_step_tokens", "save_minutes"):
+            if getattr(options, name) < 1:
+                raise TokenRecyclingError(
+                    f"{name} is {getattr(options, name)}; it must be 1 or more"
+                )
         return options
 
     @classmethod
@@ -116,12 +132,17 @@ class ServingOptions:
             TokenRecyclingError: a file or name does not exist, the tree has too many nodes, or the
                 matrix belongs to another model.
         """
-        if self.matrix is None:
-            matrix = AdjacencyMatrix(vocab_size, min(self.candidates, vocab_size))
-        else:
-            matrix = AdjacencyMatrix.load(self.matrix)
+        file = self.matrix
+        if file is None and self.save_matrix is not None and is_file(self.save_matrix):
+            file = self.save_matrix
+        if file is not None:
+            matrix = AdjacencyMatrix.load(file)
             name = fingerprint(tokenizer(), vocab_size) if matrix.fingerprint else ""
-            matrix.check(vocab_size, name, what=f"the engine's model (file {self.matrix})")
+            matrix.check(vocab_size, name, what=f"the engine's model (file {file})")
+        else:
+            name = "" if self.save_matrix is None else fingerprint(tokenizer(), vocab_size)
+            k = min(self.candidates, vocab_size)
+            matrix = AdjacencyMatrix(vocab_size, k, fingerprint=name)
         most = len(TreeTemplate.load("ranked", matrix.k).paths)
         template = TreeTemplate.load(self.tree or f"ranked-{min(nodes, most)}", matrix.k)
         if len(template.paths) > nodes:
@@ -141,6 +162,19 @@ class ServingOptions:
                     kept.path,
                 )
         return drafter
+
+    def keeper(self, drafter: AnyDrafter) -> MatrixKeeper | None:
+        """Return what saves the drafter's matrix; None if nothing is to be saved.
+
+        Raises:
+            TokenRecyclingError: the file cannot be written, or the drafter has no matrix.
+        """
+        if self.save_matrix is None:
+            return None
+        if drafter.matrix is None:
+            raise TokenRecyclingError(f"the drafter {drafter.name} has no matrix to save")
+        drafter.matrix.save(self.save_matrix)  # fails here, not after hours
+        return MatrixKeeper(drafter.matrix, self.save_matrix, self.save_minutes)
 
     def nodes_for(self, requests: int, most: int) -> int:
         """Return the nodes of each draft, root included, in a step of ``requests`` requests."""

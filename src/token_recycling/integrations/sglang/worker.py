@@ -93,6 +93,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             revision=server.revision,
         )
         self.requests = RequestDrafter(drafter, slots, self.width, context=self.options.context)
+        group = get_parallel().tp_group
+        first = group is None or group.rank_in_group == 0
+        self._keeper = self.options.keeper(drafter) if first else None
 
     def _nodes_for(self, requests: int) -> int:
         """Return the nodes of each draft; captured graphs have a fixed number."""
@@ -178,6 +181,8 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         logits = self._watched.logits.view(rows, n, -1)
         emitted = tokens.masked_fill(behind, NO_TOKEN)
         self.requests.observe(slots, logits, torch.full_like(lengths, n), emitted)
+        if self._keeper is not None:
+            self._keeper.tick()
 
     def _begin(self, batch: Any, result: GenerationBatchResult) -> None:
         """Start drafting for the requests whose prompts have been read completely."""

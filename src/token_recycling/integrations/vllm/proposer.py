@@ -81,6 +81,8 @@ class Proposer:
             context=self.options.context,
             chain=not self.tree,
         )
+        first = vllm_config.parallel_config.rank == 0
+        self._keeper = self.options.keeper(self.requests.drafter) if first else None
         self._unused_slots = list(range(requests))
         self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}  # tokens of each request seen so far
@@ -88,7 +90,8 @@ class Proposer:
         # Ranks measure different times, but must verify the same trees.
         ranks = vllm_config.parallel_config.tensor_parallel_size
         slope = ASSUMED.get(self.device.type, ASSUMED_ELSEWHERE)
-        self.size = EngineDraftSize(slope) if ranks == 1 or not self.tree else None
+        automatic = self.options.automatic and (ranks == 1 or not self.tree)
+        self.size = EngineDraftSize(slope) if automatic else None
         self._ended, self._requests = perf_counter(), list[str]()
 
     def load_model(self, model: Any) -> None:
@@ -154,6 +157,8 @@ class Proposer:
                 self._lengths[request] = length
             slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
             self._learn(step, slots, rows, emitted)
+            if self._keeper is not None:
+                self._keeper.tick()
             for row, found in zip(rows, self._draft(slots, emitted, nodes, may_draft)):
                 drafts[row] = found
         self._record(step, rows, emitted)

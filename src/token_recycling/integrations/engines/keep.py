@@ -1,0 +1,49 @@
+"""Saving of what a server has learned: every few minutes, and when its process ends."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from pathlib import Path
+from threading import Lock, Thread
+from time import monotonic
+
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.matrix import AdjacencyMatrix
+
+logger = logging.getLogger(__name__)
+
+
+class MatrixKeeper:
+    """Writes a matrix to a file while a server learns into it."""
+
+    def __init__(self, matrix: AdjacencyMatrix, path: str | Path, minutes: float) -> None:
+        """Save at the end of the process, and in ``tick`` every so many minutes.
+
+        Args:
+            matrix: that the server learns into.
+            path: written atomically; a failure is logged and does not stop the server.
+            minutes: between two saves.
+        """
+        self.matrix, self.path, self.seconds = matrix, Path(path), 60 * minutes
+        self._saved = monotonic()
+        self._writing = Lock()
+        atexit.register(self.save)
+
+    def tick(self) -> None:
+        """Save if it is time: copy the matrix now, and write the copy in a thread."""
+        if monotonic() - self._saved < self.seconds:
+            return
+        self._saved = monotonic()
+        Thread(target=self._write, args=(self.matrix.clone(),), daemon=True).start()
+
+    def save(self) -> None:
+        """Save now."""
+        self._write(self.matrix)
+
+    def _write(self, matrix: AdjacencyMatrix) -> None:
+        with self._writing:
+            try:
+                matrix.save(self.path)
+            except TokenRecyclingError as error:
+                logger.warning("Token Recycling: the matrix was not saved: %s", error)

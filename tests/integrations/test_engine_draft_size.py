@@ -1,0 +1,118 @@
+"""The draft-size policy of the engines on simulated machines: what it drafts, and what it costs."""
+
+import numpy as np
+import pytest
+import torch
+
+from token_recycling.integrations.engines.draft_size import EngineDraftSize
+
+NODES = 8
+
+
+class Machine:
+    """An engine whose steps take ``a + b x tokens`` seconds, with some noise.
+
+    ``said`` are the scores of the drafted nodes, ``true`` the probability that each one is
+    accepted after those before it.
+    """
+
+    def __init__(self, requests, b, said, true, overhead=0.0, seed=0, slope=0.03):
+        self.size = EngineDraftSize(slope)
+        self.rng = np.random.default_rng(seed)
+        self.requests, self.b, self.overhead, self.true = requests, b, overhead, true
+        self.scores = torch.cat([torch.ones(1), torch.tensor(said).cumprod(0)]).float()
+        self.seconds = self.tokens = self.plain_steps = self.steps = 0
+        self.drafted = []
+
+    def step(self, requests=None):
+        requests = requests or self.requests
+        counts = torch.ones(requests, dtype=torch.long)
+        if self.size.drafts(requests):
+            scores = self.scores.expand(requests, -1)
+            counts = self.size.choose(scores, torch.ones_like(scores, dtype=torch.bool))
+        drafted = int(counts.sum()) - requests
+        tokens = requests
+        for count in counts.tolist():
+            for true in self.true[: count - 1]:
+                if self.rng.random() > true:
+                    break
+                tokens += 1
+        seconds = 1 + self.b * (drafted + requests) + self.overhead * (drafted > 0)
+        self.seconds += seconds
+        seconds *= self.rng.normal(1, 0.05)
+        if self.rng.random() < 0.01:
+            seconds *= 20  # another program had the machine
+        self.size.record(requests, drafted, tokens, seconds)
+        self.tokens += tokens
+        self.steps += 1
+        self.plain_steps += not drafted
+        self.drafted.append(drafted / requests)
+
+    def run(self, steps):
+        for _ in range(steps):
+            self.step()
+        return self
+
+    @property
+    def gain(self):
+        """Tokens per second against plain steps only."""
+        return self.tokens / self.seconds * (1 + self.b * self.requests) / self.requests
+
+
+@pytest.mark.parametrize("requests", [1, 5, 16])
+def test_cheap_nodes_that_are_right_are_all_drafted(requests):
+    machine = Machine(requests, 0.001, [0.8] * NODES, [0.8] * NODES).run(400)
+    assert np.mean(machine.drafted[100:]) > 0.9 * NODES
+    assert machine.plain_steps < 20
+
+
+def test_a_step_limited_by_arithmetic_drafts_few_nodes():
+    """16 requests; a node costs 4 % of an empty step, and the third one is right in 17 %."""
+    machine = Machine(16, 0.04, [0.55] * NODES, [0.55] * NODES).run(600)
+    assert 0.5 < np.mean(machine.drafted[200:]) < 3
+    assert machine.gain > 1.0
+    alone = Machine(1, 0.04, [0.55] * NODES, [0.55] * NODES).run(600)
+    assert np.mean(alone.drafted[200:]) > 2
+
+
+@pytest.mark.parametrize("requests", [1, 16])
+@pytest.mark.parametrize(
+    ("said", "true", "overhead"),
+    [(0.02, 0.02, 0.1), (0.8, 0.0, 0.1), (0.3, 0.3, 0.8)],
+    ids=["low scores", "wrong scores", "an overhead that nothing pays"],
+)
+def test_drafts_that_do_not_pay_cost_next_to_nothing(requests, said, true, overhead):
+    machine = Machine(requests, 0.03, [said] * NODES, [true] * NODES, overhead).run(3000)
+    assert machine.gain > 0.97
+    assert machine.plain_steps > 2700
+
+
+def test_a_pause_ends():
+    """Wrong scores at first; then the text changes."""
+    machine = Machine(4, 0.005, [0.8] * NODES, [0.0] * NODES).run(300)
+    assert machine.plain_steps > 200
+    machine.true = [0.8] * NODES
+    machine.drafted = []
+    machine.run(1500)
+    assert np.mean(machine.drafted[-200:]) > 0.9 * NODES
+
+
+def test_another_number_of_requests_needs_no_probe():
+    machine = Machine(8, 0.001, [0.8] * NODES, [0.8] * NODES).run(50)
+    before = machine.plain_steps
+    for requests in (7, 6, 5, 4, 3, 2, 1):
+        machine.step(requests)
+    assert machine.plain_steps == before
+
+
+def test_requests_share_the_step_by_their_scores():
+    size = EngineDraftSize(0.03)
+    for _ in range(4):
+        assert not size.drafts(2)
+        size.record(2, 0, 2, 1.0)
+    assert size.drafts(2)
+    scores = torch.tensor([[1.0, 0.9, 0.8, 0.7], [1.0, 0.004, 0.003, 0.002]])
+    counts = size.choose(scores, torch.ones(2, 4, dtype=torch.bool))
+    assert counts.tolist() == [4, 1]
+    off = torch.tensor([[True, True, False, False], [True] * 4])
+    assert size.choose(scores, off).tolist() == [2, 1]
