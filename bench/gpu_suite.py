@@ -29,7 +29,6 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,11 +42,13 @@ if "--dry-run" in sys.argv:  # Triton reads this when the kernels are defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from gpu_engines import WAYS
 from gpu_parts import DRAFTED, PARTS, RANDOM, REPEATS, Bench, Deadline, bandwidth, load
 from gpu_table import table
 
+from token_recycling.bench.serving.load import ENGINES, Load
+from token_recycling.bench.serving.measure import measure, summary
 from token_recycling.bench.widen import SHAPES, widen
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.files import write_text
 from token_recycling.graph import decoder
 from token_recycling.machine import describe
@@ -79,7 +80,7 @@ DRY: dict[str, Any] = dict(
     repeats=3,
 )
 SAME = ("device_name", "torch", "transformers")  # of figures in one file
-ENGINE_SECONDS = 240  # of one process
+ENGINE_SECONDS = 240.0  # of one process
 
 
 class Figures:
@@ -134,29 +135,31 @@ def wanted(model: str, dtype: str, parts: list[str]) -> list[str]:
     return parts
 
 
-def engines(source: str, bench: Bench, dtype: str, work: Path) -> dict[str, Any]:
-    """Tokens per second in vLLM and SGLang, each in processes of their own."""
+def engines(source: str, bench: Bench, dtype: str) -> dict[str, Any]:
+    """Tokens per second in vLLM and SGLang, one request at a time."""
     found: dict[str, Any] = {}
-    asked = {"model": source, "dtype": dtype, "prompts": bench.prompts, "engine": {}}
-    asked |= {"new_tokens": bench.new_tokens, "rounds": bench.rounds}
-    write_text(work / "asked.json", json.dumps(asked))
-    script = Path(__file__).with_name("gpu_engines.py")
-    for engine in ("vllm", "sglang"):
+    for engine in ENGINES:
         if find_spec(engine) is None:
             found[engine] = "not installed"
             continue
-        for way in WAYS:
-            out = work / "answered.json"
-            command = [sys.executable, script, engine, way, work / "asked.json", out]
-            try:
-                subprocess.run(
-                    command, check=True, capture_output=True, text=True, timeout=ENGINE_SECONDS
-                )
-            except subprocess.SubprocessError as error:
-                output = getattr(error, "stderr", None) or str(error)
-                found[f"{engine} {way}"] = {"not run": str(output)[-1000:]}
-                continue
-            found[f"{engine} {way}"] = json.loads(out.read_text(encoding="utf-8"))
+        load = Load(
+            model=source,
+            mode="plain",
+            arguments={"dtype": dtype},
+            prompts=bench.prompts,
+            new_tokens=bench.new_tokens,
+            temperature=0.0,
+            concurrency=[1],
+            chain=6,
+            tree=31,
+        )
+        modes = ["plain", "ngram", "chain" if engine == "vllm" else "tree"]
+        try:
+            lives = measure(engine, load, modes, bench.rounds, limit=ENGINE_SECONDS)
+        except TokenRecyclingError as error:
+            found[engine] = str(error)
+        else:
+            found[engine] = summary(lives)
     return found
 
 
@@ -238,7 +241,7 @@ def main() -> None:
                 for part in missing:
                     try:
                         if part == "engines":
-                            value = engines(source, bench, dtype, work)
+                            value = engines(source, bench, dtype)
                         else:
                             value = PARTS[part](bench, Deadline(60 * options.minutes))
                     except Exception:

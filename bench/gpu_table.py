@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from token_recycling.bench.serving.measure import table as table_of
+
 
 def table(found: dict[str, Any]) -> str:
     """Return the figures that matter as Markdown."""
@@ -141,13 +143,13 @@ def _speeds(part: dict[str, Any]) -> list[str]:
 
 
 def _engines(part: dict[str, Any]) -> list[str]:
-    rows = []
-    for name, one in part.items():
-        if isinstance(one, str):
-            rows.append([name, one])
+    lines = []
+    for name, rows in part.items():
+        if isinstance(rows, str):
+            lines.append(f"{name}: {rows}")
         else:
-            rows.append([name, f"{_rate(one['taken']):.1f}" if "taken" in one else "not run"])
-    return _grid(["engine and way", "tokens/s, median"], rows)
+            lines += [f"{name}:", "", *table_of(rows).splitlines()]
+    return lines
 
 
 BASES = ("plain graph", "generate")

@@ -76,15 +76,14 @@ def test_penalties_logprobs_and_grammars(plain, ours):
     )
 
 
-def test_sampled_text_is_that_of_the_seed_without_speculation(plain, run, mode):
-    """With top-k in half of the requests; drafts are accepted, token by token."""
-    ours = run(["samples"], engine=WAYS[mode])
+def test_sampled_text_is_that_of_the_seed_without_speculation(plain, ours):
+    """Drafts are accepted token by token, with the draws of a plain step."""
     assert len({tuple(text) for text in plain["samples"]["texts"]}) > 10
     assert same(plain["samples"], ours["samples"]) == 60
-    assert ours["metrics"]["num_accepted_tokens"] > 50
+    assert ours["samples"]["steps"] < 0.9 * plain["samples"]["steps"]
 
 
-@pytest.mark.parametrize("sets_", [["plan"], ["samples", "processors"]])
+@pytest.mark.parametrize("sets_", [["plan"], ["one by one", "samples", "processors"]])
 def test_drafts_of_the_size_that_pays(plain, run, mode, sets_):
     automatic = speculative(6) if mode == "chain" else speculative(NODES, mode="tree")
     automatic["additional_config"]["token_recycling"]["automatic"] = True

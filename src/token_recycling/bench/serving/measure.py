@@ -16,7 +16,7 @@ from typing import Any
 from token_recycling.bench.serving.load import ENGINES, MODES, Load, Pass
 from token_recycling.errors import TokenRecyclingError, one_line
 
-LIMIT = 3600.0  # seconds of one life of an engine
+LIMIT = 3600.0
 OnLife = Callable[[int, str], None]
 
 
@@ -47,6 +47,7 @@ def measure(
     modes: Sequence[str],
     rounds: int,
     on_life: OnLife | None = None,
+    limit: float = LIMIT,
 ) -> dict[str, list[list[Pass]]]:
     """Serve ``load`` in every mode, ``rounds`` times; the order rotates.
 
@@ -56,6 +57,7 @@ def measure(
         modes: see ``MODES``.
         rounds: lives of the engine per mode.
         on_life: called before each with (round, mode).
+        limit: seconds of one life, after which it has failed.
 
     Returns:
         By mode and round, a pass for each concurrency.
@@ -70,11 +72,11 @@ def measure(
         for mode in [*modes[first:], *modes[:first]]:
             if on_life is not None:
                 on_life(turn, mode)
-            found[mode].append(_live(engine, replace(load, mode=mode)))
+            found[mode].append(_live(engine, replace(load, mode=mode), limit))
     return found
 
 
-def _live(engine: str, load: Load) -> list[Pass]:
+def _live(engine: str, load: Load, limit: float) -> list[Pass]:
     """Start the engine, serve, and stop it."""
     with tempfile.TemporaryDirectory() as folder:
         asked, out = Path(folder) / "load.json", Path(folder) / "passes.json"
@@ -82,14 +84,14 @@ def _live(engine: str, load: Load) -> list[Pass]:
         driver = f"token_recycling.bench.serving.drive_{engine}"
         command = [sys.executable, "-m", driver, str(asked), str(out)]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT)
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit)
             return [Pass(**one) for one in json.loads(out.read_text(encoding="utf-8"))]
         except subprocess.CalledProcessError as error:
             lines = [line for line in error.stderr.splitlines() if line.strip()] or ["no output"]
             causes = [line for line in lines if "Error" in line] or lines
             reason = one_line(causes[-1], 300)
         except subprocess.TimeoutExpired:
-            reason = f"it took more than {LIMIT:.0f} seconds"
+            reason = f"it took more than {limit:.0f} seconds"
         raise TokenRecyclingError(f"{engine} failed in mode {load.mode}: {reason}")
 
 

@@ -1,0 +1,185 @@
+"""The serving benchmark without an engine: times, summaries, tables, and wrong input."""
+
+import json
+import sys
+
+import pytest
+
+from command import call
+from token_recycling import TokenRecyclingError
+from token_recycling.bench.serving import measure as measuring
+from token_recycling.bench.serving.drive_vllm import Gaps, arguments
+from token_recycling.bench.serving.load import Arrivals, Load, Pass
+from token_recycling.bench.serving.measure import check, measure, summary, table, to_dict
+
+LOAD = Load(
+    model="folder",
+    mode="plain",
+    arguments={"max_model_len": 64},
+    prompts=[[1, 2], [3]],
+    new_tokens=4,
+    temperature=0.0,
+    concurrency=[1, 2],
+    chain=6,
+    tree=15,
+    options={"context": 512},
+)
+
+
+def test_a_load_is_read_as_it_was_written(tmp_path):
+    LOAD.save(tmp_path / "load.json")
+    assert Load.read(tmp_path / "load.json") == LOAD
+
+
+def test_times_of_a_request():
+    """Two tokens after 3 s, the next three within 6 s more."""
+    found = Pass(1)
+    times = Arrivals(10.0)
+    times.add(2, 13.0)
+    times.add(4, 17.0)
+    times.add(5, 19.0)
+    times.end(found)
+    assert found.first == [3.0]
+    assert found.per_token == [2.0]
+    only_one = Arrivals(0.0)
+    only_one.add(1, 2.0)
+    only_one.end(found)
+    assert found.first == [3.0, 2.0]
+    assert found.per_token == [2.0]
+
+
+def test_gaps_are_between_forwards(monkeypatch):
+    import torch
+
+    from token_recycling.bench.serving import drive_vllm
+
+    now = iter([0.0, 10.0, 12.5, 20.0, 30.0])
+    monkeypatch.setattr(drive_vllm, "perf_counter", lambda: next(now))
+    model = torch.nn.Identity()
+    gaps = Gaps(model)
+    for _ in range(3):
+        model(torch.ones(1))
+    # The first forward ends at 0, the second one lasts from 10 to 12.5, the third one from 20.
+    assert gaps.take() == [10.0, 7.5]
+    assert gaps.take() == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "speculative"),
+    [("plain", None), ("ngram", "ngram"), ("chain", "custom_class"), ("tree", "custom_class")],
+)
+def test_arguments_of_vllm(mode, speculative):
+    from dataclasses import replace
+
+    found = arguments(replace(LOAD, mode=mode))
+    assert found["max_num_seqs"] == 2
+    assert found["max_model_len"] == 64
+    assert found.get("speculative_config", {}).get("method") == speculative
+    ours = found.get("additional_config", {}).get("token_recycling")
+    assert ours == ({"mode": mode, "context": 512} if speculative == "custom_class" else None)
+
+
+def life(rate, texts, concurrency=(1, 2)):
+    return [
+        Pass(
+            n,
+            seconds=4 / rate,
+            texts=texts,
+            first=[0.5, 0.7],
+            per_token=[0.01 * n],
+            gaps=[0.001, 0.003, 0.002],
+            drafts=4,
+            accepted=6,
+        )
+        for n in concurrency
+    ]
+
+
+def test_modes_take_turns_and_are_summarised(monkeypatch):
+    """Two rounds of two modes, in rotating order; one text of the second mode differs once."""
+    texts = [[1, 2], [3, 4]]
+    lives = {
+        "plain": [life(10, texts), life(20, texts)],
+        "ngram": [life(30, texts), life(50, [[1, 2], [3, 5]])],
+    }
+    monkeypatch.setattr(measuring, "find_spec", lambda name: True)
+    monkeypatch.setattr(measuring, "_live", lambda engine, load, limit: lives[load.mode].pop(0))
+    order = []
+    found = measure(
+        "vllm", LOAD, ["plain", "ngram"], 2, lambda turn, mode: order.append((turn, mode))
+    )
+    assert order == [(0, "plain"), (0, "ngram"), (1, "ngram"), (1, "plain")]
+    rows = summary(found)
+    assert [(row["mode"], row["concurrency"]) for row in rows] == [
+        ("plain", 1),
+        ("plain", 2),
+        ("ngram", 1),
+        ("ngram", 2),
+    ]
+    assert [row["tokens_per_second"] for row in rows] == pytest.approx([15, 15, 40, 40])
+    assert rows[2]["quartiles"] == pytest.approx([35, 45])
+    assert [row["same_as_first_mode"] for row in rows] == [4, 4, 3, 3]
+    assert rows[0]["requests"] == 4
+    assert rows[0]["between_forwards"] == 0.002
+    assert rows[0]["tokens_per_draft"] == 2.5
+    assert rows[1]["tpot"] == 0.02
+    lines = table(rows).splitlines()
+    assert len(lines) == 5
+    assert "2.67" in lines[3]  # 40 over 15
+    assert "3 of 4" in lines[3]
+    json.dumps(to_dict(found))
+
+
+def test_a_failed_engine_is_one_line(monkeypatch):
+    monkeypatch.setattr(measuring, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(TokenRecyclingError, match=r"vllm failed in mode plain: .*vllm") as caught:
+        measure("vllm", LOAD, ["plain"], 1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "modes", "says"),
+    [
+        ("llama.cpp", ["plain"], "no such engine"),
+        ("vllm", ["plain", "eagle"], "no mode 'eagle'"),
+        ("sglang", ["chain"], "no mode 'chain'"),
+        ("vllm", [], "at least one"),
+    ],
+)
+def test_wrong_engines_and_modes(engine, modes, says):
+    with pytest.raises(TokenRecyclingError, match=says):
+        check(engine, modes)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--engine", "vllm"], "not installed"),
+        (["--engine", "nothing"], "no such engine"),
+        (["--engine", "vllm", "--modes", "x"], "no mode"),
+    ],
+)
+def test_wrong_input_is_one_line(given, says):
+    code, _, error = call("bench-serving", *given)
+    assert code == 2
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--concurrency", "1,x"], "whole numbers"),
+        (["--concurrency", "0"], "whole numbers"),
+        (["--engine-args", "[1]"], "not a JSON object"),
+        (["--options", "{"], "not a JSON object"),
+        (["--rounds", "0"], "1 or more"),
+        (["--questions", "100000"], "there are"),
+    ],
+)
+def test_wrong_options(monkeypatch, given, says):
+    monkeypatch.setattr(measuring, "find_spec", lambda name: True)
+    code, _, error = call("bench-serving", "--engine", "vllm", *given)
+    assert code == 2
+    assert says in error
