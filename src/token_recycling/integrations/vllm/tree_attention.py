@@ -1,12 +1,13 @@
 """Tree attention for vLLM on CPUs in plain PyTorch, and the checks for ``mode=tree``.
 
-vLLM's own kernels support causal masks only. This backend reads the same paged cache, one request
-at a time. It is a correct reference implementation, not optimised for speed.
+vLLM's own kernels support causal masks only. This backend reads the same paged cache: all decoding
+requests at once, padded to the longest, and prompts one at a time.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from token_recycling.errors import TokenRecyclingError
+
+FEW = 128  # queries of a request up to which it is attended to together with others
 
 
 def check_model(vllm_config: Any) -> None:
@@ -74,12 +77,12 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     def build(self, *args: Any, **options: Any) -> Any:
         """Build vLLM's metadata and attach ``trees``."""
         metadata = super().build(*args, **options)
-        metadata.trees = self.trees
+        metadata.trees, metadata.parts = self.trees, None
         return metadata
 
 
 class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attends one request at a time. Each cache slot is a key followed by its value."""
+    """Attends to prefixes and trees. Each cache slot is a key followed by its value."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -118,28 +121,97 @@ class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         """Write the attention output of ``query`` [t, heads, size] to ``output``."""
         if attn_metadata is None:  # warm-up
             return output
-        starts = attn_metadata.query_start_loc.tolist()
-        lengths = attn_metadata.seq_lens.tolist()
-        slots = kv_cache.shape[2]
-        drafts = attn_metadata.trees
-        for row, length in enumerate(lengths):
-            begin, end = starts[row : row + 2]
-            if begin == end:
-                continue
-            blocks = attn_metadata.block_table[row, : -(-length // slots)].long()
-            entries = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+        if attn_metadata.parts is None:
+            attn_metadata.parts = _parts(attn_metadata, kv_cache.shape[2])
+        for part in attn_metadata.parts:
+            entries = kv_cache[part.blocks].transpose(1, 2).flatten(2, 3)[:, :, : part.longest]
             keys, values = entries.to(query.dtype).chunk(2, dim=-1)
-            tree = drafts[row] if row < len(drafts) else None
             found = scaled_dot_product_attention(
-                query[begin:end].transpose(0, 1)[None],
-                keys[None],
-                values[None],
-                attn_mask=visible(end - begin, length, tree, self.sliding_window),
+                query[part.tokens].transpose(1, 2),
+                keys,
+                values,
+                attn_mask=part.mask(self.sliding_window),
                 scale=self.scale,
                 enable_gqa=self.num_heads != self.num_kv_heads,
             )
-            output[begin:end].view(end - begin, self.num_heads, -1).copy_(found[0].transpose(0, 1))
+            rows = output.view(len(output), self.num_heads, -1)
+            rows[part.own] = found.transpose(1, 2)[part.there]
         return output
+
+
+@dataclass
+class _Part:
+    """Requests of a step that are attended to together, padded to q queries and L tokens.
+
+    Attributes:
+        tokens: int64 [b, q], index of each query among the tokens of the step.
+        blocks: int64 [b, blocks of L tokens], in the cache.
+        there: bool [b, q], False for padding.
+        own: int64 [all queries], ``tokens`` without padding.
+        longest: L.
+        lengths: tokens of each request.
+        queries: queries of each request.
+        trees: of each request, ``ancestors`` of its draft or None.
+    """
+
+    tokens: Tensor
+    blocks: Tensor
+    there: Tensor
+    own: Tensor
+    longest: int
+    lengths: list[int]
+    queries: list[int]
+    trees: list[Tensor | None]
+    masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int) -> Tensor:
+        """Return the mask [b, 1, q, L] of a layer with this sliding window."""
+        if window not in self.masks:
+            mask = torch.zeros((*self.tokens.shape, self.longest), dtype=torch.bool)
+            mask[:, :, 0] = True  # a row of padding must see something
+            for row, (count, length, tree) in enumerate(
+                zip(self.queries, self.lengths, self.trees)
+            ):
+                mask[row, :count, :length] = visible(count, length, tree, window)
+            self.masks[window] = mask[:, None]
+        return self.masks[window]
+
+
+def _parts(metadata: Any, slots: int) -> list[_Part]:
+    """Divide the requests of a step: those with few queries together, others alone.
+
+    Args:
+        metadata: vLLM's, with the step's trees.
+        slots: of a block of the cache.
+    """
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    queries = [end - begin for begin, end in pairwise(starts)]
+    trees = [*metadata.trees, *[None] * (len(lengths) - len(metadata.trees))]
+    few = [row for row, count in enumerate(queries) if 0 < count <= FEW]
+    groups = [few] if few else []
+    groups += [[row] for row, count in enumerate(queries) if count > FEW]
+    found = []
+    for rows in groups:
+        most, longest = max(queries[row] for row in rows), max(lengths[row] for row in rows)
+        counts = torch.tensor([queries[row] for row in rows])[:, None]
+        first = torch.tensor([starts[row] for row in rows])[:, None]
+        number = torch.arange(most).expand(len(rows), most)
+        there = number < counts
+        tokens = first + number * there
+        blocks = metadata.block_table[rows, : -(-longest // slots)].long()
+        found.append(
+            _Part(
+                tokens,
+                blocks,
+                there,
+                tokens[there],
+                longest,
+                [lengths[row] for row in rows],
+                [queries[row] for row in rows],
+                [trees[row] for row in rows],
+            )
+        )
+    return found
 
 
 def visible(queries: int, length: int, tree: Tensor | None, window: int) -> Tensor:
