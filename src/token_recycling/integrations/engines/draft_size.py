@@ -16,7 +16,9 @@ from torch import Tensor
 MEMORY = 64.0  # steps after which the weight of an old one is 1/e
 PROBE = 4  # plain steps in a row that are timed: before the first draft of all
 PROBE_AT = (64, 512)  # and after so many drafted steps of a number of requests, once and always
-TRIAL = 12  # drafted steps before what came decides
+# Drafting pauses if, after so many drafted steps, tokens per second are less than so many times
+# those of plain steps.
+TRIALS = ((4, 0.8), (12, 1.0))
 IDLE = 6  # steps in a row for which no node was worth its time, before a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps; every failed trial doubles them
 PROVEN = 96  # drafted steps after which the next pause is a short one again
@@ -187,7 +189,7 @@ class EngineDraftSize:
         if case.steps == PROVEN:
             case.pause = PAUSE
         gain = case.tokens.value * plain / case.seconds.value
-        if case.steps >= TRIAL and gain < 1:
+        if any(case.steps >= steps and gain < least for steps, least in TRIALS):
             self._pause(case)
         elif case.since_probe >= PROBE_AT[case.plain.weight > 0]:
             case.plain_left = PROBE

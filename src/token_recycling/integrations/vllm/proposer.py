@@ -143,26 +143,41 @@ class Proposer:
         self._forget(step)
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         emitted = [sampled_token_ids[row] for row in rows]
-        lengths = [int(num_tokens_no_spec[row]) for row in rows]
+        nodes = self.options.nodes_for(len(rows), self.nodes)
+        if nodes > 1 and (self.size is None or self.size.drafts(len(rows))):
+            lengths = [int(num_tokens_no_spec[row]) for row in rows]
+            self._learn_and_draft(step, rows, emitted, lengths, token_ids_cpu, nodes, drafts)
+        self._record(step, rows, emitted)
+        return drafts
+
+    def _learn_and_draft(
+        self,
+        step: VerifiedStep,
+        rows: list[int],
+        emitted: list[list[int]],
+        lengths: list[int],
+        token_ids: Any,
+        nodes: int,
+        drafts: list[list[int]],
+    ) -> None:
+        """Write the next drafts of ``rows`` to ``drafts``; the other arguments: see ``propose``."""
         may_draft = [
             length < self.limit and self._may_draft(step, row) for row, length in zip(rows, lengths)
         ]
-        nodes = self.options.nodes_for(len(rows), self.nodes)
-        if nodes > 1 and any(may_draft) and (self.size is None or self.size.drafts(len(rows))):
-            requests = [step.requests[row] for row in rows]
-            for row, request, length, tokens in zip(rows, requests, lengths, emitted):
-                before = length - len(tokens)
-                if self._lengths.get(request) != before:
-                    self._begin(request, token_ids_cpu[row, :before].tolist(), step)
-                self._lengths[request] = length
-            slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
-            self._learn(step, slots, rows, emitted)
-            if self._keeper is not None:
-                self._keeper.tick()
-            for row, found in zip(rows, self._draft(slots, emitted, nodes, may_draft)):
-                drafts[row] = found
-        self._record(step, rows, emitted)
-        return drafts
+        if not any(may_draft):
+            return
+        requests = [step.requests[row] for row in rows]
+        for row, request, length, tokens in zip(rows, requests, lengths, emitted):
+            before = length - len(tokens)
+            if self._lengths.get(request) != before:
+                self._begin(request, token_ids[row, :before].tolist(), step)
+            self._lengths[request] = length
+        slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
+        self._learn(step, slots, rows, emitted)
+        if self._keeper is not None:
+            self._keeper.tick()
+        for row, found in zip(rows, self._draft(slots, emitted, nodes, may_draft)):
+            drafts[row] = found
 
     def _learn(
         self, step: VerifiedStep, slots: Tensor, rows: list[int], emitted: list[list[int]]
