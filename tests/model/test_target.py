@@ -1,5 +1,6 @@
 """Tree attention on stock models: a tree's logits are those of its paths, and can be wrong."""
 
+import copy
 import warnings
 
 import pytest
@@ -236,3 +237,14 @@ def test_the_probe_leaves_the_configuration_alone():
     model = make("gemma3")
     open_target(model, strict=True)
     assert model.config.sliding_window == 16
+
+
+def test_a_cache_can_be_copied():
+    """Its layers belong to the copy."""
+    target = TokenRecycling(make("llama")).target
+    target.prefill([[5, 9, 2]])
+    cache = copy.deepcopy(target.cache)
+    assert cache.get_seq_length() == 3
+    assert all(layer.cache is cache for layer in cache.layers)
+    target.reset()
+    assert cache.get_seq_length() == 3

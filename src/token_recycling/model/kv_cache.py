@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-from weakref import proxy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: RecyclingCache) -> None:
         super().__init__()
-        # In a cycle of references, a cache's memory would be kept until the garbage collection.
-        self.cache = cast(RecyclingCache, proxy(cache))
+        self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate with the shapes, dtype and device of the first states."""
