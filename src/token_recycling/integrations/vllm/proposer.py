@@ -144,7 +144,7 @@ class Proposer:
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         emitted = [sampled_token_ids[row] for row in rows]
         nodes = self.options.nodes_for(len(rows), self.nodes)
-        if nodes > 1 and (self.size is None or self.size.drafts(len(rows))):
+        if rows and nodes > 1 and (self.size is None or self.size.drafts(len(rows))):
             lengths = [int(num_tokens_no_spec[row]) for row in rows]
             self._learn_and_draft(step, rows, emitted, lengths, token_ids_cpu, nodes, drafts)
         self._record(step, rows, emitted)
@@ -211,7 +211,8 @@ class Proposer:
         now = perf_counter()
         seconds, before = now - self._ended, self._requests
         self._ended, self._requests = now, step.requests
-        if self.size is None or not step.decoding or before != step.requests:
+        whole = step.decoding and len(rows) == len(step.requests)
+        if self.size is None or not whole or before != step.requests:
             return
         drafted = sum(step.counts) - len(step.counts)
         self.size.record(len(rows), drafted, sum(map(len, emitted)), seconds)
