@@ -203,7 +203,8 @@ def main() -> None:
     # What is measured as a graph must be one.
     warnings.filterwarnings("error", message="decoding without a graph")
     figures = Figures(options.out, describe(device), dry)
-    speed = figures.found.setdefault("bandwidth", bandwidth(device, 2**24 if dry else 2**32))
+    if "bandwidth" not in figures.found:
+        figures.found["bandwidth"] = bandwidth(device, 2**24 if dry else 2**32)
     sizes: dict[str, Any] = dict(
         contexts=CONTEXTS,
         kernel_contexts=CONTEXTS,
@@ -236,7 +237,9 @@ def main() -> None:
                             write_text(Path(shape), json.dumps(SHAPES[TINY]))
                         widen("bundled", shape, source, dtype=dtype)
                 loaded = load(source, dtype, device)
-                bench = Bench(*loaded, device, speed=speed, **(DRY if dry else sizes))
+                bench = Bench(
+                    *loaded, device, speed=figures.found["bandwidth"], **(DRY if dry else sizes)
+                )
                 del loaded
                 for part in missing:
                     try:

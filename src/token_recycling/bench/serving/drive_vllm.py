@@ -13,9 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from token_recycling.bench.serving.load import Arrivals, Load, Pass
-
-WARM_UP = 2  # prompts before the first pass
+from token_recycling.bench.serving.load import WARM_UP, Arrivals, Load, Pass
 
 
 def arguments(load: Load) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an engine is asked, what came, and the loop that both engines' drivers share."""
+"""What an engine is asked and what came; used by the drivers of both engines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 ENGINES = ("vllm", "sglang")
 MODES = ("plain", "ngram", "chain", "tree")
+WARM_UP = 2  # prompts that a driver serves before the first pass
 
 
 @dataclass(frozen=True)
