@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from token_recycling.integrations.engines.draft_size import EngineDraftSize
 
@@ -20,20 +19,20 @@ class Machine:
         self.size = EngineDraftSize(slope)
         self.rng = np.random.default_rng(seed)
         self.requests, self.b, self.overhead, self.true = requests, b, overhead, true
-        self.scores = torch.cat([torch.ones(1), torch.tensor(said).cumprod(0)]).float()
+        self.scores = np.cumprod(said).astype(np.float32)
         self.seconds = self.tokens = self.plain_steps = self.steps = 0
         self.drafted = []
 
     def step(self, requests=None):
         requests = requests or self.requests
-        counts = torch.ones(requests, dtype=torch.long)
+        counts = np.zeros(requests, np.int64)
         if self.size.drafts(requests):
-            scores = self.scores.expand(requests, -1)
-            counts = self.size.choose(scores, torch.ones_like(scores, dtype=torch.bool))
-        drafted = int(counts.sum()) - requests
+            scores = np.tile(self.scores, (requests, 1))
+            counts = self.size.choose(scores, np.ones_like(scores, dtype=bool))
+        drafted = int(counts.sum())
         tokens = requests
         for count in counts.tolist():
-            for true in self.true[: count - 1]:
+            for true in self.true[:count]:
                 if self.rng.random() > true:
                     break
                 tokens += 1
@@ -111,8 +110,7 @@ def test_requests_share_the_step_by_their_scores():
         assert not size.drafts(2)
         size.record(2, 0, 2, 1.0)
     assert size.drafts(2)
-    scores = torch.tensor([[1.0, 0.9, 0.8, 0.7], [1.0, 0.004, 0.003, 0.002]])
-    counts = size.choose(scores, torch.ones(2, 4, dtype=torch.bool))
-    assert counts.tolist() == [4, 1]
-    off = torch.tensor([[True, True, False, False], [True] * 4])
-    assert size.choose(scores, off).tolist() == [2, 1]
+    scores = np.array([[0.9, 0.8, 0.7], [0.004, 0.003, 0.002]], np.float32)
+    assert size.choose(scores, np.ones((2, 3), bool)).tolist() == [3, 0]
+    off = np.array([[True, False, False], [True] * 3])
+    assert size.choose(scores, off).tolist() == [1, 0]

@@ -11,9 +11,9 @@ import torch
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
 from token_recycling.accept import accept_choices, greedy
 from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
-from token_recycling.drafters.kernels import host
 from token_recycling.drafters.ngram import Context
 from token_recycling.integrations.engines import versions
+from token_recycling.integrations.engines.answers import Answers
 from token_recycling.integrations.engines.options import ServingOptions
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.sglang.trees import full_masks, links
@@ -56,9 +56,8 @@ class Engine:
         slots = torch.tensor([slot])
         self.drafter.begin(slots, [prompt[:-1]])
         self.drafter.propose(slots, torch.tensor([prompt[-1]]), 1)
-        self.drafter.observe(
-            slots, next_logits(prompt)[None, None], torch.tensor([1]), torch.tensor([[first]])
-        )
+        answers = Answers(next_logits(prompt)[None], [1])
+        self.drafter.observe(slots, answers, [0], [1], torch.tensor([[first]]))
         self.prompts[slot], self.texts[slot] = prompt, [*prompt, first]
 
     def step(self, live):
@@ -73,7 +72,12 @@ class Engine:
         there = torch.arange(draft.nodes) < scheduled[:, None]
         draft.valid.logical_and_(there)
         accepted = accept_choices(draft, greedy(logits))
-        self.drafter.observe(slots, logits, scheduled, accepted.emitted)
+        # The engine's batch has the requests in another order, with padding behind their nodes.
+        counts = [min(n + self.rng.randint(0, 2), draft.nodes) for n in scheduled.tolist()][::-1]
+        flat = torch.cat([row[:count] for row, count in zip(logits.flip(0), counts)])
+        rows = list(range(len(live)))[::-1]
+        nodes = scheduled.tolist()
+        self.drafter.observe(slots, Answers(flat, counts), rows, nodes, accepted.emitted)
         for slot, emitted in zip(live, accepted.emitted.tolist()):
             self.texts[slot] += [token for token in emitted if token != NO_TOKEN]
         self.rows += len(live)
@@ -145,7 +149,8 @@ def test_a_request_is_drafted_for_as_if_alone(mixed):
         target.prefill([text[:-1]])
         logits = target.verify(draft)
         accepted = accept_choices(draft, greedy(logits))
-        requests.observe(slot, logits, torch.tensor([draft.nodes]), accepted.emitted)
+        answers = Answers(logits[0], [draft.nodes])
+        requests.observe(slot, answers, [0], [draft.nodes], accepted.emitted)
         text += [token for token in accepted.emitted[0].tolist() if token != NO_TOKEN]
     assert (found == expected) is not mixed
 
@@ -171,20 +176,20 @@ def test_a_long_text_forgets_its_beginning():
 @pytest.mark.parametrize("by_target", [False, True])
 def test_the_best_branch(by_target):
     generator = torch.Generator().manual_seed(5)
-    drafter = make("adaptive").drafter
+    requests = make("adaptive", chain=True)
+    drafter = requests.drafter
     tokens = torch.arange(VOCABULARY)
     ids = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:K] for _ in tokens])
     p = torch.rand(VOCABULARY, K, generator=generator).sort(1, descending=True).values
     drafter.matrix.update(tokens, ids, p)
+    slots, roots = torch.arange(3), torch.tensor([4, 5, 6])
+    requests.begin(slots, [[1, 2], [2, 3], [5]])
     rows = drafter.new_rows(3, 256)
     drafter.load(rows, [[1, 2], [2, 3], [5]])
-    draft = drafter.propose(rows, torch.tensor([4, 5, 6]))
+    draft = drafter.propose(rows, roots)
     logits = torch.randn(3, draft.nodes, VOCABULARY, generator=generator)
-    if by_target:
-        path, counts = draft.best_branch(logits)
-    else:
-        path, counts = torch.zeros_like(draft.tokens), torch.zeros(3, dtype=torch.long)
-        host.likeliest(*(x.numpy() for x in (draft.parents, draft.valid, path, counts)))
+    path, counts = draft.best_branch(logits)
+    chain = requests.propose(slots, roots, NODES)
     for row in range(3):
         right = [0]
         while True:
@@ -198,8 +203,33 @@ def test_the_best_branch(by_target):
             worth = logits[row, right[-1]]
             key = (lambda n: -worth[draft.tokens[row, n]]) if by_target else (lambda n: n)  # noqa: B023
             right.append(min(children, key=key))
-        assert path[row, : int(counts[row])].tolist() == right
+        if by_target:
+            assert path[row, : int(counts[row])].tolist() == right
+        else:
+            valid = chain.valid[row]
+            assert valid.tolist() == [i < len(right) for i in range(chain.nodes)]
+            assert chain.tokens[row, valid].tolist() == draft.tokens[row, right].tolist()
+            assert torch.equal(chain.scores[row, valid], draft.scores[row, right])
+            assert (
+                chain.ancestors[row].tolist()
+                == torch.ones(chain.nodes, chain.nodes).tril().tolist()
+            )
     assert counts.max() > 2
+
+
+def test_a_chain_continues_the_context():
+    """Where the text repeats itself, a chain is what a search for its last n-gram finds."""
+    generator = torch.Generator().manual_seed(6)
+    text = torch.randint(VOCABULARY, (12,), generator=generator).tolist()
+    requests = make("adaptive", chain=True)
+    told = [*text, *text[:5]]
+    requests.begin(torch.tensor([0]), [told[:-1]])
+    found = requests.propose(torch.tensor([0]), torch.tensor([told[-1]]), 7)
+    assert found.tokens[0].tolist() == text[4:11]  # the root, and what followed it
+    new = next(token for token in range(VOCABULARY) if token not in text)
+    requests.begin(torch.tensor([0]), [told[:-1]])
+    found = requests.propose(torch.tensor([0]), torch.tensor([new]), 7)
+    assert found.tokens[0, 1:].tolist() != text[5:11]  # nothing to continue
 
 
 def test_drafts_shrink_with_the_batch():

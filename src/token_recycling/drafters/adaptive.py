@@ -226,8 +226,24 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         self, rows: AdaptiveRows, draft: DraftTree, logits: Tensor, accepted: Accepted
     ) -> None:
         """Count right candidates, average the rows of all nodes, and extend the context."""
-        ids, p, finite = best_candidates(logits[..., : self.matrix.vocab_size], self.matrix.k)
-        emitted = accepted.emitted
+        best = best_candidates(logits[..., : self.matrix.vocab_size], self.matrix.k)
+        self.observe_candidates(rows, draft, best, accepted.emitted)
+
+    def observe_candidates(
+        self,
+        rows: AdaptiveRows,
+        draft: DraftTree,
+        best: tuple[Any, Any, Any],
+        emitted: Tensor,
+    ) -> None:
+        """Do what ``observe`` does, where the candidates at the nodes are known already.
+
+        Args:
+            rows: B rows.
+            draft: the verified draft; only its valid nodes count.
+            best: of all nodes, from ``best_candidates`` over the matrix's tokens.
+            emitted: int64 [B, t], padded with ``NO_TOKEN``.
+        """
         rows.context.reserve(emitted.shape[1])
         host.observe(
             rows.context.tokens.numpy(),
@@ -238,9 +254,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             as_array(draft.tokens),
             as_array(draft.parents),
             as_array(draft.valid),
-            ids,
-            p,
-            finite,
+            *best,
             as_array(emitted),
             self._tables(),
             self.old_weight,

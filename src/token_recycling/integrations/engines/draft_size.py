@@ -9,9 +9,11 @@ came was less, drafting pauses: for some steps nothing is drafted, learnt or eve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from token_recycling.compiled import compiled
 
 MEMORY = 64.0  # steps after which the weight of an old one is 1/e
 PROBE = 4  # plain steps in a row that are timed: before the first draft of all
@@ -100,7 +102,11 @@ class EngineDraftSize:
     def _case(self, requests: int) -> _Case:
         # Up to 7 requests every number is a case; larger ones are taken together by quarters.
         unit = 1 << max(requests.bit_length() - 3, 0)
-        return self._cases.setdefault(requests // unit * unit, _Case())
+        number = requests // unit * unit
+        case = self._cases.get(number)
+        if case is None:
+            case = self._cases[number] = _Case()
+        return case
 
     def drafts(self, requests: int) -> bool:
         """Return False if the next step of so many requests should be a plain one."""
@@ -119,24 +125,25 @@ class EngineDraftSize:
         Those of the nearest number of requests, if these have none: a request more costs what a
         drafted node costs.
         """
+        own = self._case(requests).plain
+        if own.weight:  # a case holds more than one number; its time is not scaled
+            return own.value
         timed = [number for number, case in self._cases.items() if case.plain.weight]
         if not timed:
             return None
         nearest = min(timed, key=lambda number: abs(number - requests))
         ratio = (1 + self.slope * requests) / (1 + self.slope * nearest)
-        # A case holds more than one number, so that its own time is not scaled.
-        own = self._case(requests).plain.weight > 0
-        return self._cases[nearest].plain.value * (1.0 if own else ratio)
+        return self._cases[nearest].plain.value * ratio
 
-    def choose(self, scores: Tensor, valid: Tensor) -> Tensor:
-        """Return how many nodes of each draft to verify, roots included.
+    def choose(self, scores: Any, valid: Any) -> Any:
+        """Return how many nodes of each draft to verify, roots not included, as an array int64 [B].
+
+        They are 0 everywhere if no node is worth its time.
 
         Args:
-            scores: float32 [B, n], the probability of each node to be accepted, best first.
-            valid: bool [B, n].
-
-        Returns:
-            int64 [B]; 1 everywhere if no node is worth its time.
+            scores: array float32 [B, n], the probability of each node below the root to be
+                accepted, best first.
+            valid: array bool [B, n].
         """
         requests = len(scores)
         case = self._case(requests)
@@ -144,18 +151,14 @@ class EngineDraftSize:
         if case.drafted is None:
             case.drafted = _Line(self.slope * plain)
         base, slope = case.drafted.fit(plain)
-        drafted = scores[:, 1:].masked_fill(~valid[:, 1:], 0.0)
-        best = drafted.flatten().sort(descending=True).values
-        count = torch.arange(1, len(best) + 1, device="cpu")
-        rates = (requests + best.cumsum(0)) / (base + slope * count)
-        top = int(rates.argmax()) if len(best) else 0
-        if not len(best) or float(rates[top]) < MARGIN * requests / plain:
-            case.idle += 1
-            if case.idle >= IDLE:
-                self._pause(case)
-            return torch.ones(requests, dtype=torch.long, device="cpu")
-        case.idle = 0
-        return 1 + ((drafted >= best[top]) & (drafted > 0)).sum(dim=1)
+        counts, rate = _worthwhile(scores, valid, base, slope)
+        if rate >= MARGIN * requests / plain:
+            case.idle = 0
+            return counts
+        case.idle += 1
+        if case.idle >= IDLE:
+            self._pause(case)
+        return np.zeros(requests, np.int64)
 
     def record(self, requests: int, drafted: int, tokens: int, seconds: float) -> None:
         """Add a step in which all requests were decoding.
@@ -199,3 +202,36 @@ class EngineDraftSize:
         case.pause = min(2 * case.pause, LONGEST_PAUSE)
         case.steps, case.idle = 0, 0
         case.drafted, case.tokens, case.seconds = None, _Mean(), _Mean()
+
+
+@compiled
+def _worthwhile(scores: Any, valid: Any, base: float, slope: float) -> tuple[Any, float]:
+    """Take the nodes that maximise tokens per second.
+
+    Args:
+        scores: float32 [B, n], best first.
+        valid: bool [B, n].
+        base: seconds of a step without drafted nodes.
+        slope: seconds of a node.
+
+    Returns:
+        The number of nodes taken from each draft, int64 [B], and tokens per second, 0 without any
+        node.
+    """
+    worth = np.where(valid, scores, 0.0).flatten()
+    worth.sort()
+    tokens, best, least = float(len(scores)), 0.0, np.inf
+    for i in range(len(worth)):
+        score = worth[len(worth) - 1 - i]
+        if score <= 0:
+            break
+        tokens += score
+        rate = tokens / (base + slope * (i + 1))
+        if rate > best:
+            best, least = rate, score
+    counts = np.zeros(len(scores), np.int64)
+    for row in range(len(scores)):
+        for node in range(scores.shape[1]):
+            if valid[row, node] and scores[row, node] >= least:
+                counts[row] += 1
+    return counts, best

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from token_recycling.accept import Accepted
-from token_recycling.drafters import AnyDrafter, Rows
+from token_recycling.compiled import as_array
+from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, Rows
 from token_recycling.drafters.kernels import host
+from token_recycling.integrations.engines.answers import Answers
 from token_recycling.integrations.engines.options import CONTEXT
+from token_recycling.ranking import argmax
 from token_recycling.tree import DraftTree, chains
 
 
@@ -79,6 +83,7 @@ class RequestDrafter:
         root = torch.zeros(1, dtype=torch.long, device="cpu")
         whole = drafter.propose(drafter.new_rows(1, context), root)
         self.max_depth = min(whole.max_depth, nodes - 1)
+        self._branch = chains(torch.zeros((1, self.max_depth + 1), dtype=torch.long, device="cpu"))
 
     def _take(self, slots: Tensor) -> _Live:
         """Return the requests in ``slots``, taken out of their slots if they were not yet."""
@@ -117,7 +122,7 @@ class RequestDrafter:
         live = self._take(slots)
         nodes = min(nodes, self.nodes)
         if self.chain and nodes > 1:
-            live.draft = _likeliest(self.drafter.propose(live.rows, roots)).first(nodes)
+            live.draft = self._likeliest(self.drafter.propose(live.rows, roots), nodes)
         else:
             live.draft = self.drafter.propose(live.rows, roots, nodes)
         return live.draft
@@ -136,19 +141,79 @@ class RequestDrafter:
             self._drafts.write(of, _Drafts.of(live.draft, self.nodes))
         return DraftTree(**vars(self._drafts.select(slots)), max_depth=self.max_depth)
 
-    def observe(self, slots: Tensor, logits: Tensor, nodes: Tensor, emitted: Tensor) -> None:
+    def observe(
+        self,
+        slots: Tensor,
+        answers: Answers,
+        rows: list[int],
+        nodes: list[int],
+        emitted: Tensor,
+    ) -> None:
         """Learn from a step.
 
         Args:
-            slots: int64 [B]; this and the following are on the host, except for the logits.
-            logits: [B, n, V], the target's logits at the first n nodes of the last drafts.
-            nodes: int64 [B], how many of these were verified, root included.
-            emitted: int64 [B, t], new tokens of each request, padded with ``NO_TOKEN``.
+            slots: int64 [B], on the host.
+            answers: the target's logits in the step.
+            rows: of the requests in ``answers``.
+            nodes: how many nodes of the last draft of each request were verified, root included.
+            emitted: int64 [B, t], on the host, new tokens of each request, padded with
+                ``NO_TOKEN``.
         """
-        draft = self.drafts(slots).first(logits.shape[1]).up_to(nodes)
-        counts = (emitted >= 0).sum(dim=1)
-        accepted = Accepted(torch.zeros_like(emitted), emitted, counts)
-        self.drafter.observe(self._take(slots).rows, draft, logits, accepted)
+        live = self._take(slots)
+        draft = self._verified(live, slots, nodes)
+        if isinstance(self.drafter, AdaptiveDrafter):
+            matrix = self.drafter.matrix
+            best = answers.best_padded(rows, nodes, matrix.k, matrix.vocab_size)
+            self.drafter.observe_candidates(live.rows, draft, best, emitted)
+            return
+        accepted = Accepted(torch.zeros_like(emitted), emitted, (emitted >= 0).sum(dim=1))
+        self.drafter.observe(live.rows, draft, answers.padded(rows, nodes), accepted)
+
+    def choices(self, answers: Answers) -> Any:
+        """Return the target's best token after every node, an array int64 [sum of counts]."""
+        if isinstance(self.drafter, AdaptiveDrafter):
+            matrix = self.drafter.matrix
+            return answers.best(matrix.k, matrix.vocab_size)[0][:, 0].copy()
+        return argmax(answers.logits).numpy()
+
+    def _verified(self, live: _Live, slots: Tensor, nodes: list[int]) -> DraftTree:
+        """Return the part of the last drafts that was verified."""
+        most = max(nodes)
+        draft = live.draft
+        if draft is None or draft.nodes < most:
+            draft = self.drafts(slots)
+        draft = draft.first(most)
+        return draft if min(nodes) == most else draft.up_to(torch.tensor(nodes, device="cpu"))
+
+    def _likeliest(self, draft: DraftTree, nodes: int) -> DraftTree:
+        """Return the branch that the drafter considers most likely, as a draft of ``nodes``."""
+        batch, nodes = len(draft.tokens), min(nodes, self.max_depth + 1)
+        tokens, scores = np.empty((batch, nodes), np.int64), np.empty((batch, nodes), np.float32)
+        worth = (
+            np.ones(draft.tokens.shape, np.float32)
+            if draft.scores is None
+            else as_array(draft.scores)
+        )
+        host.likeliest(
+            as_array(draft.parents),
+            as_array(draft.valid),
+            as_array(draft.tokens),
+            worth,
+            tokens,
+            scores,
+        )
+        branch = self._branch.first(nodes)
+        valid = tokens >= 0
+        tokens[~valid] = 0
+        return DraftTree(
+            torch.from_numpy(tokens),
+            branch.parents.expand(batch, nodes),
+            branch.depths.expand(batch, nodes),
+            branch.ancestors.expand(batch, nodes, nodes),
+            torch.from_numpy(valid),
+            branch.max_depth,
+            None if draft.scores is None else torch.from_numpy(scores),
+        )
 
 
 def same_on_all_ranks(group: Any, draft: DraftTree) -> DraftTree:
@@ -163,15 +228,3 @@ def same_on_all_ranks(group: Any, draft: DraftTree) -> DraftTree:
         return draft
     message: Tensor = group.broadcast(draft.pack().to(group.device), src=0)
     return DraftTree.unpack(message.cpu(), draft.max_depth)
-
-
-def _likeliest(draft: DraftTree) -> DraftTree:
-    """Return the branch that the drafter considers most likely, as a draft."""
-    parents, valid = draft.parents.contiguous(), draft.valid.contiguous()
-    path, counts = torch.zeros_like(parents), parents.new_empty(len(parents))
-    host.likeliest(parents.numpy(), valid.numpy(), path.numpy(), counts.numpy())
-    path = path[:, : draft.max_depth + 1]
-    found = chains(draft.tokens.gather(1, path)).up_to(counts)
-    if draft.scores is None:
-        return found
-    return replace(found, scores=draft.scores.gather(1, path))

@@ -16,6 +16,7 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
+from token_recycling.integrations.engines.answers import Answers
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.versions import check_signature
@@ -178,9 +179,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         tokens = result.next_token_ids.view(rows, n).long().cpu()
         behind = torch.arange(n, device="cpu") >= lengths[:, None]
         assert self._watched.logits is not None
-        logits = self._watched.logits.view(rows, n, -1)
+        answers = Answers(self._watched.logits, [n] * rows)
         emitted = tokens.masked_fill(behind, NO_TOKEN)
-        self.requests.observe(slots, logits, torch.full_like(lengths, n), emitted)
+        self.requests.observe(slots, answers, list(range(rows)), answers.counts, emitted)
         if self._keeper is not None:
             self._keeper.tick()
 
@@ -204,8 +205,8 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         if logits is None or len(logits) != len(batch.reqs) or not _untouched(batch):
             return
         emitted = result.next_token_ids.long().cpu()[index][:, None]
-        logits = logits[index.to(logits.device)][:, None]
-        self.requests.observe(slots, logits, torch.ones_like(slots), emitted)
+        answers = Answers(logits, [1] * len(logits))
+        self.requests.observe(slots, answers, read, [1] * len(read), emitted)
 
     def _widened(self, result: GenerationBatchResult, n: int) -> GenerationBatchResult:
         """Pad the output of a step with fewer nodes to the width that SGLang expects."""

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from token_recycling.integrations.engines.versions import check_signature
-from token_recycling.integrations.vllm import sampled, tree_step
+from token_recycling.integrations.vllm import greedy, sampled, tree_step
 from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep
 
 NO_LIMIT = 1 << 30
@@ -66,9 +66,11 @@ def _catching_logits(kind: type[Any], method: Callable[..., Any]) -> Callable[..
             self.effective_drafter_max_model_len = NO_LIMIT
             if state.spec_decode_metadata is not None and state.logits is not None:
                 # A grammar's mask is applied to the logits in place.
-                logits = state.logits if grammar_output is None else state.logits.clone()
+                constrained = grammar_output is not None
+                logits = state.logits.clone() if constrained else state.logits
                 scheduled = state.scheduler_output.total_num_scheduled_tokens
-                step = VerifiedStep(self, logits, state.spec_decode_metadata, scheduled)
+                metadata = state.spec_decode_metadata
+                step = VerifiedStep(self, logits, metadata, scheduled, constrained)
                 with proposer.learning_from(step):
                     return method(self, grammar_output)
         return method(self, grammar_output)
@@ -92,9 +94,10 @@ def _positioning_trees(kind: type[Any], method: Callable[..., Any]) -> Callable[
 def _sampling(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_sample`` to pass each tree's best path to vLLM's own sampler as a chain.
 
-    On CPUs vLLM's rejection sampler is wrong for sampled requests, and fails if there is nothing
-    to verify and a request sets top-k. There, batches without drafts are sampled without
-    speculation, and batches with sampled drafts token by token (see ``sampled``).
+    On CPUs vLLM's rejection sampler is wrong for sampled requests, fails if there is nothing to
+    verify and a request sets top-k, and copies all logits twice. There, batches without drafts are
+    sampled without speculation, batches with sampled drafts token by token (see ``sampled``), and
+    greedy chains take what the drafter needs anyway (see ``greedy``).
     """
 
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
@@ -105,6 +108,9 @@ def _sampling(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]
             return method(self, logits, None)
         if proposer.on_cpu and sampled.any_drafted(self, spec_decode_metadata):
             return sampled.sample(self, proposer, logits, spec_decode_metadata)
+        step = proposer.step
+        if proposer.on_cpu and not proposer.tree and step is not None and step.takes_best:
+            return greedy.sample(proposer, step, spec_decode_metadata)
         if not proposer.tree:
             return method(self, logits, spec_decode_metadata)
         with tree_step.walked(self, proposer, logits, spec_decode_metadata) as chain:

@@ -8,6 +8,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
@@ -86,7 +87,7 @@ class Proposer:
         self._unused_slots = list(range(requests))
         self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}  # tokens of each request seen so far
-        self._step: VerifiedStep | None = None
+        self.step: VerifiedStep | None = None  # the one to learn from, during ``sample_tokens``
         # Ranks measure different times, but must verify the same trees.
         ranks = vllm_config.parallel_config.tensor_parallel_size
         slope = ASSUMED.get(self.device.type, ASSUMED_ELSEWHERE)
@@ -107,11 +108,11 @@ class Proposer:
 
         vLLM calls ``propose`` from a method that the hooks wrap, without the logits.
         """
-        self._step = step
+        self.step = step
         try:
             yield
         finally:
-            self._step = None
+            self.step = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -137,7 +138,7 @@ class Proposer:
             truncate the list.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        step = self._step
+        step = self.step
         if step is None:
             return drafts
         self._forget(step)
@@ -173,21 +174,12 @@ class Proposer:
                 self._begin(request, token_ids[row, :before].tolist(), step)
             self._lengths[request] = length
         slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
-        self._learn(step, slots, rows, emitted)
+        nodes_read = [step.nodes[row] for row in rows]
+        self.requests.observe(slots, step.answers, rows, nodes_read, _padded(emitted))
         if self._keeper is not None:
             self._keeper.tick()
         for row, found in zip(rows, self._draft(slots, emitted, nodes, may_draft)):
             drafts[row] = found
-
-    def _learn(
-        self, step: VerifiedStep, slots: Tensor, rows: list[int], emitted: list[list[int]]
-    ) -> None:
-        self.requests.observe(
-            slots,
-            step.answers(rows),
-            torch.tensor([step.nodes[row] for row in rows], device="cpu"),
-            _padded(emitted),
-        )
 
     def _draft(
         self, slots: Tensor, emitted: list[list[int]], nodes: int, may_draft: list[bool]
@@ -198,12 +190,14 @@ class Proposer:
         if self.tree:
             draft = same_on_all_ranks(get_tp_group(), draft)
             self.requests.replace_drafts(slots, draft)
-        valid = draft.valid & torch.tensor(may_draft, device="cpu")[:, None]
-        used = _used(valid[:, 1:])
+        valid = draft.valid.numpy()[:, 1:] & np.array(may_draft)[:, None]
+        # Number of nodes up to the last valid one
+        used = (valid * np.arange(1, valid.shape[1] + 1)).max(axis=1, initial=0)
         if self.size is not None and draft.scores is not None:
-            used = used.minimum(self.size.choose(draft.scores, valid) - 1)
+            used = np.minimum(used, self.size.choose(draft.scores.numpy()[:, 1:], valid))
         return [
-            tokens[:count] for tokens, count in zip(draft.tokens[:, 1:].tolist(), used.tolist())
+            tokens[:count]
+            for tokens, count in zip(draft.tokens.numpy()[:, 1:].tolist(), used.tolist())
         ]
 
     def _record(self, step: VerifiedStep, rows: list[int], emitted: list[list[int]]) -> None:
@@ -252,9 +246,3 @@ def _padded(rows: list[list[int]]) -> Tensor:
     """Return the rows as int64 [B, t], padded with ``NO_TOKEN``."""
     longest = max(map(len, rows))
     return torch.tensor([row + [NO_TOKEN] * (longest - len(row)) for row in rows])
-
-
-def _used(valid: Tensor) -> Tensor:
-    """Return the number of nodes up to the last valid one, int64 [B]; ``valid``: bool [B, n]."""
-    numbers = torch.arange(1, valid.shape[1] + 1, device=valid.device)
-    return (valid * numbers).amax(dim=1)

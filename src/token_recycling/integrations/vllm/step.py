@@ -14,6 +14,7 @@ from vllm.v1.sample.logits_processor import (
     MinTokensLogitsProcessor,
 )
 
+from token_recycling.integrations.engines.answers import Answers
 from token_recycling.integrations.engines.requests import RequestDrafter
 
 PLACEHOLDER = -1  # vLLM's draft token for requests that have just joined a decoding batch
@@ -26,6 +27,7 @@ class StepDrafter(Protocol):
     on_cpu: bool
     device: torch.device
     requests: RequestDrafter
+    step: VerifiedStep | None
 
     def slot(self, request: str) -> int | None:
         """Return the slot of a request, or None when nothing was drafted for it yet."""
@@ -55,40 +57,37 @@ class VerifiedStep:
         requests: request ids by row of the batch.
         counts: number of logits vectors of each row.
         nodes: how many of these belong to a draft of ours, root included.
-        logits: [sum of counts, V], concatenated by row.
+        answers: the logits, before a grammar or penalty changes them.
         scheduled: tokens that the step has read, prompts included.
+        constrained: whether a grammar restricts what may be chosen.
     """
 
-    def __init__(self, runner: Any, logits: Tensor, metadata: Any, scheduled: int = 0) -> None:
-        """Record the runner's ``logits``, before a grammar or penalty changes them."""
-        self._runner, self.scheduled = runner, scheduled
+    def __init__(
+        self,
+        runner: Any,
+        logits: Tensor,
+        metadata: Any,
+        scheduled: int = 0,
+        constrained: bool = False,
+    ) -> None:
+        """Record the runner's ``logits`` [sum of counts, V], concatenated by row."""
+        self._runner, self.scheduled, self.constrained = runner, scheduled, constrained
         self.requests: list[str] = list(runner.input_batch.req_ids)
         self.counts: list[int] = [drafts + 1 for drafts in metadata.num_draft_tokens]
         self.nodes = [1] * len(self.counts)
         for row in drafted(runner, metadata):
             self.nodes[row] = self.counts[row]
-        self.logits = logits
+        self.answers = Answers(logits, self.counts)
 
-    @cached_property
+    @property
     def starts(self) -> list[int]:
         """Index of each row's first logits."""
-        starts = [0]
-        for count in self.counts:
-            starts.append(starts[-1] + count)
-        return starts[:-1]
+        return self.answers.starts
 
     @property
     def decoding(self) -> bool:
         """Whether the step has read no prompt."""
         return self.scheduled == sum(self.counts)
-
-    def answers(self, rows: list[int]) -> Tensor:
-        """Return the logits [B, n, V] of ``rows``, padded by repeating each row's last."""
-        n = max(self.counts[row] for row in rows)
-        if len(rows) == len(self.counts) and min(self.counts) == n:
-            return self.logits.view(len(rows), n, -1)
-        index = [[self.starts[r] + min(i, self.counts[r] - 1) for i in range(n)] for r in rows]
-        return self.logits[torch.tensor(index, device=self.logits.device)]
 
     @cached_property
     def can_walk(self) -> bool:
@@ -105,6 +104,19 @@ class VerifiedStep:
             and not sampling.bad_words_token_ids
             and not (budget is not None and budget.has_tracked_requests())
             and all(map(_is_constant, sampling.logitsprocs.all))
+        )
+
+    @cached_property
+    def takes_best(self) -> bool:
+        """Whether every request takes the token of the highest logit."""
+        sampling = self._runner.input_batch.sampling_metadata
+        biased = any(getattr(one, "biases", None) for one in sampling.logitsprocs.all)
+        return (
+            sampling.all_greedy
+            and not self.constrained
+            and self.can_walk
+            and sampling.allowed_token_ids_mask is None
+            and not biased
         )
 
     def lives(self, request: str) -> bool:

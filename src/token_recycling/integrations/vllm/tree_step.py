@@ -61,7 +61,7 @@ def walked(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
         yield logits, metadata
         return
     step = VerifiedStep(runner, logits, metadata)
-    answers = step.answers(rows)
+    answers = step.answers.padded(rows, [step.counts[row] for row in rows])
     draft = proposer.requests.drafts(slots_of(runner, proposer, rows)).first(answers.shape[1])
     draft = draft.to(logits.device)
     counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)

@@ -1,0 +1,71 @@
+"""The target's logits in a step of an engine; every request has its own number of nodes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from token_recycling.ranking import best_candidates
+
+
+class Answers:
+    """Logits at the root and the nodes of each request, concatenated.
+
+    Attributes:
+        logits: [sum of counts, V].
+        counts: logits vectors of each request.
+    """
+
+    def __init__(self, logits: Tensor, counts: list[int]) -> None:
+        """Keep ``logits``, which nobody may change before the last call."""
+        self.logits, self.counts = logits, counts
+        self._best: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Index of each request's first vector."""
+        return [0, *accumulate(self.counts)][:-1]
+
+    def best(self, k: int, vocabulary: int) -> tuple[Any, Any, Any]:
+        """Return the k best of the first ``vocabulary`` tokens after every node.
+
+        Returns:
+            See ``best_candidates``; of shape [sum of counts, …]. Computed once.
+        """
+        key = (k, vocabulary)
+        if key not in self._best:
+            self._best[key] = best_candidates(self.logits[:, :vocabulary], k)
+        return self._best[key]
+
+    def padded(self, rows: list[int], nodes: list[int]) -> Tensor:
+        """Return the logits [B, n, V] at the first ``nodes`` of ``rows``; padding is arbitrary."""
+        if self._are_all(rows, nodes):
+            return self.logits.unflatten(0, (len(rows), -1))
+        return self.logits[torch.from_numpy(self._index(rows, nodes)).to(self.logits.device)]
+
+    def best_padded(
+        self, rows: list[int], nodes: list[int], k: int, vocabulary: int
+    ) -> tuple[Any, Any, Any]:
+        """Return ``best`` at the first ``nodes`` of ``rows``, of shape [B, n, …]."""
+        ids, p, finite = self.best(k, vocabulary)
+        if self._are_all(rows, nodes):
+            batch = len(rows)
+            return ids.reshape(batch, -1, k), p.reshape(batch, -1, k), finite.reshape(batch, -1)
+        index = self._index(rows, nodes)
+        return ids[index], p[index], finite[index]
+
+    def _are_all(self, rows: list[int], nodes: list[int]) -> bool:
+        """Return whether these are all vectors, in order, and of one number per request."""
+        whole = nodes == self.counts and min(nodes) == max(nodes)
+        return whole and rows == list(range(len(rows)))
+
+    def _index(self, rows: list[int], nodes: list[int]) -> Any:
+        """Return the vectors of the first ``nodes`` of ``rows``, padded by the last one."""
+        starts = np.array([self.starts[row] for row in rows])
+        last = np.array(nodes) - 1
+        return starts[:, None] + np.minimum(np.arange(max(nodes)), last[:, None])
