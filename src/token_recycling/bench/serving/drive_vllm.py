@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -46,21 +47,26 @@ def arguments(load: Load) -> dict[str, Any]:
 
 
 class Gaps:
-    """The times between forwards of a model in this process."""
+    """The times between a model's logits and its next forward, in this process."""
 
     def __init__(self, model: Any) -> None:
         """Watch the forwards of ``model``."""
         self.seconds: list[float] = []
         self._ended: float | None = None
         model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end)
+        compute = model.compute_logits
+
+        @wraps(compute)
+        def compute_logits(*arguments: Any, **options: Any) -> Any:
+            logits = compute(*arguments, **options)
+            self._ended = perf_counter()
+            return logits
+
+        model.compute_logits = compute_logits
 
     def _begin(self, *arguments: Any) -> None:
         if self._ended is not None:
             self.seconds.append(perf_counter() - self._ended)
-
-    def _end(self, *arguments: Any) -> None:
-        self._ended = perf_counter()
 
     def take(self) -> list[float]:
         """Return the gaps since the last call."""

@@ -60,7 +60,7 @@ class Pass:
         texts: token ids of the answers.
         first: seconds from a request to its first tokens, per request.
         per_token: seconds per token after these, per request with more of them.
-        gaps: seconds between the end of a forward and the begin of the next, where it is known.
+        gaps: seconds between the logits of a step and the next forward, where it is known.
         drafts: number of drafts that were verified, where it is known.
         accepted: number of drafted tokens that were accepted, where it is known.
     """

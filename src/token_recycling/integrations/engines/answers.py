@@ -45,7 +45,7 @@ class Answers:
     def padded(self, rows: list[int], nodes: list[int]) -> Tensor:
         """Return the logits [B, n, V] at the first ``nodes`` of ``rows``; padding is arbitrary."""
         if self._are_all(rows, nodes):
-            return self.logits.unflatten(0, (len(rows), -1))
+            return self.logits.view(len(rows), -1, self.logits.shape[-1])
         return self.logits[torch.from_numpy(self._index(rows, nodes)).to(self.logits.device)]
 
     def best_padded(

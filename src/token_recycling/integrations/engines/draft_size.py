@@ -21,7 +21,7 @@ PROBE_AT = (64, 512)  # and after so many drafted steps of a number of requests,
 # Drafting pauses if, after so many drafted steps, tokens per second are less than so many times
 # those of plain steps.
 TRIALS = ((4, 0.8), (12, 1.0))
-IDLE = 6  # steps in a row for which no node was worth its time, before a pause
+IDLE = 3  # steps in a row for which no node was worth its time, before a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps; every failed trial doubles them
 PROVEN = 96  # drafted steps after which the next pause is a short one again
 MARGIN = 1.02  # by how much drafting must be expected to be faster
@@ -98,6 +98,7 @@ class EngineDraftSize:
         self.slope = slope
         self._cases: dict[int, _Case] = {}
         self._first_probe = PROBE
+        _worthwhile(np.ones((1, 1), np.float32), np.ones((1, 1), np.bool_), 1.0, 1.0)  # compiles it
 
     def _case(self, requests: int) -> _Case:
         # Up to 7 requests every number is a case; larger ones are taken together by quarters.
@@ -151,7 +152,7 @@ class EngineDraftSize:
         if case.drafted is None:
             case.drafted = _Line(self.slope * plain)
         base, slope = case.drafted.fit(plain)
-        counts, rate = _worthwhile(scores, valid, base, slope)
+        counts, rate = _worthwhile(np.ascontiguousarray(scores), valid, base, slope)
         if rate >= MARGIN * requests / plain:
             case.idle = 0
             return counts

@@ -84,6 +84,8 @@ class RequestDrafter:
         whole = drafter.propose(drafter.new_rows(1, context), root)
         self.max_depth = min(whole.max_depth, nodes - 1)
         self._branch = chains(torch.zeros((1, self.max_depth + 1), dtype=torch.long, device="cpu"))
+        if chain:
+            self._likeliest(whole, nodes)  # compiles it before the first request
 
     def _take(self, slots: Tensor) -> _Live:
         """Return the requests in ``slots``, taken out of their slots if they were not yet."""

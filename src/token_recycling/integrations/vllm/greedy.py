@@ -28,6 +28,12 @@ def sample(proposer: StepDrafter, step: VerifiedStep, metadata: Any) -> Any:
     return SamplerOutput(sampled_token_ids=torch.from_numpy(emitted), logprobs_tensors=None)
 
 
+def compile_acceptance() -> None:
+    """Compile what ``sample`` calls, before the first request."""
+    choices = np.zeros(1, np.int64)
+    _accept(np.zeros(0, np.int32), choices, np.ones(1, np.int64), np.zeros((1, 1), np.int32))
+
+
 @compiled
 def _accept(drafted: Any, choices: Any, counts: Any, emitted: Any) -> None:
     """Compare chains with what the target has chosen.

@@ -20,7 +20,7 @@ from token_recycling.integrations.engines.draft_size import EngineDraftSize
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.versions import VLLM, check_version
-from token_recycling.integrations.vllm import hooks, tree_attention
+from token_recycling.integrations.vllm import greedy, hooks, tree_attention
 from token_recycling.integrations.vllm.step import VerifiedStep
 from token_recycling.tokens import NO_TOKEN
 
@@ -53,16 +53,19 @@ class Proposer:
         if self.tree:
             tree_attention.check_model(vllm_config)
             tree_attention.register()
-        hooks.install(Proposer, tree=self.tree)
+        hooks.install(Proposer)
         most: int = vllm_config.speculative_config.num_speculative_tokens
         self.nodes = most + 1
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
+        if self.on_cpu:
+            greedy.compile_acceptance()
         grown = most if self.tree else max(CHAIN_FROM, 2 * most)
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
         requests: int = vllm_config.scheduler_config.max_num_seqs
         model = vllm_config.model_config
+        self.recurrent: bool = model.is_hybrid or model.is_attention_free
         tokenizer = partial(
             load_tokenizer,
             None if model.skip_tokenizer_init else model.tokenizer,
@@ -114,8 +117,6 @@ class Proposer:
         finally:
             self.step = None
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def propose(
         self,
         sampled_token_ids: list[list[int]],
@@ -151,6 +152,8 @@ class Proposer:
         self._record(step, rows, emitted)
         return drafts
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _learn_and_draft(
         self,
         step: VerifiedStep,
@@ -168,11 +171,14 @@ class Proposer:
         if not any(may_draft):
             return
         requests = [step.requests[row] for row in rows]
+        new: dict[str, list[int]] = {}
         for row, request, length, tokens in zip(rows, requests, lengths, emitted):
             before = length - len(tokens)
             if self._lengths.get(request) != before:
-                self._begin(request, token_ids[row, :before].tolist(), step)
+                new[request] = token_ids[row, :before].tolist()
             self._lengths[request] = length
+        if new:
+            self._begin(new, step)
         slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
         nodes_read = [step.nodes[row] for row in rows]
         self.requests.observe(slots, step.answers, rows, nodes_read, _padded(emitted))
@@ -218,19 +224,18 @@ class Proposer:
         # On CPUs vLLM's rejection sampler does not preserve the distribution, with any drafter.
         return not (self.on_cpu and step.sampled(row)) or step.can_walk
 
-    def _take_roots(self, slots: Tensor, emitted: list[list[int]]) -> None:
-        roots = torch.tensor([tokens[-1] for tokens in emitted], device="cpu")
-        self.requests.propose(slots, roots, 1)
-
-    def _begin(self, request: str, text: list[int], step: VerifiedStep) -> None:
-        """Start drafting for a request; ``text`` are the tokens read so far."""
-        if request not in self._slots:
+    def _begin(self, texts: dict[str, list[int]], step: VerifiedStep) -> None:
+        """Start drafting for requests; ``texts`` are their tokens read so far."""
+        for request in texts:
+            if request in self._slots:
+                continue
             if not self._unused_slots:  # take the slot of a preempted request
                 self._drop(next(known for known in self._slots if known not in step.requests))
             self._slots[request] = self._unused_slots.pop()
-        slot = torch.tensor([self._slots[request]], device="cpu")
-        self.requests.begin(slot, [text[:-1]])
-        self._take_roots(slot, [text])
+        slots = torch.tensor([self._slots[request] for request in texts], device="cpu")
+        self.requests.begin(slots, [text[:-1] for text in texts.values()])
+        roots = torch.tensor([text[-1] for text in texts.values()], device="cpu")
+        self.requests.propose(slots, roots, 1)
 
     def _forget(self, step: VerifiedStep) -> None:
         """Free the slots of requests that have ended."""

@@ -25,6 +25,7 @@ class StepDrafter(Protocol):
 
     tree: bool
     on_cpu: bool
+    recurrent: bool  # whether the model has recurrent layers
     device: torch.device
     requests: RequestDrafter
     step: VerifiedStep | None
@@ -70,13 +71,22 @@ class VerifiedStep:
         scheduled: int = 0,
         constrained: bool = False,
     ) -> None:
-        """Record the runner's ``logits`` [sum of counts, V], concatenated by row."""
+        """Record a step.
+
+        Args:
+            runner: vLLM's model runner.
+            logits: [sum of counts, V], concatenated by row.
+            metadata: vLLM's draft metadata; None: a step of plain decoding.
+            scheduled: see above.
+            constrained: see above.
+        """
         self._runner, self.scheduled, self.constrained = runner, scheduled, constrained
         self.requests: list[str] = list(runner.input_batch.req_ids)
-        self.counts: list[int] = [drafts + 1 for drafts in metadata.num_draft_tokens]
-        self.nodes = [1] * len(self.counts)
-        for row in drafted(runner, metadata):
-            self.nodes[row] = self.counts[row]
+        self.counts = self.nodes = [1] * len(self.requests)
+        if metadata is not None:
+            self.counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
+            for row in drafted(runner, metadata):
+                self.nodes[row] = self.counts[row]
         self.answers = Answers(logits, self.counts)
 
     @property
