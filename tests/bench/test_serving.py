@@ -48,18 +48,22 @@ def test_times_of_a_request():
     assert found.per_token == [2.0]
 
 
-def test_gaps_are_between_forwards(monkeypatch):
+def test_gaps_are_between_logits_and_forwards(monkeypatch):
     import torch
 
     from token_recycling.bench.serving import drive_vllm
 
+    class Model(torch.nn.Identity):
+        def compute_logits(self, hidden):
+            return hidden
+
     now = iter([0.0, 10.0, 12.5, 20.0, 30.0])
     monkeypatch.setattr(drive_vllm, "perf_counter", lambda: next(now))
-    model = torch.nn.Identity()
+    model = Model()
     gaps = Gaps(model)
     for _ in range(3):
-        model(torch.ones(1))
-    # The first forward ends at 0, the second one lasts from 10 to 12.5, the third one from 20.
+        model.compute_logits(model(torch.ones(1)))
+    # The first logits are there at 0; the second forward begins at 10, with logits at 12.5.
     assert gaps.take() == [10.0, 7.5]
     assert gaps.take() == []
 

@@ -26,7 +26,9 @@ def bench_serving(
     suite: Annotated[
         list[str] | None, typer.Option("--suite", help="Prompts, as in bench. Repeatable.")
     ] = None,
-    questions: Annotated[int, typer.Option("--questions", help="Number of prompts.")] = 16,
+    questions: Annotated[
+        int, typer.Option("--questions", help="Prompts for each number of requests at once.")
+    ] = 16,
     random: Annotated[
         bool, typer.Option("--random", help="Prompts of random tokens instead of questions.")
     ] = False,
@@ -52,7 +54,7 @@ def bench_serving(
     """
     import torch
 
-    from token_recycling.bench.serving.load import Load
+    from token_recycling.bench.serving.load import WARM_UP, Load
     from token_recycling.bench.serving.measure import check, measure, summary, table, to_dict
     from token_recycling.files import write_text
     from token_recycling.machine import describe
@@ -61,14 +63,16 @@ def bench_serving(
     check(engine, names)
     if rounds < 1 or questions < 1 or max_tokens < 2:
         raise TokenRecyclingError("--rounds and --questions must be 1 or more, --max-tokens 2")
+    levels = _numbers("--concurrency", concurrency)
+    count = WARM_UP + questions * len(levels)
     load = Load(
         model=_folder(model),
         mode=names[0],
         arguments=_object("--engine-args", engine_args),
-        prompts=_prompts(_folder(model), suite or ["builtin"], questions, random),
+        prompts=_prompts(_folder(model), suite or ["builtin"], count, random),
         new_tokens=max_tokens,
         temperature=temp,
-        concurrency=_numbers("--concurrency", concurrency),
+        concurrency=levels,
         chain=chain,
         tree=tree,
         options=_object("--options", options),
@@ -128,7 +132,7 @@ def _prompts(model: str, suites: list[str], count: int, random: bool) -> list[li
         return torch.randint(vocabulary, shape, generator=draws).tolist()
     found = load_all(suites)
     if len(found) < count:
-        raise TokenRecyclingError(f"there are {len(found)} questions; --questions is {count}")
+        raise TokenRecyclingError(f"there are {len(found)} questions; {count} are needed")
     tokenizer = AutoTokenizer.from_pretrained(model)
     chosen = found[:: len(found) // count][:count]  # of all kinds
     return [

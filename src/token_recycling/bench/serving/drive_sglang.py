@@ -92,7 +92,9 @@ def main() -> None:
         return found
 
     run(load.prompts[:WARM_UP], WARM_UP)
-    passes = [asdict(run(load.prompts, concurrency)) for concurrency in load.concurrency]
+    passes = [
+        asdict(run(load.of(turn), concurrency)) for turn, concurrency in enumerate(load.concurrency)
+    ]
     engine.shutdown()
     Path(sys.argv[2]).write_text(json.dumps(passes), encoding="utf-8")
 

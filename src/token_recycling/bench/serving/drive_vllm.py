@@ -129,10 +129,10 @@ def main() -> None:
 
     serve(engine, load, load.prompts[:WARM_UP], WARM_UP)
     passes = []
-    for concurrency in load.concurrency:
+    for turn, concurrency in enumerate(load.concurrency):
         gaps.take()
         before = counted()
-        found = serve(engine, load, load.prompts, concurrency)
+        found = serve(engine, load, load.of(turn), concurrency)
         found.gaps = gaps.take()
         found.drafts, found.accepted = (b - a for a, b in zip(before, counted()))
         passes.append(asdict(found))

@@ -20,7 +20,8 @@ class Load:
         model: folder or Hub name.
         mode: one of ``MODES``.
         arguments: of the engine, beside those of the mode.
-        prompts: token ids.
+        prompts: token ids; the first ``WARM_UP`` are served before the first pass, and every pass
+            gets prompts of its own, so that what was learnt before does not help it.
         new_tokens: of every request; the end-of-sequence token does not end it.
         temperature: 0: greedy.
         concurrency: numbers of requests served at once, one after the other.
@@ -39,6 +40,10 @@ class Load:
     chain: int
     tree: int
     options: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, turn: int) -> list[list[int]]:
+        """Return the prompts of the pass with ``concurrency[turn]`` requests at once."""
+        return self.prompts[WARM_UP + turn :: len(self.concurrency)]
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -25,6 +25,12 @@ IDLE = 3  # steps in a row for which no node was worth its time, before a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps; every failed trial doubles them
 PROVEN = 96  # drafted steps after which the next pause is a short one again
 MARGIN = 1.02  # by how much drafting must be expected to be faster
+# A slope that no step has shown yet is taken as so many times the assumed one: a few steps correct
+# one that is too low, but a slope that is too high would never be tried.
+HOPE = 0.3
+# Steps of more tokens than this are filled up to a multiple of it with the next best nodes: kernels
+# are prepared for every number of tokens anew, and graphs are captured for some.
+ROUND = 8
 OUTLIER = 2.0  # a step that takes longer than so many times the expected seconds counts as these
 
 
@@ -58,17 +64,20 @@ class _Line:
         for mean, value in ((self.x, x), (self.y, y), (self.xx, x * x), (self.xy, x * y)):
             mean.add(value)
 
-    def fit(self, least: float) -> tuple[float, float]:
-        """Return (a, b) of a + b x, where a is at least ``least``."""
-        if not self.x.weight:
-            return least, self.slope
-        x, y = self.x.value, self.y.value
-        spread, together = self.xx.value - x * x, self.xy.value - x * y
-        # The first slope counts like numbers of nodes that differ by a quarter of their mean.
-        trust = x * x / 16
-        slope = (together + trust * self.slope) / (spread + trust)
-        slope = max(min(slope, (y - least) / x), 0.0)
-        return max(y - slope * x, least), slope
+    def fit(self, plain: float) -> tuple[float, float]:
+        """Return (a, b) of a + b x, where a is at least ``plain``, the seconds of a plain step.
+
+        A plain step counts like one drafted step at x = 0. Then what the first steps take longer
+        is put down to their nodes: fewer are drafted next, and that shows what is due to them.
+        """
+        weight = self.x.weight
+        if not weight:
+            return plain, self.slope
+        x, y = self.x.total / (weight + 1), (self.y.total + plain) / (weight + 1)
+        spread = self.xx.total / (weight + 1) - x * x
+        together = self.xy.total / (weight + 1) - x * y
+        slope = min(max(together / spread, 0.0), (y - plain) / x)
+        return max(y - slope * x, plain), max(slope, 0.0)
 
 
 @dataclass
@@ -98,6 +107,7 @@ class EngineDraftSize:
         self.slope = slope
         self._cases: dict[int, _Case] = {}
         self._first_probe = PROBE
+        self._seen: set[int] = set()  # tokens of steps before
         _worthwhile(np.ones((1, 1), np.float32), np.ones((1, 1), np.bool_), 1.0, 1.0)  # compiles it
 
     def _case(self, requests: int) -> _Case:
@@ -136,6 +146,17 @@ class EngineDraftSize:
         ratio = (1 + self.slope * requests) / (1 + self.slope * nearest)
         return self._cases[nearest].plain.value * ratio
 
+    def _first_slope(self, requests: int, plain: float) -> float:
+        """Return the seconds of a node before any step of so many requests had one.
+
+        That of the nearest number of requests with drafted steps, or a guess.
+        """
+        lines = {number: case.drafted for number, case in self._cases.items()}
+        known = {number: line for number, line in lines.items() if line and line.x.weight}
+        if not known:
+            return HOPE * self.slope * plain / (1 + self.slope * requests)
+        return known[min(known, key=lambda number: abs(number - requests))].fit(0.0)[1]
+
     def choose(self, scores: Any, valid: Any) -> Any:
         """Return how many nodes of each draft to verify, roots not included, as an array int64 [B].
 
@@ -150,7 +171,7 @@ class EngineDraftSize:
         case = self._case(requests)
         plain = self._plain(requests) or 1.0
         if case.drafted is None:
-            case.drafted = _Line(self.slope * plain)
+            case.drafted = _Line(self._first_slope(requests, plain))
         base, slope = case.drafted.fit(plain)
         counts, rate = _worthwhile(np.ascontiguousarray(scores), valid, base, slope)
         if rate >= MARGIN * requests / plain:
@@ -158,7 +179,7 @@ class EngineDraftSize:
             return counts
         case.idle += 1
         if case.idle >= IDLE:
-            self._pause(case)
+            self._pause(case, plain)
         return np.zeros(requests, np.int64)
 
     def record(self, requests: int, drafted: int, tokens: int, seconds: float) -> None:
@@ -170,6 +191,9 @@ class EngineDraftSize:
             tokens: that were emitted.
             seconds: of the step, drafting for it included.
         """
+        if requests + drafted not in self._seen:  # kernels may have been prepared for it
+            self._seen.add(requests + drafted)
+            return
         case = self._case(requests)
         if not drafted:
             mean, usual = case.plain, self._plain(requests) or seconds
@@ -194,15 +218,18 @@ class EngineDraftSize:
             case.pause = PAUSE
         gain = case.tokens.value * plain / case.seconds.value
         if any(case.steps >= steps and gain < least for steps, least in TRIALS):
-            self._pause(case)
+            self._pause(case, plain)
         elif case.since_probe >= PROBE_AT[case.plain.weight > 0]:
             case.plain_left = PROBE
 
-    def _pause(self, case: _Case) -> None:
+    def _pause(self, case: _Case, plain: float) -> None:
         case.plain_left = case.pause
         case.pause = min(2 * case.pause, LONGEST_PAUSE)
         case.steps, case.idle = 0, 0
-        case.drafted, case.tokens, case.seconds = None, _Mean(), _Mean()
+        case.tokens, case.seconds = _Mean(), _Mean()
+        if case.drafted is not None and case.drafted.x.weight:
+            # Times may change: the next trial starts with half of what the nodes have cost.
+            case.drafted = _Line(case.drafted.fit(plain)[1] / 2)
 
 
 @compiled
@@ -221,16 +248,23 @@ def _worthwhile(scores: Any, valid: Any, base: float, slope: float) -> tuple[Any
     """
     worth = np.where(valid, scores, 0.0).flatten()
     worth.sort()
-    tokens, best, least = float(len(scores)), 0.0, np.inf
+    worth = worth[::-1]
+    tokens, best, taken, useful = float(len(scores)), 0.0, 0, 0
     for i in range(len(worth)):
-        score = worth[len(worth) - 1 - i]
-        if score <= 0:
+        if worth[i] <= 0:
             break
-        tokens += score
-        rate = tokens / (base + slope * (i + 1))
+        useful += 1
+        tokens += worth[i]
+        rate = tokens / (base + slope * useful)
         if rate > best:
-            best, least = rate, score
+            best, taken = rate, useful
     counts = np.zeros(len(scores), np.int64)
+    if not taken:
+        return counts, best
+    size = len(scores) + taken
+    if size > ROUND:
+        taken = min(-(-size // ROUND) * ROUND - len(scores), useful)
+    least = worth[taken - 1]
     for row in range(len(scores)):
         for node in range(scores.shape[1]):
             if valid[row, node] and scores[row, node] >= least:
