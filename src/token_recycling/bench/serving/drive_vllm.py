@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -47,13 +48,19 @@ def arguments(load: Load) -> dict[str, Any]:
 
 
 class Gaps:
-    """The times between a model's logits and its next forward, in this process."""
+    """The times between a model's logits and its next forward, in this process.
+
+    Attributes:
+        seconds: of each gap.
+        tokens: that the last forward has read.
+    """
 
     def __init__(self, model: Any) -> None:
         """Watch the forwards of ``model``."""
         self.seconds: list[float] = []
+        self.tokens = 0
         self._ended: float | None = None
-        model.register_forward_pre_hook(self._begin)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
         compute = model.compute_logits
 
         @wraps(compute)
@@ -64,7 +71,8 @@ class Gaps:
 
         model.compute_logits = compute_logits
 
-    def _begin(self, *arguments: Any) -> None:
+    def _begin(self, model: Any, arguments: Any, named: dict[str, Any]) -> None:
+        self.tokens = [*arguments, *named.values()][0].shape[-1]  # of token ids or positions
         if self._ended is not None:
             self.seconds.append(perf_counter() - self._ended)
 
@@ -74,11 +82,13 @@ class Gaps:
         return found
 
 
-def serve(engine: Any, load: Load, prompts: list[list[int]], concurrency: int) -> Pass:
+def serve(engine: Any, load: Load, prompts: list[list[int]], concurrency: int, gaps: Gaps) -> Pass:
     """Serve ``prompts`` with ``concurrency`` requests at once; return texts and times."""
     from vllm import SamplingParams
 
     found = Pass(concurrency)
+    steps: dict[tuple[int, int], list[float]] = {}
+    gaps.take()
     texts: dict[int, list[int]] = {}
     times: dict[str, Arrivals] = {}
     waiting = list(range(len(prompts)))[::-1]
@@ -95,8 +105,12 @@ def serve(engine: Any, load: Load, prompts: list[list[int]], concurrency: int) -
             )
             times[str(i)] = Arrivals(perf_counter())
             engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, sampling)
+        decoding = all(one.begun for one in times.values())
+        before = perf_counter()
         outputs = engine.step()
         now = perf_counter()
+        if decoding:
+            steps.setdefault((len(times), gaps.tokens), []).append(now - before)
         for output in outputs:
             tokens = output.outputs[0].token_ids
             times[output.request_id].add(len(tokens), now)
@@ -105,6 +119,8 @@ def serve(engine: Any, load: Load, prompts: list[list[int]], concurrency: int) -
                 texts[int(output.request_id)] = list(tokens)
     found.seconds = perf_counter() - begun
     found.texts = [texts[i] for i in range(len(prompts))]
+    found.costs = [(*key, len(taken), median(taken)) for key, taken in sorted(steps.items())]
+    found.gaps = gaps.take()
     return found
 
 
@@ -119,22 +135,24 @@ def main() -> None:
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     gaps = Gaps(runner.model)
 
-    def counted() -> tuple[int, int]:
+    def counted() -> tuple[int, int, list[int]]:
         figures = {
-            metric.name.removeprefix("vllm:spec_decode_"): metric.value
+            metric.name.removeprefix("vllm:spec_decode_"): metric
             for metric in get_metrics_snapshot()
-            if hasattr(metric, "value")
         }
-        return figures.get("num_drafts", 0), figures.get("num_accepted_tokens", 0)
+        drafts = getattr(figures.get("num_drafts"), "value", 0)
+        accepted = getattr(figures.get("num_accepted_tokens"), "value", 0)
+        return drafts, accepted, getattr(figures.get("num_accepted_tokens_per_pos"), "values", [])
 
-    serve(engine, load, load.prompts[:WARM_UP], WARM_UP)
+    serve(engine, load, load.prompts[:WARM_UP], WARM_UP, gaps)
     passes = []
     for turn, concurrency in enumerate(load.concurrency):
-        gaps.take()
         before = counted()
-        found = serve(engine, load, load.of(turn), concurrency)
-        found.gaps = gaps.take()
-        found.drafts, found.accepted = (b - a for a, b in zip(before, counted()))
+        found = serve(engine, load, load.of(turn), concurrency, gaps)
+        after = counted()
+        found.drafts, found.accepted = after[0] - before[0], after[1] - before[1]
+        earlier = before[2] or [0] * len(after[2])
+        found.accepted_at = [b - a for a, b in zip(earlier, after[2])]
         passes.append(asdict(found))
     Path(sys.argv[2]).write_text(json.dumps(passes), encoding="utf-8")
 

@@ -68,6 +68,9 @@ class Pass:
         gaps: seconds between the logits of a step and the next forward, where it is known.
         drafts: number of drafts that were verified, where it is known.
         accepted: number of drafted tokens that were accepted, where it is known.
+        accepted_at: these by their position in the draft, where it is known.
+        costs: (requests, tokens read, number of steps, their median seconds) of the steps that
+            read no prompt, where it is known.
     """
 
     concurrency: int
@@ -78,6 +81,8 @@ class Pass:
     gaps: list[float] = field(default_factory=list)
     drafts: int = 0
     accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    costs: list[tuple[int, int, int, float]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -98,6 +103,11 @@ class Arrivals:
         self._begun = begun
         self._first = self._last = begun
         self._early = self._count = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether any token has come."""
+        return self._count > 0
 
     def add(self, count: int, now: float) -> None:
         """Note that the request has ``count`` tokens."""
