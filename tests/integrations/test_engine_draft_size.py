@@ -103,12 +103,14 @@ def test_a_pause_ends():
     assert np.mean(machine.drafted[-200:]) > 0.9 * NODES
 
 
-def test_another_number_of_requests_needs_no_probe():
+def test_a_number_of_requests_near_one_that_is_known_needs_no_probe():
     machine = Machine(8, 0.001, [0.8] * NODES, [0.8] * NODES).run(50)
     before = machine.plain_steps
-    for requests in (7, 6, 5, 4, 3, 2, 1):
+    for requests in (7, 6, 9, 11):
         machine.step(requests)
     assert machine.plain_steps == before
+    machine.step(3)
+    assert machine.plain_steps == before + 1
 
 
 def test_requests_share_the_step_by_their_scores():

@@ -20,8 +20,9 @@ PROBE = 4  # plain steps in a row that are timed: before the first draft of all
 PROBE_AT = (64, 512)  # and after so many drafted steps of a number of requests, once and always
 # Drafting pauses if, after so many drafted steps, tokens per second are less than so many times
 # those of plain steps.
-TRIALS = ((4, 0.8), (12, 1.0))
-IDLE = 3  # steps in a row for which no node was worth its time, before a pause
+TRIALS = ((4, 0.7), (12, 1.0))
+# Steps in a row for which no node was worth its time, before a pause: during and after the trials
+IDLE = (3, 24)
 PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps; every failed trial doubles them
 PROVEN = 96  # drafted steps after which the next pause is a short one again
 MARGIN = 1.02  # by how much drafting must be expected to be faster
@@ -31,6 +32,7 @@ HOPE = 0.3
 # Steps of more tokens than this are filled up to a multiple of it with the next best nodes: kernels
 # are prepared for every number of tokens anew, and graphs are captured for some.
 ROUND = 8
+NEAR = 1.5  # ratio of two numbers of requests of which one says something about the other
 OUTLIER = 2.0  # a step that takes longer than so many times the expected seconds counts as these
 
 
@@ -131,10 +133,10 @@ class EngineDraftSize:
         return self._plain(requests) is not None
 
     def _plain(self, requests: int) -> float | None:
-        """Return the seconds of a plain step; None: no plain step was timed yet.
+        """Return the seconds of a plain step; None: they must be timed first.
 
-        Those of the nearest number of requests, if these have none: a request more costs what a
-        drafted node costs.
+        Those of the nearest number of requests, if these have none and it is near: a request more
+        costs what a drafted node costs.
         """
         own = self._case(requests).plain
         if own.weight:  # a case holds more than one number; its time is not scaled
@@ -143,6 +145,8 @@ class EngineDraftSize:
         if not timed:
             return None
         nearest = min(timed, key=lambda number: abs(number - requests))
+        if max(nearest, requests) > NEAR * min(nearest, requests):
+            return None
         ratio = (1 + self.slope * requests) / (1 + self.slope * nearest)
         return self._cases[nearest].plain.value * ratio
 
@@ -172,18 +176,23 @@ class EngineDraftSize:
         plain = self._plain(requests) or 1.0
         if case.drafted is None:
             case.drafted = _Line(self._first_slope(requests, plain))
-        base, slope = case.drafted.fit(plain)
+        base, slope = plain, case.drafted.slope
+        if case.steps >= TRIALS[0][0]:  # fewer would say little
+            base, slope = case.drafted.fit(plain)
         counts, rate = _worthwhile(np.ascontiguousarray(scores), valid, base, slope)
         if rate >= MARGIN * requests / plain:
             case.idle = 0
             return counts
         case.idle += 1
-        if case.idle >= IDLE:
+        if case.idle >= IDLE[case.steps >= TRIALS[-1][0]]:
             self._pause(case, plain)
         return np.zeros(requests, np.int64)
 
     def record(self, requests: int, drafted: int, tokens: int, seconds: float) -> None:
         """Add a step in which all requests were decoding.
+
+        A plain step neither verifies drafts nor makes any; a step that verifies some also makes
+        some. Others are not added.
 
         Args:
             requests: that took part.

@@ -146,10 +146,11 @@ class Proposer:
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         emitted = [sampled_token_ids[row] for row in rows]
         nodes = self.options.nodes_for(len(rows), self.nodes)
-        if rows and nodes > 1 and (self.size is None or self.size.drafts(len(rows))):
+        drafting = bool(rows) and nodes > 1 and (self.size is None or self.size.drafts(len(rows)))
+        if drafting:
             lengths = [int(num_tokens_no_spec[row]) for row in rows]
             self._learn_and_draft(step, rows, emitted, lengths, token_ids_cpu, nodes, drafts)
-        self._record(step, rows, emitted)
+        self._record(step, rows, emitted, drafting)
         return drafts
 
     @torch.inference_mode(False)
@@ -206,7 +207,9 @@ class Proposer:
             for tokens, count in zip(draft.tokens.numpy()[:, 1:].tolist(), used.tolist())
         ]
 
-    def _record(self, step: VerifiedStep, rows: list[int], emitted: list[list[int]]) -> None:
+    def _record(
+        self, step: VerifiedStep, rows: list[int], emitted: list[list[int]], drafting: bool
+    ) -> None:
         """Tell the draft-size policy what the step has cost, if it followed another directly."""
         now = perf_counter()
         seconds, before = now - self._ended, self._requests
@@ -215,6 +218,8 @@ class Proposer:
         if self.size is None or not whole or before != step.requests:
             return
         drafted = sum(step.counts) - len(step.counts)
+        if drafting is not bool(drafted):
+            return
         self.size.record(len(rows), drafted, sum(map(len, emitted)), seconds)
 
     def _may_draft(self, step: VerifiedStep, row: int) -> bool:
