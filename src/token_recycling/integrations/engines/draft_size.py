@@ -145,7 +145,7 @@ class EngineDraftSize:
         if not timed:
             return None
         nearest = min(timed, key=lambda number: abs(number - requests))
-        if max(nearest, requests) > NEAR * min(nearest, requests):
+        if not _are_near(nearest, requests):
             return None
         ratio = (1 + self.slope * requests) / (1 + self.slope * nearest)
         return self._cases[nearest].plain.value * ratio
@@ -153,9 +153,13 @@ class EngineDraftSize:
     def _first_slope(self, requests: int, plain: float) -> float:
         """Return the seconds of a node before any step of so many requests had one.
 
-        That of the nearest number of requests with drafted steps, or a guess.
+        That of the nearest number of requests with drafted steps, if it is near, or a guess.
         """
-        lines = {number: case.drafted for number, case in self._cases.items()}
+        lines = {
+            number: case.drafted
+            for number, case in self._cases.items()
+            if _are_near(number, requests)
+        }
         known = {number: line for number, line in lines.items() if line and line.x.weight}
         if not known:
             return HOPE * self.slope * plain / (1 + self.slope * requests)
@@ -239,6 +243,10 @@ class EngineDraftSize:
         if case.drafted is not None and case.drafted.x.weight:
             # Times may change: the next trial starts with half of what the nodes have cost.
             case.drafted = _Line(case.drafted.fit(plain)[1] / 2)
+
+
+def _are_near(one: int, other: int) -> bool:
+    return max(one, other) <= NEAR * min(one, other)
 
 
 @compiled
