@@ -5,8 +5,11 @@ import random
 import time
 from importlib.metadata import PackageNotFoundError
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
 from token_recycling.accept import accept_choices, greedy
@@ -14,6 +17,7 @@ from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookup
 from token_recycling.drafters.ngram import Context
 from token_recycling.integrations.engines import versions
 from token_recycling.integrations.engines.answers import Answers
+from token_recycling.integrations.engines.chains import accept_chains
 from token_recycling.integrations.engines.options import ServingOptions
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.sglang.trees import full_masks, links
@@ -230,6 +234,23 @@ def test_a_chain_continues_the_context():
     requests.begin(torch.tensor([0]), [told[:-1]])
     found = requests.propose(torch.tensor([0]), torch.tensor([new]), 7)
     assert found.tokens[0, 1:].tolist() != text[5:11]  # nothing to continue
+
+
+@given(rows=st.lists(st.lists(st.booleans(), max_size=7), min_size=1, max_size=6))
+def test_chains_are_accepted_up_to_the_first_wrong_token(rows):
+    drafted, choices, wanted = [], [], []
+    token = 0
+    for row in rows:
+        chosen = list(range(token, token + len(row) + 1))
+        token += len(row) + 1
+        drafted += [t if right else t + 1000 for t, right in zip(chosen, row)]
+        choices += chosen
+        right = (*row, False).index(False)
+        wanted.append(chosen[: right + 1] + [NO_TOKEN] * (8 - right - 1))
+    counts = [len(row) + 1 for row in rows]
+    flat = np.array(drafted, np.int32)
+    found = accept_chains(flat, np.array(choices, np.int64), counts, 8)
+    assert found.tolist() == wanted
 
 
 def test_drafts_shrink_with_the_batch():

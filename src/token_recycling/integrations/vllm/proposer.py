@@ -16,11 +16,12 @@ from vllm.platforms import current_platform
 
 from token_recycling.draft_size.costs import ASSUMED, ASSUMED_ELSEWHERE
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.integrations.engines.chains import compile_acceptance
 from token_recycling.integrations.engines.draft_size import EngineDraftSize
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.versions import VLLM, check_version
-from token_recycling.integrations.vllm import greedy, hooks, tree_attention
+from token_recycling.integrations.vllm import hooks, tree_attention
 from token_recycling.integrations.vllm.step import VerifiedStep
 from token_recycling.tokens import NO_TOKEN
 
@@ -59,7 +60,7 @@ class Proposer:
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
         if self.on_cpu:
-            greedy.compile_acceptance()
+            compile_acceptance()
         grown = most if self.tree else max(CHAIN_FROM, 2 * most)
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
