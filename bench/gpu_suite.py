@@ -45,7 +45,7 @@ import torch
 from gpu_parts import DRAFTED, PARTS, RANDOM, REPEATS, Bench, Deadline, bandwidth, load
 from gpu_table import table
 
-from token_recycling.bench.serving.load import ENGINES, Load
+from token_recycling.bench.serving.load import ENGINES, WARM_UP, Load
 from token_recycling.bench.serving.measure import measure, summary
 from token_recycling.bench.widen import SHAPES, widen
 from token_recycling.errors import TokenRecyclingError
@@ -146,6 +146,7 @@ def engines(source: str, bench: Bench, dtype: str) -> dict[str, Any]:
             model=source,
             mode="plain",
             arguments={"dtype": dtype},
+            warm_up=bench.prompts[:WARM_UP],
             prompts=bench.prompts,
             new_tokens=bench.new_tokens,
             temperature=0.0,

@@ -16,6 +16,7 @@ LOAD = Load(
     model="folder",
     mode="plain",
     arguments={"max_model_len": 64},
+    warm_up=[[9]],
     prompts=[[1, 2], [3]],
     new_tokens=4,
     temperature=0.0,
@@ -24,6 +25,10 @@ LOAD = Load(
     tree=15,
     options={"context": 512},
 )
+
+
+def test_every_pass_has_prompts_of_its_own():
+    assert [LOAD.of(0), LOAD.of(1)] == [[[1, 2]], [[3]]]
 
 
 def test_a_load_is_read_as_it_was_written(tmp_path):

@@ -65,11 +65,13 @@ def bench_serving(
         raise TokenRecyclingError("--rounds and --questions must be 1 or more, --max-tokens 2")
     levels = _numbers("--concurrency", concurrency)
     count = WARM_UP + questions * len(levels)
+    prompts = _prompts(_folder(model), suite or ["builtin"], count, random)
     load = Load(
         model=_folder(model),
         mode=names[0],
         arguments=_object("--engine-args", engine_args),
-        prompts=_prompts(_folder(model), suite or ["builtin"], count, random),
+        warm_up=prompts[:WARM_UP],
+        prompts=prompts[WARM_UP:],
         new_tokens=max_tokens,
         temperature=temp,
         concurrency=levels,
@@ -86,7 +88,8 @@ def bench_serving(
     typer.echo(table(rows))
     if out is not None:
         about = {"machine": describe(torch.device("cpu")), "engine": engine, "rounds": rounds}
-        asked = {**vars(load), "prompts": len(load.prompts), "mode": names}
+        lengths = {"warm_up": len(load.warm_up), "prompts": len(load.prompts)}
+        asked = {**vars(load), **lengths, "mode": names}
         text = json.dumps({**about, "load": asked, "rows": rows, "passes": to_dict(found)})
         write_text(out, text + "\n")
 

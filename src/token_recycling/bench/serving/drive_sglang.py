@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from token_recycling.bench.serving.load import WARM_UP, Arrivals, Load, Pass
+from token_recycling.bench.serving.load import Arrivals, Load, Pass
 
 
 def arguments(load: Load) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def main() -> None:
         found: Pass = engine.loop.run_until_complete(work)
         return found
 
-    run(load.prompts[:WARM_UP], WARM_UP)
+    run(load.warm_up, len(load.warm_up))
     passes = [
         asdict(run(load.of(turn), concurrency)) for turn, concurrency in enumerate(load.concurrency)
     ]

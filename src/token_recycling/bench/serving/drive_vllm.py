@@ -15,7 +15,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from token_recycling.bench.serving.load import WARM_UP, Arrivals, Load, Pass
+from token_recycling.bench.serving.load import Arrivals, Load, Pass
 
 
 def arguments(load: Load) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def main() -> None:
         accepted = getattr(figures.get("num_accepted_tokens"), "value", 0)
         return drafts, accepted, getattr(figures.get("num_accepted_tokens_per_pos"), "values", [])
 
-    serve(engine, load, load.prompts[:WARM_UP], WARM_UP, gaps)
+    serve(engine, load, load.warm_up, len(load.warm_up), gaps)
     passes = []
     for turn, concurrency in enumerate(load.concurrency):
         before = counted()

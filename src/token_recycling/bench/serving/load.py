@@ -9,7 +9,7 @@ from typing import Any
 
 ENGINES = ("vllm", "sglang")
 MODES = ("plain", "ngram", "chain", "tree")
-WARM_UP = 2  # prompts that a driver serves before the first pass
+WARM_UP = 2  # usual number of prompts before the first pass
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Load:
         model: folder or Hub name.
         mode: one of ``MODES``.
         arguments: of the engine, beside those of the mode.
-        prompts: token ids; the first ``WARM_UP`` are served before the first pass, and every pass
-            gets prompts of its own, so that what was learnt before does not help it.
+        warm_up: prompts as token ids, served at once before the first pass.
+        prompts: of the passes, as token ids; every pass gets prompts of its own, so that what was
+            learnt before does not help it.
         new_tokens: of every request; the end-of-sequence token does not end it.
         temperature: 0: greedy.
         concurrency: numbers of requests served at once, one after the other.
@@ -33,6 +34,7 @@ class Load:
     model: str
     mode: str
     arguments: dict[str, Any]
+    warm_up: list[list[int]]
     prompts: list[list[int]]
     new_tokens: int
     temperature: float
@@ -43,7 +45,7 @@ class Load:
 
     def of(self, turn: int) -> list[list[int]]:
         """Return the prompts of the pass with ``concurrency[turn]`` requests at once."""
-        return self.prompts[WARM_UP + turn :: len(self.concurrency)]
+        return self.prompts[turn :: len(self.concurrency)]
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -155,12 +155,11 @@ class EngineDraftSize:
 
         That of the nearest number of requests with drafted steps, if it is near, or a guess.
         """
-        lines = {
+        known = {
             number: case.drafted
             for number, case in self._cases.items()
-            if _are_near(number, requests)
+            if case.drafted and case.drafted.x.weight and _are_near(number, requests)
         }
-        known = {number: line for number, line in lines.items() if line and line.x.weight}
         if not known:
             return HOPE * self.slope * plain / (1 + self.slope * requests)
         return known[min(known, key=lambda number: abs(number - requests))].fit(0.0)[1]
