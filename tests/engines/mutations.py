@@ -64,6 +64,11 @@ def apply_sglang(name: str) -> None:
 
     from token_recycling.integrations.sglang import worker
 
+    if name.startswith("varied sizes"):
+        if name.endswith("without resuming"):
+            worker.Worker._resume = lambda *arguments: None
+        vary_sizes(worker)
+        return
     if name == "no commit":
         ngram_worker.move_accept_tokens_to_target_kvcache = lambda *arguments: None
         return
@@ -83,3 +88,25 @@ def apply_sglang(name: str) -> None:
         return whole(**given)
 
     worker.NgramVerifyInput = broken
+
+
+def vary_sizes(worker) -> None:
+    """Choose sizes and pauses by turns, not by times; check the texts that the drafter has."""
+    from itertools import count
+
+    steps, size, draft_of = count(), worker.EngineDraftSize, worker.Worker._draft
+    size.drafts = lambda self, requests: next(steps) // 3 % 3 > 0
+    size.choose_common = lambda self, scores, valid: next(steps) * 7 % (scores.shape[1] + 1)
+
+    def draft_and_check(self, batch):
+        draft = draft_of(self, batch)
+        if self._drafting:
+            context = self.requests._live.rows.context
+            for row, request in enumerate(batch.reqs):
+                said = [*request.origin_input_ids, *request.output_ids][-20:]
+                length = int(context.lengths[row])
+                known = context.tokens[row, :length].tolist()[-20:]
+                assert known == said[-len(known) :], "the drafter has another text"
+        return draft
+
+    worker.Worker._draft = draft_and_check

@@ -9,6 +9,7 @@ came was less, drafting pauses: for some steps nothing is drafted, learnt or eve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -174,22 +175,47 @@ class EngineDraftSize:
                 accepted, best first.
             valid: array bool [B, n].
         """
-        requests = len(scores)
-        case = self._case(requests)
-        plain = self._plain(requests) or 1.0
+        base, slope = self._costs(len(scores))
+        counts, rate = _worthwhile(np.ascontiguousarray(scores), valid, base, slope)
+        return counts if self._pays(len(scores), rate) else np.zeros_like(counts)
+
+    def choose_common(self, scores: Any, valid: Any) -> int:
+        """Return one number of nodes for all drafts, for engines whose drafts have one width.
+
+        See ``choose``.
+        """
+        requests, most = scores.shape
+        base, slope = self._costs(requests)
+        tokens = requests + np.where(valid, scores, 0.0).sum(axis=0).cumsum()
+        rates = tokens / (base + slope * requests * np.arange(1, most + 1))
+        best = int(rates.argmax())
+        if not self._pays(requests, float(rates[best])):
+            return 0
+        unit = ROUND // gcd(ROUND, requests)  # nodes and root of a draft, if the step is large
+        whole = best + 2
+        if whole * requests > ROUND:
+            whole = -(-whole // unit) * unit
+        return min(whole - 1, int(most))
+
+    def _costs(self, requests: int) -> tuple[float, float]:
+        """Return the seconds of a drafted step without its nodes, and those of a node."""
+        case, plain = self._case(requests), self._plain(requests) or 1.0
         if case.drafted is None:
             case.drafted = _Line(self._first_slope(requests, plain))
-        base, slope = plain, case.drafted.slope
-        if case.steps >= TRIALS[0][0]:  # fewer would say little
-            base, slope = case.drafted.fit(plain)
-        counts, rate = _worthwhile(np.ascontiguousarray(scores), valid, base, slope)
+        if case.steps < TRIALS[0][0]:  # they say little
+            return plain, case.drafted.slope
+        return case.drafted.fit(plain)
+
+    def _pays(self, requests: int, rate: float) -> bool:
+        """Return whether a draft of ``rate`` tokens per second is worth verifying; count if not."""
+        case, plain = self._case(requests), self._plain(requests) or 1.0
         if rate >= MARGIN * requests / plain:
             case.idle = 0
-            return counts
+            return True
         case.idle += 1
         if case.idle >= IDLE[case.steps >= TRIALS[-1][0]]:
             self._pause(case, plain)
-        return np.zeros(requests, np.int64)
+        return False
 
     def record(self, requests: int, drafted: int, tokens: int, seconds: float) -> None:
         """Add a step in which all requests were decoding.

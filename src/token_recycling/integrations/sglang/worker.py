@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,13 +17,17 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
+from token_recycling.draft_size.costs import ASSUMED, ASSUMED_ELSEWHERE
 from token_recycling.integrations.engines.answers import Answers
+from token_recycling.integrations.engines.draft_size import EngineDraftSize
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.versions import check_signature
+from token_recycling.integrations.sglang.sampled import draw_on_cpus
 from token_recycling.integrations.sglang.trees import full_masks, links
 from token_recycling.modes import ordinary_tensors
 from token_recycling.tokens import NO_TOKEN
+from token_recycling.tree import DraftTree, root_only
 
 
 class Worker(NGRAMWorker):  # type: ignore[misc]
@@ -56,6 +61,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.device = get_device().device
         self.adaptive_controller = None
         self.grammar_tree_host: Any = None
+        self._drafting = False  # in the step that runs
         self.ngram_corpus = _NoCorpus()
         self._prev_decode_rids: set[str] = set()
 
@@ -94,32 +100,76 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             revision=server.revision,
         )
         self.requests = RequestDrafter(drafter, slots, self.width, context=self.options.context)
+        if self.device == "cpu":
+            draw_on_cpus(self.model_runner.sampler)
         group = get_parallel().tp_group
         first = group is None or group.rank_in_group == 0
         self._keeper = self.options.keeper(drafter) if first else None
+        # Ranks measure different times, but must verify the same trees.
+        alone = group is None or group.world_size == 1
+        slope = ASSUMED.get(self.model_runner.device, ASSUMED_ELSEWHERE)
+        self.size = EngineDraftSize(slope) if self.options.automatic and alone else None
+        self._paused: set[int] = set()  # slots whose requests have been decoded without drafter
+        self._ended, self._requests = perf_counter(), list[str]()
 
-    def _nodes_for(self, requests: int) -> int:
-        """Return the nodes of each draft; captured graphs have a fixed number."""
+    def _captured(self, requests: int) -> bool:
+        """Return whether steps of so many requests run in a graph, of whole drafts only."""
         runner = getattr(self.model_runner, "decode_cuda_graph_runner", None)
-        if runner is not None and requests <= max(getattr(runner, "capture_bs", None) or [0]):
-            return self.width
-        return self.options.nodes_for(requests, self.width)
+        return runner is not None and requests <= max(getattr(runner, "capture_bs", None) or [0])
+
+    def _draft(self, batch: Any) -> DraftTree:
+        """Draft for a decoding batch: as many nodes for each request as are worth their time."""
+        rows = len(batch.reqs)
+        before = batch.spec_info
+        tokens = before.accept_tokens.view(rows, -1).long().cpu()
+        lengths = before.accept_lens.long().cpu()
+        roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+        slots = batch.req_pool_indices.long().cpu()
+        captured = self._captured(rows)
+        size = None if captured else self.size
+        most = self.width if captured else self.options.nodes_for(rows, self.width)
+        self._drafting = most > 1 and (size is None or size.drafts(rows))
+        if not self._drafting:
+            self._paused.update(slots.tolist())
+            return root_only(roots)
+        self._resume(batch, slots, tokens, lengths)
+        draft = self.requests.propose(slots, roots, most)
+        if size is not None and draft.scores is not None:
+            scores, valid = draft.scores.numpy()[:, 1:], draft.valid.numpy()[:, 1:]
+            most = size.choose_common(scores, valid) + 1
+        # A drafter with few candidates may propose fewer nodes; SGLang requires ``most``.
+        draft = self.requests.drafts(slots).first(most)
+        draft = same_on_all_ranks(get_parallel().tp_group, draft)
+        self.requests.replace_drafts(slots, draft)
+        return draft
+
+    def _resume(self, batch: Any, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+        """Give the drafter the texts of requests that it has not followed.
+
+        ``tokens`` int64 [B, n] and ``lengths`` int64 [B] are what the last step emitted.
+        """
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._paused]
+        if not rows:
+            return
+        # With overlap the last step's tokens are not in the requests yet.
+        late = self.enable_overlap and not batch.grammar_needs_sync()
+        texts = []
+        for row in rows:
+            text = _text(batch.reqs[row], self.options.context)
+            if late:
+                text += tokens[row, : lengths[row]].tolist()
+            texts.append(text[:-1])
+        self.requests.begin(slots[torch.tensor(rows, device="cpu")], texts)
+        self._paused.difference_update(slots.tolist())
 
     def _prepare_for_speculative_decoding(self, batch: Any) -> None:
         """Turn a decoding batch into a batch that verifies trees."""
         if not batch.forward_mode.is_decode():
             return
-        n, rows = self.draft_token_num, len(batch.reqs)
-        before = batch.spec_info
-        tokens = before.accept_tokens.view(rows, -1).long()
-        roots = tokens.gather(1, before.accept_lens.long()[:, None] - 1)[:, 0]
-        slots = batch.req_pool_indices.long().cpu()
         with ordinary_tensors():
-            self.requests.propose(slots, roots.cpu(), n)
-            # A drafter with few candidates may propose fewer nodes; pad to n, as SGLang requires.
-            draft = self.requests.drafts(slots).first(n)
-            draft = same_on_all_ranks(get_parallel().tp_group, draft)
-            self.requests.replace_drafts(slots, draft)
+            draft = self._draft(batch)
+        rows, n = draft.tokens.shape
+        self.draft_token_num = n  # read by the code of SGLang that runs after this method
         if batch.has_grammar:  # SGLang applies it to the tree on the host
             self.grammar_tree_host = (
                 draft.ancestors.flatten().numpy(),
@@ -159,23 +209,37 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         """Run a step of the scheduler's batch: read prompts, or verify a tree per request."""
         rows, verifies = len(batch.reqs), batch.forward_mode.is_decode()
         slots = batch.req_pool_indices.long().cpu() if rows else None
-        self.draft_token_num = n = self._nodes_for(rows) if verifies else self.width
         self._watched.logits = None
         result = super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
-        self.draft_token_num = self.width
+        n, self.draft_token_num = self.draft_token_num, self.width
         if slots is None:
             return result
-        with ordinary_tensors():
-            if verifies:
-                self._learn(slots, result, n)
-            else:
+        if not verifies:
+            with ordinary_tensors():
                 self._begin(batch, result)
-        return self._widened(result, n) if verifies and n < self.width else result
-
-    def _learn(self, slots: Tensor, result: GenerationBatchResult, n: int) -> None:
-        """Learn from the target's logits at every node and from the accepted tokens."""
-        rows = len(slots)
+            self._requests = []
+            return result
         lengths = result.accept_lens.long().cpu()
+        if self._drafting:
+            with ordinary_tensors():
+                self._learn(slots, result, lengths, n)
+        self._record(batch, int(lengths.sum()), n)
+        return self._widened(result, n) if n < self.width else result
+
+    def _record(self, batch: Any, tokens: int, n: int) -> None:
+        """Tell the draft-size policy what the step has cost, if it followed another directly."""
+        now = perf_counter()
+        seconds, before = now - self._ended, self._requests
+        self._ended, self._requests = now, [request.rid for request in batch.reqs]
+        if self.size is not None and before == self._requests and self._drafting is (n > 1):
+            self.size.record(len(before), len(before) * (n - 1), tokens, seconds)
+
+    def _learn(self, slots: Tensor, result: GenerationBatchResult, lengths: Tensor, n: int) -> None:
+        """Learn from the target's logits at every node and from the accepted tokens.
+
+        ``lengths`` int64 [B]: accepted tokens of each request, the last one included.
+        """
+        rows = len(slots)
         tokens = result.next_token_ids.view(rows, n).long().cpu()
         behind = torch.arange(n, device="cpu") >= lengths[:, None]
         assert self._watched.logits is not None
@@ -197,6 +261,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         texts = [_text(batch.reqs[row], self.options.context) for row in read]
         index = torch.tensor(read, device="cpu")
         slots = batch.req_pool_indices.long().cpu()[index]
+        self._paused.difference_update(slots.tolist())
         self.requests.begin(slots, [text[:-1] for text in texts])
         roots = torch.tensor([text[-1] for text in texts], device="cpu")
         self.requests.propose(slots, roots, 1)
