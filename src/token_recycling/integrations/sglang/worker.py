@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_spec
@@ -61,7 +62,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.device = get_device().device
         self.adaptive_controller = None
         self.grammar_tree_host: Any = None
-        self._drafting = False  # in the step that runs
+        # In the step that runs: whether the drafter takes part, and whether SGLang runs it as
+        # without speculation.
+        self._drafting = self._plainly = False
         self.ngram_corpus = _NoCorpus()
         self._prev_decode_rids: set[str] = set()
 
@@ -162,12 +165,30 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.requests.begin(slots[torch.tensor(rows, device="cpu")], texts)
         self._paused.difference_update(slots.tolist())
 
+    def _may_decode(self, batch: Any) -> bool:
+        """Return whether the step runs as without speculation.
+
+        Not if anything is learnt from it: sampling changes the logits in place. Logprobs and
+        grammars need SGLang's path for drafts, and so do recurrent states and the graphs of GPUs.
+        """
+        return not (
+            self._drafting
+            or self.device != "cpu"
+            or batch.return_logprob
+            or batch.has_grammar
+            or mambaish_config(self.model_runner.model_config) is not None
+        )
+
     def _prepare_for_speculative_decoding(self, batch: Any) -> None:
-        """Turn a decoding batch into a batch that verifies trees."""
+        """Turn a decoding batch into a batch that verifies trees, or into a plain one."""
         if not batch.forward_mode.is_decode():
             return
         with ordinary_tensors():
             draft = self._draft(batch)
+        self._plainly = self._may_decode(batch)
+        if self._plainly:
+            _decode(batch, draft.tokens[:, 0])
+            return
         rows, n = draft.tokens.shape
         self.draft_token_num = n  # read by the code of SGLang that runs after this method
         if batch.has_grammar:  # SGLang applies it to the tree on the host
@@ -218,6 +239,10 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             with ordinary_tensors():
                 self._begin(batch, result)
             self._requests = []
+            return result
+        if self._plainly:
+            result.next_token_ids = result.next_draft_input.accept_tokens
+            self._record(batch, rows, 1)
             return result
         lengths = result.accept_lens.long().cpu()
         if self._drafting:
@@ -315,6 +340,25 @@ class _WatchedTarget:
             logits = output.next_token_logits
             self.logits = logits if _untouched(batch) else logits.clone()
         return result
+
+
+def _decode(batch: Any, roots: Tensor) -> None:
+    """Make a step of plain decoding of ``batch``; SGLang restores its fields after the step."""
+    batch.spec_info = None
+    batch.input_ids = roots
+    batch.out_cache_loc = assign_extend_cache_locs_func(
+        req_pool_indices=batch.req_pool_indices,
+        req_to_token=batch.req_to_token_pool.req_to_token,
+        start_offset=batch.seq_lens,
+        end_offset=batch.seq_lens + 1,
+        batch_size=len(roots),
+        draft_token_num=1,
+        device=roots.device,
+    )
+    batch.seq_lens = batch.seq_lens + 1
+    if batch.seq_lens_cpu is not None:
+        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
 
 
 def _untouched(batch: Any) -> bool:
