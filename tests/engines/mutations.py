@@ -69,6 +69,9 @@ def apply_sglang(name: str) -> None:
             worker.Worker._resume = lambda *arguments: None
         vary_sizes(worker)
         return
+    if name == "no draws":
+        worker.draw_on_cpus = lambda sampler: None
+        return
     if name == "no commit":
         ngram_worker.move_accept_tokens_to_target_kvcache = lambda *arguments: None
         return

@@ -80,6 +80,15 @@ def sets(model: str) -> dict[str, dict]:
             ],
             "sampling": {"temperature": 1.0, "top_k": 50},
         },
+        # To compare distributions; every eighth is greedy.
+        "draws": {
+            "requests": [
+                {"prompt": alone[0]["prompt"], "tokens": 4, "abort": None}
+                | {"sampling": {} if i % 8 else {"temperature": 0.0}}
+                for i in range(640)
+            ],
+            "sampling": {"temperature": 1.0, "top_k": 4},
+        },
     }
 
 

@@ -4,14 +4,15 @@ SGLang's CPU kernels have no wheel; those of `sgl_kernel_on_cpu`, a test fixture
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("sglang")
-
 from engine_runs import MODEL, library_mat, mat, same, serve, served
 from requests_plan import COUNT, sets
+from scipy.stats import chi2_contingency
 
 NODES = 25  # of a draft, the root included
 OURS = {"speculative_algorithm": "TOKEN_RECYCLING", "speculative_num_draft_tokens": NODES}
@@ -23,7 +24,7 @@ ON_CPU = {
     # Whole drafts: sizes by measured times differ from run to run.
     "TOKEN_RECYCLING_AUTOMATIC": "false",
 }
-FIRST, SECOND = ["one by one", "plan"], ["turns"]
+FIRST, SECOND = ["one by one", "plan"], ["turns", "draws"]
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +96,31 @@ def test_the_text_is_the_same_with_other_options(folder, plain, options):
     environment = ON_CPU | {f"TOKEN_RECYCLING_{name}": value for name, value in options.items()}
     found = served("run_sglang.py", folder, environment, lives=[["plan"]], engine=OURS)
     assert same(plain["plan"], found["plan"]) == COUNT
+
+
+def probability_of_one_distribution(*served):
+    """Of the sampled requests' tokens behind the first, which a step without drafts draws."""
+    found = [
+        Counter(tuple(text[1:3]) for i, text in enumerate(one["draws"]["texts"]) if i % 8)
+        for one in served
+    ]
+    kinds = [kind for kind, count in (found[0] + found[1]).items() if count >= 10]
+    assert len(kinds) > 5
+    return chi2_contingency([[one[kind] for kind in kinds] for one in found]).pvalue
+
+
+def greedy(one):
+    return {tuple(text) for text in one["draws"]["texts"][::8]}
+
+
+def test_sampled_text_has_the_distribution_of_sampled_text(folder, plain, ours):
+    assert probability_of_one_distribution(plain, ours) > 0.001
+    assert greedy(plain) == greedy(ours)
+    assert len(greedy(plain)) == 1
+    # SGLang alone takes the best token wherever there is a draft.
+    fault = ON_CPU | {"TOKEN_RECYCLING_TEST_FAULT": "no draws"}
+    broken = served("run_sglang.py", folder, fault, lives=[["draws"]], engine=OURS)
+    assert probability_of_one_distribution(plain, broken) < 1e-6
 
 
 def test_without_the_texts_of_pauses_the_check_of_varied_sizes_fails(folder):

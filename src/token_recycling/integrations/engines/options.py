@@ -39,7 +39,7 @@ class ServingOptions:
             ``save_minutes``. If it exists and ``matrix`` is None, the server starts with it.
         save_minutes: see ``save_matrix``.
         automatic: draft only what pays, by the times of the engine's steps (see
-            ``EngineDraftSize``); False: whole drafts. vLLM only.
+            ``EngineDraftSize``); False: whole drafts.
         context: tokens of each request that are searched.
         max_step_tokens: maximum tokens verified per step, over all requests; larger batches get
             smaller drafts, down to the root alone.
