@@ -2,11 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DATA ?= ../shared/data
+HUB ?= build/hub
+REPOSITORY ?= your-name/token-recycling
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-lossless test-models test-versions test-quantised test-fused
 .PHONY: test-clients test-vllm test-sglang test-device-kernels
-.PHONY: lint format models train trees bench clean
+.PHONY: lint format models train trees bench hub clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -133,6 +135,11 @@ bench: .venv/ready ## Measure everything that docs/results.md shows (an hour and
 	$(BIN)/python tools/measure_calibration.py --out bench/results/adaptive-calibration.json \
 		--plot docs/calibration.svg
 	$(BIN)/python tools/write_results.py
+
+hub: ## Write the folder for the Hub: make hub REPOSITORY=org/name, then upload build/hub.
+	mkdir -p $(HUB)
+	cp -R hub/custom_generate $(HUB)
+	sed 's#{repository}#$(REPOSITORY)#' hub/README.md > $(HUB)/README.md
 
 clean: ## Remove what the other targets made.
 	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,7 @@
-"""``enable(model)``: use Token Recycling in ``model.generate`` and everything that calls it."""
+"""``enable(model)``: use Token Recycling in ``model.generate`` and everything that calls it.
+
+And ``generate``, for a repository on the Hub and ``custom_generate="org/name"`` (folder ``hub``).
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,12 @@ class Enabled:
         self.recycler = recycler
         model = recycler.model
         before = model.__dict__.get("generate")
-        if before is not None and not isinstance(before, Override):
+        if before is not None and not isinstance(before, Override) and not _is_hubs(before):
             raise TokenRecyclingError(
                 "the model has its own generate; pass custom_generate=TokenRecycling(model) instead"
             )
         # If a model is enabled twice, only the later recycler serves calls.
-        self._overrides = [self._cover("generate", _covered)]
+        self._overrides = [self._cover("generate", _recycled)]
         for name in CONTINUOUS:
             if hasattr(type(model), name):
                 self._overrides.append(self._cover(name, _continuous))
@@ -112,6 +115,11 @@ def _enabled_again(recycler: TokenRecycling, on: bool) -> Enabled:
     return enabled
 
 
+def _is_hubs(present: Any) -> bool:
+    """Return whether ``from_pretrained`` took ``generate`` from a repository like ours."""
+    return isinstance(present, functools.partial) and present.func is generate
+
+
 # Continuous batching has its own cache, scheduler and sampler, which do not support draft trees.
 CONTINUOUS = ("generate_batch", "init_continuous_batching")
 
@@ -132,7 +140,9 @@ HUB_METHODS = {
 }
 
 
-def _covered(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recycled(
+    recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call ``generate`` with the recycler as decoding method, unless another is requested."""
     given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     if given.get("custom_generate") is not None:
@@ -147,3 +157,35 @@ def _covered(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **
                 warn_plain(recycler, f"{method} is requested")
             return stock(*args, **kwargs)
         return stock(*args, **{**kwargs, "custom_generate": recycler})
+
+
+# Attribute of a model: the options of a call of ``generate``, and the recycler made for them. It
+# lives as long as the model, so that calls learn from each other.
+KEPT = "_token_recycling"
+
+
+def generate(
+    *args: Any, model: Any, token_recycling: dict[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """Generate with Token Recycling, like ``model.generate(*args, **kwargs)``.
+
+    Args:
+        *args: as in Transformers.
+        model: a Transformers ``…ForCausalLM``.
+        token_recycling: options, see ``options.Options``. Other options than those of the last
+            call start anew, with an empty matrix.
+        **kwargs: as in Transformers.
+
+    Returns:
+        What the model's own ``generate`` returns.
+
+    Raises:
+        TokenRecyclingError: see ``TokenRecycling``.
+        TypeError: there is no such option.
+    """
+    options = token_recycling or {}
+    kept = model.__dict__.get(KEPT)
+    if kept is None or kept[0] != options:
+        kept = (options, TokenRecycling(model, **options))
+        setattr(model, KEPT, kept)
+    return _recycled(kept[1], type(model).generate.__get__(model), *args, **kwargs)
