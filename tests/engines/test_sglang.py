@@ -130,12 +130,14 @@ def test_without_the_texts_of_pauses_the_check_of_varied_sizes_fails(folder):
     assert "the drafter has another text" in found["log"]
 
 
-def test_preempted_requests(folder, plain):
+@pytest.mark.parametrize("sizes", [{}, {"AUTOMATIC": "true", "TEST_FAULT": "varied sizes"}])
+def test_preempted_requests(folder, plain, sizes):
     """SGLang ends some requests every few steps, as where its cache is full, and begins them again.
 
     The variable is SGLang's own, for such tests.
     """
-    environment = ON_CPU | {"SGLANG_TEST_RETRACT": "1"}
+    environment = ON_CPU | {f"TOKEN_RECYCLING_{name}": value for name, value in sizes.items()}
+    environment["SGLANG_TEST_RETRACT"] = "1"
     found = served("run_sglang.py", folder, environment, lives=[["plan"]], engine=OURS)
     assert sum(found["plan"]["retracted"]) > 0
     assert same(plain["plan"], found["plan"]) == COUNT

@@ -77,12 +77,14 @@ def test_the_text_is_that_of_generate(model, single, ways, options):
     options = options | {"max_new_tokens": 80}
     torch.manual_seed(5)
     expected = model.generate(**single, **options)
+    # An automatic size differs from run to run, and so do the accepted tokens.
+    ways["token_recycling"] = {"tree": "ranked-24"}
     for _ in range(2):
         torch.manual_seed(5)
         assert torch.equal(model.generate(**single, **options, **ways), expected)
     stats = recycler_of(model).stats
     assert stats.new_tokens == 2 * (expected.shape[1] - single["input_ids"].shape[1])
-    assert stats.mat > 1.1
+    assert stats.mat > 1.2
     assert "generate" not in model.__dict__
 
 
