@@ -50,7 +50,7 @@ test-models: .venv/ready ## Examine every architecture of Transformers; fails if
 
 # Files of the default suite that touch Transformers' own interfaces.
 VERSION_TESTS = model/test_target core/test_bundled core/test_stories260k core/test_recycler hf_generate \
-	integrations/test_transformers integrations/test_transformers_corners model/test_prefix_cache \
+	integrations/test_transformers integrations/test_transformers_corners integrations/test_hub model/test_prefix_cache \
 	model/test_number_formats core/test_copies_and_threads model/test_attention
 VERSIONS = $(patsubst tests/requirements/transformers-%.txt,%,$(wildcard tests/requirements/transformers-*.txt))
 

@@ -99,11 +99,6 @@ def test_batches_and_streamers(model, tokenizer, ways, capsys):
     assert capsys.readouterr().out.strip() == expected.strip()
 
 
-def test_code_of_a_repository_must_be_allowed(model, single, repository):
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        model.generate(**single, custom_generate=str(repository), trust_remote_code=False)
-
-
 def test_options(model, single, ways):
     model.generate(**single, max_new_tokens=5, **ways)
     first = recycler_of(model)
