@@ -87,8 +87,9 @@ build/triton/ready: tests/requirements/triton.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton -r $<
 	touch $@
 
-test-clients: build/clients/ready ## Test with lm_eval and peft.
-	PYTHONPATH=build/clients $(BIN)/python -m pytest -s -m clients tests/integrations/test_clients.py
+test-clients: build/clients/ready ## Test with lm_eval, peft and transformers serve.
+	PYTHONPATH=build/clients $(BIN)/python -m pytest -s -m clients \
+		tests/integrations/test_clients.py tests/integrations/test_transformers_serve.py
 
 build/clients/ready: tests/requirements/clients.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
