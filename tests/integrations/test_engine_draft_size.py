@@ -122,12 +122,18 @@ def test_a_number_of_requests_near_one_that_is_known_needs_no_probe():
     assert machine.plain_steps == before + 1
 
 
-def test_requests_share_the_step_by_their_scores():
-    size = EngineDraftSize(0.03)
+def after_plain_steps(requests, slope):
+    """A policy that has timed the plain steps, of a second each, before the first draft."""
+    size = EngineDraftSize(slope)
     for _ in range(4):
-        assert not size.drafts(2)
-        size.record(2, 0, 2, 1.0)
-    assert size.drafts(2)
+        assert not size.drafts(requests)
+        size.record(requests, 0, requests, 1.0)
+    assert size.drafts(requests)
+    return size
+
+
+def test_requests_share_the_step_by_their_scores():
+    size = after_plain_steps(2, 0.03)
     scores = np.array([[0.9, 0.8, 0.7], [0.004, 0.003, 0.002]], np.float32)
     assert size.choose(scores, np.ones((2, 3), bool)).tolist() == [3, 0]
     off = np.array([[True, False, False], [True] * 3])
@@ -135,11 +141,7 @@ def test_requests_share_the_step_by_their_scores():
 
 
 def test_one_size_for_all_is_the_best_for_their_sum():
-    size = EngineDraftSize(0.3)
-    for _ in range(4):
-        assert not size.drafts(2)
-        size.record(2, 0, 2, 1.0)
-    assert size.drafts(2)
+    size = after_plain_steps(2, 0.3)
     # A node takes 0.3 x 0.3 / 1.6 seconds of the first guess, about 0.056.
     scores = np.array([[0.9, 0.5, 0.1], [0.8, 0.1, 0.004]], np.float32)
     assert size.choose_common(scores, np.ones((2, 3), bool)) == 2
@@ -151,10 +153,7 @@ def test_one_size_for_all_is_the_best_for_their_sum():
 @pytest.mark.parametrize(("requests", "nodes"), [(1, 15), (3, 7), (4, 7), (8, 6)])
 def test_large_steps_of_one_size_are_filled_up(requests, nodes):
     """Roots included, to a multiple of 8 tokens: 16, 24, 32; 8 requests always have one."""
-    size = EngineDraftSize(0.03)
-    for _ in range(4):
-        size.drafts(requests)
-        size.record(requests, 0, requests, 1.0)
+    size = after_plain_steps(requests, 0.03)
     scores = np.zeros((requests, 20), np.float32)
     scores[:, : 9 if requests == 1 else 6] = 0.9
     assert size.choose_common(scores, np.ones(scores.shape, bool)) == nodes

@@ -199,15 +199,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         draft = draft.to(self.device)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = draft.tokens.flatten()
-        batch.out_cache_loc = assign_extend_cache_locs_func(
-            req_pool_indices=batch.req_pool_indices,
-            req_to_token=batch.req_to_token_pool.req_to_token,
-            start_offset=batch.seq_lens,
-            end_offset=batch.seq_lens + n,
-            batch_size=rows,
-            draft_token_num=n,
-            device=self.device,
-        )
+        batch.out_cache_loc = _cache_locations(batch, n)
         prepare_mamba_track_for_verify(batch)
         children, siblings = links(draft)
         on_cpu = torch.device(self.device).type == "cpu"
@@ -342,19 +334,25 @@ class _WatchedTarget:
         return result
 
 
+def _cache_locations(batch: Any, tokens: int) -> Tensor:
+    """Return the places in the KV cache of the next ``tokens`` tokens of each request, [B · n]."""
+    located: Tensor = assign_extend_cache_locs_func(
+        req_pool_indices=batch.req_pool_indices,
+        req_to_token=batch.req_to_token_pool.req_to_token,
+        start_offset=batch.seq_lens,
+        end_offset=batch.seq_lens + tokens,
+        batch_size=len(batch.reqs),
+        draft_token_num=tokens,
+        device=batch.device,
+    )
+    return located
+
+
 def _decode(batch: Any, roots: Tensor) -> None:
     """Make a step of plain decoding of ``batch``; SGLang restores its fields after the step."""
     batch.spec_info = None
     batch.input_ids = roots
-    batch.out_cache_loc = assign_extend_cache_locs_func(
-        req_pool_indices=batch.req_pool_indices,
-        req_to_token=batch.req_to_token_pool.req_to_token,
-        start_offset=batch.seq_lens,
-        end_offset=batch.seq_lens + 1,
-        batch_size=len(roots),
-        draft_token_num=1,
-        device=roots.device,
-    )
+    batch.out_cache_loc = _cache_locations(batch, 1)
     batch.seq_lens = batch.seq_lens + 1
     if batch.seq_lens_cpu is not None:
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
