@@ -34,10 +34,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY = 4096
 BEGIN, USER, ASSISTANT, END, PAD = "<|begin|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
 SPECIAL = [BEGIN, USER, ASSISTANT, END, PAD]
+# The model has not been trained to call tools; the template has them to try a client with.
 CHAT_TEMPLATE = (
-    "{{ '<|begin|>' }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
-    "{{ '<|assistant|>' + m['content'] + '<|end|>' }}{% else %}"
-    "{{ '<|user|>' + m['content'] }}{% endif %}{% endfor %}"
+    "{{ '<|begin|>' }}"
+    "{% if tools %}{{ '<|user|>These functions can be called:\\n' }}"
+    "{% for tool in tools %}{{ tool['function'] | tojson + '\\n' }}{% endfor %}"
+    "{{ 'To call one, write <tool_call>\\n"
+    '{"name": NAME, "arguments": OBJECT}'
+    "\\n</tool_call>' }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|assistant|>' + m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}"
+    """{{ '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' """
+    """+ call['function']['arguments'] | tojson + '}\\n</tool_call>' }}{% endfor %}"""
+    "{{ '<|end|>' }}{% else %}{{ '<|user|>' + m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SHAPE: dict[str, Any] = dict(

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from token_recycling.compiled import as_array, compiled
 from token_recycling.modes import ordinary_tensors
@@ -42,6 +43,34 @@ class Accepted:
     tokens: list[list[int]] = field(default_factory=list)
     reasons: list[str | None] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+
+    def select(self, rows: list[int]) -> Accepted:
+        """Return what these rows accepted."""
+        return Accepted(
+            self.path[rows],
+            self.emitted[rows],
+            self.counts[rows],
+            [self.tokens[row] for row in rows],
+            [self.reasons[row] for row in rows],
+            [self.drafted[row] for row in rows],
+        )
+
+
+def joined(parts: list[Accepted]) -> Accepted:
+    """Return what the rows of several batches accepted, one after another."""
+    longest = max(part.path.shape[1] for part in parts)
+
+    def column(tensors: list[Tensor], fill: int) -> Tensor:
+        return torch.cat([pad(one, (0, longest - one.shape[1]), value=fill) for one in tensors])
+
+    return Accepted(
+        column([part.path for part in parts], 0),
+        column([part.emitted for part in parts], NO_TOKEN),
+        torch.cat([part.counts for part in parts]),
+        [tokens for part in parts for tokens in part.tokens],
+        [reason for part in parts for reason in part.reasons],
+        [count for part in parts for count in part.drafted],
+    )
 
 
 class Acceptor(Protocol):
@@ -297,3 +326,23 @@ class FollowAcceptor:
         drafted = [max(sum(row) - 1, 0) for row in valid]
         counts = torch.tensor([len(row) for row in tokens], device="cpu")
         return Accepted(path, emitted, counts, tokens, reasons, drafted)
+
+
+class RowAcceptor:
+    """Chooses the tokens of each row with an acceptor of its own."""
+
+    def __init__(self, accepts: list[Acceptor]) -> None:
+        """Accept row b with ``accepts[b]``, an acceptor for a single row."""
+        self.accepts = accepts
+        self._greedy = all(isinstance(accept, GreedyAcceptor) for accept in accepts)
+
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+        """Accept row by row, or all at once if all rows are greedy."""
+        if self._greedy or len(self.accepts) == 1:
+            return self.accepts[0](draft, logits, sequences)
+        return joined(
+            [
+                accept(draft.select([row]), logits[row : row + 1], [sequence])
+                for row, (accept, sequence) in enumerate(zip(self.accepts, sequences))
+            ]
+        )

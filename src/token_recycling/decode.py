@@ -40,6 +40,52 @@ class Hooks:
     on_draft: OnDraft | None = None
 
 
+def read_prompts(
+    target: Target,
+    drafter: AnyDrafter,
+    accept: Acceptor,
+    sequences: list[Sequence],
+    *,
+    learns: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Step:
+    """Read the prompts of ``sequences`` and choose the first tokens.
+
+    Args:
+        target: reads the prompts; for a single row, its cache holds the first ``cached`` tokens.
+        drafter: learns from the prompts.
+        accept: chooses the tokens.
+        sequences: the rows.
+        learns: False: the drafter learns nothing, which saves time.
+        on_progress: see ``Target.prefill``.
+
+    Raises:
+        TokenRecyclingError: a prompt is empty or longer than the context.
+    """
+    begin = perf_counter()
+
+    def prompt_mask(tokens: Tensor) -> Tensor | None:
+        with without_autocast(target.device):
+            return drafter.prompt_mask(tokens) if learns else None
+
+    def learn_prompt(tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
+        with without_autocast(target.device):
+            drafter.learn_prompt(tokens, logits, mask)
+
+    prompts = [list(sequence.tokens) for sequence in sequences]
+    logits = target.prefill(
+        prompts,
+        prompt_mask=prompt_mask,
+        learn_prompt=learn_prompt,
+        on_progress=on_progress,
+        cached=sequences[0].cached,
+    )
+    ends = root_only(torch.tensor([prompt[-1] for prompt in prompts], device="cpu"))
+    accepted = accept(ends, logits[:, None], sequences)
+    seconds = (perf_counter() - begin,)
+    return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
+
+
 @dataclass
 class Decoding:
     """One run of the decoding loop over B rows.
@@ -68,21 +114,34 @@ class Decoding:
         self.rows = self.drafter.new_rows(len(self.sequences))
 
     def steps(self) -> Generator[Step, None, None]:
-        """Decode; yield the prefill as the first ``Step``, then one ``Step`` per forward.
-
-        The consumer may stop early: when a ``Step`` is yielded, all its tokens but the last of
-        each row are committed, and nothing else is in the cache.
+        """Read the prompts, then ``decode``; the first ``Step`` is the prefill.
 
         Raises:
             TokenRecyclingError: a prompt is empty or longer than the context.
         """
+        self.load([list(sequence.tokens) for sequence in self.sequences])
         with self.target.inference_context():
-            step = self._read_prompts()
+            step = read_prompts(
+                self.target,
+                self.drafter,
+                self.accept,
+                self.sequences,
+                learns=self.size.pays,
+                on_progress=self.hooks.on_progress,
+            )
         yield step
+        yield from self.decode()
+
+    def decode(self) -> Generator[Step, None, None]:
+        """Decode rows whose first token is chosen; yield one ``Step`` per forward.
+
+        The consumer may stop early: when a ``Step`` is yielded, all its tokens but the last of
+        each row are committed, and nothing else is in the cache.
+        """
         if self.graph is not None:
             yield from self.graph.steps(self.sequences, self.accept, self.hooks.check)
             if self._active:
-                self._load([sequence.tokens[:-1] for sequence in self.sequences])
+                self.load([sequence.tokens[:-1] for sequence in self.sequences])
         while self._active:
             self.hooks.check()
             with self.target.inference_context():
@@ -94,37 +153,11 @@ class Decoding:
     def _active(self) -> bool:
         return any(sequence.active for sequence in self.sequences)
 
-    def _load(self, texts: list[list[int]]) -> None:
+    def load(self, texts: list[list[int]]) -> None:
         """Start the draft-size policy and the drafter with these tokens per row."""
         self.size.begin(self.sequences)
         with without_autocast(self.target.device):
             self.drafter.load(self.rows, texts)
-
-    def _read_prompts(self) -> Step:
-        """Read the prompts and choose the first tokens."""
-        begin = perf_counter()
-
-        def prompt_mask(tokens: Tensor) -> Tensor | None:
-            with without_autocast(self.target.device):
-                return self.drafter.prompt_mask(tokens) if self.size.pays else None
-
-        def learn_prompt(tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
-            with without_autocast(self.target.device):
-                self.drafter.learn_prompt(tokens, logits, mask)
-
-        prompts = [list(sequence.tokens) for sequence in self.sequences]
-        self._load(prompts)
-        logits = self.target.prefill(
-            prompts,
-            prompt_mask=prompt_mask,
-            learn_prompt=learn_prompt,
-            on_progress=self.hooks.on_progress,
-            cached=self.sequences[0].cached,
-        )
-        ends = root_only(torch.tensor([prompt[-1] for prompt in prompts], device="cpu"))
-        accepted = self.accept(ends, logits[:, None], self.sequences)
-        seconds = (perf_counter() - begin,)
-        return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
 
     def _advance(self) -> Step:
         """Take one step; rows that have ended are computed too but emit and teach nothing."""

@@ -357,7 +357,7 @@ class TokenRecycling(DecodingMethod):
         if keep_context and len(sequences) == 1 and self._prefix is not None:
             sequences[0].cached = self._prefix.common(sequences[0].tokens[:-1])
         self._prefix = None
-        graph = self._graph_decoder(accept) if on_draft is None else None
+        graph = self.graph_decoder() if on_draft is None and can_capture(accept) else None
         hooks = Hooks(check, on_progress, on_draft)
         decoding = Decoding(
             self.target, self.drafter, self.draft_size, accept, sequences, graph, hooks
@@ -387,10 +387,9 @@ class TokenRecycling(DecodingMethod):
         if known and self._runs == run and isinstance(self.target, TreeTarget):
             self._prefix = PrefixCache(self.target, first.tokens[:-1])
 
-    def _graph_decoder(self, accept: Acceptor) -> GraphDecoder | None:
-        """Return the graph decoder for ``accept``, or None for the eager loop."""
-        captures = self._wants_graphs and can_capture(accept)
-        if not (captures and isinstance(self.target, TreeTarget)):
+    def graph_decoder(self) -> GraphDecoder | None:
+        """Return the decoder that runs steps as graphs, or None for the eager loop."""
+        if not (self._wants_graphs and isinstance(self.target, TreeTarget)):
             return None
         if self._graph is None or self._graph.drafter is not self.drafter:
             size = self.draft_size.for_graph()

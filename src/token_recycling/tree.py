@@ -365,6 +365,18 @@ class DraftTree:
             None if self.scores is None else self.scores[:, :nodes],
         )
 
+    def select(self, rows: list[int]) -> DraftTree:
+        """Return the drafts of these rows."""
+        return DraftTree(
+            self.tokens[rows],
+            self.parents[rows],
+            self.depths[rows],
+            self.ancestors[rows],
+            self.valid[rows],
+            self.max_depth,
+            None if self.scores is None else self.scores[rows],
+        )
+
     def padded(self, nodes: int) -> DraftTree:
         """Return the draft with invalid nodes appended, up to ``nodes`` nodes."""
         more = nodes - self.nodes
@@ -416,6 +428,32 @@ def chains(tokens: Tensor) -> DraftTree:
         ancestors.expand(batch, n, n),
         torch.ones_like(tokens, dtype=torch.bool),
         n - 1,
+    )
+
+
+def joined(drafts: list[DraftTree], rows: list[list[int]]) -> DraftTree:
+    """Return one draft of the rows of several; the inverse of ``DraftTree.select``.
+
+    Args:
+        drafts: of any numbers of nodes; the smaller ones get invalid nodes.
+        rows: of each draft, the rows of the result that its rows become.
+    """
+    most = max(draft.nodes for draft in drafts)
+    parts = [draft.padded(most) for draft in drafts]
+    order = torch.tensor([row for own in rows for row in own]).argsort()
+
+    def column(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors)[order]
+
+    scores = [part.scores for part in parts if part.scores is not None]
+    return DraftTree(
+        column([part.tokens for part in parts]),
+        column([part.parents for part in parts]),
+        column([part.depths for part in parts]),
+        column([part.ancestors for part in parts]),
+        column([part.valid for part in parts]),
+        max(part.max_depth for part in parts),
+        column(scores) if len(scores) == len(parts) else None,
     )
 
 

@@ -39,6 +39,7 @@ ROOMS = (
     ("answers", "call", "checkpoint", "options"),
     ("recycler",),
     ("integrations/",),
+    ("server/",),
     ("bench/", "plot"),
     ("cli/",),
 )

@@ -22,6 +22,7 @@ from token_recycling.cli import (
     generate,
     matrix,
     replay,
+    serve,
     tree,
     tune,
     warm,
@@ -45,6 +46,7 @@ app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("bench-serving")(bench_serving.bench_serving)
 app.command("replay")(replay.replay)
+app.command("serve")(serve.serve)
 app.command("tune")(tune.tune)
 app.command("warm")(warm.warm)
 app.command("widen")(widen.widen)
@@ -54,7 +56,7 @@ VERBS = {str(one.name) for one in app.registered_commands}
 VERBS |= {str(one.name) for one in app.registered_groups}
 # Verbs of similar programs; unlikely to be meant as a prompt.
 FOREIGN = re.compile(
-    "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|serve|server|start|"
+    "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|server|start|"
     "stop|test|train|version"
 )
 PATH = re.compile(r"\S*[/\\_]\S*|\S+\.[a-z]\w{1,11}")

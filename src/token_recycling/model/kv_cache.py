@@ -133,6 +133,50 @@ class RecyclingCache(Cache):  # type: ignore[misc]
                 _gather(stack, path[:, :p].to(stack.device), end, self.lengths)
         self.lengths = [n + more for n, more in zip(self.lengths, counts)]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        self._stack()
+        return sum(stack.nbytes for stack, _ in self._stacks)
+
+    @classmethod
+    def of_rows(
+        cls,
+        parts: list[tuple[RecyclingCache, list[int]]],
+        *,
+        slots: int | None = None,
+        spare: int = 0,
+    ) -> RecyclingCache:
+        """Return an independent cache with copies of rows of other caches of the same model.
+
+        Args:
+            parts: caches that have been through a forward, and which of their rows to take.
+            slots: only the first so many entries of each row; None: all committed ones.
+            spare: room after the longest row.
+        """
+        lengths = [cache.lengths[row] for cache, rows in parts for row in rows]
+        made = cls(len(parts[0][0].layers), len(lengths))
+        made.lengths = lengths if slots is None else [min(slots, length) for length in lengths]
+        made.capacity = made.end + spare
+        for cache, _ in parts:
+            cache._stack()
+        first = parts[0][0]
+        for index, (like, views) in enumerate(first._stacks):
+            groups, _, heads, _, size = like.shape
+            stack = like.new_zeros(groups, len(lengths), heads, made.capacity, size)
+            begin = 0
+            for cache, rows in parts:
+                end = min(cache.end, made.end)
+                kept = cache._stacks[index][0][:, rows, :, :end]
+                stack[:, begin : begin + len(rows), :, :end] = kept
+                begin += len(rows)
+            own = [(made.layers[first.layers.index(layer)], name) for layer, name in views]
+            for layer, _ in own:
+                layer.device, layer.dtype, layer.is_initialized = like.device, like.dtype, True
+            made._stacks.append((stack, own))
+            made._bind(index, stack, own)
+        return made
+
     def entries(self, begin: int, end: int) -> list[Tensor]:
         """Copy the keys and values of all layers in slots ``begin`` to ``end`` - 1."""
         filled = [layer for layer in self.layers if layer.is_initialized]

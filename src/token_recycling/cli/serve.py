@@ -1,0 +1,245 @@
+"""`token-recycling serve`: a local server with OpenAI's interface."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from token_recycling import defaults
+from token_recycling.cli import options as o
+from token_recycling.cli import show
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line
+
+if TYPE_CHECKING:
+    from token_recycling.recycler import TokenRecycling
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+ROWS, WAITING = 8, 64
+MINUTES, DRAIN_SECONDS = 5.0, 30
+CONTEXTS = 4  # the default room for contexts: so many of the longest, at most MOST_BYTES
+MOST_BYTES = 2**30
+MIB = 2**20
+EVERYWHERE = ("0.0.0.0", "::")
+SCOPES = ("shared", "key", "request")
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or Hub name; default: bundled.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0: any free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            envvar="TOKEN_RECYCLING_API_KEY",
+            help="Required of every request; may be repeated.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="The model's name in requests.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Requests decoded at once.")] = ROWS,
+    queue: Annotated[
+        int, typer.Option("--queue", help="Requests that may wait; more get status 429.")
+    ] = WAITING,
+    prefix_cache: Annotated[
+        int | None,
+        typer.Option(
+            "--prefix-cache",
+            help="MiB for the keys and values of the last conversations; 0: none.",
+        ),
+    ] = None,
+    matrix: o.Matrix = None,
+    matrix_scope: Annotated[
+        str,
+        typer.Option(
+            "--matrix-scope",
+            help="Who shares what the matrix learns: shared (all), key, request.",
+        ),
+    ] = "shared",
+    save_minutes: Annotated[
+        float, typer.Option("--save-minutes", help="Time between two saves of --matrix.")
+    ] = MINUTES,
+    drain_seconds: Annotated[
+        int, typer.Option("--drain-seconds", help="Time for answers in progress at SIGTERM.")
+    ] = DRAIN_SECONDS,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="Print a line for every request.")
+    ] = False,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    tree: o.Tree = defaults.TREE,
+    drafter: o.Drafter = defaults.DRAFTER,
+    top_k_candidates: o.Candidates = None,
+    graph: o.Graph = None,
+    warm: o.Warm = None,
+    float32_logits: o.Float32Logits = False,
+    threads: o.Threads = None,
+    strict: o.Strict = False,
+) -> None:
+    """Serve a model to OpenAI's clients: chat and completions, and a chat page.
+
+    SIGTERM and Ctrl-C finish the answers in progress, then save the matrix.
+    """
+    keys = [key for key in api_key or [] if key]
+    _check_numbers(port, batch, queue, prefix_cache, save_minutes, drain_seconds)
+    _check_scope(matrix_scope, matrix, keys)
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise TokenRecyclingError(
+            f"serve needs {', '.join(missing)}: pip install 'token-recycling[serve]'"
+        )
+    from token_recycling.server.run import bind, run
+
+    sock = bind(host, port)
+    loading = o.Loading(
+        model,
+        device,
+        dtype,
+        tree,
+        drafter,
+        top_k_candidates,
+        matrix,
+        False,
+        threads,
+        strict,
+        float32_logits,
+        graph,
+        warm,
+    )
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", PlainDecodingWarning)
+        recycler = loading.open()
+    for one in seen:
+        show.note(f"warning: {one_line(one.message)}")
+    if recycler.tokenizer is None:
+        raise TokenRecyclingError("this checkpoint has no tokenizer; a server needs one")
+    name = served_model_name or model or "token-recycling-demo"
+    plain = next((one for one in seen if issubclass(one.category, PlainDecodingWarning)), None)
+    recycling = _recycling(recycler, None if plain is None else str(plain.message))
+    from token_recycling.server.app import Server, create_app
+    from token_recycling.server.engine import Engine
+    from token_recycling.server.metrics import Metrics
+    from token_recycling.server.prefixes import PrefixCaches
+    from token_recycling.server.scopes import MatrixScopes
+
+    on_tick: Any = lambda: None  # noqa: E731
+    if matrix is not None and matrix_scope == "shared":
+        from token_recycling.integrations.engines.keep import MatrixKeeper
+
+        on_tick = MatrixKeeper(recycler.matrix, matrix, save_minutes).tick
+    room = _room(recycler) if prefix_cache is None else prefix_cache * MIB
+    engine = Engine(
+        recycler,
+        Metrics(name),
+        MatrixScopes(recycler.drafter, matrix_scope),  # type: ignore[arg-type]
+        PrefixCaches(room),
+        most_rows=batch,
+        most_waiting=queue,
+        on_tick=on_tick,
+    )
+    about = {"recycling": recycling, "context": recycler.target.max_context}
+    app = create_app(Server(engine, name, keys, about))
+    _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
+    try:
+        run(app, sock, drain_seconds=drain_seconds, access_log=access_log)
+    finally:
+        engine.stop()  # already stopped, unless a second Ctrl-C has cut the draining short
+
+
+def _check_numbers(
+    port: int,
+    batch: int,
+    queue: int,
+    prefix_cache: int | None,
+    save_minutes: float,
+    drain_seconds: int,
+) -> None:
+    for option, value, low, high in (
+        ("--port", port, 0, 65535),
+        ("--batch", batch, 1, 256),
+        ("--queue", queue, 0, 100_000),
+        ("--prefix-cache", prefix_cache or 0, 0, 2**24),
+        ("--save-minutes", save_minutes, 0.01, 1_000_000),
+        ("--drain-seconds", drain_seconds, 0, 86_400),
+    ):
+        if not low <= value <= high:
+            raise TokenRecyclingError(f"{option} is {value}; choose {low} to {high}")
+
+
+def _check_scope(scope: str, matrix: Path | None, keys: list[str]) -> None:
+    if scope not in SCOPES:
+        raise TokenRecyclingError(f"--matrix-scope is {scope}; choose one of {', '.join(SCOPES)}")
+    if scope == "key" and not keys:
+        raise TokenRecyclingError("--matrix-scope key needs --api-key, once per caller")
+    if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
+        raise TokenRecyclingError("--api-key must be printable ASCII without spaces around it")
+    if matrix is not None and scope != "shared" and not matrix.exists():
+        raise TokenRecyclingError(
+            f"no matrix file at {matrix}; with --matrix-scope {scope} it is only read"
+        )
+    if matrix is not None and scope == "shared" and matrix.parent.is_dir():
+        try:
+            with tempfile.NamedTemporaryFile(dir=matrix.parent):
+                pass
+        except OSError as error:
+            raise TokenRecyclingError(
+                f"cannot write to the folder of the matrix file: {error.strerror}"
+            ) from error
+
+
+def _recycling(recycler: TokenRecycling, reason: str | None) -> str:
+    """Return whether the model recycles, or why not."""
+    if reason is not None:
+        return f"no: {reason}"
+    if recycler.options.drafter == "none":
+        return "no: the drafter is none"
+    name = getattr(recycler.drafter, "name", "custom")
+    return f"yes: drafter {name}, tree {recycler.template.name}"
+
+
+def _room(recycler: TokenRecycling) -> int:
+    """Return the default number of bytes for contexts."""
+    from token_recycling.model.limits import text_config
+
+    config = text_config(recycler.model.config)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * size * recycler.model.dtype.itemsize
+    return int(min(MOST_BYTES, CONTEXTS * (recycler.target.max_context or 4096) * per_token))
+
+
+def _print_start(
+    address: tuple[Any, ...], name: str, recycler: TokenRecycling, recycling: str, key: bool
+) -> None:
+    """Print where the server is and how to try it."""
+    host, port = address[:2]
+    shown = "localhost" if host in EVERYWHERE else (f"[{host}]" if ":" in host else host)
+    url = f"http://{shown}:{port}"
+    context = recycler.target.max_context
+    size = sum(weight.numel() for weight in recycler.model.parameters())
+    dtype = str(recycler.model.dtype).removeprefix("torch.")
+    about = f"{name} ({size / 1e6:.3g}M parameters, {dtype}, {recycler.target.device}"
+    body = json.dumps({"messages": [{"role": "user", "content": "Tell me a story"}]})
+    header = " -H 'Authorization: Bearer YOUR_KEY'" if key else ""
+    route = "chat/completions"
+    if not getattr(recycler.tokenizer, "chat_template", None):
+        body, route = json.dumps({"prompt": "Once upon a time", "max_tokens": 100}), "completions"
+    show.note(
+        f"model      {about}, context {context})\n"
+        f"recycling  {recycling}\n"
+        f"API        {url}/v1\n"
+        f"chat page  {url}/\n"
+        f"try        curl {url}/v1/{route}{header} "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )

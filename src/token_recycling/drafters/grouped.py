@@ -1,0 +1,72 @@
+"""Rows of one batch that are drafted by different drafters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from token_recycling.accept import Accepted
+from token_recycling.drafters.base import AnyDrafter, Drafter, Rows
+from token_recycling.tree import DraftTree, joined
+
+
+@dataclass
+class GroupedRows(Rows):
+    """The rows of each drafter."""
+
+    groups: list[Rows]
+
+
+class GroupedDrafter(Drafter[GroupedRows]):
+    """Drafts every row with a drafter of its own, for texts that must not teach each other.
+
+    All must be of the same kind. What they learn from is divided among them; ``prompt_mask`` and
+    ``learn_prompt`` are not, because prompts are read one by one.
+    """
+
+    def __init__(self, drafters: list[AnyDrafter]) -> None:
+        """Draft row b with ``drafters[b]``; several rows may have the same."""
+        self._members = list(dict.fromkeys(drafters))
+        self._rows = [
+            [row for row, drafter in enumerate(drafters) if drafter is member]
+            for member in self._members
+        ]
+        first = drafters[0]
+        self.name, self.needs_logits = first.name, first.needs_logits
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """That of the first drafter."""
+        return self._members[0].acceptance
+
+    def new_rows(self, batch: int, capacity: int | None = None) -> GroupedRows:
+        """Return new rows of each drafter."""
+        return GroupedRows(
+            [
+                member.new_rows(len(rows), capacity)
+                for member, rows in zip(self._members, self._rows)
+            ]
+        )
+
+    def load(self, rows: GroupedRows, texts: list[list[int]]) -> None:
+        """Load the texts of each group."""
+        for member, own, index in zip(self._members, rows.groups, self._rows):
+            member.load(own, [texts[row] for row in index])
+
+    def propose(self, rows: GroupedRows, roots: Tensor, nodes: int | None = None) -> DraftTree:
+        """Return the drafts of all groups."""
+        drafts = [
+            member.propose(own, roots[index], nodes).to("cpu")
+            for member, own, index in zip(self._members, rows.groups, self._rows)
+        ]
+        return joined(drafts, self._rows)
+
+    def observe(
+        self, rows: GroupedRows, draft: DraftTree, logits: Tensor, accepted: Accepted
+    ) -> None:
+        """Let each drafter learn from its own rows."""
+        for member, own, index in zip(self._members, rows.groups, self._rows):
+            there = torch.tensor(index, device=logits.device)
+            member.observe(own, draft.select(index), logits[there], accepted.select(index))

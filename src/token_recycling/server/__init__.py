@@ -1,0 +1,1 @@
+"""A local server with OpenAI's interface, for one model."""

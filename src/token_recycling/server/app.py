@@ -1,0 +1,439 @@
+"""The HTTP interface: OpenAI's endpoints, health, metrics and the chat page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from token_recycling.server.body_limit import BodyLimit
+from token_recycling.server.choices import (
+    ChatChoice,
+    Envelope,
+    Json,
+    TextChoice,
+    TokenTexts,
+    Usage,
+    drafts,
+)
+from token_recycling.server.engine import DrainingError, Engine, QueueFullError
+from token_recycling.server.errors import ApiError
+from token_recycling.server.job import Ended, Event, Failed, Job, NewTokens
+from token_recycling.server.prompts import Answer, Prompts
+from token_recycling.server.schemas import ChatRequest, CompletionRequest, Sampling
+from token_recycling.version import __version__
+
+PAGE = Path(__file__).parent / "static" / "chat.html"
+T = TypeVar("T")
+
+
+class Choice(Protocol):
+    """A choice that is being written (see ``ChatChoice``)."""
+
+    def first_chunk(self) -> Json | None: ...  # noqa: D102
+    def chunk(self, event: NewTokens) -> Json | None: ...  # noqa: D102
+    def last_chunk(self, event: Ended) -> Json: ...  # noqa: D102
+    def whole(self) -> Json: ...  # noqa: D102
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        key: the API key; "" if none are required.
+        name: with whom the request waits in turn.
+    """
+
+    key: str
+    name: str
+
+
+class Answering:
+    """The jobs of one request and their events."""
+
+    def __init__(
+        self, engine: Engine, answers: list[Answer], caller: Caller, top_logprobs: int | None
+    ) -> None:
+        """Queue a job for every answer.
+
+        Raises:
+            ApiError: the queue is full, or the server is shutting down.
+        """
+        self._engine = engine
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._jobs = [
+            Job(
+                answer.prompt,
+                answer.options,
+                answer.processors,
+                key=caller.key,
+                caller=caller.name,
+                emit=self._emitter(index),
+                top_logprobs=top_logprobs,
+            )
+            for index, answer in enumerate(answers)
+        ]
+        self.left = len(self._jobs)  # jobs that have not ended
+        try:
+            engine.submit(self._jobs)
+        except QueueFullError as error:
+            raise ApiError(
+                str(error),
+                status=429,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after=error.seconds,
+            ) from error
+        except DrainingError as error:
+            raise ApiError(
+                "the server is shutting down", status=503, kind="server_error", retry_after=1
+            ) from error
+
+    def _emitter(self, index: int) -> Callable[[Event], None]:
+        def emit(event: Event) -> None:
+            with suppress(RuntimeError):  # the event loop has ended, and nobody waits
+                self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+        return emit
+
+    async def next(self) -> tuple[int, NewTokens | Ended]:
+        """Return the next event and its answer.
+
+        Raises:
+            ApiError: the answer cannot be given.
+        """
+        index, event = await self._events.get()
+        if isinstance(event, Failed):
+            if event.refused:
+                raise ApiError(event.message)
+            raise ApiError(event.message, status=500, kind="server_error")
+        self.left -= isinstance(event, Ended)
+        return index, event
+
+    def close(self) -> None:
+        """End all jobs that have not ended."""
+        for job in self._jobs:
+            self._engine.abort(job)
+
+
+async def _or_gone(request: Request, awaited: Awaitable[T]) -> T:
+    """Return the result of ``awaited``.
+
+    Raises:
+        ClientGoneError: the client has closed the connection before.
+    """
+
+    async def closed() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    result = asyncio.ensure_future(awaited)
+    gone = asyncio.ensure_future(closed())
+    try:
+        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise ClientGoneError
+        return result.result()
+    finally:
+        for task in (result, gone):
+            task.cancel()
+        await asyncio.gather(result, gone, return_exceptions=True)
+
+
+def _frame(data: Json | str) -> str:
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"data: {text}\n\n"
+
+
+class Server:
+    """The endpoints of one model."""
+
+    def __init__(self, engine: Engine, name: str, keys: list[str], about: Json) -> None:
+        """Serve.
+
+        Args:
+            engine: decodes the requests.
+            name: of the model, as requests give it.
+            keys: API keys of which each request must bring one; none: all are served.
+            about: what the page shows of the model.
+        """
+        self.engine, self._name, self._keys, self._about = engine, name, keys, about
+        self.prompts = Prompts(engine.recycler)
+        self._texts = TokenTexts(self.prompts.tokenizer, self.prompts.eos)
+        self._created = Envelope("", "", "").created
+
+    def caller(self, request: Request) -> Caller:
+        """Return who sends a request.
+
+        Raises:
+            ApiError: a key is required, and the request has none or a wrong one.
+        """
+        host = request.client.host if request.client else ""
+        if not self._keys:
+            return Caller("", host)
+        given = request.headers.get("authorization", "")
+        scheme, _, token = given.partition(" ")
+        found = ""
+        for key in self._keys:  # all of them, so that the time tells nothing
+            if secrets.compare_digest(token.strip().encode(), key.encode()):
+                found = key
+        if scheme.lower() != "bearer" or not found:
+            problem = "wrong API key" if given else "this server requires an API key"
+            raise ApiError(problem, status=401, code="invalid_api_key")
+        return Caller(found, found)
+
+    def models(self) -> Json:
+        """Return OpenAI's list of models."""
+        return {"object": "list", "data": [self.model(self._name)]}
+
+    def model(self, name: str) -> Json:
+        """Return the entry of a model.
+
+        Raises:
+            ApiError: it is not the one that is served.
+        """
+        self._check_model(name)
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "token-recycling",
+            "max_model_len": self.prompts.context,
+        }
+
+    def about(self) -> Json:
+        """Return what the page shows."""
+        return {"model": self._name, "needs_key": bool(self._keys), **self._about}
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._name):
+            raise ApiError(
+                f"the model {json.dumps(name)} does not exist; this server has "
+                f"{json.dumps(self._name)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def chat(self, request: Request, body: ChatRequest, caller: Caller) -> Response:
+        """Answer a chat request."""
+        self._check_model(body.model)
+        answers = await run_in_threadpool(self.prompts.of_chat, body)
+        choices: list[Choice] = [
+            ChatChoice(index, self._texts, calls=body.calls) for index in range(len(answers))
+        ]
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._answer(request, body, caller, answers, choices, top, "chat.completion")
+
+    async def complete(self, request: Request, body: CompletionRequest, caller: Caller) -> Response:
+        """Answer a completion request."""
+        self._check_model(body.model)
+        answers = await run_in_threadpool(self.prompts.of_completion, body)
+        choices: list[Choice] = [TextChoice(index, self._texts) for index in range(len(answers))]
+        return await self._answer(
+            request, body, caller, answers, choices, body.logprobs, "text_completion"
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        body: Sampling,
+        caller: Caller,
+        answers: list[Answer],
+        choices: list[Choice],
+        top_logprobs: int | None,
+        kind: str,
+    ) -> Response:
+        prompts = {id(answer.prompt): len(answer.prompt) for answer in answers}
+        usage = Usage(sum(prompts.values()))
+        prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
+        answering = Answering(self.engine, answers, caller, top_logprobs)
+        try:
+            if not body.stream:
+                await _or_gone(request, self._collect(answering, choices, usage))
+                whole = Envelope(kind, prefix, self._name)
+                return JSONResponse(
+                    whole.json([choice.whole() for choice in choices], usage=usage.json())
+                )
+            # An answer that is refused gets a status of its own, so wait for the first event.
+            first = await _or_gone(request, answering.next())
+        except BaseException:
+            answering.close()
+            raise
+        name = "chat.completion.chunk" if kind == "chat.completion" else kind
+        stream = self._stream(
+            answering, choices, usage, Envelope(name, prefix, self._name), body, first
+        )
+        return StreamingResponse(
+            stream,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+
+    async def _collect(self, answering: Answering, choices: list[Choice], usage: Usage) -> None:
+        """Wait for the end of all answers."""
+        while answering.left:
+            index, event = await answering.next()
+            if isinstance(event, Ended):
+                choices[index].last_chunk(event)
+                usage.stats.append(event.stats)
+            else:
+                choices[index].chunk(event)
+                usage.cached = max(usage.cached, event.cached)
+
+    async def _stream(
+        self,
+        answering: Answering,
+        choices: list[Choice],
+        usage: Usage,
+        envelope: Envelope,
+        body: Sampling,
+        first: tuple[int, NewTokens | Ended],
+    ) -> AsyncIterator[str]:
+        """Send the answers as server-sent events."""
+        options = body.stream_options
+        with_usage = bool(options and options.include_usage)
+        with_drafts = bool(options and options.include_drafts)
+        others: Json = {"usage": None} if with_usage else {}
+        try:
+            for choice in choices:
+                if (chunk := choice.first_chunk()) is not None:
+                    yield _frame(envelope.json([chunk], **others))
+            event: NewTokens | Ended
+            index, event = first
+            while True:
+                extra: Json = {}
+                if isinstance(event, Ended):
+                    chunk = choices[index].last_chunk(event)
+                    usage.stats.append(event.stats)
+                    if with_drafts:
+                        extra["token_recycling"] = {"mat": event.stats.mat}
+                else:
+                    chunk = choices[index].chunk(event)
+                    usage.cached = max(usage.cached, event.cached)
+                    if with_drafts:
+                        extra["token_recycling"] = {"drafts": drafts(event)}
+                if chunk is not None or with_drafts:
+                    shown = [] if chunk is None else [chunk]
+                    yield _frame(envelope.json(shown, **others, **extra))
+                if not answering.left:
+                    break
+                index, event = await answering.next()
+            if with_usage:
+                yield _frame(envelope.json([], usage=usage.json()))
+            yield _frame("[DONE]")
+        except ApiError as error:
+            yield _frame(error.body)
+        finally:
+            answering.close()
+
+
+def create_app(server: Server) -> FastAPI:
+    """Return the application that serves ``server``."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        yield
+        await run_in_threadpool(server.engine.stop)
+
+    app = FastAPI(title="token-recycling", version=__version__, lifespan=lifespan)
+    app.add_middleware(BodyLimit)
+    caller = Depends(server.caller)
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=499)  # nobody reads it; the code is that of nginx
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _invalid(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"there is no {request.method} {request.url.path} here"
+        elif error.status_code == 400:
+            message = "the body is not valid JSON"
+        return ApiError(message, status=error.status_code).response()
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        return ApiError("internal error", status=500, kind="server_error").response()
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest, caller: Caller = caller) -> Response:
+        return await server.chat(request, body, caller)
+
+    @app.post("/v1/completions")
+    async def complete(
+        request: Request, body: CompletionRequest, caller: Caller = caller
+    ) -> Response:
+        return await server.complete(request, body, caller)
+
+    @app.get("/v1/models", dependencies=[caller])
+    async def models() -> Json:
+        return server.models()
+
+    @app.get("/v1/models/{name:path}", dependencies=[caller])
+    async def model(name: str) -> Json:
+        return server.model(name)
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = server.engine.alive
+        return JSONResponse({"status": "ok" if alive else "down"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = server.engine.metrics.text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/about")
+    async def about() -> Json:
+        return server.about()
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return PAGE.read_text(encoding="utf-8")
+
+    return app
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """Return the first problem of a body in OpenAI's shape."""
+    problem: dict[str, Any] = dict(error.errors()[0])
+    where = [str(part) for part in problem["loc"] if part != "body"]
+    param = ".".join(where) or None
+    kind, message = problem["type"], str(problem["msg"])
+    if kind == "json_invalid":
+        return ApiError("the body is not valid JSON", code="invalid_json")
+    if kind == "extra_forbidden":
+        message = f"unrecognized request argument: {param}"
+    elif kind == "value_error":
+        message = message.removeprefix("Value error, ")
+    elif param:
+        message = f"{param}: {message[:1].lower()}{message[1:]}"
+    return ApiError(message, param=param)

@@ -1,0 +1,325 @@
+"""The thread that decodes all requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Condition, Thread
+from time import monotonic
+
+from transformers import LogitsProcessorList
+
+from token_recycling.accept import Acceptor, FollowAcceptor
+from token_recycling.call import prepare_call
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.metrics import Stats, Step
+from token_recycling.model.target import TreeTarget
+from token_recycling.recycler import TokenRecycling
+from token_recycling.sequence import Sequence
+from token_recycling.server.batch import ContinuousBatch
+from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewTokens
+from token_recycling.server.metrics import Metrics
+from token_recycling.server.prefixes import PrefixCaches
+from token_recycling.server.queue import FairQueue
+from token_recycling.server.scopes import MatrixScopes
+
+logger = logging.getLogger(__name__)
+# Rows of a batch are padded to the longest one; so many tokens, padding included, at most.
+BATCH_TOKENS = 32768
+TICK = 1.0  # seconds between calls of ``on_tick`` while idle
+
+
+class QueueFullError(Exception):
+    """The queue is full; ``seconds`` is a guess of when there will be room."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"the queue is full; try again in {seconds} s")
+        self.seconds = seconds
+
+
+class DrainingError(Exception):
+    """The server is shutting down and takes no more requests."""
+
+
+class AbortedError(Exception):
+    """The client has gone while its prompt was being read."""
+
+
+@dataclass
+class Running:
+    """A row of the batch.
+
+    Attributes:
+        job: what was asked for.
+        sequence: the row.
+        recorder: notes log probabilities, if asked for.
+        sent: tokens reported.
+    """
+
+    job: Job
+    sequence: Sequence
+    recorder: LogprobRecorder | None
+    sent: int = 0
+
+
+class Engine:
+    """Decodes jobs in a thread of its own, as many at once as fit into the batch.
+
+    The thread is the only one that uses the recycler after ``start``. Jobs join the batch and
+    leave it between steps. While a long prompt is read, the other rows advance by one step after
+    every chunk.
+    """
+
+    def __init__(
+        self,
+        recycler: TokenRecycling,
+        metrics: Metrics,
+        scopes: MatrixScopes,
+        prefixes: PrefixCaches,
+        *,
+        most_rows: int,
+        most_waiting: int,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Create the engine; ``start`` begins.
+
+        Args:
+            recycler: used by nothing else.
+            metrics: counts requests and tokens.
+            scopes: what the requests share.
+            prefixes: contexts of earlier requests.
+            most_rows: requests decoded at once.
+            most_waiting: requests in the queue, beyond which ``submit`` raises.
+            on_tick: called between steps, and every second while idle.
+        """
+        self.recycler, self.metrics = recycler, metrics
+        self._scopes, self._prefixes = scopes, prefixes
+        trees = isinstance(recycler.target, TreeTarget)
+        self._most_rows = most_rows if trees else 1
+        self._most_waiting, self._on_tick = most_waiting, on_tick
+        self._batch = ContinuousBatch(
+            recycler.target, recycler.draft_size, recycler.graph_decoder()
+        )
+        self._running: list[Running] = []
+        self._changed = Condition()  # guards _waiting, _admitted, _draining and _seconds
+        self._waiting: FairQueue[Job] = FairQueue()
+        self._admitted = 0  # jobs taken from the queue that have not ended
+        self._draining = False
+        self._seconds = 1.0  # a request takes, on average
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue jobs that belong together: all or none.
+
+        Raises:
+            QueueFullError: there is no room.
+            DrainingError: the server is shutting down.
+        """
+        with self._changed:
+            if self._draining:
+                raise DrainingError
+            free = max(0, self._most_rows - self._admitted)
+            if len(self._waiting) + len(jobs) > self._most_waiting + free:
+                rounds = len(self._waiting) / self._most_rows
+                raise QueueFullError(max(1, round(rounds * self._seconds)))
+            for job in jobs:
+                self._waiting.put(job.caller, job)
+            self._count()
+            self._changed.notify()
+
+    def abort(self, job: Job) -> None:
+        """End a job, if it has not ended."""
+        job.aborted = True
+        with self._changed:
+            if self._waiting.remove(job):
+                self._count()
+
+    def stop(self) -> None:
+        """Take no more jobs, finish those that were taken, and end the thread."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify()
+        if self.alive:
+            self._thread.join()
+
+    def _count(self) -> None:
+        self.metrics.waiting.set(len(self._waiting))
+        self.metrics.running.set(len(self._running))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting or self._running or self._draining):
+                    self._changed.wait(TICK)
+                    if not self._waiting:
+                        break
+                if self._draining and not (self._waiting or self._running):
+                    return
+            self._on_tick()
+            while (job := self._next()) is not None:
+                self._join(job)
+            if self._running:
+                self._step()
+
+    def _next(self) -> Job | None:
+        """Take a job from the queue if it fits into the batch."""
+        with self._changed:
+            job = self._waiting.next()
+            if job is None or len(self._running) >= self._most_rows:
+                return None
+            longest = max([len(job.prompt), *(len(one.sequence.tokens) for one in self._running)])
+            if self._running and longest * (len(self._running) + 1) > BATCH_TOKENS:
+                return None
+            self._admitted += 1
+            return self._waiting.pop()
+
+    def _join(self, job: Job) -> None:
+        """Read a job's prompt and report its first token."""
+        begun = monotonic()
+
+        def between(read: int, total: int) -> None:
+            if job.aborted:
+                raise AbortedError
+            if read < total and self._running:
+                self._step()
+
+        try:
+            sequence, accept, recorder = self._prepare(job)
+            owner = self._scopes.owner(job.key)
+            prefix = None
+            if isinstance(self.recycler.target, TreeTarget):
+                prefix = self._prefixes.take(owner, sequence.tokens)
+            drafter = self._scopes.drafter(job.key)
+            step = self._batch.join(sequence, accept, drafter, prefix=prefix, on_progress=between)
+        except AbortedError:
+            self._forget(job)
+            return
+        except TokenRecyclingError as error:
+            self._forget(job)
+            job.emit(Failed(str(error), refused=True))
+            return
+        except Exception as error:  # the model, or a processor of Transformers, may raise anything
+            self._fail([job], error)
+            return
+        running = Running(job, sequence, recorder)
+        self._running.append(running)
+        self._record(step, [running])
+        with self._changed:
+            self._count()
+        now = monotonic()
+        self.metrics.began(
+            sequence.prompt_length, sequence.cached, begun - job.arrived, now - job.arrived
+        )
+        self._report()
+
+    def _prepare(self, job: Job) -> tuple[Sequence, Acceptor, LogprobRecorder | None]:
+        recycler = self.recycler
+        call = prepare_call(
+            recycler.model,
+            recycler.tokenizer,
+            recycler.target,
+            [job.prompt],
+            job.options,
+            job.processors,
+            stream=True,
+        )
+        (sequence,), accept = call.sequences, call.accept
+        if job.top_logprobs is None:
+            return sequence, accept, None
+        recorder = LogprobRecorder(job.top_logprobs)
+        if isinstance(accept, FollowAcceptor):
+            accept = FollowAcceptor(accept.processors, accept.sampler, recorder)
+        else:
+            accept = FollowAcceptor([LogitsProcessorList()], None, recorder)
+        return sequence, accept, recorder
+
+    def _step(self) -> None:
+        """Advance all rows by one step, and report their tokens."""
+        self._leave([one for one in self._running if one.job.aborted], "abort")
+        if not self._running:
+            return
+        try:
+            step = self._batch.step()
+        except Exception as error:  # for example, the device is out of memory
+            jobs = [one.job for one in self._running]
+            self._running = []
+            self._batch.clear()
+            self._fail(jobs, error)
+            return
+        self._record(step, self._running)
+        self.metrics.stepped(step)
+        self._report()
+
+    def _record(self, step: Step, rows: list[Running]) -> None:
+        for row, one in enumerate(rows):
+            sequence = one.sequence
+            read = sequence.prompt_length - sequence.cached
+            for stats in (sequence.stats, self.recycler.stats):
+                stats.add(step, row, prompt_tokens=read)
+
+    def _report(self) -> None:
+        """Report new tokens; let rows that have ended leave."""
+        ended = []
+        for one in self._running:
+            sequence, begin = one.sequence, one.sent
+            new = sequence.new_tokens
+            if len(new) == begin:
+                continue
+            assert sequence.text is not None
+            if not sequence.active:
+                sequence.text.finish()
+                ended.append(one)
+            tokens = new[begin:]
+            one.sent = len(new)
+            # The last token of a step, and the first of an answer, are the target's own.
+            drafted = [begin > 0 and at < len(new) - 1 for at in range(begin, len(new))]
+            likely = None if one.recorder is None else one.recorder.take(tokens)
+            pieces = sequence.text.pieces[begin:]
+            one.job.emit(NewTokens(tokens, pieces, drafted, likely, sequence.cached))
+        self._leave(ended)
+
+    def _leave(self, rows: list[Running], reason: str | None = None) -> None:
+        """Let rows leave the batch, report their end, and keep what was read of them."""
+        for one in rows:
+            at = self._running.index(one)
+            sequence = one.sequence
+            owner = self._scopes.owner(one.job.key)
+            context = self._batch.context(at)
+            if context is not None:
+                self._prefixes.keep(owner, sequence.tokens[:-1], context)
+                self.metrics.prefix_bytes.set(self._prefixes.nbytes)
+            self._batch.leave(at)
+            del self._running[at]
+            self._forget(one.job)
+            why = sequence.finish_reason or "abort"
+            taken = monotonic() - one.job.arrived
+            self.metrics.ended(
+                reason or ("length" if why == "length" else "stop"), sequence.stats, taken
+            )
+            if reason is None:
+                one.job.emit(Ended(why, sequence.stats))
+
+    def _forget(self, job: Job) -> None:
+        """Note that a job which was taken from the queue is done."""
+        with self._changed:
+            self._admitted -= 1
+            self._seconds += 0.1 * (monotonic() - job.arrived - self._seconds)
+            self._count()
+
+    def _fail(self, jobs: list[Job], error: Exception) -> None:
+        """Report a fault of the server."""
+        logger.error("a request failed", exc_info=error)
+        for job in jobs:
+            self._forget(job)
+            self.metrics.ended("error", Stats(), 0.0)
+            job.emit(Failed(f"{type(error).__name__}: {one_line(error, 200)}", refused=False))

@@ -1,0 +1,93 @@
+"""Answers that follow a grammar, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Any
+
+import llguidance.hf
+import llguidance.torch
+import torch
+from llguidance import LLMatcher
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from token_recycling.errors import TokenRecyclingError, one_line
+
+# Between the parts of a JSON value. Any white space would let a model write it without end.
+WHITE_SPACE = r"[ \n]{0,8}"
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """Return the grammar of JSON text that satisfies ``schema``."""
+    grammar: str = LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_pattern": WHITE_SPACE}
+    )
+    return grammar
+
+
+class Grammars:
+    """Checks grammars and makes logits processors of them, for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: list[int]) -> None:
+        """Use ``tokenizer``, for logits of ``vocab_size`` tokens; ``eos`` ends an answer."""
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, eos
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """The tokenizer as llguidance uses it.
+
+        Raises:
+            TokenRecyclingError: it cannot be used.
+        """
+        try:
+            return llguidance.hf.from_tokenizer(
+                self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos or None
+            )
+        except Exception as error:  # ValueError for slow tokenizers; anything from the Rust part
+            raise TokenRecyclingError(
+                f"grammars cannot be used with this tokenizer: {one_line(error, 200)}"
+            ) from error
+
+    def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:
+        """Return the processor of an answer.
+
+        Args:
+            grammar: as llguidance reads it.
+            prompt_length: tokens in front of the answer.
+
+        Raises:
+            TokenRecyclingError: the grammar is not valid or too large.
+        """
+        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise TokenRecyclingError(f"invalid schema: {one_line(matcher.get_error(), 300)}")
+        return GrammarProcessor(matcher, self._vocab_size, prompt_length)
+
+
+class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
+    """Rules out the tokens with which an answer would not follow its grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, prompt_length: int) -> None:
+        """Follow ``matcher``, which is in its first state, after ``prompt_length`` tokens."""
+        self._matcher, self._read = matcher, prompt_length
+        self._mask = llguidance.torch.allocate_token_bitmask(1, vocab_size)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return ``scores`` [1, V] with -inf for tokens that the grammar rules out.
+
+        Raises:
+            TokenRecyclingError: llguidance gives up, for example because a state is too large.
+        """
+        new = input_ids[0, self._read :].tolist()
+        self._read += len(new)
+        if new:
+            self._matcher.consume_tokens(new)
+        llguidance.torch.fill_next_token_bitmask(self._matcher, self._mask)
+        if self._matcher.is_error():
+            raise TokenRecyclingError(f"grammar: {one_line(self._matcher.get_error(), 200)}")
+        bits = torch.arange(32, dtype=torch.int32)
+        allowed = ((self._mask[0, :, None] >> bits) & 1).bool().flatten()[: scores.shape[-1]]
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)

@@ -1,0 +1,123 @@
+"""One answer that the engine is asked for, and what it reports of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from torch import Tensor
+
+from token_recycling.call import CallOptions
+from token_recycling.metrics import Stats
+
+
+@dataclass(frozen=True)
+class Likely:
+    """The log probabilities of one generated token.
+
+    Attributes:
+        logprob: of the token itself.
+        top: the most likely tokens and theirs, best first.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens of an answer, as they are accepted.
+
+    Attributes:
+        tokens: the tokens, one or more.
+        pieces: the text that each adds; "" while a character or a stop string is incomplete.
+        drafted: whether each was drafted.
+        likely: log probabilities of each, if asked for.
+        cached: prompt tokens that were not read again.
+    """
+
+    tokens: list[int]
+    pieces: list[str]
+    drafted: list[bool]
+    likely: list[Likely] | None
+    cached: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of an answer.
+
+    Attributes:
+        reason: "eos", "stop" or "length".
+        stats: counts and times.
+    """
+
+    reason: str
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An answer that cannot be given.
+
+    Attributes:
+        message: one line.
+        refused: True if the request is at fault, False for a fault of the server.
+    """
+
+    message: str
+    refused: bool
+
+
+Event = NewTokens | Ended | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer.
+
+    Attributes:
+        prompt: its tokens.
+        options: of ``TokenRecycling.stream``.
+        processors: options that create logits processors.
+        key: whose texts it belongs to (see ``MatrixScopes``).
+        caller: with whom it waits in turn.
+        emit: called with every event, in the engine's thread; the last is ``Ended`` or ``Failed``.
+        top_logprobs: how many log probabilities per token; None: none at all.
+        aborted: set to end it within a step; no more events follow.
+        arrived: ``monotonic()`` seconds.
+    """
+
+    prompt: list[int]
+    options: CallOptions
+    processors: dict[str, Any]
+    key: str
+    caller: str
+    emit: Callable[[Event], None]
+    top_logprobs: int | None = None
+    aborted: bool = False
+    arrived: float = field(default_factory=monotonic)
+
+
+class LogprobRecorder:
+    """Notes the log probabilities of the chosen tokens, before penalties and temperature."""
+
+    def __init__(self, top: int) -> None:
+        """Note the ``top`` best of every position."""
+        self._top = top
+        self._rows: list[Tensor] = []
+
+    def __call__(self, row: int, logits: Tensor, scores: Tensor) -> None:
+        """Note a choice; called by ``FollowAcceptor`` before the token is known."""
+        self._rows.append(logits[0].log_softmax(dim=-1))
+
+    def take(self, tokens: list[int]) -> list[Likely]:
+        """Return what was noted for ``tokens``, the ones chosen since the last call."""
+        rows, self._rows = self._rows, []
+        found = []
+        for token, row in zip(tokens, rows, strict=True):
+            values, ids = row.topk(min(self._top, len(row)))
+            found.append(Likely(float(row[token]), list(zip(ids.tolist(), values.tolist()))))
+        return found

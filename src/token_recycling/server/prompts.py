@@ -1,0 +1,201 @@
+"""Requests as prompts, options and logits processors of the decoding loop."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from transformers import LogitsProcessor
+
+from token_recycling.call import CallOptions
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.recycler import TokenRecycling
+from token_recycling.server.errors import ApiError
+from token_recycling.server.grammar import ANY_OBJECT, Grammars, json_grammar
+from token_recycling.server.penalties import PenaltyProcessor
+from token_recycling.server.schemas import (
+    MOST_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    NamedTool,
+    Sampling,
+)
+from token_recycling.server.tools import call_grammar, takes_tools
+from token_recycling.text import render, valid_text
+
+COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat answers end at the context
+NO_CONTEXT_TOKENS = 4096  # longest chat answer of a model without a stated context
+MOST_SEED = 2**63
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one choice of a request is made from.
+
+    Attributes:
+        prompt: its tokens.
+        options: of the decoding loop.
+        processors: options of ``generate`` that create logits processors.
+    """
+
+    prompt: list[int]
+    options: CallOptions
+    processors: dict[str, Any]
+
+
+class Prompts:
+    """Converts requests. It has a copy of the tokenizer, which threads cannot share."""
+
+    def __init__(self, recycler: TokenRecycling) -> None:
+        """Convert requests for the model of ``recycler``."""
+        self.tokenizer = copy.deepcopy(recycler.tokenizer)
+        config = recycler.model.generation_config
+        eos = config.eos_token_id
+        self.eos: list[int] = [eos] if isinstance(eos, int) else list(eos or [])
+        # As in Transformers, the model's own configuration says whether it samples by default.
+        self.temperature = float(config.temperature or 1.0) if config.do_sample else 0.0
+        self.context = recycler.target.max_context
+        self.vocab_size = recycler.target.vocab_size
+        self.takes_tools = takes_tools(self.tokenizer)
+        self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos)
+        self._lock = Lock()
+
+    def of_chat(self, request: ChatRequest) -> list[Answer]:
+        """Return the choices of a chat request.
+
+        Raises:
+            ApiError: the request cannot be served.
+        """
+        with self._lock:
+            ids = self._render(request)
+            self._check_length(ids, "messages")
+            return self._choices(request, [ids], request.limit, self._grammar(request))
+
+    def of_completion(self, request: CompletionRequest) -> list[Answer]:
+        """Return the choices of a completion request, those of each prompt together.
+
+        Raises:
+            ApiError: the request cannot be served.
+        """
+        with self._lock:
+            prompts = []
+            for prompt in request.prompts:
+                ids = prompt if isinstance(prompt, list) else self._encode(prompt, "prompt")
+                self._check_length(ids, "prompt")
+                prompts.append(ids)
+            return self._choices(request, prompts, request.max_tokens or COMPLETION_TOKENS, None)
+
+    def _render(self, request: ChatRequest) -> list[int]:
+        extra = dict(request.chat_template_kwargs or {})
+        if request.calls:
+            if not self.takes_tools:
+                raise ApiError(
+                    "tools are not supported: this model's chat template has no tool calls in "
+                    "the format <tool_call>{…}</tool_call>",
+                    param="tools",
+                )
+            extra["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
+        try:
+            text = render(
+                self.tokenizer, [message.for_template() for message in request.messages], **extra
+            )
+        except (TokenRecyclingError, TypeError) as error:
+            raise ApiError(str(error), param="messages") from error
+        return self._encode(text, "messages", special=False)
+
+    def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
+        try:
+            found = self.tokenizer(valid_text(text), add_special_tokens=special).input_ids
+        except TokenRecyclingError as error:
+            raise ApiError(str(error), param=param) from error
+        ids: list[int] = found
+        return ids
+
+    def _check_length(self, ids: list[int], param: str) -> None:
+        if not ids:
+            raise ApiError("the prompt is empty", param=param)
+        if not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise ApiError(f"token ids must be from 0 to {self.vocab_size - 1}", param=param)
+        if self.context is not None and len(ids) >= self.context:
+            raise ApiError(
+                f"the prompt has {len(ids)} tokens; the model's context is {self.context}, "
+                "of which at least one must be left",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _grammar(self, request: ChatRequest) -> str | None:
+        """Return the grammar that the answer must follow, or None."""
+        form = request.response_format
+        if form is not None and form.type == "json_object":
+            return json_grammar(ANY_OBJECT)
+        if form is not None and form.json_schema is not None:
+            return json_grammar(form.json_schema.schema_ or ANY_OBJECT)
+        if not request.calls:
+            return None
+        functions = [tool.function for tool in request.tools or []]
+        choice = request.tool_choice
+        if isinstance(choice, NamedTool):
+            functions = [one for one in functions if one.name == choice.function.name]
+        named = isinstance(choice, NamedTool)
+        return call_grammar(
+            [one.model_dump(exclude_none=True) for one in functions],
+            forced=named or choice == "required",
+            several=not named and request.parallel_tool_calls is not False,
+        )
+
+    def _choices(
+        self,
+        request: Sampling,
+        prompts: list[list[int]],
+        limit: int | None,
+        grammar: str | None,
+    ) -> list[Answer]:
+        given: dict[str, Any] = {
+            "top_p": request.top_p,
+            "top_k": None if request.top_k is None else max(request.top_k, 0),
+            "min_p": request.min_p,
+            "repetition_penalty": request.repetition_penalty,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if request.logit_bias:
+            bias = {int(token): float(value) for token, value in request.logit_bias.items()}
+            if max(bias) >= self.vocab_size:
+                raise ApiError(
+                    f"token ids must be from 0 to {self.vocab_size - 1}", param="logit_bias"
+                )
+            given["sequence_bias"] = {(token,): value for token, value in bias.items()}
+        seed = secrets.randbelow(MOST_SEED) if request.seed is None else request.seed
+        temperature = self.temperature if request.temperature is None else request.temperature
+        answers = []
+        for ids in prompts:
+            room = NO_CONTEXT_TOKENS if self.context is None else self.context - len(ids)
+            for index in range(request.n or 1):
+                options = CallOptions(
+                    max_new_tokens=min(limit or MOST_TOKENS, room),
+                    temperature=temperature,
+                    seed=(seed + index) % MOST_SEED,
+                    stop=request.stops,
+                )
+                own = self._processors(request, len(ids), grammar)
+                with_own = {**given, "logits_processor": own} if own else given
+                answers.append(Answer(ids, options, with_own))
+        return answers
+
+    def _processors(
+        self, request: Sampling, prompt_length: int, grammar: str | None
+    ) -> list[LogitsProcessor]:
+        """Return our own logits processors of one choice."""
+        made: list[LogitsProcessor] = []
+        presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
+        if presence or frequency:
+            made.append(PenaltyProcessor(prompt_length, presence, frequency))
+        if grammar is not None:
+            try:
+                made.append(self._grammars.processor(grammar, prompt_length))
+            except TokenRecyclingError as error:
+                raise ApiError(str(error), param="response_format") from error
+        return made
