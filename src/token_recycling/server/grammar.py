@@ -20,11 +20,14 @@ WHITE_SPACE = r"[ \n]{0,8}"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
+def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return ``schema`` with our limit of white space, in llguidance's terms."""
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+
+
 def json_grammar(schema: dict[str, Any]) -> str:
     """Return the grammar of JSON text that satisfies ``schema``."""
-    grammar: str = LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_pattern": WHITE_SPACE}
-    )
+    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(with_white_space(schema)))
     return grammar
 
 

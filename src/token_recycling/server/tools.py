@@ -9,8 +9,9 @@ from typing import Any
 
 from llguidance import StructTag
 
+from token_recycling.server.grammar import ANY_OBJECT, with_white_space
+
 BEGIN, END = "<tool_call>", "</tool_call>"
-ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def call_grammar(functions: list[dict[str, Any]], *, forced: bool, several: bool
         several: more than one call is allowed.
     """
     starts = [f'{BEGIN}\n{{"name": {json.dumps(one["name"])}, "arguments": ' for one in functions]
-    schemas = [one.get("parameters") or ANY_ARGUMENTS for one in functions]
+    schemas = [with_white_space(one.get("parameters") or ANY_OBJECT) for one in functions]
     if not forced and several:
         tags = [
             StructTag(trigger=BEGIN, begin=start, grammar=schema, end=f"}}\n{END}")
