@@ -78,11 +78,10 @@ class ContinuousBatch:
         finally:
             own = self._swap(outer)
         self._stop()  # steps may have been taken while the prompt was read
-        if own is not None:
-            parts = [(own, [0])]
-            if self._cache is not None:
-                parts.insert(0, (self._cache, list(range(len(self.sequences)))))
-            self._cache = RecyclingCache.of_rows(parts, spare=defaults.CACHE_CHUNK)
+        if own is not None and self._cache is not None:
+            parts = [(self._cache, list(range(len(self.sequences)))), (own, [0])]
+            own = RecyclingCache.of_rows(parts, spare=defaults.CACHE_CHUNK)
+        self._cache = own
         self.sequences.append(sequence)
         self._accepts.append(accept)
         self._drafters.append(drafter)
@@ -98,19 +97,28 @@ class ContinuousBatch:
         finally:
             self._cache = self._swap(outer)
 
-    def context(self, row: int) -> RecyclingCache | None:
-        """Return a copy of the cache of a row: all its tokens but the last; None: has none."""
-        return None if self._cache is None else RecyclingCache.of_rows([(self._cache, [row])])
+    def copy(self, row: int, slots: int) -> RecyclingCache | None:
+        """Return a copy of the first entries of a row; None if the target has no trees."""
+        self._stop()
+        if self._cache is None:
+            return None
+        return RecyclingCache.of_rows([(self._cache, [row])], slots=slots)
 
-    def leave(self, row: int) -> None:
-        """Remove a row; those after it move up."""
+    def leave(self, row: int) -> RecyclingCache | None:
+        """Remove a row; those after it move up.
+
+        Returns:
+            Its keys and values, those of all its tokens but the last; None if the target has no
+            trees.
+        """
         self._stop()
         del self.sequences[row], self._accepts[row], self._drafters[row]
-        if self._cache is not None:
-            rest = [at for at in range(len(self.sequences) + 1) if at != row]
-            cache, self._cache = self._cache, None
-            if rest:
-                self._cache = RecyclingCache.of_rows([(cache, rest)], spare=defaults.CACHE_CHUNK)
+        whole, self._cache = self._cache, None
+        if whole is None or not self.sequences:
+            return whole
+        rest = [at for at in range(len(self.sequences) + 1) if at != row]
+        self._cache = RecyclingCache.of_rows([(whole, rest)], spare=defaults.CACHE_CHUNK)
+        return RecyclingCache.of_rows([(whole, [row])])
 
     def clear(self) -> None:
         """Remove all rows, after an exception too."""

@@ -14,13 +14,14 @@ from token_recycling.accept import Acceptor, FollowAcceptor
 from token_recycling.call import prepare_call
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.metrics import Stats, Step
+from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
 from token_recycling.sequence import Sequence
 from token_recycling.server.batch import ContinuousBatch
 from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewTokens
 from token_recycling.server.metrics import Metrics
-from token_recycling.server.prefixes import PrefixCaches
+from token_recycling.server.prefixes import PrefixCaches, common
 from token_recycling.server.queue import FairQueue
 from token_recycling.server.scopes import MatrixScopes
 
@@ -195,10 +196,7 @@ class Engine:
 
         try:
             sequence, accept, recorder = self._prepare(job)
-            owner = self._scopes.owner(job.key)
-            prefix = None
-            if isinstance(self.recycler.target, TreeTarget):
-                prefix = self._prefixes.take(owner, sequence.tokens)
+            prefix = self._prefix(self._scopes.owner(job.key), sequence.tokens)
             drafter = self._scopes.drafter(job.key)
             step = self._batch.join(sequence, accept, drafter, prefix=prefix, on_progress=between)
         except AbortedError:
@@ -221,6 +219,26 @@ class Engine:
             sequence.prompt_length, sequence.cached, begun - job.arrived, now - job.arrived
         )
         self._report()
+
+    def _prefix(self, owner: str, tokens: list[int]) -> RecyclingCache | None:
+        """Return keys and values of the longest known beginning of a prompt, or None.
+
+        Kept texts and the rows of the batch are looked at. The last token must be read anyway.
+        """
+        most = len(tokens) - 1
+        kept = self._prefixes.find(owner, tokens)
+        length = 0 if kept is None else min(most, common(kept.tokens, tokens))
+        best = 0
+        for at, one in enumerate(self._running):
+            if self._scopes.owner(one.job.key) == owner:
+                same = min(most, common(one.sequence.tokens[:-1], tokens))
+                if same > length:
+                    best, length, kept = at, same, None
+        if not length:
+            return None
+        if kept is not None:
+            return self._prefixes.take(kept, length)
+        return self._batch.copy(best, length)
 
     def _prepare(self, job: Job) -> tuple[Sequence, Acceptor, LogprobRecorder | None]:
         recycler = self.recycler
@@ -294,11 +312,9 @@ class Engine:
             at = self._running.index(one)
             sequence = one.sequence
             owner = self._scopes.owner(one.job.key)
-            context = self._batch.context(at)
-            if context is not None:
+            if (context := self._batch.leave(at)) is not None:
                 self._prefixes.keep(owner, sequence.tokens[:-1], context)
                 self.metrics.prefix_bytes.set(self._prefixes.nbytes)
-            self._batch.leave(at)
             del self._running[at]
             self._forget(one.job)
             why = sequence.finish_reason or "abort"

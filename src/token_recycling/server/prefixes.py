@@ -39,23 +39,24 @@ class PrefixCaches:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, owner: str, tokens: list[int]) -> RecyclingCache | None:
-        """Return a copy of the longest beginning of ``tokens`` that ``owner`` has kept, or None.
+    def find(self, owner: str, tokens: list[int]) -> Context | None:
+        """Return the kept text of ``owner`` that has the longest beginning with ``tokens``."""
+        own = [context for name, context in self._kept.values() if name == owner]
+        best = max(own, key=lambda context: common(context.tokens, tokens), default=None)
+        return best if best is not None and common(best.tokens, tokens) else None
 
-        Args:
-            owner: who may know of the text.
-            tokens: of which at least the last is not looked for, since it must be read.
+    def take(self, context: Context, length: int) -> RecyclingCache:
+        """Return a cache with the first ``length`` tokens of a kept text.
+
+        A text that is needed whole is not kept any longer, which saves a copy: the row that
+        continues it is kept in its place later.
         """
-        best, longest = None, 0
-        for key, (own, context) in self._kept.items():
-            if own == owner:
-                same = min(_common(context.tokens, tokens), len(tokens) - 1)
-                if same > longest:
-                    best, longest = key, same
-        if best is None:
-            return None
-        self._kept.move_to_end(best)
-        return RecyclingCache.of_rows([(self._kept[best][1].cache, [0])], slots=longest)
+        (key,) = [key for key, (_, kept) in self._kept.items() if kept is context]
+        if length == len(context.tokens):
+            self._drop(key)
+            return context.cache
+        self._kept.move_to_end(key)
+        return RecyclingCache.of_rows([(context.cache, [0])], slots=length)
 
     def keep(self, owner: str, tokens: list[int], cache: RecyclingCache) -> None:
         """Keep a text, in place of texts of the same owner that are its beginning."""
@@ -63,7 +64,7 @@ class PrefixCaches:
         if size > self._limit:
             return
         for key, (own, context) in list(self._kept.items()):
-            if own == owner and _common(context.tokens, tokens) == len(context.tokens):
+            if own == owner and common(context.tokens, tokens) == len(context.tokens):
                 self._drop(key)
         while self.nbytes + size > self._limit:
             self._drop(next(iter(self._kept)))
@@ -80,6 +81,6 @@ class PrefixCaches:
         self.nbytes -= self._kept.pop(key)[1].cache.nbytes
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of leading tokens that two texts have in common."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
