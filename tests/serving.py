@@ -64,6 +64,8 @@ def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    decoding = threading.Thread(target=engine.run, daemon=True)
+    decoding.start()
     thread.start()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     try:

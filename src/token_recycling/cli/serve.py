@@ -151,10 +151,7 @@ def serve(
     about = {"recycling": recycling, "context": recycler.target.max_context}
     app = create_app(Server(engine, name, keys, about))
     _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
-    try:
-        run(app, sock, drain_seconds=drain_seconds, access_log=access_log)
-    finally:
-        engine.stop()  # already stopped, unless a second Ctrl-C has cut the draining short
+    run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
 
 
 def _check_numbers(

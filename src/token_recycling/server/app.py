@@ -350,7 +350,6 @@ def create_app(server: Server) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.engine.start()
         yield
         await run_in_threadpool(server.engine.stop)
 

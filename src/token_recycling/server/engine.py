@@ -1,11 +1,11 @@
-"""The thread that decodes all requests."""
+"""The loop that decodes all requests."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Condition, Event
 from time import monotonic
 
 from transformers import LogitsProcessorList
@@ -65,11 +65,14 @@ class Running:
 
 
 class Engine:
-    """Decodes jobs in a thread of its own, as many at once as fit into the batch.
+    """Decodes jobs of other threads, as many at once as fit into the batch.
 
-    The thread is the only one that uses the recycler after ``start``. Jobs join the batch and
-    leave it between steps. While a long prompt is read, the other rows advance by one step after
-    every chunk.
+    The thread of ``run`` is the only one that uses the recycler. It should be the one that has
+    loaded the model: OpenMP makes a team of workers per thread, and where the teams have more
+    threads than the machine has cores, GCC's library lets all of them sleep between two parallel
+    loops, which makes the steps of small models half as long again.
+    Jobs join the batch and leave it between steps. While a long prompt is read, the other rows
+    advance by one step after every chunk.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Engine:
         most_waiting: int,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the engine; ``start`` begins.
+        """Create the engine.
 
         Args:
             recycler: used by nothing else.
@@ -91,7 +94,7 @@ class Engine:
             scopes: what the requests share.
             prefixes: contexts of earlier requests.
             most_rows: requests decoded at once.
-            most_waiting: requests in the queue, beyond which ``submit`` raises.
+            most_waiting: requests in the queue, in addition; for more ``submit`` raises.
             on_tick: called between steps, and every second while idle.
         """
         self.recycler, self.metrics = recycler, metrics
@@ -108,16 +111,8 @@ class Engine:
         self._admitted = 0  # jobs taken from the queue that have not ended
         self._draining = False
         self._seconds = 1.0  # a request takes, on average
-        self._thread = Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """True while the thread runs."""
-        return self._thread.is_alive()
+        self._ended = Event()
+        self.alive = False  # True while ``run`` runs
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs that belong together: all or none.
@@ -146,18 +141,27 @@ class Engine:
                 self._count()
 
     def stop(self) -> None:
-        """Take no more jobs, finish those that were taken, and end the thread."""
+        """Take no more jobs, and wait until ``run`` has finished those that were taken."""
         with self._changed:
             self._draining = True
             self._changed.notify()
         if self.alive:
-            self._thread.join()
+            self._ended.wait()
 
     def _count(self) -> None:
         self.metrics.waiting.set(len(self._waiting))
         self.metrics.running.set(len(self._running))
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Decode until ``stop`` is called."""
+        self.alive = True
+        try:
+            self._loop()
+        finally:
+            self.alive = False
+            self._ended.set()
+
+    def _loop(self) -> None:
         while True:
             with self._changed:
                 while not (self._waiting or self._running or self._draining):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from threading import Thread
 
 import uvicorn
 from fastapi import FastAPI
 
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.server.engine import Engine
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -40,29 +39,17 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-class SignalledServer(uvicorn.Server):
-    """uvicorn, which ends normally after SIGTERM and SIGINT instead of raising them again."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle both signals while serving: the first one drains, a second SIGINT does not."""
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before = {one: signal.signal(one, self._handle) for one in signals}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.handle_exit(number, frame)
-
-
-def run(app: FastAPI, sock: socket.socket, *, drain_seconds: int, access_log: bool) -> None:
+def run(
+    app: FastAPI, engine: Engine, sock: socket.socket, *, drain_seconds: int, access_log: bool
+) -> None:
     """Serve until SIGTERM or SIGINT; then finish the answers in progress.
 
+    HTTP is served in a thread of its own, and requests are decoded in this one, the main thread
+    (see ``Engine``).
+
     Args:
-        app: the application.
+        app: the application of ``engine``.
+        engine: decodes the requests.
         sock: a bound socket.
         drain_seconds: after which answers in progress are ended.
         access_log: print a line per request.
@@ -74,4 +61,23 @@ def run(app: FastAPI, sock: socket.socket, *, drain_seconds: int, access_log: bo
         timeout_graceful_shutdown=drain_seconds,
         lifespan="on",
     )
-    SignalledServer(config).run(sockets=[sock])
+    server = uvicorn.Server(config)
+
+    def serve() -> None:
+        try:
+            server.run(sockets=[sock])
+        finally:
+            engine.stop()  # stopped already, unless draining was cut short
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    # The first signal drains; a second SIGINT does not wait.
+    before = {number: signal.signal(number, server.handle_exit) for number in signals}
+    thread = Thread(target=serve, name="http")
+    thread.start()
+    try:
+        engine.run()
+    finally:
+        server.should_exit = True
+        thread.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
