@@ -119,24 +119,20 @@ def test_one_request_at_a_time_reuses_contexts_and_keeps_the_text(texts):
         assert served.metric("prefix_cache_hits_total") > 50
 
 
-@pytest.mark.parametrize("broken", ["rows", "prefix", "join"])
+@pytest.mark.parametrize("broken", ["append", "remove", "copy"])
 def test_a_cache_that_mixes_rows_changes_texts(texts, broken, monkeypatch):
-    """The checks above fail if keys and values of one row become those of another."""
+    """The checks above fail if keys and values become those of another row or position."""
     bodies, wanted = texts
-    right = RecyclingCache.of_rows.__func__
+    right = getattr(RecyclingCache, broken)
 
-    def wrong(cls, parts, *, slots=None, spare=0):
-        made = right(cls, parts, slots=slots, spare=spare)
-        if (
-            (broken == "rows" and len(made.lengths) > 1)
-            or (broken == "prefix" and slots is not None)
-            or (broken == "join" and len(parts) > 1)
-        ):
-            for layer in made.layers:
-                layer.keys.copy_(layer.keys.roll(1, dims=0 if len(made.lengths) > 1 else 2).clone())
+    def wrong(self, *args):
+        made = right(self, *args)
+        cache = made or self
+        for layer in cache.layers:
+            layer.keys.copy_(layer.keys.roll(1, dims=2 if broken == "copy" else 0).clone())
         return made
 
-    monkeypatch.setattr(RecyclingCache, "of_rows", classmethod(wrong))
+    monkeypatch.setattr(RecyclingCache, broken, wrong)
     recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
     with running(recycler) as served:
         found = answers(served.url, bodies[:24])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
-ROWS, WAITING = 8, 64
+ROWS, WAITING = 16, 64
 MINUTES, DRAIN_SECONDS = 5.0, 30
 CONTEXTS = 4  # the default room for contexts: so many of the longest, at most MOST_BYTES
 MOST_BYTES = 2**30

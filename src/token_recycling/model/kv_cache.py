@@ -75,13 +75,14 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[PreallocatedLayer(self) for _ in range(layers)])
         self.lengths = [0] * batch
         self.capacity = 0
-        # Each [g, B, heads, capacity, size], with the layer attributes that are views of it.
+        # Each [g, rows, heads, capacity, size], rows at least B, with the layer attributes that are
+        # views of its first B rows.
         self._stacks: list[tuple[Tensor, list[tuple[PreallocatedLayer, str]]]] = []
 
     @property
     def end(self) -> int:
         """First slot after the committed entries of all rows."""
-        return max(self.lengths)
+        return max(self.lengths, default=0)
 
     def reserve(self, queries: int) -> None:
         """Make room for a forward of ``queries`` tokens.
@@ -117,7 +118,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
     def _bind(self, index: int, stack: Tensor, views: list[tuple[PreallocatedLayer, str]]) -> None:
         self._stacks[index] = (stack, views)
         for (layer, name), entries in zip(views, stack.unbind(0)):
-            setattr(layer, name, entries)
+            setattr(layer, name, entries[: len(self.lengths)])
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Keep the last forward's entries on the accepted paths.
@@ -130,7 +131,8 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         if p > 1 or any(n and length != end for n, length in zip(counts, self.lengths)):
             self._stack()
             for stack, _ in self._stacks:
-                _gather(stack, path[:, :p].to(stack.device), end, self.lengths)
+                own = stack[:, : len(self.lengths)]
+                _gather(own, path[:, :p].to(stack.device), end, self.lengths)
         self.lengths = [n + more for n, more in zip(self.lengths, counts)]
 
     @property
@@ -139,43 +141,65 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         self._stack()
         return sum(stack.nbytes for stack, _ in self._stacks)
 
-    @classmethod
-    def of_rows(
-        cls,
-        parts: list[tuple[RecyclingCache, list[int]]],
-        *,
-        slots: int | None = None,
-        spare: int = 0,
-    ) -> RecyclingCache:
-        """Return an independent cache with copies of rows of other caches of the same model.
+    def copy(self, row: int, slots: int | None = None) -> RecyclingCache:
+        """Return an independent cache of one row; at least one forward must have been run.
 
         Args:
-            parts: caches that have been through a forward, and which of their rows to take.
-            slots: only the first so many entries of each row; None: all committed ones.
-            spare: room after the longest row.
+            row: index.
+            slots: only the first so many entries; None: all committed ones.
         """
-        lengths = [cache.lengths[row] for cache, rows in parts for row in rows]
-        made = cls(len(parts[0][0].layers), len(lengths))
-        made.lengths = lengths if slots is None else [min(slots, length) for length in lengths]
-        made.capacity = made.end + spare
-        for cache, _ in parts:
-            cache._stack()
-        first = parts[0][0]
-        for index, (like, views) in enumerate(first._stacks):
-            groups, _, heads, _, size = like.shape
-            stack = like.new_zeros(groups, len(lengths), heads, made.capacity, size)
-            begin = 0
-            for cache, rows in parts:
-                end = min(cache.end, made.end)
-                kept = cache._stacks[index][0][:, rows, :, :end]
-                stack[:, begin : begin + len(rows), :, :end] = kept
-                begin += len(rows)
-            own = [(made.layers[first.layers.index(layer)], name) for layer, name in views]
-            for layer, _ in own:
-                layer.device, layer.dtype, layer.is_initialized = like.device, like.dtype, True
-            made._stacks.append((stack, own))
-            made._bind(index, stack, own)
+        self._stack()
+        length = self.lengths[row] if slots is None else min(slots, self.lengths[row])
+        made = RecyclingCache(len(self.layers), 1)
+        made.lengths, made.capacity = [length], length
+        for stack, views in self._stacks:
+            own = [(made.layers[self.layers.index(layer)], name) for layer, name in views]
+            made._add(stack[:, row : row + 1, :, :length].clone(), own)
         return made
+
+    def append(self, other: RecyclingCache) -> None:
+        """Append copies of the rows of ``other``, a cache of the same model.
+
+        Room for rows is doubled when it is used up, and that of removed rows is used again.
+        """
+        self._stack()
+        other._stack()
+        begin, end = len(self.lengths), len(self.lengths) + len(other.lengths)
+        self.lengths = self.lengths + other.lengths
+        if self.end > self.capacity:
+            self.reserve(0)
+        for index, (stack, views) in enumerate(self._stacks):
+            if end > stack.shape[1]:
+                grown = stack.new_zeros(len(stack), max(end, 2 * begin), *stack.shape[2:])
+                grown[:, :begin] = stack[:, :begin]
+                stack = grown
+            given = other._stacks[index][0][:, : len(other.lengths), :, : other.end]
+            stack[:, begin:end, :, : other.end] = given
+            self._bind(index, stack, views)
+
+    def remove(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+        self._stack()
+        last = len(self.lengths) - 1
+        end = self.lengths[last]
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        for index, (stack, views) in enumerate(self._stacks):
+            if row != last:
+                stack[:, row, :, :end] = stack[:, last, :, :end]
+            self._bind(index, stack, views)
+
+    @property
+    def rows(self) -> int:
+        """Rows for which there is room."""
+        return self._stacks[0][0].shape[1] if self._stacks else len(self.lengths)
+
+    def _add(self, stack: Tensor, views: list[tuple[PreallocatedLayer, str]]) -> None:
+        """Make ``stack`` the entries of layers that have none."""
+        for layer, _ in views:
+            layer.device, layer.dtype, layer.is_initialized = stack.device, stack.dtype, True
+        self._stacks.append((stack, views))
+        self._bind(len(self._stacks) - 1, stack, views)
 
     def entries(self, begin: int, end: int) -> list[Tensor]:
         """Copy the keys and values of all layers in slots ``begin`` to ``end`` - 1."""

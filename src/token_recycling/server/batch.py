@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import TypeVar
 
-from token_recycling import defaults
 from token_recycling.accept import Acceptor, RowAcceptor
 from token_recycling.decode import Decoding, Hooks, read_prompts
 from token_recycling.draft_size.base import DraftSize
@@ -15,6 +15,14 @@ from token_recycling.metrics import Step
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import OnProgress, Target, TreeTarget
 from token_recycling.sequence import Sequence
+
+T = TypeVar("T")
+
+
+def remove(rows: list[T], row: int) -> None:
+    """Remove an element; the last one takes its place, as in ``RecyclingCache.remove``."""
+    rows[row] = rows[-1]
+    rows.pop()
 
 
 class ContinuousBatch:
@@ -79,9 +87,10 @@ class ContinuousBatch:
             own = self._swap(outer)
         self._stop()  # steps may have been taken while the prompt was read
         if own is not None and self._cache is not None:
-            parts = [(self._cache, list(range(len(self.sequences)))), (own, [0])]
-            own = RecyclingCache.of_rows(parts, spare=defaults.CACHE_CHUNK)
-        self._cache = own
+            with self._target.inference_context():
+                self._cache.append(own)
+        else:
+            self._cache = own
         self.sequences.append(sequence)
         self._accepts.append(accept)
         self._drafters.append(drafter)
@@ -100,25 +109,34 @@ class ContinuousBatch:
     def copy(self, row: int, slots: int) -> RecyclingCache | None:
         """Return a copy of the first entries of a row; None if the target has no trees."""
         self._stop()
-        if self._cache is None:
-            return None
-        return RecyclingCache.of_rows([(self._cache, [row])], slots=slots)
+        return None if self._cache is None else self._cache.copy(row, slots)
 
     def leave(self, row: int) -> RecyclingCache | None:
-        """Remove a row; those after it move up.
+        """Remove a row; the last one takes its place.
 
         Returns:
             Its keys and values, those of all its tokens but the last; None if the target has no
             trees.
         """
         self._stop()
-        del self.sequences[row], self._accepts[row], self._drafters[row]
-        whole, self._cache = self._cache, None
-        if whole is None or not self.sequences:
-            return whole
-        rest = [at for at in range(len(self.sequences) + 1) if at != row]
-        self._cache = RecyclingCache.of_rows([(whole, rest)], spare=defaults.CACHE_CHUNK)
-        return RecyclingCache.of_rows([(whole, [row])])
+        remove(self.sequences, row)
+        remove(self._accepts, row)
+        remove(self._drafters, row)
+        cache = self._cache
+        if cache is None:
+            return None
+        if cache.rows == 1:  # nothing else needs it
+            self._cache = None
+            return cache
+        own = cache.copy(row)
+        with self._target.inference_context():
+            cache.remove(row)
+        return own
+
+    def release(self) -> None:
+        """Free the room of rows that have left, if there are no others."""
+        if not self.sequences:
+            self._cache = None
 
     def clear(self) -> None:
         """Remove all rows, after an exception too."""

@@ -18,7 +18,7 @@ from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
 from token_recycling.sequence import Sequence
-from token_recycling.server.batch import ContinuousBatch
+from token_recycling.server.batch import ContinuousBatch, remove
 from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewTokens
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches, common
@@ -167,6 +167,7 @@ class Engine:
                 while not (self._waiting or self._running or self._draining):
                     self._changed.wait(TICK)
                     if not self._waiting:
+                        self._batch.release()
                         break
                 if self._draining and not (self._waiting or self._running):
                     return
@@ -319,7 +320,7 @@ class Engine:
             if (context := self._batch.leave(at)) is not None:
                 self._prefixes.keep(owner, sequence.tokens[:-1], context)
                 self.metrics.prefix_bytes.set(self._prefixes.nbytes)
-            del self._running[at]
+            remove(self._running, at)
             self._forget(one.job)
             why = sequence.finish_reason or "abort"
             taken = monotonic() - one.job.arrived

@@ -56,7 +56,7 @@ class PrefixCaches:
             self._drop(key)
             return context.cache
         self._kept.move_to_end(key)
-        return RecyclingCache.of_rows([(context.cache, [0])], slots=length)
+        return context.cache.copy(0, length)
 
     def keep(self, owner: str, tokens: list[int], cache: RecyclingCache) -> None:
         """Keep a text, in place of texts of the same owner that are its beginning."""
