@@ -1,7 +1,9 @@
 """Tree attention on stock models: a tree's logits are those of its paths, and can be wrong."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -245,6 +247,22 @@ def test_a_cache_can_be_copied():
     target.prefill([[5, 9, 2]])
     cache = copy.deepcopy(target.cache)
     assert cache.get_seq_length() == 3
-    assert all(layer.cache is cache for layer in cache.layers)
+    assert all(layer.extent is cache.extent for layer in cache.layers)
+    assert cache.extent is not target.cache.extent
     target.reset()
     assert cache.get_seq_length() == 3
+
+
+def test_a_cache_that_is_not_needed_is_freed_at_once():
+    """Without the garbage collector: a server drops caches faster than that runs."""
+    target = TokenRecycling(make("llama")).target
+    gc.disable()
+    try:
+        target.prefill([[5, 9, 2]])
+        kept = weakref.ref(target.cache.copy(0).layers[0].keys.untyped_storage())
+        assert kept() is None
+        layer = weakref.ref(target.cache.layers[0])
+        target.reset()
+        assert layer() is None
+    finally:
+        gc.enable()

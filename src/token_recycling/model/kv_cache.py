@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,25 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from token_recycling import defaults
+
+
+@dataclass
+class Extent:
+    """What the layers know of their cache: with a reference to it, a cache that is no longer
+    needed would keep its memory until the next run of the garbage collector.
+
+    Attributes:
+        lengths: committed entries of every row.
+        capacity: slots for which there is room.
+    """
+
+    lengths: list[int]
+    capacity: int = 0
+
+    @property
+    def end(self) -> int:
+        """First slot after the committed entries of all rows."""
+        return max(self.lengths, default=0)
 
 
 class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -20,16 +40,16 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, cache: RecyclingCache) -> None:
+    def __init__(self, extent: Extent) -> None:
         super().__init__()
-        self.cache = cache
+        self.extent = extent
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate with the shapes, dtype and device of the first states."""
         self.device, self.dtype = key_states.device, key_states.dtype
         # Zeros, not uninitialised: a masked entry is multiplied by weight 0, and 0 · NaN is NaN.
         self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self.cache.capacity, states.shape[-1])
+            states.new_zeros(*states.shape[:2], self.extent.capacity, states.shape[-1])
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -40,7 +60,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write the states of one forward; return all entries up to and including them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        begin = self.cache.end
+        begin = self.extent.end
         end = begin + key_states.shape[2]
         self.keys[:, :, begin:end] = key_states
         self.values[:, :, begin:end] = value_states
@@ -48,12 +68,12 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the number of entries before the current forward."""
-        return self.cache.end
+        return self.extent.end
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the length and offset of a forward's keys; older versions pass a tensor."""
         queries = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.cache.end + queries, 0
+        return self.extent.end + queries, 0
 
     def get_max_length(self) -> int:
         """Return -1: the length is unbounded."""
@@ -72,17 +92,30 @@ class RecyclingCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, layers: int, batch: int) -> None:
-        super().__init__(layers=[PreallocatedLayer(self) for _ in range(layers)])
-        self.lengths = [0] * batch
-        self.capacity = 0
+        self.extent = Extent([0] * batch)
+        super().__init__(layers=[PreallocatedLayer(self.extent) for _ in range(layers)])
         # Each [g, rows, heads, capacity, size], rows at least B, with the layer attributes that are
         # views of its first B rows.
         self._stacks: list[tuple[Tensor, list[tuple[PreallocatedLayer, str]]]] = []
 
     @property
+    def lengths(self) -> list[int]:
+        """Committed entries of every row."""
+        return self.extent.lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self.extent.lengths = lengths
+
+    @property
+    def capacity(self) -> int:
+        """Slots for which there is room."""
+        return self.extent.capacity
+
+    @property
     def end(self) -> int:
         """First slot after the committed entries of all rows."""
-        return max(self.lengths, default=0)
+        return self.extent.end
 
     def reserve(self, queries: int) -> None:
         """Make room for a forward of ``queries`` tokens.
@@ -93,7 +126,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         if self.end + queries <= self.capacity:
             return
         step = max(defaults.CACHE_CHUNK, self.capacity // 4)
-        old, self.capacity = self.capacity, max(self.end + queries, self.capacity + step)
+        old, self.extent.capacity = self.capacity, max(self.end + queries, self.capacity + step)
         self._stack()
         for index, (stack, views) in enumerate(self._stacks):
             grown = stack.new_zeros(*stack.shape[:3], self.capacity, stack.shape[4])
@@ -151,7 +184,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         self._stack()
         length = self.lengths[row] if slots is None else min(slots, self.lengths[row])
         made = RecyclingCache(len(self.layers), 1)
-        made.lengths, made.capacity = [length], length
+        made.extent.lengths, made.extent.capacity = [length], length
         for stack, views in self._stacks:
             own = [(made.layers[self.layers.index(layer)], name) for layer, name in views]
             made._add(stack[:, row : row + 1, :, :length].clone(), own)

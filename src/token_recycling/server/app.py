@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -34,6 +35,8 @@ from token_recycling.server.prompts import Answer, Prompts
 from token_recycling.server.schemas import ChatRequest, CompletionRequest, Sampling
 from token_recycling.version import __version__
 
+# How pydantic names the types of a union in the place of a problem.
+UNION = re.compile(r"str|NamedTool|(list|literal)\[.*\]")
 PAGE = Path(__file__).parent / "static" / "chat.html"
 T = TypeVar("T")
 
@@ -86,6 +89,7 @@ class Answering:
                 key=caller.key,
                 caller=caller.name,
                 emit=self._emitter(index),
+                grammar=answer.grammar,
                 top_logprobs=top_logprobs,
             )
             for index, answer in enumerate(answers)
@@ -423,8 +427,10 @@ def create_app(server: Server) -> FastAPI:
 
 def _invalid(error: RequestValidationError) -> ApiError:
     """Return the first problem of a body in OpenAI's shape."""
-    problem: dict[str, Any] = dict(error.errors()[0])
-    where = [str(part) for part in problem["loc"] if part != "body"]
+    # Where several types are possible, the deepest problem is that of the one that was meant.
+    problem: dict[str, Any] = dict(max(error.errors(), key=lambda one: len(one["loc"])))
+    parts = [str(part) for part in problem["loc"] if part != "body"]
+    where = [part for part in parts if not UNION.fullmatch(part)]
     param = ".".join(where) or None
     kind, message = problem["type"], str(problem["msg"])
     if kind == "json_invalid":

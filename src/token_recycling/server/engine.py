@@ -291,12 +291,15 @@ class Engine:
                 stats.add(step, row, prompt_tokens=read)
 
     def _report(self) -> None:
-        """Report new tokens; let rows that have ended leave."""
-        ended = []
+        """Report new tokens; let rows leave that have ended, or whose grammar has failed."""
+        ended, lost = [], []
         for one in self._running:
             sequence, begin = one.sequence, one.sent
             new = sequence.new_tokens
             if len(new) == begin:
+                continue
+            if one.job.grammar is not None and one.job.grammar.problem is not None:
+                lost.append(one)
                 continue
             assert sequence.text is not None
             if not sequence.active:
@@ -310,6 +313,11 @@ class Engine:
             pieces = sequence.text.pieces[begin:]
             one.job.emit(NewTokens(tokens, pieces, drafted, likely, sequence.cached))
         self._leave(ended)
+        self._leave(lost, "error")
+        for one in lost:
+            assert one.job.grammar is not None
+            assert one.job.grammar.problem is not None
+            one.job.emit(Failed(one.job.grammar.problem, refused=True))
 
     def _leave(self, rows: list[Running], reason: str | None = None) -> None:
         """Let rows leave the batch, report their end, and keep what was read of them."""

@@ -71,26 +71,31 @@ class Grammars:
 
 
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
-    """Rules out the tokens with which an answer would not follow its grammar."""
+    """Rules out the tokens with which an answer would not follow its grammar.
+
+    Attributes:
+        problem: why llguidance has given up, for example because a state is too large; None if it
+            has not. Nothing is ruled out any longer then, so the answer should be ended. It is not
+            an exception because that would end the answers that are decoded together with this.
+    """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, prompt_length: int) -> None:
         """Follow ``matcher``, which is in its first state, after ``prompt_length`` tokens."""
         self._matcher, self._read = matcher, prompt_length
         self._mask = llguidance.torch.allocate_token_bitmask(1, vocab_size)
+        self.problem: str | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return ``scores`` [1, V] with -inf for tokens that the grammar rules out.
-
-        Raises:
-            TokenRecyclingError: llguidance gives up, for example because a state is too large.
-        """
+        """Return ``scores`` [1, V] with -inf for tokens that the grammar rules out."""
         new = input_ids[0, self._read :].tolist()
         self._read += len(new)
         if new:
             self._matcher.consume_tokens(new)
-        llguidance.torch.fill_next_token_bitmask(self._matcher, self._mask)
+        if self.problem is None:
+            llguidance.torch.fill_next_token_bitmask(self._matcher, self._mask)
         if self._matcher.is_error():
-            raise TokenRecyclingError(f"grammar: {one_line(self._matcher.get_error(), 200)}")
+            self.problem = f"the grammar of the answer: {one_line(self._matcher.get_error(), 200)}"
+            return scores
         bits = torch.arange(32, dtype=torch.int32)
         allowed = ((self._mask[0, :, None] >> bits) & 1).bool().flatten()[: scores.shape[-1]]
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from token_recycling.call import CallOptions
 from token_recycling.metrics import Stats
+from token_recycling.server.grammar import GrammarProcessor
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Job:
         key: whose texts it belongs to (see ``MatrixScopes``).
         caller: with whom it waits in turn.
         emit: called with every event, in the engine's thread; the last is ``Ended`` or ``Failed``.
+        grammar: that of ``processors`` which makes it follow a grammar, if any.
         top_logprobs: how many log probabilities per token; None: none at all.
         aborted: set to end it within a step; no more events follow.
         arrived: ``monotonic()`` seconds.
@@ -96,6 +98,7 @@ class Job:
     key: str
     caller: str
     emit: Callable[[Event], None]
+    grammar: GrammarProcessor | None = None
     top_logprobs: int | None = None
     aborted: bool = False
     arrived: float = field(default_factory=monotonic)

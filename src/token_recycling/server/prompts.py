@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import secrets
 from dataclasses import dataclass
 from threading import Lock
@@ -14,7 +15,7 @@ from token_recycling.call import CallOptions
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.recycler import TokenRecycling
 from token_recycling.server.errors import ApiError
-from token_recycling.server.grammar import ANY_OBJECT, Grammars, json_grammar
+from token_recycling.server.grammar import ANY_OBJECT, GrammarProcessor, Grammars, json_grammar
 from token_recycling.server.penalties import PenaltyProcessor
 from token_recycling.server.schemas import (
     MOST_TOKENS,
@@ -39,11 +40,13 @@ class Answer:
         prompt: its tokens.
         options: of the decoding loop.
         processors: options of ``generate`` that create logits processors.
+        grammar: that of them which makes it follow a grammar, if any.
     """
 
     prompt: list[int]
     options: CallOptions
     processors: dict[str, Any]
+    grammar: GrammarProcessor | None
 
 
 class Prompts:
@@ -60,6 +63,8 @@ class Prompts:
         self.context = recycler.target.max_context
         self.vocab_size = recycler.target.vocab_size
         self.takes_tools = takes_tools(self.tokenizer)
+        arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        self._reserved = {*arguments, "messages"}  # else a request could bring its own template
         self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos)
         self._lock = Lock()
 
@@ -90,6 +95,10 @@ class Prompts:
 
     def _render(self, request: ChatRequest) -> list[int]:
         extra = dict(request.chat_template_kwargs or {})
+        if taken := sorted(self._reserved & extra.keys()):
+            raise ApiError(
+                f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs"
+            )
         if request.calls:
             if not self.takes_tools:
                 raise ApiError(
@@ -170,6 +179,7 @@ class Prompts:
             given["sequence_bias"] = {(token,): value for token, value in bias.items()}
         seed = secrets.randbelow(MOST_SEED) if request.seed is None else request.seed
         temperature = self.temperature if request.temperature is None else request.temperature
+        presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
         answers = []
         for ids in prompts:
             room = NO_CONTEXT_TOKENS if self.context is None else self.context - len(ids)
@@ -180,22 +190,18 @@ class Prompts:
                     seed=(seed + index) % MOST_SEED,
                     stop=request.stops,
                 )
-                own = self._processors(request, len(ids), grammar)
+                follows = None if grammar is None else self._follows(request, grammar, len(ids))
+                own: list[LogitsProcessor] = [] if follows is None else [follows]
+                if presence or frequency:
+                    own.insert(0, PenaltyProcessor(len(ids), presence, frequency))
                 with_own = {**given, "logits_processor": own} if own else given
-                answers.append(Answer(ids, options, with_own))
+                answers.append(Answer(ids, options, with_own, follows))
         return answers
 
-    def _processors(
-        self, request: Sampling, prompt_length: int, grammar: str | None
-    ) -> list[LogitsProcessor]:
-        """Return our own logits processors of one choice."""
-        made: list[LogitsProcessor] = []
-        presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
-        if presence or frequency:
-            made.append(PenaltyProcessor(prompt_length, presence, frequency))
-        if grammar is not None:
-            try:
-                made.append(self._grammars.processor(grammar, prompt_length))
-            except TokenRecyclingError as error:
-                raise ApiError(str(error), param="response_format") from error
-        return made
+    def _follows(self, request: Sampling, grammar: str, prompt_length: int) -> GrammarProcessor:
+        try:
+            return self._grammars.processor(grammar, prompt_length)
+        except TokenRecyclingError as error:
+            formed = isinstance(request, ChatRequest) and request.response_format is not None
+            param = "response_format" if formed else "tools"
+            raise ApiError(str(error), param=param) from error

@@ -39,7 +39,7 @@ REFUSED_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "there is no web search"),
 }
 REFUSED_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {
-    "echo": ((False,), "it is not supported; the client has the prompt"),
+    "echo": ((False,), "the client has the prompt"),
     "suffix": (("",), "text cannot be inserted"),
 }
 
@@ -316,7 +316,7 @@ class CompletionRequest(Sampling):
     def _check(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of is not supported: answers are not ranked; use n")
-        if not self.prompt:
+        if self.prompt == []:
             raise ValueError("prompt is empty")
         if len(self.prompts) * (self.n or 1) > MOST_CHOICES:
             raise ValueError(f"prompts times n may be at most {MOST_CHOICES}")

@@ -7,8 +7,6 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance import StructTag
-
 from token_recycling.server.grammar import ANY_OBJECT, with_white_space
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -53,33 +51,33 @@ def call_grammar(functions: list[dict[str, Any]], *, forced: bool, several: bool
         forced: the answer must be a call; else it may be text, with calls.
         several: more than one call is allowed.
     """
-    starts = [f'{BEGIN}\n{{"name": {json.dumps(one["name"])}, "arguments": ' for one in functions]
-    schemas = [with_white_space(one.get("parameters") or ANY_OBJECT) for one in functions]
-    if not forced and several:
-        tags = [
-            StructTag(trigger=BEGIN, begin=start, grammar=schema, end=f"}}\n{END}")
-            for start, schema in zip(starts, schemas)
-        ]
-        grammar: str = StructTag.to_grammar(tags, assume_special=False)
-        return grammar
-    rules = " | ".join(f"call_{index}" for index in range(len(functions)))
-    more = f'("\\n" ({rules}))*' if several else ""
-    start = f"start: ({rules}) {more}" if forced else f"start: TEXT | TEXT ({rules})"
-    lines = ["%llguidance {}", start, f"TEXT: /(?s:.*)/ & ~/(?s:.*{BEGIN}.*)/"]
-    for index, (begin, schema) in enumerate(zip(starts, schemas)):
-        ending = json.dumps(f"}}\n{END}")
-        lines.append(f"call_{index}: {json.dumps(begin)} args_{index} {ending}")
-        lines.append(f"args_{index}: %json {json.dumps(schema)}")
-    return "\n".join(lines if not forced else [*lines[:2], *lines[3:]])
+    names = [f"call_{index}" for index in range(len(functions))]
+    calls = " | ".join(names)
+    if forced:
+        more = f"(NEXT ({calls}))*" if several else ""
+        lines = [f"start: FIRST ({calls}) {more}", f"FIRST: {json.dumps(BEGIN)}"]
+        lines += [f"NEXT: {json.dumps(chr(10) + BEGIN)}"] if several else []
+    else:
+        start = f"(to_call ({calls}))* TEXT" if several else f"to_call ({calls}) | TEXT"
+        lines = [f"start: {start}", f"to_call[lazy]: TEXT {json.dumps(BEGIN)}", r"TEXT: /(.|\n)*/"]
+    for name, one in zip(names, functions):
+        begin = f'\n{{"name": {json.dumps(one["name"])}, "arguments": '
+        schema = with_white_space(one.get("parameters") or ANY_OBJECT)
+        end = f"}}\n{END}"
+        lines.append(f"{name}: {json.dumps(begin)} %json {json.dumps(schema)} {json.dumps(end)}")
+    return "\n".join(["%llguidance {}", *lines])
 
 
 class CallParser:
-    """Divides the text of an answer into content and calls, as it comes."""
+    """Divides the text of an answer into content and calls, as it comes.
+
+    White space in front of a call and after it belongs to the format.
+    """
 
     def __init__(self) -> None:
         """Start before the first character."""
-        self._text = ""
-        self._calls = 0
+        self._text = ""  # what may still become a call, with the white space in front of it
+        self._after_call = False
 
     def feed(self, piece: str, *, last: bool = False) -> tuple[str, list[ToolCall]]:
         """Add text.
@@ -94,39 +92,42 @@ class CallParser:
         self._text += piece
         content, calls = "", []
         while True:
+            if self._after_call:
+                self._text = self._text.lstrip()
+            content += self._take(len(self._text[: _call_begin(self._text)].rstrip()))
             begin = self._text.find(BEGIN)
-            if begin < 0:
-                break
-            end = self._text.find(END, begin)
+            end = self._text.find(END, begin) if begin >= 0 else -1
             if end < 0:
                 break
-            content += self._text[:begin]
-            body = self._text[begin + len(BEGIN) : end]
-            self._text = self._text[end + len(END) :]
-            call = _parse(body)
+            call = _parse(self._text[begin + len(BEGIN) : end])
+            whole = self._take(end + len(END))
             if call is None:
-                content += BEGIN + body + END
+                content += whole
             else:
                 calls.append(call)
-                content = content.rstrip()
-        self._calls += len(calls)
-        if last:
-            content, self._text = content + self._text, ""
-        elif begin < 0:
-            kept = max(n for n in range(len(BEGIN)) if self._text.endswith(BEGIN[:n]))
-            # White space in front of a call belongs to the format.
-            body = self._text[: len(self._text) - kept].rstrip()
-            content, self._text = content + body, self._text[len(body) :]
-        if self._calls:
-            content = content.strip()
-        return content, calls
+                self._after_call = True
+        return content + (self._take(len(self._text)) if last else ""), calls
+
+    def _take(self, length: int) -> str:
+        """Remove the beginning of the text and return it."""
+        taken, self._text = self._text[:length], self._text[length:]
+        self._after_call = self._after_call and not taken
+        return taken
+
+
+def _call_begin(text: str) -> int:
+    """Return where a call begins in ``text`` or may begin with its last characters."""
+    begin = text.find(BEGIN)
+    if begin >= 0:
+        return begin
+    return len(text) - max(n for n in range(len(BEGIN)) if text.endswith(BEGIN[:n]))
 
 
 def _parse(body: str) -> ToolCall | None:
     """Return the call of a JSON object with ``name`` and ``arguments``, or None."""
     try:
         given = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return None

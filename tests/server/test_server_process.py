@@ -1,0 +1,195 @@
+"""The command `token-recycling serve` as a process: its start, its end and what it saves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import httpx2 as httpx
+import pytest
+
+from command import ENVIRONMENT, call
+from token_recycling import AdjacencyMatrix
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+PROGRAM = [sys.executable, "-c", "from token_recycling.cli import main; main()", "serve"]
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
+KILLS = int(os.environ.get("SERVER_KILLS", "1"))
+
+
+class Started:
+    """A server; ``url`` is None until it is ready."""
+
+    def __init__(self, folder, *arguments):
+        self.log = folder / "log"
+        with self.log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [*PROGRAM, "--port", "0", "--threads", "1", *map(str, arguments)],
+                env=ENVIRONMENT,
+                stdout=subprocess.DEVNULL,
+                stderr=stream,
+            )
+        self.url = None
+
+    def wait(self):
+        begin = time.monotonic()
+        while not (found := re.search(r"^API +(http://\S+)/v1$", self.text(), re.M)):
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() - begin < 120
+            time.sleep(0.05)
+        self.url = found[1]
+        with httpx.Client(base_url=self.url) as client:
+            while True:
+                try:
+                    client.get("/health").raise_for_status()
+                    return self
+                except httpx.TransportError:
+                    time.sleep(0.05)
+
+    def text(self):
+        return self.log.read_text()
+
+
+@contextmanager
+def started(folder, *arguments):
+    made = Started(folder, *arguments)
+    try:
+        yield made.wait()
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+def test_from_start_to_end(tmp_path):
+    """The printed curl works; a second server finds the port in use; SIGTERM ends no stream."""
+    matrix = tmp_path / "learned.safetensors"
+    with started(tmp_path, "--matrix", matrix) as served:
+        text = served.text()
+        assert re.search(
+            r"^model +token-recycling-demo \(.* float32, cpu, context 2048\)$", text, re.M
+        )
+        assert re.search(r"^recycling +yes: drafter adaptive, tree auto", text, re.M)
+        line = re.search(r"^try +(curl .*)$", text, re.M)[1]
+        found = subprocess.run(["sh", "-c", f"{line} -sS"], capture_output=True, timeout=120)
+        assert json.loads(found.stdout)["choices"][0]["message"]["content"], found.stderr
+        in_words = shlex.split(line)
+        assert in_words[-2] == "-d"
+
+        port = served.url.rpartition(":")[2]
+        code, out, err = call("serve", "--port", port)
+        assert (code, out) == (2, "")
+        assert err == (
+            f"error: port {port} is in use; stop the other program or choose another with --port\n"
+        )
+
+        body = {**BODY, "max_tokens": 900, "temperature": 1.0, "seed": 3}
+        whole = httpx.post(served.url + COMPLETIONS, json=body, timeout=60).json()["choices"][0]
+        with httpx.stream(
+            "POST", served.url + COMPLETIONS, json={**body, "stream": True}, timeout=60
+        ) as answer:
+            frames = answer.iter_lines()
+            received = [next(frames)]
+            served.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            with pytest.raises(httpx.TransportError):  # it takes no more connections
+                httpx.post(served.url + COMPLETIONS, json=BODY, timeout=60)
+            received += frames
+        assert received[-2] == "data: [DONE]"
+        parts = [json.loads(line[6:]) for line in received if line.startswith("data: {")]
+        assert "".join(part["choices"][0]["text"] for part in parts) == whole["text"]
+        assert served.process.wait(timeout=30) == 0
+        assert "Traceback" not in served.text()
+    AdjacencyMatrix.load(matrix)
+
+    learned = tmp_path / "again"
+    learned.mkdir()
+    with started(learned, "--matrix", matrix, "--tree", "ranked-40") as served:
+        body = {**BODY, "max_tokens": 400}
+        usage = httpx.post(served.url + COMPLETIONS, json=body, timeout=60).json()["usage"]
+        assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(timeout=30) == 0
+
+
+def test_draining_ends_after_its_time(tmp_path):
+    with started(tmp_path, "--drain-seconds", 0) as served:
+        body = {**BODY, "max_tokens": 2000, "temperature": 1.0, "stream": True}
+        with (
+            httpx.Client(timeout=60) as client,
+            client.stream("POST", served.url + COMPLETIONS, json=body) as answer,
+        ):
+            next(answer.iter_lines())
+            served.process.send_signal(signal.SIGTERM)
+            assert served.process.wait(timeout=10) == 0
+
+
+def test_killed_during_a_save_the_file_stays_whole(tmp_path):
+    """Saves follow each other without pause while the process is killed."""
+    matrix = tmp_path / "learned.safetensors"
+    chance = random.Random(KILLS)
+    for _ in range(KILLS):
+        with started(tmp_path, "--matrix", matrix, "--save-minutes", 0.01) as served:
+            with httpx.Client(base_url=served.url, timeout=60) as client:
+                begin = time.monotonic()
+                while not matrix.exists():
+                    client.post(COMPLETIONS, json=BODY)
+                    assert time.monotonic() - begin < 30
+                until = time.monotonic() + chance.uniform(0.5, 1.3)
+                while time.monotonic() < until:
+                    client.post(COMPLETIONS, json=BODY)
+            served.process.send_signal(signal.SIGKILL)
+            served.process.wait()
+        AdjacencyMatrix.load(matrix)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--matrix", "/proc/x.safetensors"], "cannot write to the folder of the matrix file"),
+        (["--matrix", "/no/such/folder/x.safetensors"], "folder"),
+        (["--matrix-scope", "everyone"], "choose one of shared, key, request"),
+        (["--matrix-scope", "key"], "--matrix-scope key needs --api-key"),
+        (["--matrix-scope", "request", "--matrix", "/no/such"], "no matrix file at /no/such"),
+        (["--port", 70000], "--port is 70000; choose 0 to 65535"),
+        (["--batch", 0], "--batch is 0; choose 1 to 256"),
+        (["--queue", -1], "--queue is -1"),
+        (["--prefix-cache", -1], "--prefix-cache is -1"),
+        (["--save-minutes", 0], "--save-minutes is 0"),
+        (["--drain-seconds", -1], "--drain-seconds is -1"),
+        (["--host", "no.such.host.invalid"], "there is no such address"),
+        (["--host", "192.0.2.1", "--port", 0], "cannot use 192.0.2.1:0"),
+        (["--api-key", "é"], "--api-key must be printable ASCII"),
+        (["/no/such/model"], "no such folder"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, says):
+    code, out, err = call("serve", *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("token_recycling.cli.serve.find_spec", lambda name: None)
+    code, _, err = call("serve")
+    assert code == 2
+    assert "pip install 'token-recycling[serve]'" in err
+
+
+def test_a_port_of_all_addresses(tmp_path):
+    with started(tmp_path, "--host", "0.0.0.0", "--api-key", "secret") as served:
+        assert served.url.startswith("http://localhost:")
+        assert "-H 'Authorization: Bearer YOUR_KEY'" in served.text()
+        assert "secret" not in served.text()
+        port = int(served.url.rpartition(":")[2])
+        socket.create_connection(("127.0.0.1", port)).close()
