@@ -49,7 +49,7 @@ class Running:
 
 
 @contextmanager
-def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**26):
+def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**26, origins=()):
     """Serve ``recycler`` until the end of the block."""
     metrics = Metrics(NAME)
     engine = Engine(
@@ -60,7 +60,8 @@ def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**
         most_rows=rows,
         most_waiting=waiting,
     )
-    app = create_app(Server(engine, NAME, list(keys), {"recycling": "yes", "context": 2048}))
+    about = {"recycling": "yes", "context": 2048}
+    app = create_app(Server(engine, NAME, list(keys), about), origins)
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)

@@ -75,13 +75,15 @@ calls = st.builds(
     st.text(max_size=9) | values.map(lambda value: json.dumps(value, default=str)),
 )
 messages = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
+    {
+        "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
+        "content": contents,
+    },
     optional={
-        "content": contents | values,
         "name": st.text(max_size=5),
         "tool_calls": st.lists(calls, max_size=2),
         "tool_call_id": st.text(max_size=5),
-        "reasoning_content": values,
+        "reasoning_content": st.text(max_size=5),
     },
 )
 # Right in themselves, so that combinations are reached too.
@@ -97,7 +99,7 @@ likely = {
     "seed": st.integers(-(2**63), 2**63 - 1),
     "stop": st.text(min_size=1, max_size=5) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
     "stream": st.booleans(),
-    "logprobs": st.booleans() | st.integers(0, 5),
+    "logprobs": st.booleans(),
     "top_logprobs": st.integers(0, 20),
     "logit_bias": st.dictionaries(st.integers(0, 4095).map(str), st.integers(-100, 100)),
     "response_format": st.builds(
@@ -121,18 +123,29 @@ likely = {
 
 def bodies(required, fields):
     names = [name for name in fields if name not in required and name != "model"]
-    chosen = st.lists(st.sampled_from(names), max_size=5, unique=True)
+    usual = st.sampled_from([name for name in names if name in likely])
+    chosen = st.lists(usual, max_size=4, unique=True)
+    seldom = st.integers(0, 14).map(lambda number: number == 0)
 
     @st.composite
     def body(draw):
         made = {"max_tokens": draw(st.integers(1, 6))}
         for name, valid in required.items():
-            made[name] = draw(st.one_of(valid, valid, valid, values))
+            made[name] = draw(values if draw(seldom) else valid)
         for name in draw(chosen):
-            own = likely.get(name, values)
-            made[name] = draw(st.one_of(own, own, own, values))
-        if draw(st.integers(0, 30)) == 0:
+            made[name] = draw(values if draw(seldom) else likely[name])
+        if draw(seldom):
+            made[draw(st.sampled_from(names))] = draw(values)
+        if draw(seldom):
             made[draw(st.text(max_size=5))] = draw(values)
+        if "stream_options" in made and not draw(seldom):
+            made["stream"] = True
+        if made.get("top_logprobs") is not None and not draw(seldom):
+            made["logprobs"] = True
+        if made.get("tools") and not draw(seldom):
+            made.pop("response_format", None)
+        elif not made.get("tools") and not draw(seldom):
+            made.pop("tool_choice", None)
         return made
 
     return body()

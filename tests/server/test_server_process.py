@@ -30,11 +30,11 @@ KILLS = int(os.environ.get("SERVER_KILLS", "1"))
 class Started:
     """A server; ``url`` is None until it is ready."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder, *arguments, program=PROGRAM):
         self.log = folder / "log"
         with self.log.open("w") as stream:
             self.process = subprocess.Popen(
-                [*PROGRAM, "--port", "0", "--threads", "1", *map(str, arguments)],
+                [*program, "--port", "0", "--threads", "1", *map(str, arguments)],
                 env=ENVIRONMENT,
                 stdout=subprocess.DEVNULL,
                 stderr=stream,
@@ -61,8 +61,8 @@ class Started:
 
 
 @contextmanager
-def started(folder, *arguments):
-    made = Started(folder, *arguments)
+def started(folder, *arguments, **options):
+    made = Started(folder, *arguments, **options)
     try:
         yield made.wait()
     finally:
@@ -133,23 +133,46 @@ def test_draining_ends_after_its_time(tmp_path):
             assert served.process.wait(timeout=10) == 0
 
 
+# Saves after every step, so that a kill hits a save.
+SAVING = """
+from token_recycling.cli import main
+from token_recycling.integrations.engines.keep import MatrixKeeper
+MatrixKeeper.tick = MatrixKeeper.save
+main()
+"""
+
+
 def test_killed_during_a_save_the_file_stays_whole(tmp_path):
-    """Saves follow each other without pause while the process is killed."""
     matrix = tmp_path / "learned.safetensors"
-    chance = random.Random(KILLS)
+    program = [sys.executable, "-c", SAVING, "serve"]
+    chance, hit = random.Random(KILLS), 0
     for _ in range(KILLS):
-        with started(tmp_path, "--matrix", matrix, "--save-minutes", 0.01) as served:
-            with httpx.Client(base_url=served.url, timeout=60) as client:
-                begin = time.monotonic()
-                while not matrix.exists():
-                    client.post(COMPLETIONS, json=BODY)
-                    assert time.monotonic() - begin < 30
-                until = time.monotonic() + chance.uniform(0.5, 1.3)
-                while time.monotonic() < until:
-                    client.post(COMPLETIONS, json=BODY)
-            served.process.send_signal(signal.SIGKILL)
+        with started(tmp_path, "--matrix", matrix, program=program) as served:
+            body = {**BODY, "max_tokens": 1500, "stream": True}
+            with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=60) as answer:
+                frames = answer.iter_lines()
+                next(frames)
+                time.sleep(chance.uniform(0.05, 0.2))
+                served.process.send_signal(signal.SIGKILL)
             served.process.wait()
         AdjacencyMatrix.load(matrix)
+        left = [file for file in tmp_path.iterdir() if file not in (matrix, served.log)]
+        hit += bool(left)  # a new file that was not complete
+        for file in left:
+            file.unlink()
+    print(f"{hit} of {KILLS} kills hit a save")
+
+
+def test_it_saves_while_it_runs(tmp_path):
+    matrix = tmp_path / "learned.safetensors"
+    with started(tmp_path, "--matrix", matrix, "--save-minutes", 0.01) as served:
+        httpx.post(served.url + COMPLETIONS, json=BODY, timeout=60)
+        begin = time.monotonic()
+        while not matrix.exists():
+            assert time.monotonic() - begin < 30
+            time.sleep(0.05)
+        assert served.process.poll() is None
+    AdjacencyMatrix.load(matrix)
 
 
 @pytest.mark.parametrize(

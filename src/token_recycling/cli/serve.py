@@ -73,6 +73,13 @@ def serve(
     drain_seconds: Annotated[
         int, typer.Option("--drain-seconds", help="Time for answers in progress at SIGTERM.")
     ] = DRAIN_SECONDS,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-origin",
+            help="Origin of web pages that may use the API; *: all; may be repeated.",
+        ),
+    ] = None,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Print a line for every request.")
     ] = False,
@@ -101,7 +108,6 @@ def serve(
         )
     from token_recycling.server.run import bind, run
 
-    sock = bind(host, port)
     loading = o.Loading(
         model,
         device,
@@ -117,6 +123,37 @@ def serve(
         graph,
         warm,
     )
+    with bind(host, port) as sock:
+        recycler, recycling = _open(loading)
+        from token_recycling.server.app import Server, create_app
+        from token_recycling.server.engine import Engine
+        from token_recycling.server.metrics import Metrics
+        from token_recycling.server.prefixes import PrefixCaches
+        from token_recycling.server.scopes import MatrixScopes
+
+        on_tick: Any = lambda: None  # noqa: E731
+        if matrix is not None and matrix_scope == "shared":
+            from token_recycling.integrations.engines.keep import MatrixKeeper
+
+            on_tick = MatrixKeeper(recycler.matrix, matrix, save_minutes).tick
+        name = served_model_name or model or "token-recycling-demo"
+        engine = Engine(
+            recycler,
+            Metrics(name),
+            MatrixScopes(recycler.drafter, matrix_scope),  # type: ignore[arg-type]
+            PrefixCaches(_room(recycler) if prefix_cache is None else prefix_cache * MIB),
+            most_rows=batch,
+            most_waiting=queue,
+            on_tick=on_tick,
+        )
+        about = {"recycling": recycling, "context": recycler.target.max_context}
+        app = create_app(Server(engine, name, keys, about), allowed_origin or [])
+        _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
+        run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
+
+
+def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:
+    """Load the model; return it, and whether it recycles or why not."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", PlainDecodingWarning)
         recycler = loading.open()
@@ -124,34 +161,13 @@ def serve(
         show.note(f"warning: {one_line(one.message)}")
     if recycler.tokenizer is None:
         raise TokenRecyclingError("this checkpoint has no tokenizer; a server needs one")
-    name = served_model_name or model or "token-recycling-demo"
-    plain = next((one for one in seen if issubclass(one.category, PlainDecodingWarning)), None)
-    recycling = _recycling(recycler, None if plain is None else str(plain.message))
-    from token_recycling.server.app import Server, create_app
-    from token_recycling.server.engine import Engine
-    from token_recycling.server.metrics import Metrics
-    from token_recycling.server.prefixes import PrefixCaches
-    from token_recycling.server.scopes import MatrixScopes
-
-    on_tick: Any = lambda: None  # noqa: E731
-    if matrix is not None and matrix_scope == "shared":
-        from token_recycling.integrations.engines.keep import MatrixKeeper
-
-        on_tick = MatrixKeeper(recycler.matrix, matrix, save_minutes).tick
-    room = _room(recycler) if prefix_cache is None else prefix_cache * MIB
-    engine = Engine(
-        recycler,
-        Metrics(name),
-        MatrixScopes(recycler.drafter, matrix_scope),  # type: ignore[arg-type]
-        PrefixCaches(room),
-        most_rows=batch,
-        most_waiting=queue,
-        on_tick=on_tick,
-    )
-    about = {"recycling": recycling, "context": recycler.target.max_context}
-    app = create_app(Server(engine, name, keys, about))
-    _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
-    run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
+    for one in seen:
+        if issubclass(one.category, PlainDecodingWarning):
+            return recycler, f"no: {one_line(one.message)}"
+    if recycler.options.drafter == "none":
+        return recycler, "no: the drafter is none"
+    name = getattr(recycler.drafter, "name", "custom")
+    return recycler, f"yes: drafter {name}, tree {recycler.template.name}"
 
 
 def _check_numbers(
@@ -193,16 +209,6 @@ def _check_scope(scope: str, matrix: Path | None, keys: list[str]) -> None:
             raise TokenRecyclingError(
                 f"cannot write to the folder of the matrix file: {error.strerror}"
             ) from error
-
-
-def _recycling(recycler: TokenRecycling, reason: str | None) -> str:
-    """Return whether the model recycles, or why not."""
-    if reason is not None:
-        return f"no: {reason}"
-    if recycler.options.drafter == "none":
-        return "no: the drafter is none"
-    name = getattr(recycler.drafter, "name", "custom")
-    return f"yes: drafter {name}, tree {recycler.template.name}"
 
 
 def _room(recycler: TokenRecycling) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -349,8 +350,8 @@ class Server:
             answering.close()
 
 
-def create_app(server: Server) -> FastAPI:
-    """Return the application that serves ``server``."""
+def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
+    """Return the application that serves ``server``, to web pages of ``allowed_origins`` too."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -359,6 +360,10 @@ def create_app(server: Server) -> FastAPI:
 
     app = FastAPI(title="token-recycling", version=__version__, lifespan=lifespan)
     app.add_middleware(BodyLimit)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     caller = Depends(server.caller)
 
     @app.exception_handler(ApiError)
@@ -375,6 +380,8 @@ def create_app(server: Server) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ApiError):  # raised where FastAPI reads the body
+            return error.__cause__.response()
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"there is no {request.method} {request.url.path} here"

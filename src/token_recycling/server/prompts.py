@@ -65,6 +65,7 @@ class Prompts:
         self.takes_tools = takes_tools(self.tokenizer)
         arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
         self._reserved = {*arguments, "messages"}  # else a request could bring its own template
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()))
         self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos)
         self._lock = Lock()
 
@@ -116,6 +117,14 @@ class Prompts:
         return self._encode(text, "messages", special=False)
 
     def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
+        # Megabytes of text would take seconds to tokenise.
+        if self.context is not None and len(text) > self.context * self._longest_token:
+            raise ApiError(
+                f"the prompt has {len(text)} characters; the model's context is {self.context} "
+                "tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
         try:
             found = self.tokenizer(valid_text(text), add_special_tokens=special).input_ids
         except TokenRecyclingError as error:
