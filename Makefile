@@ -7,7 +7,7 @@ REPOSITORY ?= your-name/token-recycling
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-lossless test-models test-versions test-quantised test-fused
-.PHONY: test-clients test-vllm test-sglang test-device-kernels
+.PHONY: test-clients test-fuzz test-vllm test-sglang test-device-kernels
 .PHONY: lint format models train trees bench hub clean
 
 help: ## Show this list.
@@ -87,9 +87,14 @@ build/triton/ready: tests/requirements/triton.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton -r $<
 	touch $@
 
-test-clients: build/clients/ready ## Test with lm_eval, peft and transformers serve.
+test-clients: build/clients/ready ## Test with lm_eval, peft, transformers serve, LangChain, a browser.
 	PYTHONPATH=build/clients $(BIN)/python -m pytest -s -m clients \
-		tests/integrations/test_clients.py tests/integrations/test_transformers_serve.py
+		tests/integrations/test_clients.py tests/integrations/test_transformers_serve.py \
+		tests/server/test_server_langchain.py tests/server/test_chat_page.py
+
+test-fuzz: .venv/ready ## Send the server 2,000 random bodies, and kill it 10 times while it saves.
+	FUZZ_BODIES=2000 SERVER_KILLS=10 $(BIN)/python -m pytest -s \
+		tests/server/test_server_fuzz.py tests/server/test_server_process.py -k 'no_body or killed'
 
 build/clients/ready: tests/requirements/clients.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \

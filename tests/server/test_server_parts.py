@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from token_recycling import TokenRecycling
 from token_recycling.checkpoint import BUNDLED_MODEL
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.server.grammar import Grammars, json_grammar
+from token_recycling.server.json_schema import limited
 from token_recycling.server.penalties import PenaltyProcessor
 from token_recycling.server.prefixes import PrefixCaches
 from token_recycling.server.queue import FairQueue
@@ -111,11 +113,12 @@ def batch_cache(lengths):
     return made
 
 
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9), data=st.data())
-def test_rows_that_join_and_leave_keep_their_entries(lengths, data):
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(0, 2**31))
+def test_rows_that_join_and_leave_keep_their_entries(lengths, seed):
     made, rows = batch_cache(lengths), list(enumerate(lengths))
+    order = random.Random(seed)
     while len(rows) > 1:
-        leaving = data.draw(st.integers(0, len(rows) - 1))
+        leaving = order.randrange(len(rows))
         own = made.copy(leaving)
         number, length = rows[leaving]
         for layer in own.layers:
@@ -220,6 +223,46 @@ class TestCallGrammar:
         grammar = json_grammar({"type": "object"})
         assert self.accepts(recycler, grammars, grammar, '{ "a": 1 }')
         assert not self.accepts(recycler, grammars, grammar, "{" + " " * 30 + "}")
+
+
+class TestLimitedSchemas:
+    """Objects without ``additionalProperties`` are closed, if that leaves what is required."""
+
+    CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
+
+    def limited(self, schema):
+        made = limited(schema)
+        assert made.pop("x-guidance")
+        return made
+
+    @pytest.mark.parametrize("around", ["properties", "$defs", "definitions"])
+    def test_objects_are_closed(self, around):
+        assert self.limited({"properties": {"a": {}}}) == self.CLOSED
+        inner = self.limited({around: {"b": {"properties": {"a": {}}}}})
+        assert inner[around]["b"] == self.CLOSED
+
+    def test_those_in_lists_too(self):
+        assert self.limited({"items": {"properties": {"a": {}}}})["items"] == self.CLOSED
+        assert self.limited({"anyOf": [{"properties": {"a": {}}}, True]})["anyOf"] == [
+            self.CLOSED,
+            True,
+        ]
+
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"type": "object"},
+            {"properties": {"a": {}}, "additionalProperties": True},
+            {"properties": {"a": {}}, "patternProperties": {"b": {}}},
+            {"properties": {"a": {}}, "required": ["a", "b"]},
+            {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
+            {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+            {"properties": {"c": {"$ref": "#/$defs/c"}}, "allOf": [], "$defs": {"c": {}}},
+            {"properties": [], "required": 5, "items": 3, "anyOf": "x", "$defs": None},
+        ],
+    )
+    def test_others_are_left(self, schema):
+        assert self.limited(schema) == schema
 
 
 def test_a_grammar_that_gives_up_says_so_and_raises_nothing(grammars):

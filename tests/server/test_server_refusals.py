@@ -255,6 +255,16 @@ def test_bodies_that_are_no_requests(server, path, body):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_schemas_that_are_nested_deeply(server):
+    for depth in (100, 400, 900, 3000):
+        schema = '{"properties": {"a": ' * depth + "{}" + "}}" * depth
+        body = json.dumps({**ASKED, "response_format": SCHEMA})
+        content = body.replace('{"type": "object"}', schema).encode()
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(server.url + CHAT, content=content, headers=headers, timeout=60)
+        assert answer.status_code in ((200, 400) if depth == 100 else (400,)), answer.text
+
+
 def test_bodies_of_another_type(server):
     answer = httpx.post(server.url + CHAT, content=json.dumps(ASKED).encode())
     assert answer.status_code == 400

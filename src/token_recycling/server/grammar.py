@@ -14,20 +14,12 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from token_recycling.errors import TokenRecyclingError, one_line
-
-# Between the parts of a JSON value. Any white space would let a model write it without end.
-WHITE_SPACE = r"[ \n]{0,8}"
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+from token_recycling.server.json_schema import Schema, limited
 
 
-def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` with our limit of white space, in llguidance's terms."""
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-
-
-def json_grammar(schema: dict[str, Any]) -> str:
+def json_grammar(schema: Schema) -> str:
     """Return the grammar of JSON text that satisfies ``schema``."""
-    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(with_white_space(schema)))
+    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(limited(schema)))
     return grammar
 
 

@@ -15,7 +15,8 @@ from token_recycling.call import CallOptions
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.recycler import TokenRecycling
 from token_recycling.server.errors import ApiError
-from token_recycling.server.grammar import ANY_OBJECT, GrammarProcessor, Grammars, json_grammar
+from token_recycling.server.grammar import GrammarProcessor, Grammars, json_grammar
+from token_recycling.server.json_schema import ANY_OBJECT
 from token_recycling.server.penalties import PenaltyProcessor
 from token_recycling.server.schemas import (
     MOST_TOKENS,
@@ -78,7 +79,11 @@ class Prompts:
         with self._lock:
             ids = self._render(request)
             self._check_length(ids, "messages")
-            return self._choices(request, [ids], request.limit, self._grammar(request))
+            try:
+                grammar = self._grammar(request)
+            except RecursionError as error:
+                raise ApiError("a schema is nested too deeply") from error
+            return self._choices(request, [ids], request.limit, grammar)
 
     def of_completion(self, request: CompletionRequest) -> list[Answer]:
         """Return the choices of a completion request, those of each prompt together.

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from token_recycling.server.grammar import ANY_OBJECT, with_white_space
+from token_recycling.server.json_schema import ANY_OBJECT, limited
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -62,7 +62,7 @@ def call_grammar(functions: list[dict[str, Any]], *, forced: bool, several: bool
         lines = [f"start: {start}", f"to_call[lazy]: TEXT {json.dumps(BEGIN)}", r"TEXT: /(.|\n)*/"]
     for name, one in zip(names, functions):
         begin = f'\n{{"name": {json.dumps(one["name"])}, "arguments": '
-        schema = with_white_space(one.get("parameters") or ANY_OBJECT)
+        schema = limited(one.get("parameters") or ANY_OBJECT)
         end = f"}}\n{END}"
         lines.append(f"{name}: {json.dumps(begin)} %json {json.dumps(schema)} {json.dumps(end)}")
     return "\n".join(["%llguidance {}", *lines])
