@@ -56,7 +56,7 @@ VERBS = {str(one.name) for one in app.registered_commands}
 VERBS |= {str(one.name) for one in app.registered_groups}
 # Verbs of similar programs; unlikely to be meant as a prompt.
 FOREIGN = re.compile(
-    "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|server|start|"
+    "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|start|"
     "stop|test|train|version"
 )
 PATH = re.compile(r"\S*[/\\_]\S*|\S+\.[a-z]\w{1,11}")
