@@ -134,12 +134,13 @@ train: .venv/ready ## Train the bundled model anew (hours on a CPU; resumable).
 trees: .venv/ready ## Fit the ranked tree anew.
 	$(BIN)/python tools/fit_trees.py --data $(DATA)
 
-bench: .venv/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
+bench: build/clients/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
 	DATA=$(DATA) bench/run.sh
 	$(BIN)/python tools/measure_enable.py --out bench/results/cpu-enable.json
 	$(BIN)/python tools/measure_start.py --out bench/results/starts-bundled.json
 	$(BIN)/python tools/measure_calibration.py --out bench/results/adaptive-calibration.json \
 		--plot docs/calibration.svg
+	PYTHONPATH=build/clients $(BIN)/python tools/measure_server.py
 	$(BIN)/python tools/write_results.py
 
 hub: ## Write the folder for the Hub: make hub REPOSITORY=org/name, then upload build/hub.

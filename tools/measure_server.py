@@ -1,6 +1,7 @@
 """The server under load: errors, memory, second turns, and beside `transformers serve`.
 
-python tools/measure_server.py [--minutes 10] [--rounds 3] [--out FILE.json] [--data ../shared/data]
+make build/clients/ready  # what `transformers serve` needs
+PYTHONPATH=build/clients python tools/measure_server.py [--minutes 10] [--rounds 3] [--out FILE]
 
 1. Second turns: time to the first token of a conversation of some 1,500 tokens, first and second
    turn, over one connection.

@@ -272,6 +272,20 @@ def starts(name: str) -> str:
     return tables.markdown((["start", *early, *later, "of hot, all"], rows))
 
 
+def served(name: str) -> str:
+    """Tokens per second of the servers, by requests at once: median and range of the rounds."""
+    found = load(name)["side_by_side"]
+    servers = list(dict.fromkeys(key.rpartition(" at ")[0] for key in found))
+    at_once = list(dict.fromkeys(key.rpartition(" at ")[2] for key in found))
+
+    def cell(server: str, number: str) -> str:
+        speeds = [one["tokens_per_second"] for one in found[f"{server} at {number}"]]
+        return f"{median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"
+
+    rows = [[server, *(cell(server, number) for number in at_once)] for server in servers]
+    return tables.markdown((["server", *(f"{number} at once" for number in at_once)], rows))
+
+
 def render() -> str:
     """Return the text with all figures."""
     environment = Environment(
@@ -297,6 +311,7 @@ def render() -> str:
         phases=phases,
         promises=promises,
         starts=starts,
+        served=served,
     )
     return environment.get_template("results.md.j2").render()
 
