@@ -7,7 +7,7 @@ REPOSITORY ?= your-name/token-recycling
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-lossless test-models test-versions test-quantised test-fused
-.PHONY: test-clients test-fuzz test-vllm test-sglang test-device-kernels
+.PHONY: test-clients test-server test-vllm test-sglang test-device-kernels
 .PHONY: lint format models train trees bench hub clean
 
 help: ## Show this list.
@@ -92,9 +92,8 @@ test-clients: build/clients/ready ## Test with lm_eval, peft, transformers serve
 		tests/integrations/test_clients.py tests/integrations/test_transformers_serve.py \
 		tests/server/test_server_langchain.py tests/server/test_chat_page.py
 
-test-fuzz: .venv/ready ## Send the server 2,000 random bodies, and kill it 10 times while it saves.
-	FUZZ_BODIES=2000 SERVER_KILLS=10 $(BIN)/python -m pytest -s \
-		tests/server/test_server_fuzz.py tests/server/test_server_process.py -k 'no_body or killed'
+test-server: .venv/ready ## Send the server 2,000 random requests, and kill it while it saves.
+	$(BIN)/python -m pytest -s -m server tests/server
 
 build/clients/ready: tests/requirements/clients.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \

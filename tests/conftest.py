@@ -9,6 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from hypothesis import settings
 
 from token_recycling import TokenRecycling, defaults
 
@@ -18,6 +19,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKEN_RECYCLING_CACHE"] = mkdtemp()
 # No warm rows unless a test asks for them: how many fit into a time differs from run to run.
 defaults.WARM_SECONDS = 0.0
+# Machines differ, and first calls compile.
+settings.register_profile("token-recycling", deadline=None)
+settings.load_profile("token-recycling")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers in parallel: one thread each
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,14 +1,14 @@
 """The README's commands run, and its Python example too."""
 
+import io
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from command import ENVIRONMENT
+from command import call
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -31,19 +31,16 @@ def test_there_are_commands_and_an_example():
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_of_the_readme(line, tmp_path):
+def test_a_command_of_the_readme(line, tmp_path, monkeypatch):
     command = shlex.split(line, comments=True)
     assert command[0] == "token-recycling"
-    code = "import sys; from token_recycling.cli import main; main(sys.argv[1:])"
     # each command runs where the ones before it may have left a file
     folder = tmp_path.parent / "readme"
     folder.mkdir(exist_ok=True)
-    result = subprocess.run(
-        [sys.executable, "-c", code, *command[1:]],
-        cwd=folder, input="Hello\n/quit\n", text=True, capture_output=True, timeout=240,
-        env=ENVIRONMENT,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/quit\n"))
+    result, _, err = call(*command[1:])
+    assert result == 0, err
 
 
 def test_the_python_examples():

@@ -127,7 +127,7 @@ def test_all_together_is_below_sixteen_mebibytes_for_32k_tokens():
 # Trees
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 60), st.lists(st.integers(0, V - 1), max_size=12))
 def test_a_draft_is_what_draft_tree_says(seed, nodes, text):
     drafter = AdaptiveDrafter(filled(seed % 7), nodes)
@@ -153,7 +153,7 @@ def test_a_draft_is_what_draft_tree_says(seed, nodes, text):
     assert draft.tokens.max() < V
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), st.integers(2, 40), st.lists(st.integers(0, V - 1), max_size=12))
 def test_fewer_nodes_are_the_first_of_more(seed, nodes, text):
     """Whether the size is limited before or after the growth."""

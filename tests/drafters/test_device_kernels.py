@@ -36,9 +36,7 @@ V = 23
 LEAST_SCORE = math.exp(host.FLOOR)
 # To make an example smaller takes minutes in the interpreter.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
-slow = settings(
-    max_examples=12, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck)
-)
+slow = settings(max_examples=12, phases=PHASES, suppress_health_check=list(HealthCheck))
 
 
 def on_host(draft):

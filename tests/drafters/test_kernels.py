@@ -130,7 +130,7 @@ def run(both, steps):
     both.compare_all_learnt()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     k=st.integers(1, 8),
@@ -176,7 +176,6 @@ def test_a_step_that_is_not_learnt_is_noticed(monkeypatch, method):
         run(Both(**CASE), 30)
 
 
-@settings(deadline=None)  # the first call may compile
 @given(st.floats(0, 1, width=32))
 def test_halves(p):
     bits = host.to_half(p)
@@ -184,7 +183,6 @@ def test_halves(p):
     assert abs(host.HALVES[bits] - p) <= abs(float(np.float16(p)) - p)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
     st.integers(1, 16),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from token_recycling.accept import Accepted
@@ -58,7 +58,6 @@ def check(drafter, rows, texts, roots):
     return draft
 
 
-@settings(deadline=None)  # the first call may compile
 @given(texts_of_rows, st.integers(1, 6), st.integers(1, 5))
 def test_the_longest_and_latest_match(texts, window, length):
     drafter = PromptLookupDrafter(length=length, max_ngram=window)
@@ -76,7 +75,6 @@ def test_of_two_matches_the_later_one_is_copied():
 
 
 @pytest.mark.parametrize("capacity", [None, 400])
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -146,7 +146,6 @@ def agree(a, b):
 
 @settings(
     max_examples=100,  # for each of the two models
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -1,12 +1,11 @@
 """Random request bodies: each is answered or refused, and none is a fault of the server.
 
-FUZZ_BODIES says how many; `make test-fuzz` sends 2,000.
+`make test-server` runs this.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 
 import httpx2 as httpx
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 
 from token_recycling.server.schemas import ChatRequest, CompletionRequest
 
-BODIES = int(os.environ.get("FUZZ_BODIES", "100"))
+pytestmark = pytest.mark.server
+BODIES = 2000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -180,7 +180,6 @@ def test_no_body_is_a_fault_of_the_server(client):
 
     @settings(
         max_examples=BODIES,
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

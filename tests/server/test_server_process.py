@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 PROGRAM = [sys.executable, "-c", "from token_recycling.cli import main; main()", "serve"]
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
-KILLS = int(os.environ.get("SERVER_KILLS", "1"))
+KILLS = 10
 
 
 class Started:
@@ -113,6 +113,7 @@ def test_from_start_to_end(tmp_path):
     AdjacencyMatrix.load(matrix)
 
 
+@pytest.mark.server
 def test_all_addresses_a_key_and_no_time_to_drain(tmp_path):
     options = ("--host", "0.0.0.0", "--api-key", "secret", "--drain-seconds", 0)
     with started(tmp_path, *options) as served:
@@ -140,6 +141,7 @@ main()
 """
 
 
+@pytest.mark.server
 def test_killed_during_a_save_the_file_stays_whole(tmp_path):
     matrix = tmp_path / "learned.safetensors"
     program = [sys.executable, "-c", SAVING, "serve"]
