@@ -144,6 +144,24 @@ class TestSlowClients:
             assert server.post(COMPLETIONS, **SHORT).status_code == 200
 
 
+def test_a_grammar_that_takes_seconds_stops_nobody(server):
+    schema = {"type": "integer", "multipleOf": 99991}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    answers = []
+    thread = threading.Thread(
+        target=lambda: answers.append(server.post(CHAT, **body, n=4, response_format=form))
+    )
+    thread.start()
+    times = []
+    while thread.is_alive():
+        begin = time.monotonic()
+        assert server.post(COMPLETIONS, **SHORT).status_code == 200
+        times.append(time.monotonic() - begin)
+    assert answers[0].status_code == 200
+    assert len(times) > 1
+
+
 class TestLargeBodies:
     def content(self, size):
         return json.dumps({"prompt": "a" * size}).encode()

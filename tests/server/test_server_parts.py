@@ -198,7 +198,7 @@ OTHER = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 class TestCallGrammar:
     def accepts(self, recycler, grammars, grammar, text):
         """True if the grammar allows a text to end there."""
-        matcher = LLMatcher(grammars._tokens, grammar, log_level=0)
+        matcher = LLMatcher(grammars.tokens, grammar, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         ids = recycler.tokenizer(text, add_special_tokens=False).input_ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -266,7 +266,7 @@ class TestLimitedSchemas:
 
 
 def test_a_grammar_that_gives_up_says_so_and_raises_nothing(grammars):
-    processor = grammars.processor(json_grammar({"type": "object"}), 0)
+    processor = grammars.processor(grammars.matcher(json_grammar({"type": "object"})), 0)
     scores = torch.zeros(1, 4096)
     assert torch.isinf(processor(torch.zeros(1, 0, dtype=torch.int64), scores)).any()
     assert processor.problem is None

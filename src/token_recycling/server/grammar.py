@@ -31,8 +31,8 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, eos
 
     @cached_property
-    def _tokens(self) -> Any:
-        """The tokenizer as llguidance uses it.
+    def tokens(self) -> Any:
+        """The tokenizer as llguidance uses it; made at first use, while nothing else uses it.
 
         Raises:
             TokenRecyclingError: it cannot be used.
@@ -46,20 +46,20 @@ class Grammars:
                 f"grammars cannot be used with this tokenizer: {one_line(error, 200)}"
             ) from error
 
-    def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:
-        """Return the processor of an answer.
-
-        Args:
-            grammar: as llguidance reads it.
-            prompt_length: tokens in front of the answer.
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return the first state of ``grammar``. Large grammars take seconds.
 
         Raises:
             TokenRecyclingError: the grammar is not valid or too large.
         """
-        matcher = LLMatcher(self._tokens, grammar, log_level=0)
-        if matcher.is_error():
-            raise TokenRecyclingError(f"invalid schema: {one_line(matcher.get_error(), 300)}")
-        return GrammarProcessor(matcher, self._vocab_size, prompt_length)
+        made = LLMatcher(self.tokens, grammar, log_level=0)
+        if made.is_error():
+            raise TokenRecyclingError(f"invalid schema: {one_line(made.get_error(), 300)}")
+        return made
+
+    def processor(self, matcher: LLMatcher, prompt_length: int) -> GrammarProcessor:
+        """Return the processor of an answer that follows ``prompt_length`` tokens."""
+        return GrammarProcessor(matcher.deep_copy(), self._vocab_size, prompt_length)
 
 
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
+from llguidance import LLMatcher
 from transformers import LogitsProcessor
 
 from token_recycling.call import CallOptions
@@ -76,14 +77,14 @@ class Prompts:
         Raises:
             ApiError: the request cannot be served.
         """
+        grammar = self._grammar(request)
         with self._lock:
             ids = self._render(request)
             self._check_length(ids, "messages")
-            try:
-                grammar = self._grammar(request)
-            except RecursionError as error:
-                raise ApiError("a schema is nested too deeply") from error
-            return self._choices(request, [ids], request.limit, grammar)
+            if grammar is not None:
+                self._load_grammars()
+        matcher = None if grammar is None else self._matcher(request, grammar)
+        return self._choices(request, [ids], request.limit, matcher)
 
     def of_completion(self, request: CompletionRequest) -> list[Answer]:
         """Return the choices of a completion request, those of each prompt together.
@@ -97,7 +98,7 @@ class Prompts:
                 ids = prompt if isinstance(prompt, list) else self._encode(prompt, "prompt")
                 self._check_length(ids, "prompt")
                 prompts.append(ids)
-            return self._choices(request, prompts, request.max_tokens or COMPLETION_TOKENS, None)
+        return self._choices(request, prompts, request.max_tokens or COMPLETION_TOKENS, None)
 
     def _render(self, request: ChatRequest) -> list[int]:
         extra = dict(request.chat_template_kwargs or {})
@@ -152,6 +153,12 @@ class Prompts:
 
     def _grammar(self, request: ChatRequest) -> str | None:
         """Return the grammar that the answer must follow, or None."""
+        try:
+            return self._grammar_text(request)
+        except RecursionError as error:
+            raise ApiError("a schema is nested too deeply") from error
+
+    def _grammar_text(self, request: ChatRequest) -> str | None:
         form = request.response_format
         if form is not None and form.type == "json_object":
             return json_grammar(ANY_OBJECT)
@@ -175,7 +182,7 @@ class Prompts:
         request: Sampling,
         prompts: list[list[int]],
         limit: int | None,
-        grammar: str | None,
+        matcher: LLMatcher | None,
     ) -> list[Answer]:
         given: dict[str, Any] = {
             "top_p": request.top_p,
@@ -204,18 +211,26 @@ class Prompts:
                     seed=(seed + index) % MOST_SEED,
                     stop=request.stops,
                 )
-                follows = None if grammar is None else self._follows(request, grammar, len(ids))
-                own: list[LogitsProcessor] = [] if follows is None else [follows]
+                follows = None
+                own: list[LogitsProcessor] = []
+                if matcher is not None:
+                    follows = self._grammars.processor(matcher, len(ids))
+                    own = [follows]
                 if presence or frequency:
                     own.insert(0, PenaltyProcessor(len(ids), presence, frequency))
                 with_own = {**given, "logits_processor": own} if own else given
                 answers.append(Answer(ids, options, with_own, follows))
         return answers
 
-    def _follows(self, request: Sampling, grammar: str, prompt_length: int) -> GrammarProcessor:
+    def _load_grammars(self) -> None:
         try:
-            return self._grammars.processor(grammar, prompt_length)
+            _ = self._grammars.tokens
         except TokenRecyclingError as error:
-            formed = isinstance(request, ChatRequest) and request.response_format is not None
-            param = "response_format" if formed else "tools"
+            raise ApiError(str(error)) from error
+
+    def _matcher(self, request: ChatRequest, grammar: str) -> LLMatcher:
+        try:
+            return self._grammars.matcher(grammar)
+        except TokenRecyclingError as error:
+            param = "tools" if request.calls else "response_format"
             raise ApiError(str(error), param=param) from error
