@@ -63,7 +63,8 @@ def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**
     about = {"recycling": "yes", "context": 2048}
     app = create_app(Server(engine, NAME, list(keys), about), origins)
     sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, lifespan="off")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     decoding = threading.Thread(target=engine.run, daemon=True)
     decoding.start()
@@ -77,5 +78,6 @@ def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**
     finally:
         server.should_exit = True
         thread.join(timeout=30)
+        engine.stop()
     assert not thread.is_alive()
     assert not engine.alive

@@ -329,6 +329,19 @@ class TestModelThatFails:
         served.idle()
         assert served.post(COMPLETIONS, **SHORT).json()["choices"] == before
 
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_an_engine_that_stops_fails_its_requests(self, recycler):
+        def broken():
+            if served.metric("num_requests_running"):
+                raise OSError("unexpected")
+
+        with running(recycler) as served:
+            served.engine._on_tick = broken
+            assert served.post(COMPLETIONS, **LONG).status_code == 500
+            wait_for(lambda: not served.engine.alive)
+            assert served.get("/health").status_code == 503
+            assert served.post(COMPLETIONS, **SHORT).status_code == 503
+
     def test_in_the_middle_of_a_stream(self, broken):
         served, fail = broken
         frames = []

@@ -132,6 +132,19 @@ def test_all_addresses_a_key_and_no_time_to_drain(tmp_path):
             assert served.process.wait(timeout=10) == 0
 
 
+@pytest.mark.server
+def test_a_second_interrupt_ends_at_once(tmp_path):
+    with started(tmp_path) as served:
+        body = {**BODY, "max_tokens": 2000, "temperature": 1.0, "stream": True}
+        with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            for _ in range(2):
+                served.process.send_signal(signal.SIGINT)
+                time.sleep(0.1)
+            assert served.process.wait(timeout=10) == 0
+        assert "Traceback" not in served.text()
+
+
 # Saves after every step, so that a kill hits a save.
 SAVING = """
 from token_recycling.cli import main

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -353,12 +353,7 @@ class Server:
 def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
     """Return the application that serves ``server``, to web pages of ``allowed_origins`` too."""
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await run_in_threadpool(server.engine.stop)
-
-    app = FastAPI(title="token-recycling", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="token-recycling", version=__version__)
     app.add_middleware(BodyLimit)
     if allowed_origins:
         app.add_middleware(

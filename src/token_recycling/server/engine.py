@@ -153,12 +153,17 @@ class Engine:
         self.metrics.running.set(len(self._running))
 
     def run(self) -> None:
-        """Decode until ``stop`` is called."""
+        """Decode until ``stop`` is called; after a fault, fail the jobs that are left."""
         self.alive = True
         try:
             self._loop()
         finally:
             self.alive = False
+            with self._changed:
+                self._draining = True
+                left = [*(one.job for one in self._running), *self._waiting]
+            for job in left:
+                job.emit(Failed("the server has stopped", refused=False))
             self._ended.set()
 
     def _loop(self) -> None:

@@ -59,7 +59,7 @@ def run(
         log_level="info" if access_log else "warning",
         access_log=access_log,
         timeout_graceful_shutdown=drain_seconds,
-        lifespan="on",
+        lifespan="off",
     )
     server = uvicorn.Server(config)
 
@@ -67,7 +67,7 @@ def run(
         try:
             server.run(sockets=[sock])
         finally:
-            engine.stop()  # stopped already, unless draining was cut short
+            engine.stop()  # its jobs have ended, or their requests are cancelled
 
     signals = (signal.SIGINT, signal.SIGTERM)
     # The first signal drains; a second SIGINT does not wait.
