@@ -23,7 +23,7 @@ TOKENIZER = letters()
 seen = Counter()
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.long)])
 def model(request):
     model = make(request.param)
     model.generation_config.pad_token_id = 0
@@ -183,9 +183,9 @@ def test_most_of_them_were_recycled():
     if not seen:
         pytest.skip("needs the test above")
     print(dict(seen))
-    assert seen["recycled"] >= 100
-    assert seen["refused"] >= 10
-    assert seen["accepted"] > 100
+    assert seen["recycled"] >= 50
+    assert seen["refused"] >= 5
+    assert seen["accepted"] > 50
 
 
 def test_strict_raises_where_it_would_decode_plainly(model):
