@@ -95,6 +95,8 @@ def test_an_answer_with_its_figures(opened, recycler):
     figures = page.inner_text("li.assistant .figures")
     mat = float(re.match(r"MAT ([\d.]+) · [\d.]+ tokens/s · 60 tokens$", figures)[1])
     assert mat > 1
+    rate = float(re.search(r"([\d.]+) tokens/s", figures)[1])
+    assert 1 < rate < 5000  # not the time in which a browser reads what has come at once
     drafted = page.locator("li.assistant .draft").count()
     assert 0 < drafted < 60
 

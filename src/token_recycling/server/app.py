@@ -329,7 +329,9 @@ class Server:
                     chunk = choices[index].last_chunk(event)
                     usage.stats.append(event.stats)
                     if with_drafts:
-                        extra["token_recycling"] = {"mat": event.stats.mat}
+                        stats = event.stats
+                        speed = stats.tokens_per_second
+                        extra["token_recycling"] = {"mat": stats.mat, "tokens_per_second": speed}
                 else:
                     chunk = choices[index].chunk(event)
                     usage.cached = max(usage.cached, event.cached)
