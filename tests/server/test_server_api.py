@@ -357,6 +357,19 @@ def test_models(client):
         client.models.retrieve("gpt-4")
 
 
+def test_which_tokens_were_drafted(asked):
+    chunks = list(asked(stream=True, stream_options={"include_drafts": True}))
+    ours = [one.model_extra["token_recycling"] for one in chunks if one.model_extra]
+    drafts = [tuple(token) for one in ours for token in one.get("drafts", [])]
+    answer = asked()
+    assert "".join(piece for piece, _ in drafts) == answer.choices[0].message.content
+    assert len(drafts) == 40
+    assert drafts[0][1] is False
+    assert 0 < sum(drafted for _, drafted in drafts) < 40
+    assert ours[-1]["mat"] > 1
+    assert ours[-1]["tokens_per_second"] > 1
+
+
 def test_metrics(server, asked):
     asked()
     lines = server.get("/metrics").text
