@@ -299,6 +299,13 @@ def test_required_tool_calls(client):
     assert [call["name"] for call in found] == ["get_weather"]
 
 
+def test_tool_calls_that_are_cut_off(asked):
+    (choice,) = asked(tools=[WEATHER], tool_choice="required", max_tokens=60).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls
+    assert not choice.message.content
+
+
 def test_tools_that_are_not_called(asked):
     answer = asked(tools=[WEATHER]).choices[0]
     assert answer.message.tool_calls is None

@@ -272,8 +272,14 @@ class TestFullQueue:
 
     def test_choices_that_do_not_fit_are_refused_together(self, recycler):
         with running(recycler, rows=2, waiting=1) as served:
-            assert served.post(COMPLETIONS, **SHORT, n=4).status_code == 429
-            assert served.metric("num_requests_waiting") == 0
+            with sent(served.url, LONG):
+                wait_for(lambda: served.metric("num_requests_running") == 1)
+                assert served.post(COMPLETIONS, **SHORT, n=3).status_code == 429
+                assert served.metric("num_requests_waiting") == 0
+            served.idle()
+            never = served.post(COMPLETIONS, **SHORT, n=4)
+            assert never.status_code == 400
+            assert "more than this server takes at once (3)" in never.json()["error"]["message"]
             assert len(served.post(COMPLETIONS, **SHORT, n=3).json()["choices"]) == 3
 
 

@@ -172,6 +172,10 @@ class TestCallParser:
     def test_a_call_that_is_cut_off_is_content(self):
         assert self.parsed(f"So: {CALL[:-5]}", []) == (f"So: {CALL[:-5]}", [])
 
+    def test_after_calls_a_call_that_is_cut_off_is_dropped(self):
+        found = self.parsed(f"{CALL}\n{CALL[:-20]}", [70])
+        assert found == ("", [("clock", '{"zone": "CET"}')])
+
     def test_identifiers_differ(self):
         calls = CallParser().feed(CALL + CALL)[1]
         assert len({call.id for call in calls}) == 2

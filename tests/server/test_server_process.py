@@ -192,7 +192,8 @@ def test_killed_during_a_save_the_file_stays_whole(tmp_path):
         (["--drain-seconds", -1], "--drain-seconds is -1"),
         (["--host", "no.such.host.invalid"], "there is no such address"),
         (["--host", "192.0.2.1", "--port", 0], "cannot use 192.0.2.1:0"),
-        (["--api-key", "é"], "--api-key must be printable ASCII"),
+        (["--api-key", "é"], "--api-key is empty or not printable ASCII"),
+        (["--api-key", ""], "--api-key is empty or not printable ASCII"),
         (["/no/such/model"], "no such folder"),
     ],
 )

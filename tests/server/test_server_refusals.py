@@ -86,7 +86,14 @@ def test_the_table_has_no_other_fields():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("store", False), ("modalities", ["text"]), ("verbosity", "medium")]
+    "name, value",
+    [
+        ("store", False),
+        ("modalities", ["text"]),
+        ("verbosity", "medium"),
+        ("functions", []),
+        ("function_call", "none"),
+    ],
 )
 def test_values_that_ask_for_nothing_are_accepted(server, name, value):
     assert server.post(CHAT, **ASKED, **{name: value}).status_code == 200
@@ -283,7 +290,14 @@ def test_lone_surrogates(server):
 
 @pytest.mark.parametrize(
     "method, path, status",
-    [("GET", "/v1/embeddings", 404), ("GET", CHAT, 405), ("POST", "/", 405), ("GET", "/x", 404)],
+    [
+        ("GET", "/v1/embeddings", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("GET", CHAT, 405),
+        ("POST", "/", 405),
+        ("GET", "/x", 404),
+    ],
 )
 def test_other_addresses(server, method, path, status):
     answer = httpx.request(method, server.url + path)

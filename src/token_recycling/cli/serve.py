@@ -98,7 +98,7 @@ def serve(
 
     SIGTERM and Ctrl-C finish the answers in progress, then save the matrix.
     """
-    keys = [key for key in api_key or [] if key]
+    keys = api_key or []
     _check_numbers(port, batch, queue, prefix_cache, save_minutes, drain_seconds)
     _check_scope(matrix_scope, matrix, keys)
     missing = [name for name in NEEDED if find_spec(name) is None]
@@ -195,8 +195,8 @@ def _check_scope(scope: str, matrix: Path | None, keys: list[str]) -> None:
         raise TokenRecyclingError(f"--matrix-scope is {scope}; choose one of {', '.join(SCOPES)}")
     if scope == "key" and not keys:
         raise TokenRecyclingError("--matrix-scope key needs --api-key, once per caller")
-    if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
-        raise TokenRecyclingError("--api-key must be printable ASCII without spaces around it")
+    if not all(key and key.isascii() and key.isprintable() and key.strip() == key for key in keys):
+        raise TokenRecyclingError("--api-key is empty or not printable ASCII")
     if matrix is not None and scope != "shared" and not matrix.exists():
         raise TokenRecyclingError(
             f"no matrix file at {matrix}; with --matrix-scope {scope} it is only read"

@@ -34,7 +34,6 @@ from token_recycling.server.errors import ApiError
 from token_recycling.server.job import Ended, Event, Failed, Job, NewTokens
 from token_recycling.server.prompts import Answer, Prompts
 from token_recycling.server.schemas import ChatRequest, CompletionRequest, Sampling
-from token_recycling.version import __version__
 
 # How pydantic names the types of a union in the place of a problem.
 UNION = re.compile(r"str|NamedTool|(list|literal)\[.*\]")
@@ -96,6 +95,10 @@ class Answering:
             for index, answer in enumerate(answers)
         ]
         self.left = len(self._jobs)  # jobs that have not ended
+        if self.left > engine.most_jobs:
+            raise ApiError(
+                f"{self.left} choices are more than this server takes at once ({engine.most_jobs})"
+            )
         try:
             engine.submit(self._jobs)
         except QueueFullError as error:
@@ -355,7 +358,8 @@ class Server:
 def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
     """Return the application that serves ``server``, to web pages of ``allowed_origins`` too."""
 
-    app = FastAPI(title="token-recycling", version=__version__)
+    # No /docs: it would load scripts from another host, and describe errors that are not ours.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit)
     if allowed_origins:
         app.add_middleware(

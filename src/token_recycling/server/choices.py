@@ -137,23 +137,23 @@ class ChatChoice:
 
     def chunk(self, event: NewTokens) -> Json | None:
         """Take new tokens; return them as a chunk, or None if there is nothing to send yet."""
-        content, delta = self._take("".join(event.pieces))
+        delta = self._take("".join(event.pieces))
         logprobs = self._texts.chat(event)
         if logprobs is not None:
             self._logprobs = (self._logprobs or []) + logprobs["content"]
         if not delta and not logprobs:
             return None
-        return self._chunk(delta or {"content": content}, logprobs)
+        return self._chunk(delta or {"content": ""}, logprobs)
 
     def last_chunk(self, event: Ended) -> Json:
         """Take the end; return it as a chunk."""
-        _, delta = self._take("", last=True)
-        self._reason = "length" if event.reason == "length" else "stop"
-        if self.calls:
-            self._reason = "tool_calls"
+        delta = self._take("", last=True)
+        self._reason = "tool_calls" if self.calls else "stop"
+        if event.reason == "length":
+            self._reason = "length"
         return self._chunk(delta, reason=self._reason)
 
-    def _take(self, text: str, *, last: bool = False) -> tuple[str, Json]:
+    def _take(self, text: str, *, last: bool = False) -> Json:
         calls: list[ToolCall] = []
         if self._parser is not None:
             text, calls = self._parser.feed(text, last=last)
@@ -165,7 +165,7 @@ class ChatChoice:
             delta["tool_calls"] = [
                 {"index": first + at, **_call(call)} for at, call in enumerate(calls)
             ]
-        return text, delta
+        return delta
 
     def _chunk(self, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         return {

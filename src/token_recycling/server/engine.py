@@ -114,6 +114,11 @@ class Engine:
         self._ended = Event()
         self.alive = False  # True while ``run`` runs
 
+    @property
+    def most_jobs(self) -> int:
+        """Jobs that are decoded or wait at once, at most."""
+        return self._most_rows + self._most_waiting
+
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs that belong together: all or none.
 
@@ -207,6 +212,7 @@ class Engine:
         try:
             sequence, accept, recorder = self._prepare(job)
             prefix = self._prefix(self._scopes.owner(job.key), sequence.tokens)
+            self.metrics.prefix_bytes.set(self._prefixes.nbytes)
             drafter = self._scopes.drafter(job.key)
             step = self._batch.join(sequence, accept, drafter, prefix=prefix, on_progress=between)
         except AbortedError:

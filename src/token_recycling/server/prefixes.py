@@ -72,11 +72,6 @@ class PrefixCaches:
         self._kept[self._made] = (owner, Context(tokens, cache))
         self.nbytes += size
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._kept.clear()
-        self.nbytes = 0
-
     def _drop(self, key: int) -> None:
         self.nbytes -= self._kept.pop(key)[1].cache.nbytes
 

@@ -29,11 +29,14 @@ WITHOUT_EFFECT = {
 REFUSED_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "only text is generated"),
     "modalities": ((["text"],), "only text is generated"),
-    "function_call": ((), "it is deprecated; use tool_choice"),
-    "functions": ((), "it is deprecated; use tools"),
+    "function_call": (("none",), "it is deprecated; use tool_choice"),
+    "functions": (([],), "it is deprecated; use tools"),
     "moderation": ((), "there is no moderation"),
     "prediction": ((), "drafts come from the model itself"),
-    "reasoning_effort": ((), "use chat_template_kwargs if the model's template has such a switch"),
+    "reasoning_effort": (
+        ("none",),
+        "use chat_template_kwargs if the model's template has such a switch",
+    ),
     "store": ((False,), "nothing is stored"),
     "verbosity": (("medium",), "models have no such setting"),
     "web_search_options": ((), "there is no web search"),

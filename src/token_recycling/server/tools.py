@@ -77,14 +77,15 @@ class CallParser:
     def __init__(self) -> None:
         """Start before the first character."""
         self._text = ""  # what may still become a call, with the white space in front of it
-        self._after_call = False
+        self._after_call = self._called = False
 
     def feed(self, piece: str, *, last: bool = False) -> tuple[str, list[ToolCall]]:
         """Add text.
 
         Args:
             piece: the text.
-            last: no more text follows; what is incomplete counts as content.
+            last: no more text follows; a call that is incomplete counts as content, and is dropped
+                if there were calls before it.
 
         Returns:
             The content and the calls that are complete with it.
@@ -105,8 +106,12 @@ class CallParser:
                 content += whole
             else:
                 calls.append(call)
-                self._after_call = True
-        return content + (self._take(len(self._text)) if last else ""), calls
+                self._after_call = self._called = True
+        if last:
+            cut_off = self._called and self._text.lstrip().startswith(BEGIN)
+            content += "" if cut_off else self._text
+            self._text = ""
+        return content, calls
 
     def _take(self, length: int) -> str:
         """Remove the beginning of the text and return it."""
