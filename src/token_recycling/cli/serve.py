@@ -136,7 +136,7 @@ def serve(
             from token_recycling.integrations.engines.keep import MatrixKeeper
 
             on_tick = MatrixKeeper(recycler.matrix, matrix, save_minutes).tick
-        name = served_model_name or model or "token-recycling-demo"
+        name = served_model_name or _name(model)
         engine = Engine(
             recycler,
             Metrics(name),
@@ -168,6 +168,13 @@ def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:
         return recycler, "no: the drafter is none"
     name = getattr(recycler.drafter, "name", "custom")
     return recycler, f"yes: drafter {name}, tree {recycler.template.name}"
+
+
+def _name(model: str | None) -> str:
+    """Return the default name of a model: that of its folder or on the Hub."""
+    if model is None:
+        return "token-recycling-demo"
+    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _check_numbers(
@@ -233,16 +240,21 @@ def _print_start(
     size = sum(weight.numel() for weight in recycler.model.parameters())
     dtype = str(recycler.model.dtype).removeprefix("torch.")
     about = f"{name} ({size / 1e6:.3g}M parameters, {dtype}, {recycler.target.device}"
-    body = json.dumps({"messages": [{"role": "user", "content": "Tell me a story"}]})
+    asked = [{"role": "user", "content": "Tell me a story"}]
+    body = json.dumps({"messages": asked, "max_tokens": 200})
+    page = f"chat page  {url}/\n"
     header = " -H 'Authorization: Bearer YOUR_KEY'" if key else ""
     route = "chat/completions"
     if not getattr(recycler.tokenizer, "chat_template", None):
         body, route = json.dumps({"prompt": "Once upon a time", "max_tokens": 100}), "completions"
+        page = ""  # it needs a chat template
+    if host in EVERYWHERE and not key:
+        show.note("warning: everyone who can reach this machine can use the server: no --api-key")
     show.note(
         f"model      {about}, context {context})\n"
         f"recycling  {recycling}\n"
         f"API        {url}/v1\n"
-        f"chat page  {url}/\n"
+        f"{page}"
         f"try        curl {url}/v1/{route}{header} "
         f"-H 'Content-Type: application/json' -d '{body}'"
     )
