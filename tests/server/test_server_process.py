@@ -110,6 +110,7 @@ def test_from_start_to_end(tmp_path):
         assert "".join(part["choices"][0]["text"] for part in parts) == whole["text"]
         assert served.process.wait(timeout=30) == 0
         assert "Traceback" not in served.text()
+        assert "finishing answers in progress, for up to 30 s" in served.text()
     AdjacencyMatrix.load(matrix)
 
 
@@ -130,6 +131,7 @@ def test_all_addresses_a_key_and_no_time_to_drain(tmp_path):
             next(answer.iter_lines())
             served.process.send_signal(signal.SIGTERM)
             assert served.process.wait(timeout=10) == 0
+        assert "Traceback" not in served.text()
 
 
 @pytest.mark.server

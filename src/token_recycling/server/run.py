@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import socket
 from threading import Thread
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -69,9 +71,17 @@ def run(
         finally:
             engine.stop()  # its jobs have ended, or their requests are cancelled
 
+    def end(number: int, frame: FrameType | None) -> None:
+        first = not server.should_exit
+        server.handle_exit(number, frame)  # the first signal drains; a second SIGINT does not wait
+        if first:
+            line = (
+                f"finishing answers in progress, for up to {drain_seconds} s; Ctrl-C again: at once"
+            )
+            os.write(2, f"{line}\n".encode())  # print must not be used in a signal handler
+
     signals = (signal.SIGINT, signal.SIGTERM)
-    # The first signal drains; a second SIGINT does not wait.
-    before = {number: signal.signal(number, server.handle_exit) for number in signals}
+    before = {number: signal.signal(number, end) for number in signals}
     thread = Thread(target=serve, name="http")
     thread.start()
     try:
