@@ -60,7 +60,7 @@ def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**
         most_rows=rows,
         most_waiting=waiting,
     )
-    about = {"recycling": "yes", "context": 2048}
+    about = {"recycling": "on", "context": 2048}
     app = create_app(Server(engine, NAME, list(keys), about), origins)
     sock = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, lifespan="off")

@@ -214,9 +214,19 @@ class TestKeys:
             answer = locked.get(path, headers=headers)
         else:
             answer = locked.post(path, headers=headers, **SHORT)
-        assert answer.status_code in ((401,) if path != CHAT else (400, 401))
-        if answer.status_code == 401:
-            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.status_code == 401
+        error = answer.json()["error"]
+        assert error["code"] == "invalid_api_key"
+        wrong = header is not None and header.startswith("Bearer ")
+        says = "this server requires an API key: send Authorization: Bearer KEY"
+        assert error["message"] == ("wrong API key" if wrong else says)
+
+    def test_the_body_is_not_read(self, locked):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n"
+        with socket.create_connection(address(locked.url)) as made:
+            made.settimeout(10)
+            made.sendall(head)
+            assert made.recv(100).startswith(b"HTTP/1.1 401")
 
     def test_bytes_that_are_no_text(self, locked):
         with socket.create_connection(address(locked.url)) as made:

@@ -70,10 +70,10 @@ class TestPrefixCaches:
         kept = PrefixCaches(8 * 25)
         for start in (100, 200):
             kept.keep("", [start] * 10, cache(10))
-        kept.take(kept.find("", [100] * 5), 5)
+        kept.take(*kept.find("", [100] * 5))
         kept.keep("", [300] * 10, cache(10))
-        assert kept.find("", [200]) is None
-        assert kept.find("", [100]) is not None
+        assert kept.find("", [200])[1] == 0
+        assert kept.find("", [100])[1] == 1
         assert kept.nbytes == 8 * 20
 
     def test_what_is_larger_than_the_limit_is_not_kept(self):
@@ -84,7 +84,7 @@ class TestPrefixCaches:
     def test_owners_do_not_share(self):
         kept = PrefixCaches(1000)
         kept.keep("one", [1, 2, 3], cache(3))
-        assert kept.find("other", [1, 2, 3]) is None
+        assert kept.find("other", [1, 2, 3])[1] == 0
 
     def test_a_longer_text_replaces_its_beginning(self):
         kept = PrefixCaches(1000)
@@ -92,15 +92,25 @@ class TestPrefixCaches:
         kept.keep("other", [1, 2], cache(2))
         kept.keep("", [1, 2, 3, 4], cache(4))
         assert len(kept) == 2
-        assert kept.find("", [1, 2, 3]).tokens == [1, 2, 3, 4]
+        assert kept.find("", [1, 2, 3, 4, 5])[1] == 4
+
+    def test_the_longest_beginning_is_found(self):
+        kept = PrefixCaches(1000)
+        kept.keep("", [1, 2, 9], cache(3))
+        kept.keep("", [1, 2, 3, 9], cache(4))
+        kept.keep("", [1, 9], cache(2))
+        key, length = kept.find("", [1, 2, 3, 4])
+        assert length == 3
+        assert kept.take(key, length).lengths == [3]
+        assert kept.find("", [5])[1] == 0
 
     def test_a_text_that_is_needed_whole_is_moved(self):
         kept = PrefixCaches(1000)
         kept.keep("", [1, 2, 3], cache(3))
-        part = kept.take(kept.find("", [1, 2, 9]), 2)
+        part = kept.take(*kept.find("", [1, 2, 9]))
         assert part.lengths == [2]
         assert part.layers[0].values.flatten().tolist() == [0, -1]
-        whole = kept.take(kept.find("", [1, 2, 3, 4]), 3)
+        whole = kept.take(*kept.find("", [1, 2, 3, 4]))
         assert whole.lengths == [3]
         assert (len(kept), kept.nbytes) == (0, 0)
 

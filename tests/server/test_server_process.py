@@ -77,7 +77,9 @@ def test_from_start_to_end(tmp_path):
         assert re.search(
             r"^model +token-recycling-demo \(.* float32, cpu, context 2048\)$", text, re.M
         )
-        assert re.search(r"^recycling +yes: drafter adaptive, tree auto", text, re.M)
+        line = f"matrix     {matrix} not there yet; saved every 0.01 minutes and at the end\n"
+        assert line in text
+        assert re.search(r"^recycling +on \(drafter adaptive, tree auto\)", text, re.M)
         line = re.search(r"^try +(curl .*)$", text, re.M)[1]
         found = subprocess.run(["sh", "-c", f"{line} -sS"], capture_output=True, timeout=120)
         assert json.loads(found.stdout)["choices"][0]["message"]["content"], found.stderr
@@ -183,6 +185,9 @@ def test_killed_during_a_save_the_file_stays_whole(tmp_path):
     [
         (["--matrix", "/proc/x.safetensors"], "cannot write to the folder of the matrix file"),
         (["--matrix", "/no/such/folder/x.safetensors"], "folder"),
+        (["--matrix", "/tmp"], "--matrix is the folder /tmp; give a file"),
+        (["--allowed-origin", "example.org"], "https://example.org"),
+        (["--allowed-origin", "https://example.org/"], "--allowed-origin is https://example.org/"),
         (["--matrix-scope", "everyone"], "choose one of shared, key, request"),
         (["--matrix-scope", "key"], "--matrix-scope key needs --api-key"),
         (["--matrix-scope", "request", "--matrix", "/no/such"], "no matrix file at /no/such"),

@@ -17,7 +17,8 @@ from serving import NAME
 from token_recycling.server.schemas import (
     REFUSED_CHAT,
     REFUSED_COMPLETION,
-    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_CHAT,
+    WITHOUT_EFFECT_COMPLETION,
     ChatRequest,
     CompletionRequest,
 )
@@ -53,17 +54,23 @@ def documented():
     return {(path, name): about for name, kind, about in rows for path in kinds[kind]}
 
 
+CHAT_FIELDS = (CHAT, of_chat, ChatRequest, REFUSED_CHAT, WITHOUT_EFFECT_CHAT)
+COMPLETION_FIELDS = (
+    *(COMPLETIONS, of_completions, CompletionRequest),
+    *(REFUSED_COMPLETION, WITHOUT_EFFECT_COMPLETION),
+)
+
+
 def fields():
-    for path, module, model, refused in (
-        (CHAT, of_chat, ChatRequest, REFUSED_CHAT),
-        (COMPLETIONS, of_completions, CompletionRequest, REFUSED_COMPLETION),
-    ):
+    for path, module, *others in (CHAT_FIELDS, COMPLETION_FIELDS):
         for name in [*get_type_hints(module.CompletionCreateParamsBase), "stream"]:
-            yield path, name, model, refused
+            yield path, name, *others
 
 
-@pytest.mark.parametrize("path, name, model, refused", fields())
-def test_every_field_of_openai_does_what_the_table_says(server, path, name, model, refused):
+@pytest.mark.parametrize("path, name, model, refused, ignored", fields())
+def test_every_field_of_openai_does_what_the_table_says(
+    server, path, name, model, refused, ignored
+):
     about = documented()[path, name]
     body = ASKED if path == CHAT else CONTINUED
     if name in refused or name == "best_of":
@@ -71,7 +78,7 @@ def test_every_field_of_openai_does_what_the_table_says(server, path, name, mode
         assert answer.status_code == 400
         message = answer.json()["error"]["message"]
         assert f"refused: “{message}”" in about
-    elif name in WITHOUT_EFFECT:
+    elif name in ignored:
         assert about.startswith("no effect")
         assert server.post(path, **body, **{name: "anything"}).status_code == 200
     else:
@@ -81,7 +88,7 @@ def test_every_field_of_openai_does_what_the_table_says(server, path, name, mode
 
 def test_the_table_has_no_other_fields():
     ours = {"top_k", "min_p", "repetition_penalty", "chat_template_kwargs"}
-    known = {(path, name) for path, name, _, _ in fields()}
+    known = {(path, name) for path, name, *_ in fields()}
     assert {name for path, name in documented() if (path, name) not in known} == ours
 
 
@@ -137,7 +144,8 @@ CHAT_CASES = [
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
     ({"top_logprobs": 2}, None, "top_logprobs needs logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": []}, None, "messages is empty"),
+    ({"messages": None}, "messages", "messages: input should be a valid list"),
     ({"messages": "Hello"}, "messages", "valid list"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "should be 'system'"),
     ({"messages": [{"role": "user"}]}, "messages.0", "content is missing"),
@@ -148,8 +156,8 @@ CHAT_CASES = [
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages.0.content.0.type",
-        "should be 'text'",
+        "messages.0.content.0",
+        "only parts with type: text are supported",
     ),
     ({"response_format": {"type": "json_schema"}}, "response_format", "belong together"),
     ({"response_format": {"type": "yaml"}}, "response_format.type", "should be 'text'"),
@@ -213,6 +221,7 @@ def check(answer, status, param, says):
     "more, param, says",
     [
         ({"prompt": []}, None, "prompt is empty"),
+        ({"metadata": {}}, "metadata", "unrecognized request argument: metadata"),
         ({"prompt": ["x", 5]}, "prompt.1", "valid string"),
         ({"prompt": [[], [5]]}, "prompt", "the prompt is empty"),
         ({"prompt": [5000]}, "prompt", "token ids must be from 0 to 4095"),
@@ -273,9 +282,14 @@ def test_schemas_that_are_nested_deeply(server):
 
 
 def test_bodies_of_another_type(server):
-    answer = httpx.post(server.url + CHAT, content=json.dumps(ASKED).encode())
-    assert answer.status_code == 400
-    assert "error" in answer.json()
+    says = "send a JSON object, with Content-Type: application/json"
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
+    for headers in ({}, form):
+        answer = httpx.post(server.url + CHAT, content=json.dumps(ASKED).encode(), headers=headers)
+        check(answer, 400, None, says)
+    for body in ([], "Hello", 5):
+        check(httpx.post(server.url + CHAT, json=body), 400, None, says)
+    check(httpx.post(server.url + CHAT, json={}), 400, "messages", "messages is missing")
 
 
 def test_lone_surrogates(server):
@@ -289,17 +303,17 @@ def test_lone_surrogates(server):
 
 
 @pytest.mark.parametrize(
-    "method, path, status",
+    "method, path, status, use",
     [
-        ("GET", "/v1/embeddings", 404),
-        ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
-        ("GET", CHAT, 405),
-        ("POST", "/", 405),
-        ("GET", "/x", 404),
+        ("GET", "/v1/embeddings", 404, ""),
+        ("GET", "/docs", 404, ""),
+        ("GET", "/openapi.json", 404, ""),
+        ("GET", CHAT, 405, "; use POST"),
+        ("POST", "/", 405, "; use GET"),
+        ("GET", "/x", 404, ""),
     ],
 )
-def test_other_addresses(server, method, path, status):
+def test_other_addresses(server, method, path, status, use):
     answer = httpx.request(method, server.url + path)
     assert answer.status_code == status
-    assert answer.json()["error"]["message"] == f"there is no {method} {path} here"
+    assert answer.json()["error"]["message"] == f"there is no {method} {path} here{use}"

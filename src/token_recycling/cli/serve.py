@@ -8,6 +8,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 ROWS, WAITING = 16, 64
 MINUTES, DRAIN_SECONDS = 5.0, 30
-CONTEXTS = 4  # the default room for contexts: so many of the longest, at most MOST_BYTES
-MOST_BYTES = 2**30
+CONTEXTS = 4  # the default room for contexts: so many of the longest, at most MOST_MIB
+MOST_MIB = 1024
 MIB = 2**20
 EVERYWHERE = ("0.0.0.0", "::")
-SCOPES = ("shared", "key", "request")
 
 
 def serve(
@@ -41,12 +41,16 @@ def serve(
         list[str] | None,
         typer.Option(
             "--api-key",
+            metavar="KEY",
             envvar="TOKEN_RECYCLING_API_KEY",
-            help="Required of every request; may be repeated.",
+            help="Requests must have this key; may be repeated.",
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option("--served-model-name", help="The model's name in requests.")
+        str | None,
+        typer.Option(
+            "--served-model-name", help="The model's name in requests; default: its folder's name."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Requests decoded at once.")] = ROWS,
     queue: Annotated[
@@ -56,7 +60,8 @@ def serve(
         int | None,
         typer.Option(
             "--prefix-cache",
-            help="MiB for the keys and values of the last conversations; 0: none.",
+            help="MiB for keys and values of the last conversations; 0: none; default: room for "
+            f"{CONTEXTS} of the longest, at most {MOST_MIB}.",
         ),
     ] = None,
     matrix: o.Matrix = None,
@@ -68,16 +73,19 @@ def serve(
         ),
     ] = "shared",
     save_minutes: Annotated[
-        float, typer.Option("--save-minutes", help="Time between two saves of --matrix.")
+        float, typer.Option("--save-minutes", help="Minutes between two saves of --matrix.")
     ] = MINUTES,
     drain_seconds: Annotated[
-        int, typer.Option("--drain-seconds", help="Time for answers in progress at SIGTERM.")
+        int,
+        typer.Option("--drain-seconds", help="Seconds for answers in progress at SIGTERM, Ctrl-C."),
     ] = DRAIN_SECONDS,
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
             "--allowed-origin",
-            help="Origin of web pages that may use the API; *: all; may be repeated.",
+            metavar="ORIGIN",
+            help="Web pages that may use the API, such as https://example.org; *: all; may be "
+            "repeated.",
         ),
     ] = None,
     access_log: Annotated[
@@ -98,8 +106,9 @@ def serve(
 
     SIGTERM and Ctrl-C finish the answers in progress, then save the matrix.
     """
-    keys = api_key or []
+    keys, origins = api_key or [], allowed_origin or []
     _check_numbers(port, batch, queue, prefix_cache, save_minutes, drain_seconds)
+    _check_access(keys, origins)
     _check_scope(matrix_scope, matrix, keys)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -114,15 +123,15 @@ def serve(
         dtype,
         tree,
         drafter,
-        top_k_candidates,
-        matrix,
-        False,
-        threads,
-        strict,
-        float32_logits,
-        graph,
-        warm,
+        candidates=top_k_candidates,
+        matrix=matrix,
+        threads=threads,
+        strict=strict,
+        float32_logits=float32_logits,
+        graph=graph,
+        warm=warm,
     )
+    known = matrix is not None and matrix.exists()
     with bind(host, port) as sock:
         recycler, recycling = _open(loading)
         from token_recycling.server.app import Server, create_app
@@ -131,11 +140,11 @@ def serve(
         from token_recycling.server.prefixes import PrefixCaches
         from token_recycling.server.scopes import MatrixScopes
 
-        on_tick: Any = lambda: None  # noqa: E731
+        keeper = None
         if matrix is not None and matrix_scope == "shared":
             from token_recycling.integrations.engines.keep import MatrixKeeper
 
-            on_tick = MatrixKeeper(recycler.matrix, matrix, save_minutes).tick
+            keeper = MatrixKeeper(recycler.matrix, matrix, save_minutes)
         name = served_model_name or _name(model)
         engine = Engine(
             recycler,
@@ -144,10 +153,13 @@ def serve(
             PrefixCaches(_room(recycler) if prefix_cache is None else prefix_cache * MIB),
             most_rows=batch,
             most_waiting=queue,
-            on_tick=on_tick,
+            on_tick=None if keeper is None else keeper.tick,
         )
         about = {"recycling": recycling, "context": recycler.target.max_context}
-        app = create_app(Server(engine, name, keys, about), allowed_origin or [])
+        app = create_app(Server(engine, name, keys, about), origins)
+        if matrix is not None:
+            saved = f"; saved every {save_minutes:g} minutes and at the end" if keeper else ""
+            show.note(f"matrix     {matrix} {'loaded' if known else 'not there yet'}{saved}")
         _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
         run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
 
@@ -163,11 +175,11 @@ def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:
         raise TokenRecyclingError("this checkpoint has no tokenizer; a server needs one")
     for one in seen:
         if issubclass(one.category, PlainDecodingWarning):
-            return recycler, f"no: {one_line(one.message)}"
+            return recycler, f"off: {one_line(one.message)}"
     if recycler.options.drafter == "none":
-        return recycler, "no: the drafter is none"
+        return recycler, "off: the drafter is none"
     name = getattr(recycler.drafter, "name", "custom")
-    return recycler, f"yes: drafter {name}, tree {recycler.template.name}"
+    return recycler, f"on (drafter {name}, tree {recycler.template.name})"
 
 
 def _name(model: str | None) -> str:
@@ -197,13 +209,26 @@ def _check_numbers(
             raise TokenRecyclingError(f"{option} is {value}; choose {low} to {high}")
 
 
+def _check_access(keys: list[str], origins: list[str]) -> None:
+    if not all(key and key.isascii() and key.isprintable() and key.strip() == key for key in keys):
+        raise TokenRecyclingError("--api-key is empty or not printable ASCII")
+    for origin in origins:
+        parts = urlsplit(origin)
+        if origin != "*" and (not parts.scheme or origin != f"{parts.scheme}://{parts.netloc}"):
+            raise TokenRecyclingError(
+                f"--allowed-origin is {origin}; give * or a scheme and host: https://example.org"
+            )
+
+
 def _check_scope(scope: str, matrix: Path | None, keys: list[str]) -> None:
+    from token_recycling.server.scopes import SCOPES
+
     if scope not in SCOPES:
         raise TokenRecyclingError(f"--matrix-scope is {scope}; choose one of {', '.join(SCOPES)}")
     if scope == "key" and not keys:
         raise TokenRecyclingError("--matrix-scope key needs --api-key, once per caller")
-    if not all(key and key.isascii() and key.isprintable() and key.strip() == key for key in keys):
-        raise TokenRecyclingError("--api-key is empty or not printable ASCII")
+    if matrix is not None and matrix.is_dir():
+        raise TokenRecyclingError(f"--matrix is the folder {matrix}; give a file")
     if matrix is not None and scope != "shared" and not matrix.exists():
         raise TokenRecyclingError(
             f"no matrix file at {matrix}; with --matrix-scope {scope} it is only read"
@@ -226,7 +251,7 @@ def _room(recycler: TokenRecycling) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * size * recycler.model.dtype.itemsize
-    return int(min(MOST_BYTES, CONTEXTS * (recycler.target.max_context or 4096) * per_token))
+    return int(min(MOST_MIB * MIB, CONTEXTS * (recycler.target.max_context or 4096) * per_token))
 
 
 def _print_start(

@@ -6,18 +6,21 @@ import asyncio
 import json
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from token_recycling.server.body_limit import BodyLimit
 from token_recycling.server.choices import (
@@ -37,6 +40,7 @@ from token_recycling.server.schemas import ChatRequest, CompletionRequest, Sampl
 
 # How pydantic names the types of a union in the place of a problem.
 UNION = re.compile(r"str|NamedTool|(list|literal)\[.*\]")
+API = "/v1/"  # requests for it need a key
 PAGE = Path(__file__).parent / "static" / "chat.html"
 T = TypeVar("T")
 
@@ -185,9 +189,9 @@ class Server:
         self.engine, self._name, self._keys, self._about = engine, name, keys, about
         self.prompts = Prompts(engine.recycler)
         self._texts = TokenTexts(self.prompts.tokenizer, self.prompts.eos)
-        self._created = Envelope("", "", "").created
+        self._created = int(time.time())
 
-    def caller(self, request: Request) -> Caller:
+    def caller(self, request: HTTPConnection) -> Caller:
         """Return who sends a request.
 
         Raises:
@@ -203,7 +207,9 @@ class Server:
             if secrets.compare_digest(token.strip().encode(), key.encode()):
                 found = key
         if scheme.lower() != "bearer" or not found:
-            problem = "wrong API key" if given else "this server requires an API key"
+            problem = "this server requires an API key: send Authorization: Bearer KEY"
+            if scheme.lower() == "bearer" and token.strip():
+                problem = "wrong API key"
             raise ApiError(problem, status=401, code="invalid_api_key")
         return Caller(found, found)
 
@@ -240,7 +246,7 @@ class Server:
                 code="model_not_found",
             )
 
-    async def chat(self, request: Request, body: ChatRequest, caller: Caller) -> Response:
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a chat request."""
         self._check_model(body.model)
         answers = await run_in_threadpool(self.prompts.of_chat, body)
@@ -248,31 +254,28 @@ class Server:
             ChatChoice(index, self._texts, calls=body.calls) for index in range(len(answers))
         ]
         top = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._answer(request, body, caller, answers, choices, top, "chat.completion")
+        return await self._answer(request, body, answers, choices, top, "chat.completion")
 
-    async def complete(self, request: Request, body: CompletionRequest, caller: Caller) -> Response:
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a completion request."""
         self._check_model(body.model)
         answers = await run_in_threadpool(self.prompts.of_completion, body)
         choices: list[Choice] = [TextChoice(index, self._texts) for index in range(len(answers))]
-        return await self._answer(
-            request, body, caller, answers, choices, body.logprobs, "text_completion"
-        )
+        return await self._answer(request, body, answers, choices, body.logprobs, "text_completion")
 
     async def _answer(
         self,
         request: Request,
         body: Sampling,
-        caller: Caller,
         answers: list[Answer],
         choices: list[Choice],
         top_logprobs: int | None,
         kind: str,
     ) -> Response:
-        prompts = {id(answer.prompt): len(answer.prompt) for answer in answers}
-        usage = Usage(sum(prompts.values()))
+        # The choices of a prompt follow each other, and it is counted once.
+        usage = Usage(sum(len(answer.prompt) for answer in answers[:: body.n or 1]))
         prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
-        answering = Answering(self.engine, answers, caller, top_logprobs)
+        answering = Answering(self.engine, answers, request.state.caller, top_logprobs)
         try:
             if not body.stream:
                 await _or_gone(request, self._collect(answering, choices, usage))
@@ -355,17 +358,36 @@ class Server:
             answering.close()
 
 
+class Authentication:
+    """Middleware that finds out who sends a request, before its body is read."""
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        """Wrap ``app``; requests for the API must have a key of ``server``."""
+        self._app, self._server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, with its ``Caller`` in ``request.state.caller``."""
+        if scope["type"] == "http" and scope["path"].startswith(API):
+            try:
+                caller = self._server.caller(HTTPConnection(scope))
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+
 def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
     """Return the application that serves ``server``, to web pages of ``allowed_origins`` too."""
 
     # No /docs: it would load scripts from another host, and describe errors that are not ours.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit)
-    if allowed_origins:
+    app.add_middleware(Authentication, server=server)
+    if allowed_origins:  # outermost: answers to wrong keys need its headers too
         app.add_middleware(
             CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    caller = Depends(server.caller)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -386,6 +408,8 @@ def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"there is no {request.method} {request.url.path} here"
+            if allowed := (error.headers or {}).get("Allow"):
+                message += f"; use {allowed}"
         elif error.status_code == 400:
             message = "the body is not valid JSON"
         return ApiError(message, status=error.status_code).response()
@@ -395,20 +419,18 @@ def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
         return ApiError("internal error", status=500, kind="server_error").response()
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatRequest, caller: Caller = caller) -> Response:
-        return await server.chat(request, body, caller)
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        return await server.chat(request, body)
 
     @app.post("/v1/completions")
-    async def complete(
-        request: Request, body: CompletionRequest, caller: Caller = caller
-    ) -> Response:
-        return await server.complete(request, body, caller)
+    async def complete(request: Request, body: CompletionRequest) -> Response:
+        return await server.complete(request, body)
 
-    @app.get("/v1/models", dependencies=[caller])
+    @app.get("/v1/models")
     async def models() -> Json:
         return server.models()
 
-    @app.get("/v1/models/{name:path}", dependencies=[caller])
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
         return server.model(name)
 
@@ -443,10 +465,14 @@ def _invalid(error: RequestValidationError) -> ApiError:
     kind, message = problem["type"], str(problem["msg"])
     if kind == "json_invalid":
         return ApiError("the body is not valid JSON", code="invalid_json")
-    if kind == "extra_forbidden":
-        message = f"unrecognized request argument: {param}"
-    elif kind == "value_error":
+    if kind == "value_error":
         message = message.removeprefix("Value error, ")
+    elif not parts:  # no body, another type of content, or a list
+        message = "send a JSON object, with Content-Type: application/json"
+    elif kind == "extra_forbidden":
+        message = f"unrecognized request argument: {param}"
+    elif kind == "missing":
+        message = f"{param} is missing"
     elif param:
         message = f"{param}: {message[:1].lower()}{message[1:]}"
     return ApiError(message, param=param)

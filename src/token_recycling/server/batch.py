@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TypeVar
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from token_recycling.accept import Acceptor, RowAcceptor
 from token_recycling.decode import Decoding, Hooks, read_prompts
@@ -16,22 +18,32 @@ from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import OnProgress, Target, TreeTarget
 from token_recycling.sequence import Sequence
 
-T = TypeVar("T")
+
+@dataclass(eq=False)
+class Row:
+    """A row of the batch.
+
+    Attributes:
+        sequence: its tokens.
+        accept: chooses them.
+        drafter: proposes its drafts.
+    """
+
+    sequence: Sequence
+    accept: Acceptor
+    drafter: AnyDrafter
 
 
-def remove(rows: list[T], row: int) -> None:
-    """Remove an element; the last one takes its place, as in ``RecyclingCache.remove``."""
-    rows[row] = rows[-1]
-    rows.pop()
+R = TypeVar("R", bound=Row)
 
 
-class ContinuousBatch:
+class ContinuousBatch(Generic[R]):
     """The rows that are decoded together, and their keys and values.
 
     A target that cannot verify trees keeps its own state, so it has one row at a time.
 
     Attributes:
-        sequences: the rows.
+        rows: the rows, in the order of the cache.
     """
 
     def __init__(self, target: Target, size: DraftSize, graph: GraphDecoder | None = None) -> None:
@@ -43,17 +55,13 @@ class ContinuousBatch:
             graph: runs the steps of a single row; None: the eager loop.
         """
         self._target, self._size, self._graph = target, size, graph
-        self.sequences: list[Sequence] = []
-        self._accepts: list[Acceptor] = []
-        self._drafters: list[AnyDrafter] = []
+        self.rows: list[R] = []
         self._cache: RecyclingCache | None = None
         self._steps: Generator[Step, None, None] | None = None
 
     def join(
         self,
-        sequence: Sequence,
-        accept: Acceptor,
-        drafter: AnyDrafter,
+        row: R,
         *,
         prefix: RecyclingCache | None = None,
         on_progress: OnProgress | None = None,
@@ -61,9 +69,7 @@ class ContinuousBatch:
         """Read the prompt of a new row, which becomes the last one; choose its first token.
 
         Args:
-            sequence: the row.
-            accept: chooses its tokens.
-            drafter: proposes its drafts.
+            row: the row.
             prefix: cache of a single row with the first tokens of the prompt; it is used up.
             on_progress: called between the chunks of the prompt; it may call ``step``, and if it
                 raises, the row does not join.
@@ -72,46 +78,41 @@ class ContinuousBatch:
             TokenRecyclingError: the prompt is empty or longer than the context.
         """
         self._stop()
-        sequence.cached = 0 if prefix is None else prefix.end
-        outer = self._swap(prefix)
+        row.sequence.cached = 0 if prefix is None else prefix.end
+        before = self._exchange(prefix)
         try:
             step = read_prompts(
                 self._target,
-                drafter,
-                accept,
-                [sequence],
+                row.drafter,
+                row.accept,
+                [row.sequence],
                 learns=self._size.pays,
                 on_progress=on_progress,
             )
         finally:
-            own = self._swap(outer)
+            own = self._exchange(before)
         self._stop()  # steps may have been taken while the prompt was read
         if own is not None and self._cache is not None:
             with self._target.inference_context():
                 self._cache.append(own)
         else:
             self._cache = own
-        self.sequences.append(sequence)
-        self._accepts.append(accept)
-        self._drafters.append(drafter)
+        self.rows.append(row)
         return step
 
     def step(self) -> Step:
         """Take one step with all rows; all must be active."""
-        outer = self._swap(self._cache)
-        try:
+        with self._in_target():
             if self._steps is None:
                 self._steps = self._begin()
             return next(self._steps)
-        finally:
-            self._cache = self._swap(outer)
 
-    def copy(self, row: int, slots: int) -> RecyclingCache | None:
+    def copy(self, row: R, slots: int) -> RecyclingCache | None:
         """Return a copy of the first entries of a row; None if the target has no trees."""
         self._stop()
-        return None if self._cache is None else self._cache.copy(row, slots)
+        return None if self._cache is None else self._cache.copy(self.rows.index(row), slots)
 
-    def leave(self, row: int) -> RecyclingCache | None:
+    def leave(self, row: R) -> RecyclingCache | None:
         """Remove a row; the last one takes its place.
 
         Returns:
@@ -119,56 +120,65 @@ class ContinuousBatch:
             trees.
         """
         self._stop()
-        remove(self.sequences, row)
-        remove(self._accepts, row)
-        remove(self._drafters, row)
+        at = self.rows.index(row)
+        self.rows[at] = self.rows[-1]  # as in ``RecyclingCache.remove``
+        self.rows.pop()
         cache = self._cache
         if cache is None:
             return None
         if cache.rows == 1:  # nothing else needs it
             self._cache = None
             return cache
-        own = cache.copy(row)
+        own = cache.copy(at)
         with self._target.inference_context():
-            cache.remove(row)
+            cache.remove(at)
         return own
 
     def release(self) -> None:
         """Free the room of rows that have left, if there are no others."""
-        if not self.sequences:
+        if not self.rows:
             self._cache = None
 
     def clear(self) -> None:
         """Remove all rows, after an exception too."""
         self._steps = self._cache = None
-        self.sequences, self._accepts, self._drafters = [], [], []
+        self.rows = []
 
     def _begin(self) -> Generator[Step, None, None]:
         """Return the steps of the present rows."""
-        accept, drafter = RowAcceptor(self._accepts), self._drafters[0]
-        if any(other is not drafter for other in self._drafters):
-            drafter = GroupedDrafter(self._drafters)
-        single = len(self.sequences) == 1 and can_capture(self._accepts[0])
-        graph = self._graph if single and self._graph and self._graph.drafter is drafter else None
-        choose = self._accepts[0] if single else accept
-        sequences = list(self.sequences)
-        decoding = Decoding(self._target, drafter, self._size, choose, sequences, graph, Hooks())
+        first = self.rows[0]
+        accept: Acceptor = RowAcceptor([row.accept for row in self.rows])
+        drafter = first.drafter
+        if any(row.drafter is not drafter for row in self.rows):
+            drafter = GroupedDrafter([row.drafter for row in self.rows])
+        graph = None
+        if len(self.rows) == 1 and can_capture(first.accept):
+            accept = first.accept
+            if self._graph is not None and self._graph.drafter is drafter:
+                graph = self._graph
+        sequences = [row.sequence for row in self.rows]
+        decoding = Decoding(self._target, drafter, self._size, accept, sequences, graph, Hooks())
         decoding.load([sequence.tokens[:-1] for sequence in sequences])
         return decoding.decode()
 
     def _stop(self) -> None:
         """End the steps; a graph then gives the keys and values back."""
-        if self._steps is None:
-            return
-        outer = self._swap(self._cache)
-        try:
-            self._steps.close()
-        finally:
-            self._steps = None
-            self._cache = self._swap(outer)
+        if self._steps is not None:
+            with self._in_target():
+                self._steps.close()
+                self._steps = None
 
-    def _swap(self, cache: RecyclingCache | None) -> RecyclingCache | None:
-        """Let the target work with ``cache`` (None: an empty one); return the one that it had."""
+    @contextmanager
+    def _in_target(self) -> Iterator[None]:
+        """Let the target work with the batch's cache; a prompt that is half read has its own."""
+        before = self._exchange(self._cache)
+        try:
+            yield
+        finally:
+            self._cache = self._exchange(before)
+
+    def _exchange(self, cache: RecyclingCache | None) -> RecyclingCache | None:
+        """Give the target a cache (None: an empty one); return the one that it had."""
         if not isinstance(self._target, TreeTarget):
             return None
         had = self._target.cache

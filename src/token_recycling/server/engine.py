@@ -10,15 +10,14 @@ from time import monotonic
 
 from transformers import LogitsProcessorList
 
-from token_recycling.accept import Acceptor, FollowAcceptor
+from token_recycling.accept import FollowAcceptor
 from token_recycling.call import prepare_call
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.metrics import Stats, Step
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
-from token_recycling.sequence import Sequence
-from token_recycling.server.batch import ContinuousBatch, remove
+from token_recycling.server.batch import ContinuousBatch, Row
 from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewTokens
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches, common
@@ -47,19 +46,17 @@ class AbortedError(Exception):
     """The client has gone while its prompt was being read."""
 
 
-@dataclass
-class Running:
-    """A row of the batch.
+@dataclass(eq=False)
+class Running(Row):
+    """A row of the batch, and the job that it belongs to.
 
     Attributes:
         job: what was asked for.
-        sequence: the row.
         recorder: notes log probabilities, if asked for.
         sent: tokens reported.
     """
 
     job: Job
-    sequence: Sequence
     recorder: LogprobRecorder | None
     sent: int = 0
 
@@ -84,7 +81,7 @@ class Engine:
         *,
         most_rows: int,
         most_waiting: int,
-        on_tick: Callable[[], None] = lambda: None,
+        on_tick: Callable[[], None] | None = None,
     ) -> None:
         """Create the engine.
 
@@ -102,10 +99,9 @@ class Engine:
         trees = isinstance(recycler.target, TreeTarget)
         self._most_rows = most_rows if trees else 1
         self._most_waiting, self._on_tick = most_waiting, on_tick
-        self._batch = ContinuousBatch(
+        self._batch: ContinuousBatch[Running] = ContinuousBatch(
             recycler.target, recycler.draft_size, recycler.graph_decoder()
         )
-        self._running: list[Running] = []
         self._changed = Condition()  # guards _waiting, _admitted, _draining and _seconds
         self._waiting: FairQueue[Job] = FairQueue()
         self._admitted = 0  # jobs taken from the queue that have not ended
@@ -155,7 +151,7 @@ class Engine:
 
     def _count(self) -> None:
         self.metrics.waiting.set(len(self._waiting))
-        self.metrics.running.set(len(self._running))
+        self.metrics.running.set(len(self._batch.rows))
 
     def run(self) -> None:
         """Decode until ``stop`` is called; after a fault, fail the jobs that are left."""
@@ -166,7 +162,7 @@ class Engine:
             self.alive = False
             with self._changed:
                 self._draining = True
-                left = [*(one.job for one in self._running), *self._waiting]
+                left = [*(one.job for one in self._batch.rows), *self._waiting]
             for job in left:
                 job.emit(Failed("the server has stopped", refused=False))
             self._ended.set()
@@ -174,27 +170,29 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or self._running or self._draining):
+                while not (self._waiting or self._batch.rows or self._draining):
                     self._changed.wait(TICK)
                     if not self._waiting:
                         self._batch.release()
                         break
-                if self._draining and not (self._waiting or self._running):
+                if self._draining and not (self._waiting or self._batch.rows):
                     return
-            self._on_tick()
+            if self._on_tick is not None:
+                self._on_tick()
             while (job := self._next()) is not None:
                 self._join(job)
-            if self._running:
+            if self._batch.rows:
                 self._step()
 
     def _next(self) -> Job | None:
         """Take a job from the queue if it fits into the batch."""
         with self._changed:
             job = self._waiting.next()
-            if job is None or len(self._running) >= self._most_rows:
+            rows = self._batch.rows
+            if job is None or len(rows) >= self._most_rows:
                 return None
-            longest = max([len(job.prompt), *(len(one.sequence.tokens) for one in self._running)])
-            if self._running and longest * (len(self._running) + 1) > BATCH_TOKENS:
+            longest = max([len(job.prompt), *(len(row.sequence.tokens) for row in rows)])
+            if rows and longest * (len(rows) + 1) > BATCH_TOKENS:
                 return None
             self._admitted += 1
             return self._waiting.pop()
@@ -206,15 +204,15 @@ class Engine:
         def between(read: int, total: int) -> None:
             if job.aborted:
                 raise AbortedError
-            if read < total and self._running:
+            if read < total and self._batch.rows:
                 self._step()
 
         try:
-            sequence, accept, recorder = self._prepare(job)
+            row = self._prepare(job)
+            sequence = row.sequence
             prefix = self._prefix(self._scopes.owner(job.key), sequence.tokens)
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
-            drafter = self._scopes.drafter(job.key)
-            step = self._batch.join(sequence, accept, drafter, prefix=prefix, on_progress=between)
+            step = self._batch.join(row, prefix=prefix, on_progress=between)
         except AbortedError:
             self._forget(job)
             return
@@ -225,9 +223,7 @@ class Engine:
         except Exception as error:  # the model, or a processor of Transformers, may raise anything
             self._fail([job], error)
             return
-        running = Running(job, sequence, recorder)
-        self._running.append(running)
-        self._record(step, [running])
+        self._record(step, [row])
         with self._changed:
             self._count()
         now = monotonic()
@@ -241,22 +237,22 @@ class Engine:
 
         Kept texts and the rows of the batch are looked at. The last token must be read anyway.
         """
-        most = len(tokens) - 1
-        kept = self._prefixes.find(owner, tokens)
-        length = 0 if kept is None else min(most, common(kept.tokens, tokens))
-        best = 0
-        for at, one in enumerate(self._running):
-            if self._scopes.owner(one.job.key) == owner:
-                same = min(most, common(one.sequence.tokens[:-1], tokens))
+        own = tokens[:-1]
+        key, length = self._prefixes.find(owner, own)
+        best: Running | None = None
+        for row in self._batch.rows:
+            if self._scopes.owner(row.job.key) == owner:
+                same = common(row.sequence.tokens[:-1], own)
                 if same > length:
-                    best, length, kept = at, same, None
+                    best, length = row, same
         if not length:
             return None
-        if kept is not None:
-            return self._prefixes.take(kept, length)
+        if best is None:
+            return self._prefixes.take(key, length)
         return self._batch.copy(best, length)
 
-    def _prepare(self, job: Job) -> tuple[Sequence, Acceptor, LogprobRecorder | None]:
+    def _prepare(self, job: Job) -> Running:
+        """Return a job as a row that can join the batch."""
         recycler = self.recycler
         call = prepare_call(
             recycler.model,
@@ -267,30 +263,28 @@ class Engine:
             job.processors,
             stream=True,
         )
-        (sequence,), accept = call.sequences, call.accept
-        if job.top_logprobs is None:
-            return sequence, accept, None
-        recorder = LogprobRecorder(job.top_logprobs)
-        if isinstance(accept, FollowAcceptor):
-            accept = FollowAcceptor(accept.processors, accept.sampler, recorder)
-        else:
-            accept = FollowAcceptor([LogitsProcessorList()], None, recorder)
-        return sequence, accept, recorder
+        (sequence,), accept, recorder = call.sequences, call.accept, None
+        if job.top_logprobs is not None:
+            recorder = LogprobRecorder(job.top_logprobs)
+            if isinstance(accept, FollowAcceptor):
+                accept = FollowAcceptor(accept.processors, accept.sampler, recorder)
+            else:
+                accept = FollowAcceptor([LogitsProcessorList()], None, recorder)
+        return Running(sequence, accept, self._scopes.drafter(job.key), job, recorder)
 
     def _step(self) -> None:
         """Advance all rows by one step, and report their tokens."""
-        self._leave([one for one in self._running if one.job.aborted], "abort")
-        if not self._running:
+        self._leave([one for one in self._batch.rows if one.job.aborted], "abort")
+        if not self._batch.rows:
             return
         try:
             step = self._batch.step()
         except Exception as error:  # for example, the device is out of memory
-            jobs = [one.job for one in self._running]
-            self._running = []
+            jobs = [one.job for one in self._batch.rows]
             self._batch.clear()
             self._fail(jobs, error)
             return
-        self._record(step, self._running)
+        self._record(step, self._batch.rows)
         self.metrics.stepped(step)
         self._report()
 
@@ -304,7 +298,7 @@ class Engine:
     def _report(self) -> None:
         """Report new tokens; let rows leave that have ended, or whose grammar has failed."""
         ended, lost = [], []
-        for one in self._running:
+        for one in self._batch.rows:
             sequence, begin = one.sequence, one.sent
             new = sequence.new_tokens
             if len(new) == begin:
@@ -333,13 +327,11 @@ class Engine:
     def _leave(self, rows: list[Running], reason: str | None = None) -> None:
         """Let rows leave the batch, report their end, and keep what was read of them."""
         for one in rows:
-            at = self._running.index(one)
             sequence = one.sequence
             owner = self._scopes.owner(one.job.key)
-            if (context := self._batch.leave(at)) is not None:
+            if (context := self._batch.leave(one)) is not None:
                 self._prefixes.keep(owner, sequence.tokens[:-1], context)
                 self.metrics.prefix_bytes.set(self._prefixes.nbytes)
-            remove(self._running, at)
             self._forget(one.job)
             why = sequence.finish_reason or "abort"
             taken = monotonic() - one.job.arrived

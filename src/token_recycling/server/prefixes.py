@@ -39,19 +39,25 @@ class PrefixCaches:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, owner: str, tokens: list[int]) -> Context | None:
-        """Return the kept text of ``owner`` that has the longest beginning with ``tokens``."""
-        own = [context for name, context in self._kept.values() if name == owner]
-        best = max(own, key=lambda context: common(context.tokens, tokens), default=None)
-        return best if best is not None and common(best.tokens, tokens) else None
+    def find(self, owner: str, tokens: list[int]) -> tuple[int, int]:
+        """Find the kept text of ``owner`` that has the longest beginning in common with ``tokens``.
 
-    def take(self, context: Context, length: int) -> RecyclingCache:
-        """Return a cache with the first ``length`` tokens of a kept text.
+        Returns:
+            Its key, for ``take``, and the number of tokens; 0 tokens if there is none.
+        """
+        best, longest = 0, 0
+        for key, (name, context) in self._kept.items():
+            if name == owner and (same := common(context.tokens, tokens)) > longest:
+                best, longest = key, same
+        return best, longest
+
+    def take(self, key: int, length: int) -> RecyclingCache:
+        """Return a cache with the first ``length`` tokens of the text that ``find`` has found.
 
         A text that is needed whole is not kept any longer, which saves a copy: the row that
         continues it is kept in its place later.
         """
-        (key,) = [key for key, (_, kept) in self._kept.items() if kept is context]
+        _, context = self._kept[key]
         if length == len(context.tokens):
             self._drop(key)
             return context.cache

@@ -16,15 +16,11 @@ MOST_STOPS = 16
 MOST_TOKENS = 2**31
 
 # Accepted without effect: they concern OpenAI's accounts and storage, or are hints.
-WITHOUT_EFFECT = {
-    "user": "no accounts",
-    "metadata": "nothing is stored",
-    "safety_identifier": "no accounts",
-    "prompt_cache_key": "contexts are found by their text",
-    "prompt_cache_retention": "contexts are kept while there is room",
-    "prompt_cache_options": "contexts are kept while there is room",
-    "service_tier": "there is one",
-}
+WITHOUT_EFFECT_COMPLETION = ("user",)
+WITHOUT_EFFECT_CHAT = (
+    *("user", "metadata", "safety_identifier", "service_tier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+)
 # Refused, except for values that ask for nothing; and why.
 REFUSED_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "only text is generated"),
@@ -88,7 +84,6 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    user: Any = None
     # Those of vLLM
     top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
     min_p: Probability | None = None
@@ -112,22 +107,21 @@ class Sampling(Strict):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-def _refuse(given: Any, refused: dict[str, tuple[tuple[Any, ...], str]]) -> Any:
-    """Remove refused fields whose value asks for nothing.
+def _served(
+    given: Any, refused: dict[str, tuple[tuple[Any, ...], str]], without_effect: tuple[str, ...]
+) -> Any:
+    """Return the fields that are served.
 
     Raises:
         ValueError: a field asks for what is refused.
     """
     if not isinstance(given, dict):
         return given
-    kept = dict(given)
+    kept = {name: value for name, value in given.items() if name not in without_effect}
     for name, (neutral, reason) in refused.items():
         value = kept.pop(name, None)
         if value is not None and value not in neutral:
             raise ValueError(f"{name} is not supported: {reason}")
-    for name in WITHOUT_EFFECT:
-        if name != "user":
-            kept.pop(name, None)
     return kept
 
 
@@ -136,6 +130,13 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") != "text":
+            raise ValueError("only parts with type: text are supported")
+        return given
 
 
 class CalledFunction(Strict):
@@ -259,7 +260,7 @@ class ResponseFormat(Strict):
 class ChatRequest(Sampling):
     """A request for ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     max_completion_tokens: Count | None = None
@@ -272,11 +273,13 @@ class ChatRequest(Sampling):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_others(cls, given: Any) -> Any:
-        return _refuse(given, REFUSED_CHAT)
+    def _select(cls, given: Any) -> Any:
+        return _served(given, REFUSED_CHAT, WITHOUT_EFFECT_CHAT)
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
+        if not self.messages:
+            raise ValueError("messages is empty")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         if self.max_tokens and self.max_completion_tokens:
@@ -312,8 +315,8 @@ class CompletionRequest(Sampling):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_others(cls, given: Any) -> Any:
-        return _refuse(given, REFUSED_COMPLETION)
+    def _select(cls, given: Any) -> Any:
+        return _served(given, REFUSED_COMPLETION, WITHOUT_EFFECT_COMPLETION)
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
