@@ -118,6 +118,7 @@ def prepare_call(
     processors: dict[str, Any],
     *,
     stream: bool,
+    special_tokens: bool = False,
 ) -> Call:
     """Check a call and create its rows.
 
@@ -129,6 +130,7 @@ def prepare_call(
         options: options of the call.
         processors: options of ``generate`` that create logits processors.
         stream: True when the text is needed token by token.
+        special_tokens: True when that text must contain special tokens.
 
     Raises:
         TokenRecyclingError: a prompt or an option cannot be used.
@@ -158,7 +160,9 @@ def prepare_call(
     special = _special_ids(tokenizer, stop)
     sequences = []
     for prompt, request in zip(encoded, requests):
-        text = TextStream(tokenizer, stop) if stream or stop else None
+        text = None
+        if stream or stop:
+            text = TextStream(tokenizer, stop, special_tokens=special_tokens)
         rules = _rules(request, target, given["max_new_tokens"], special)
         sequences.append(Sequence(prompt, rules, text=text))
     return Call(options, sequences, accept)

@@ -98,9 +98,14 @@ class TextStream:
     still change or be part of a stop string is kept pending.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        """Decode with ``tokenizer`` (None: no text) up to the first of the strings ``stop``."""
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), *, special_tokens: bool = False
+    ) -> None:
+        """Decode with ``tokenizer`` (None: no text) up to the first of the strings ``stop``.
+
+        The text contains special tokens only with ``special_tokens``.
+        """
+        self.tokenizer, self.stop, self._special = tokenizer, tuple(stop), special_tokens
         self.pieces: list[str] = []  # the text that each token added
         self._pending = ""  # decoded, but possibly the beginning of a stop string
         self._ids: list[int] = []
@@ -110,7 +115,7 @@ class TextStream:
         self._ended = False
 
     def _decode(self, begin: int) -> str:
-        text: str = self.tokenizer.decode(self._ids[begin:], skip_special_tokens=True)
+        text: str = self.tokenizer.decode(self._ids[begin:], skip_special_tokens=not self._special)
         return text
 
     def feed(self, token: int) -> bool:

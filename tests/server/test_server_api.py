@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+from pathlib import Path
 
 import openai
 import pytest
@@ -261,6 +263,16 @@ def test_drafts_are_accepted_below_a_grammar(asked):
     }
     usage = asked(response_format=form, max_tokens=400).usage
     assert usage.completion_tokens_details.accepted_prediction_tokens > usage.completion_tokens / 3
+
+
+def test_the_example_of_the_docs(server, capsys):
+    docs = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", docs, re.S)
+    for old, new in (("http://127.0.0.1:8000", server.url), ("token-recycling-demo", NAME)):
+        assert old in example
+        example = example.replace(old, new)
+    exec(example, {})
+    assert len(capsys.readouterr().out) > 100
 
 
 @pytest.mark.parametrize("stream", [False, True])

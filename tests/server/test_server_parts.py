@@ -152,11 +152,12 @@ class TestCallParser:
         parser, content, calls = CallParser(), "", []
         bounds = [0, *sorted(cuts), len(text)]
         for begin, end in itertools.pairwise(bounds):
-            more, found = parser.feed(text[begin:end])
-            content += more
-            calls += found
-        more, found = parser.feed("", last=True)
-        return content + more, [(call.name, call.arguments) for call in calls + found]
+            new = parser.feed(text[begin:end])
+            content += new.content
+            calls += new.calls
+        new = parser.feed("", last=True)
+        found = [(call.name, call.arguments) for call in calls + new.calls]
+        return content + new.content, found
 
     @given(st.lists(st.integers(0, 200), max_size=12))
     def test_pieces_do_not_matter(self, cuts):
@@ -187,7 +188,7 @@ class TestCallParser:
         assert found == ("", [("clock", '{"zone": "CET"}')])
 
     def test_identifiers_differ(self):
-        calls = CallParser().feed(CALL + CALL)[1]
+        calls = CallParser().feed(CALL + CALL).calls
         assert len({call.id for call in calls}) == 2
 
 

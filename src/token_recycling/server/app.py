@@ -94,6 +94,7 @@ class Answering:
                 caller=caller.name,
                 emit=self._emitter(index),
                 grammar=answer.grammar,
+                special_tokens=answer.parser is not None and answer.parser.special_tokens,
                 top_logprobs=top_logprobs,
             )
             for index, answer in enumerate(answers)
@@ -251,7 +252,7 @@ class Server:
         self._check_model(body.model)
         answers = await run_in_threadpool(self.prompts.of_chat, body)
         choices: list[Choice] = [
-            ChatChoice(index, self._texts, calls=body.calls) for index in range(len(answers))
+            ChatChoice(index, self._texts, answer.parser) for index, answer in enumerate(answers)
         ]
         top = (body.top_logprobs or 0) if body.logprobs else None
         return await self._answer(request, body, answers, choices, top, "chat.completion")

@@ -9,7 +9,7 @@ from typing import Any
 
 from token_recycling.metrics import Stats
 from token_recycling.server.job import Ended, Likely, NewTokens
-from token_recycling.server.tools import CallParser, ToolCall
+from token_recycling.server.tools import AnswerParser, Parsed, ToolCall
 
 Json = dict[str, Any]
 
@@ -119,14 +119,14 @@ class ChatChoice:
     Attributes:
         index: of the choice.
         content: its text so far.
+        reasoning: what the model has written for itself so far.
         calls: its calls so far.
     """
 
-    def __init__(self, index: int, texts: TokenTexts, *, calls: bool) -> None:
-        """Start; ``calls``: tool calls are looked for."""
-        self.index, self._texts = index, texts
-        self._parser = CallParser() if calls else None
-        self.content = ""
+    def __init__(self, index: int, texts: TokenTexts, parser: AnswerParser | None) -> None:
+        """Start; ``parser`` finds reasoning and calls in the text."""
+        self.index, self._texts, self._parser = index, texts, parser
+        self.content = self.reasoning = ""
         self.calls: list[ToolCall] = []
         self._logprobs: list[Json] | None = None
         self._reason: str | None = None
@@ -154,17 +154,20 @@ class ChatChoice:
         return self._chunk(delta, reason=self._reason)
 
     def _take(self, text: str, *, last: bool = False) -> Json:
-        calls: list[ToolCall] = []
-        if self._parser is not None:
-            text, calls = self._parser.feed(text, last=last)
-        self.content += text
-        delta: Json = {"content": text} if text else {}
-        if calls:
+        new = Parsed(text) if self._parser is None else self._parser.feed(text, last=last)
+        delta: Json = {}
+        if new.reasoning:
+            delta["reasoning_content"] = new.reasoning
+        if new.content:
+            delta["content"] = new.content
+        if new.calls:
             first = len(self.calls)
-            self.calls += calls
             delta["tool_calls"] = [
-                {"index": first + at, **_call(call)} for at, call in enumerate(calls)
+                {"index": first + at, **_call(call)} for at, call in enumerate(new.calls)
             ]
+        self.content += new.content
+        self.reasoning += new.reasoning
+        self.calls += new.calls
         return delta
 
     def _chunk(self, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
@@ -178,6 +181,8 @@ class ChatChoice:
     def whole(self) -> Json:
         """Return the finished choice."""
         message: Json = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
         if self.calls:
             message["content"] = self.content or None
             message["tool_calls"] = [_call(call) for call in self.calls]

@@ -262,6 +262,7 @@ class Engine:
             job.options,
             job.processors,
             stream=True,
+            special_tokens=job.special_tokens,
         )
         (sequence,), accept, recorder = call.sequences, call.accept, None
         if job.top_logprobs is not None:

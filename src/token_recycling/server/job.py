@@ -87,6 +87,7 @@ class Job:
         caller: with whom it waits in turn.
         emit: called with every event, in the engine's thread; the last is ``Ended`` or ``Failed``.
         grammar: that of ``processors`` which makes it follow a grammar, if any.
+        special_tokens: True if its text must contain special tokens.
         top_logprobs: how many log probabilities per token; None: none at all.
         aborted: set to end it within a step; no more events follow.
         arrived: ``monotonic()`` seconds.
@@ -99,6 +100,7 @@ class Job:
     caller: str
     emit: Callable[[Event], None]
     grammar: GrammarProcessor | None = None
+    special_tokens: bool = False
     top_logprobs: int | None = None
     aborted: bool = False
     arrived: float = field(default_factory=monotonic)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -13,12 +13,13 @@ from llguidance import LLMatcher
 from transformers import LogitsProcessor
 
 from token_recycling.call import CallOptions
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.recycler import TokenRecycling
 from token_recycling.server.errors import ApiError
 from token_recycling.server.grammar import GrammarProcessor, Grammars, json_grammar
 from token_recycling.server.json_schema import ANY_OBJECT
 from token_recycling.server.penalties import PenaltyProcessor
+from token_recycling.server.response_template import TemplateParser, response_fields
 from token_recycling.server.schemas import (
     MOST_TOKENS,
     ChatRequest,
@@ -26,7 +27,7 @@ from token_recycling.server.schemas import (
     NamedTool,
     Sampling,
 )
-from token_recycling.server.tools import call_grammar, takes_tools
+from token_recycling.server.tools import AnswerParser, CallParser, call_grammar, takes_tools
 from token_recycling.text import render, valid_text
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat answers end at the context
@@ -43,12 +44,14 @@ class Answer:
         options: of the decoding loop.
         processors: options of ``generate`` that create logits processors.
         grammar: that of them which makes it follow a grammar, if any.
+        parser: finds reasoning and calls of tools in its text.
     """
 
     prompt: list[int]
     options: CallOptions
     processors: dict[str, Any]
     grammar: GrammarProcessor | None
+    parser: AnswerParser | None = None
 
 
 class Prompts:
@@ -64,7 +67,8 @@ class Prompts:
         self.temperature = float(config.temperature or 1.0) if config.do_sample else 0.0
         self.context = recycler.target.max_context
         self.vocab_size = recycler.target.vocab_size
-        self.takes_tools = takes_tools(self.tokenizer)
+        self._forces_calls = takes_tools(self.tokenizer)  # else they can only be parsed
+        self._parsed = response_fields(self.tokenizer)
         arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
         self._reserved = {*arguments, "messages"}  # else a request could bring its own template
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
@@ -77,14 +81,53 @@ class Prompts:
         Raises:
             ApiError: the request cannot be served.
         """
+        if request.calls:
+            self._check_tools(request)
         grammar = self._grammar(request)
         with self._lock:
-            ids = self._render(request)
+            text = self._render(request)
+            ids = self._encode(text, "messages", special=False)
             self._check_length(ids, "messages")
             if grammar is not None:
                 self._load_grammars()
         matcher = None if grammar is None else self._matcher(request, grammar)
-        return self._choices(request, [ids], request.limit, matcher)
+        answers = self._choices(request, [ids], request.limit, matcher)
+        return [replace(answer, parser=self._parser(request, text)) for answer in answers]
+
+    def _parser(self, request: ChatRequest, prompt: str) -> AnswerParser | None:
+        """Return what divides the text of an answer to ``prompt``, or None."""
+        form = request.response_format
+        if self._parsed and (form is None or form.type == "text"):
+            try:
+                return TemplateParser(self.tokenizer, prompt, request.tools_json)
+            except ValueError as error:
+                raise ApiError(
+                    f"the response_template of this model is not valid: {one_line(error, 200)}"
+                ) from error
+        return CallParser() if request.calls else None
+
+    def _check_tools(self, request: ChatRequest) -> None:
+        """Refuse tools that the model has no format for, or that cannot be enforced in it."""
+        if self._forces_calls:
+            return
+        if "tool_calls" not in self._parsed:
+            raise ApiError(
+                "tools are not supported: this model's chat template has no tool calls in "
+                "the format <tool_call>{…}</tool_call>, and its tokenizer has no response_template",
+                param="tools",
+            )
+        if request.tool_choice not in (None, "auto"):
+            problem = "tool_choice must be auto or none", "tool_choice"
+        elif request.parallel_tool_calls is False:
+            problem = "parallel_tool_calls must be true", "parallel_tool_calls"
+        elif any(tool.function.strict for tool in request.tools or []):
+            problem = "strict must be false", "tools"
+        else:
+            return
+        raise ApiError(
+            f"{problem[0]}: the format of this model's tool calls cannot be enforced",
+            param=problem[1],
+        )
 
     def of_completion(self, request: CompletionRequest) -> list[Answer]:
         """Return the choices of a completion request, those of each prompt together.
@@ -100,27 +143,20 @@ class Prompts:
                 prompts.append(ids)
         return self._choices(request, prompts, request.max_tokens or COMPLETION_TOKENS, None)
 
-    def _render(self, request: ChatRequest) -> list[int]:
+    def _render(self, request: ChatRequest) -> str:
         extra = dict(request.chat_template_kwargs or {})
         if taken := sorted(self._reserved & extra.keys()):
             raise ApiError(
                 f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs"
             )
         if request.calls:
-            if not self.takes_tools:
-                raise ApiError(
-                    "tools are not supported: this model's chat template has no tool calls in "
-                    "the format <tool_call>{…}</tool_call>",
-                    param="tools",
-                )
-            extra["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
+            extra["tools"] = request.tools_json
         try:
-            text = render(
+            return render(
                 self.tokenizer, [message.for_template() for message in request.messages], **extra
             )
         except (TokenRecyclingError, TypeError) as error:
             raise ApiError(str(error), param="messages") from error
-        return self._encode(text, "messages", special=False)
 
     def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
         # Megabytes of text would take seconds to tokenise.
@@ -164,7 +200,7 @@ class Prompts:
             return json_grammar(ANY_OBJECT)
         if form is not None and form.json_schema is not None:
             return json_grammar(form.json_schema.schema_ or ANY_OBJECT)
-        if not request.calls:
+        if not (request.calls and self._forces_calls):
             return None
         functions = [tool.function for tool in request.tools or []]
         choice = request.tool_choice

@@ -305,6 +305,12 @@ class ChatRequest(Sampling):
         """True if the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
+    @property
+    def tools_json(self) -> list[Json]:
+        """The tools that the answer may call, as JSON."""
+        tools = self.tools if self.calls else None
+        return [tool.model_dump(exclude_none=True) for tool in tools or []]
+
 
 class CompletionRequest(Sampling):
     """A request for ``/v1/completions``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from token_recycling.server.json_schema import ANY_OBJECT, limited
 
@@ -25,6 +25,33 @@ class ToolCall:
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a parser has made of new text.
+
+    Attributes:
+        content: of the answer.
+        calls: those that are complete with it.
+        reasoning: text that the model has written for itself.
+    """
+
+    content: str
+    calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+
+
+class AnswerParser(Protocol):
+    """Divides the text of an answer, as it comes.
+
+    Attributes:
+        special_tokens: True if the text must contain special tokens.
+    """
+
+    special_tokens: bool
+
+    def feed(self, piece: str, *, last: bool = False) -> Parsed: ...  # noqa: D102
 
 
 def takes_tools(tokenizer: Any) -> bool:
@@ -74,21 +101,20 @@ class CallParser:
     White space in front of a call and after it belongs to the format.
     """
 
+    special_tokens = False
+
     def __init__(self) -> None:
         """Start before the first character."""
         self._text = ""  # what may still become a call, with the white space in front of it
         self._after_call = self._called = False
 
-    def feed(self, piece: str, *, last: bool = False) -> tuple[str, list[ToolCall]]:
-        """Add text.
+    def feed(self, piece: str, *, last: bool = False) -> Parsed:
+        """Add text; return what it completes.
 
         Args:
             piece: the text.
             last: no more text follows; a call that is incomplete counts as content, and is dropped
                 if there were calls before it.
-
-        Returns:
-            The content and the calls that are complete with it.
         """
         self._text += piece
         content, calls = "", []
@@ -111,7 +137,7 @@ class CallParser:
             cut_off = self._called and self._text.lstrip().startswith(BEGIN)
             content += "" if cut_off else self._text
             self._text = ""
-        return content, calls
+        return Parsed(content, calls)
 
     def _take(self, length: int) -> str:
         """Remove the beginning of the text and return it."""
