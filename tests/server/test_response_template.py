@@ -161,6 +161,19 @@ def test_streams_have_the_same_parts(served, tools):
     assert calls == [call["function"] for call in message.get("tool_calls", [])]
 
 
+def test_a_template_without_calls_leaves_them_to_the_chat_template(recycler):
+    changed = copy.copy(recycler)
+    changed.tokenizer = copy.deepcopy(recycler.tokenizer)
+    fields = {name: STORY["fields"][name] for name in ("reasoning_content", "content")}
+    changed.tokenizer.response_template = {**STORY, "fields": fields}
+    with running(changed) as served:
+        (choice,) = served.post(CHAT, **ASKED).json()["choices"]
+        assert choice["message"]["reasoning_content"]
+        forced = {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
+        (choice,) = served.post(CHAT, **{**ASKED, "max_tokens": 300}, **forced).json()["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "clock"
+
+
 def test_json_is_not_parsed(served):
     form = {"type": "json_object"}
     (choice,) = served.post(CHAT, **ASKED, response_format=form).json()["choices"]

@@ -68,7 +68,7 @@ class Prompts:
         self.context = recycler.target.max_context
         self.vocab_size = recycler.target.vocab_size
         self._forces_calls = takes_tools(self.tokenizer)  # else they can only be parsed
-        self._parsed = response_fields(self.tokenizer)
+        self._fields = response_fields(self.tokenizer)
         arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
         self._reserved = {*arguments, "messages"}  # else a request could bring its own template
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
@@ -97,7 +97,8 @@ class Prompts:
     def _parser(self, request: ChatRequest, prompt: str) -> AnswerParser | None:
         """Return what divides the text of an answer to ``prompt``, or None."""
         form = request.response_format
-        if self._parsed and (form is None or form.type == "text"):
+        free = form is None or form.type == "text"
+        if free and self._fields and ("tool_calls" in self._fields or not request.calls):
             try:
                 return TemplateParser(self.tokenizer, prompt, request.tools_json)
             except ValueError as error:
@@ -110,7 +111,7 @@ class Prompts:
         """Refuse tools that the model has no format for, or that cannot be enforced in it."""
         if self._forces_calls:
             return
-        if "tool_calls" not in self._parsed:
+        if "tool_calls" not in self._fields:
             raise ApiError(
                 "tools are not supported: this model's chat template has no tool calls in "
                 "the format <tool_call>{…}</tool_call>, and its tokenizer has no response_template",
