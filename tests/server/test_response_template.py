@@ -10,7 +10,11 @@ import httpx2 as httpx
 import pytest
 
 from serving import running
-from token_recycling.server.response_template import TemplateParser, response_fields
+from token_recycling.server.response_template import (
+    ResponseTemplate,
+    TemplateParser,
+    response_template,
+)
 from token_recycling.server.tools import takes_tools
 
 pytest.importorskip("transformers.utils.chat_parsing")
@@ -44,49 +48,116 @@ CLOCK = {
 CALL = '<call:clock>{"hours": "24"}</call>'
 
 
+XML = {
+    **TEMPLATE["fields"]["tool_calls"],
+    "open_pattern": r"\s*<call:(?P<name>\w+)>",
+    "close_pattern": r"</call>\s*",
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</(?P=key)>"},
+}
+del XML["close"]
+
+
+def with_field(name, field):
+    """The template with another field, or without it."""
+    fields = {**TEMPLATE["fields"], name: field}
+    return {**TEMPLATE, "fields": {name: one for name, one in fields.items() if one is not None}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(bundled):
+    return copy.deepcopy(bundled.tokenizer)
+
+
 class TestTemplateParser:
-    @pytest.fixture(scope="class")
-    def tokenizer(self, bundled):
-        made = copy.deepcopy(bundled.tokenizer)
-        made.response_template = TEMPLATE
-        return made
+    def parsed(self, tokenizer, text, *, template=TEMPLATE, prompt="<assistant>", tools=(CLOCK,)):
+        """Content, reasoning and calls of a text, which are the same however it is cut."""
+        tokenizer.response_template = template
+        made = ResponseTemplate(tokenizer)
+        results = []
+        for size in (1000, 1, 2, 3, 5, 7, 11):
+            parser = TemplateParser(made, prompt, list(tools))
+            assert parser.special_tokens
+            # A special token is a token, and comes whole.
+            pieces = re.findall(rf"<\|end\|>|(?:(?!<\|end\|>).){{1,{size}}}", text, re.S)
+            new = [*(parser.feed(piece) for piece in pieces), parser.feed("", last=True)]
+            calls = [(call.name, call.arguments) for one in new for call in one.calls]
+            content = "".join(one.content for one in new)
+            results.append((content, "".join(one.reasoning for one in new), calls))
+        assert all(result == results[0] for result in results), results
+        return results[0]
 
-    def parsed(self, tokenizer, text, *, prompt="<assistant>", size=1):
-        """Content, reasoning and calls of a text that comes in pieces of ``size``."""
-        parser = TemplateParser(tokenizer, prompt, [CLOCK])
-        assert parser.special_tokens
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        new = [*(parser.feed(piece) for piece in pieces), parser.feed("", last=True)]
-        calls = [(call.name, call.arguments) for one in new for call in one.calls]
-        return "".join(one.content for one in new), "".join(one.reasoning for one in new), calls
-
-    @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-    def test_content_reasoning_and_calls(self, tokenizer, size):
+    def test_content_reasoning_and_calls(self, tokenizer):
         text = f"<think>Which zone?</think>\n\nLet me look.{CALL}{CALL}<end>"
         # The argument gets the type of its schema.
         calls = [("clock", '{"hours": 24}')] * 2
-        found = self.parsed(tokenizer, text, size=size)
-        assert found == ("Let me look.", "Which zone?", calls)
+        assert self.parsed(tokenizer, text) == ("Let me look.", "Which zone?", calls)
 
     def test_reasoning_that_the_prompt_begins(self, tokenizer):
         prompt = "<assistant>An earlier turn.<end><assistant><think>"
         found = self.parsed(tokenizer, "So?</think>Yes.", prompt=prompt)
         assert found == ("Yes.", "So?", [])
 
-    @pytest.mark.parametrize("size", [1, 1000])
-    def test_what_is_no_call_is_content(self, tokenizer, size):
-        text = "Look: <call:clock>no JSON</call> and on"
-        content, _, calls = self.parsed(tokenizer, text, size=size)
-        assert (content, calls) == (text, [])
+    @pytest.mark.parametrize(
+        "body", ["no JSON", "[]", '{"x": NaN}', '{"x": "\\ud83d"}', "[" * 5000, ""]
+    )
+    def test_what_is_no_call_is_content(self, tokenizer, body):
+        """Reasoning, content and calls around it stay what they are."""
+        wrong = f"<call:clock>{body}</call>"
+        text = f"<think>in</think>in{CALL}{wrong} on{CALL}"
+        calls = [("clock", '{"hours": 24}')] * 2
+        assert self.parsed(tokenizer, text) == (f"in{wrong} on", "in", calls)
 
     def test_a_call_that_is_cut_off(self, tokenizer):
         assert self.parsed(tokenizer, CALL[:-9]) == (CALL[:-9], "", [])
-        cut = self.parsed(tokenizer, CALL + CALL[:-9])
-        assert cut == ("", "", [("clock", '{"hours": 24}')])
+        one = [("clock", '{"hours": 24}')]
+        assert self.parsed(tokenizer, CALL + CALL[:-9]) == ("", "", one)
 
-    def test_fields(self, tokenizer, bundled):
-        assert response_fields(tokenizer) == {"reasoning_content", "tool_calls", "content"}
-        assert response_fields(bundled.tokenizer) == set()
+    def test_arguments_that_are_cut_off_are_no_call(self, tokenizer):
+        """Even where the part that is there can be parsed."""
+        template = with_field("tool_calls", XML)
+        whole = "<call:clock><hours>24</hours><zone>CET</zone></call>"
+        call = ("clock", '{"hours": 24, "zone": "CET"}')
+        assert self.parsed(tokenizer, whole, template=template) == ("", "", [call])
+        for cut in (whole[:-1], whole[:40], whole[:14]):
+            assert self.parsed(tokenizer, cut, template=template) == (cut, "", [])
+            assert self.parsed(tokenizer, f"{whole} {cut}", template=template)[2] == [call]
+
+    def test_without_tools_there_are_no_calls(self, tokenizer):
+        assert self.parsed(tokenizer, f"Look: {CALL}<end>", tools=[]) == (f"Look: {CALL}", "", [])
+
+    def test_special_tokens_are_no_content(self, tokenizer):
+        template = with_field("content", {"content": "text"})  # nothing ends it
+        found = self.parsed(tokenizer, "Hello.<|end|>", template=template)
+        assert found == ("Hello.", "", [])
+
+    def test_text_outside_of_all_fields_is_content(self, tokenizer):
+        template = with_field("content", {"open": "<say>", "close": "<end>", "content": "text"})
+        assert self.parsed(tokenizer, "<say>Hello.<end>", template=template)[0] == "Hello."
+        assert self.parsed(tokenizer, "Hello.<|end|>", template=template)[0] == "Hello."
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            5,
+            {},
+            {**TEMPLATE, "fields": 5},
+            {**TEMPLATE, "fields": []},
+            {**TEMPLATE, "fields": {"content": 5}},
+            {name: value for name, value in TEMPLATE.items() if name != "start_anchor"},
+            with_field("tool_calls", {**XML, "open_pattern": "("}),
+            with_field("tool_calls", {**XML, "close_pattern": "("}),
+            with_field("tool_calls", {**XML, "content": "yaml"}),
+        ],
+    )
+    def test_templates_that_are_not_valid_are_not_used(self, tokenizer, template, caplog):
+        tokenizer.response_template = template
+        assert response_template(tokenizer) is None
+        assert "the tokenizer's response_template is not used: " in caplog.text
+
+    def test_most_tokenizers_have_none(self, bundled, caplog):
+        assert response_template(bundled.tokenizer) is None
+        assert not caplog.text
 
 
 # What the bundled model writes anyway is taken as reasoning and calls.
@@ -94,9 +165,9 @@ STORY = {
     **TEMPLATE,
     "start_anchor": "<|assistant|>",
     "fields": {
-        "reasoning_content": {"open": "A ", "close": ",", "content": "text"},
+        "reasoning_content": {"open": ["A ", "def "], "close": [",", "("], "content": "text"},
         "tool_calls": {
-            "open_pattern": r" who (?P<name>\w+)",
+            "open_pattern": r" a (?P<name>\w+)",
             "close": ".",
             "repeats": True,
             "content": "text",
@@ -128,37 +199,51 @@ def served(recycler):
 
 
 def test_answers_are_parsed(served, recycler):
-    whole = recycler.generate(ASKED["messages"], max_new_tokens=60).text
-    calls = r"(.*?) who (\w+)(.*?)\." * 2
-    first = re.fullmatch(f"A (.*?),{calls}(.*)", whole, re.S)
-    reasoning, begin, *calls, end = first.groups()
-    (choice,) = served.post(CHAT, **ASKED).json()["choices"]
+    """The parts are those of the text that the same prompt has without a parser."""
+    messages = ASKED["messages"]
+    prompt = recycler.tokenizer.apply_chat_template(
+        messages, tools=[CLOCK], tokenize=False, add_generation_prompt=True
+    ).replace("tool_call", "call")
+    ids = recycler.tokenizer(prompt, add_special_tokens=False).input_ids
+    whole = recycler.generate(ids, max_new_tokens=60).text
+    reasoning, rest = re.fullmatch(r"def (.*?)\((.*)", whole, re.S).groups()
+    content = re.sub(r" a (\w+)(.*?)\.", "", rest, flags=re.S)
+    (choice,) = served.post(CHAT, **ASKED, tools=[CLOCK]).json()["choices"]
     message = choice["message"]
     assert message["reasoning_content"] == reasoning
-    assert message["content"] == begin.lstrip() + calls.pop(2) + end
-    found = [call["function"] for call in message["tool_calls"]]
-    assert [text for one in found for text in (one["name"], one["arguments"])] == [
-        *(calls[0], calls[1].strip(), calls[2], calls[3].strip())
-    ]
-    assert choice["finish_reason"] == "length"
+    assert (message["content"] or "") == content.lstrip()
+    found = [tuple(call["function"].values()) for call in message.get("tool_calls", [])]
+    calls = re.findall(r" a (\w+)(.*?)\.", rest, re.S)
+    assert found == [(name, text.strip()) for name, text in calls]
+    assert calls
 
 
-@pytest.mark.parametrize("tools", [[], [CLOCK]])
-def test_streams_have_the_same_parts(served, tools):
-    body = {**ASKED, "tools": tools} if tools else ASKED
-    message = served.post(CHAT, **body).json()["choices"][0]["message"]
-    parts = {"content": "", "reasoning_content": ""}
-    calls = []
+@pytest.mark.parametrize("more", [{}, {"tools": [CLOCK]}, {"tools": [CLOCK], "n": 2}])
+def test_streams_have_the_same_parts(served, more):
+    body = {**ASKED, "temperature": 0.8, "seed": 5, **more}
+    messages = [one["message"] for one in served.post(CHAT, **body).json()["choices"]]
+    parts = [{"content": "", "reasoning_content": "", "calls": []} for _ in messages]
     with httpx.stream("POST", served.url + CHAT, json={**body, "stream": True}) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
-                delta = json.loads(line[6:])["choices"][0]["delta"]
-                for name in parts:
-                    parts[name] += delta.get(name) or ""
-                calls += [call["function"] for call in delta.get("tool_calls", [])]
-    assert parts["content"] == (message["content"] or "")
-    assert parts["reasoning_content"] == message.get("reasoning_content", "")
-    assert calls == [call["function"] for call in message.get("tool_calls", [])]
+                (choice,) = json.loads(line[6:])["choices"]
+                part, delta = parts[choice["index"]], choice["delta"]
+                for name in ("content", "reasoning_content"):
+                    part[name] += delta.get(name) or ""
+                part["calls"] += [call["function"] for call in delta.get("tool_calls", [])]
+    for message, part in zip(messages, parts, strict=True):
+        assert part["content"] == (message["content"] or "")
+        assert part["reasoning_content"] == message.get("reasoning_content", "")
+        assert part["calls"] == [call["function"] for call in message.get("tool_calls", [])]
+
+
+def test_without_tools_there_are_no_calls(served, recycler):
+    for body in (ASKED, {**ASKED, "tools": [CLOCK], "tool_choice": "none"}):
+        (choice,) = served.post(CHAT, **body).json()["choices"]
+        message = choice["message"]
+        assert "tool_calls" not in message
+        whole = recycler.generate(ASKED["messages"], max_new_tokens=60).text
+        assert f"A {message['reasoning_content']}, {message['content']}" == whole
 
 
 def test_a_template_without_calls_leaves_them_to_the_chat_template(recycler):

@@ -13,13 +13,13 @@ from llguidance import LLMatcher
 from transformers import LogitsProcessor
 
 from token_recycling.call import CallOptions
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.recycler import TokenRecycling
 from token_recycling.server.errors import ApiError
 from token_recycling.server.grammar import GrammarProcessor, Grammars, json_grammar
 from token_recycling.server.json_schema import ANY_OBJECT
 from token_recycling.server.penalties import PenaltyProcessor
-from token_recycling.server.response_template import TemplateParser, response_fields
+from token_recycling.server.response_template import TemplateParser, response_template
 from token_recycling.server.schemas import (
     MOST_TOKENS,
     ChatRequest,
@@ -68,7 +68,7 @@ class Prompts:
         self.context = recycler.target.max_context
         self.vocab_size = recycler.target.vocab_size
         self._forces_calls = takes_tools(self.tokenizer)  # else they can only be parsed
-        self._fields = response_fields(self.tokenizer)
+        self._template = response_template(self.tokenizer)
         arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
         self._reserved = {*arguments, "messages"}  # else a request could bring its own template
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
@@ -96,22 +96,17 @@ class Prompts:
 
     def _parser(self, request: ChatRequest, prompt: str) -> AnswerParser | None:
         """Return what divides the text of an answer to ``prompt``, or None."""
-        form = request.response_format
-        free = form is None or form.type == "text"
-        if free and self._fields and ("tool_calls" in self._fields or not request.calls):
-            try:
-                return TemplateParser(self.tokenizer, prompt, request.tools_json)
-            except ValueError as error:
-                raise ApiError(
-                    f"the response_template of this model is not valid: {one_line(error, 200)}"
-                ) from error
-        return CallParser() if request.calls else None
+        form, template = request.response_format, self._template
+        in_json = form is not None and form.type != "text"
+        if template is None or in_json or (request.calls and not template.takes_tools):
+            return CallParser() if request.calls else None
+        return TemplateParser(template, prompt, request.tools_json)
 
     def _check_tools(self, request: ChatRequest) -> None:
         """Refuse tools that the model has no format for, or that cannot be enforced in it."""
         if self._forces_calls:
             return
-        if "tool_calls" not in self._fields:
+        if self._template is None or not self._template.takes_tools:
             raise ApiError(
                 "tools are not supported: this model's chat template has no tool calls in "
                 "the format <tool_call>{…}</tool_call>, and its tokenizer has no response_template",

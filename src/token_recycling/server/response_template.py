@@ -1,29 +1,118 @@
 """Answers of models whose tokenizer has a ``response_template``, parsed by Transformers.
 
-Such a template says how the model writes its reasoning and its calls of tools.
+Such a template says how the model writes its reasoning and its calls of tools: an answer consists
+of regions, each with a pattern that opens it and one that closes it. A call is parsed when its
+region is complete, on its own, so that one that is malformed concerns nothing else.
 """
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 from typing import Any
 
-from token_recycling.server.tools import Parsed, ToolCall
+from token_recycling.errors import one_line
+from token_recycling.server.tools import Parsed, ToolCall, tool_call
 
-# Names of the field for reasoning: that of Transformers, and others that templates use.
-REASONING = ("reasoning_content", "reasoning", "thinking")
+logger = logging.getLogger(__name__)
+Field = dict[str, Any]
+CALLS = "tool_calls"
+OPENED = "opened_with"  # the capture of what has opened a call
+# Text as the model has written it.
+VERBATIM: Field = {"content": "text", "content_args": {"strip": False}}
 
 
-def response_fields(tokenizer: Any) -> frozenset[str]:
-    """Return the fields of the tokenizer's ``response_template``; none if it has no such thing."""
-    template = getattr(tokenizer, "response_template", None)
-    if not isinstance(template, dict) or not hasattr(tokenizer, "get_response_parser"):
-        return frozenset()
-    return frozenset(template.get("fields", ()))
+class ResponseTemplate:
+    """The ``response_template`` of a tokenizer.
+
+    Attributes:
+        takes_tools: True if it says how calls are written.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Prepare the template of ``tokenizer`` (Transformers 5).
+
+        Raises:
+            ValueError, TypeError, KeyError, re.error: it is not valid.
+        """
+        self._tokenizer, given = tokenizer, tokenizer.response_template
+        fields = dict(given["fields"])
+        call = fields.pop(CALLS, None)
+        self.takes_tools = call is not None and bool(_pattern(call, "open"))
+        texts = {name: {**_delimiters(field), **VERBATIM} for name, field in fields.items()}
+        for field in texts.values():
+            field["transform"] = "{content}"  # named groups of a pattern need one
+        self._texts = {**given, "fields": texts}
+        self._with_calls = self._one_call = self._texts
+        self.call_end: re.Pattern[str] | None = None
+        if self.takes_tools:
+            begin = {"open_pattern": f"(?P<{OPENED}>{_pattern(call, 'open')})"}
+            end = {name: call[name] for name in ("close", "close_pattern") if name in call}
+            parts = {OPENED: f"{{{OPENED}}}", "content": "{content}"}
+            whole = {**begin, **end, **VERBATIM, "transform": parts}
+            self._with_calls = {**given, "fields": {**texts, CALLS: whole}}
+            one = {name: value for name, value in call.items() if name not in end}
+            self._one_call = {**given, "defaults": {}, "fields": {CALLS: one}}
+            if end:
+                self.call_end = re.compile(_pattern(call, "close"), re.DOTALL)
+        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) if special else r"(?!)")
+        for template in (self._texts, self._with_calls, self._one_call):
+            tokenizer.get_response_parser(template, prefix="")  # raises if it is not valid
+
+    def regions(self, prompt: str, *, calls: bool) -> Any:
+        """Return Transformers' parser of an answer to ``prompt``, which only finds the regions."""
+        template = self._with_calls if calls else self._texts
+        return self._tokenizer.get_response_parser(template, prefix=prompt)
+
+    def calls(self, text: str, tools: list[dict[str, Any]]) -> list[ToolCall]:
+        """Return the calls of a region without its end; most models write one.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        try:
+            found = self._tokenizer.parse_response(text, self._one_call, prefix="", tools=tools)
+            values = found[CALLS]
+            functions = [
+                value["function"] for value in (values if isinstance(values, list) else [values])
+            ]
+            return [tool_call(one["name"], one.get("arguments", {})) for one in functions]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no call of a tool: {one_line(error, 200)}") from error
+
+    def without_special(self, text: str) -> str:
+        """Return ``text`` without special tokens."""
+        return self._special.sub("", text)
+
+
+def response_template(tokenizer: Any) -> ResponseTemplate | None:
+    """Return the tokenizer's ``response_template``, or None if it has none that can be used."""
+    if getattr(tokenizer, "response_template", None) is None:
+        return None
+    try:
+        return ResponseTemplate(tokenizer)
+    except Exception as error:  # templates are files of strangers
+        logger.warning("the tokenizer's response_template is not used: %s", one_line(error, 200))
+        return None
+
+
+def _pattern(field: Field, side: str) -> str:
+    """Return the pattern that opens or closes a field; "" if there is none."""
+    if (literal := field.get(side)) is not None:
+        literals = [literal] if isinstance(literal, str) else literal
+        return "|".join(map(re.escape, sorted(literals, key=len, reverse=True)))
+    pattern: str = field.get(f"{side}_pattern", "")
+    return pattern
+
+
+def _delimiters(field: Field) -> Field:
+    names = ("open", "open_pattern", "close", "close_pattern")
+    return {name: field[name] for name in names if name in field}
 
 
 class TemplateParser:
-    """Divides an answer as ``CallParser`` does, by the tokenizer's ``response_template``.
+    """Divides an answer as ``CallParser`` does, by a ``ResponseTemplate``.
 
     Attributes:
         special_tokens: True: the text must contain special tokens, as templates refer to them.
@@ -31,69 +120,73 @@ class TemplateParser:
 
     special_tokens = True
 
-    def __init__(self, tokenizer: Any, prompt: str, tools: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, template: ResponseTemplate, prompt: str, tools: list[dict[str, Any]]
+    ) -> None:
         """Start after ``prompt``, which may have begun the answer.
 
         Args:
-            tokenizer: has a ``response_template`` (Transformers 5).
+            template: says what to look for.
             prompt: the text in front of the answer, with its special tokens.
             tools: OpenAI's ``tools``; arguments are converted to the types of their schemas.
-
-        Raises:
-            ValueError: the template is not valid.
+                Without any, calls are content.
         """
-        self._parser = tokenizer.get_response_parser(prefix=prompt, tools=tools)
-        self._held = ""  # text that nothing has been made of yet
-        self._failed = self._called = self._begun = False
+        self._template, self._tools = template, tools
+        self._regions = template.regions(prompt, calls=bool(tools))
+        self._raw, self._read = "", 0  # the answer so far; the calls in front of _read are done
+        self._begun: set[str] = set()  # fields that have text
+        self._called = False
 
     def feed(self, piece: str, *, last: bool = False) -> Parsed:
-        """Add text; see ``CallParser.feed``.
+        """Add text; see ``CallParser.feed``. A call that is malformed is content."""
+        self._raw += piece
+        parts = [self._take(event, whole=True) for event in self._regions.feed(piece)]
+        if last:
+            end = self._template.call_end
+            whole = end is None or bool(re.search(rf"(?:{end.pattern})\s*\Z", self._raw, re.DOTALL))
+            parts += [self._take(event, whole=whole) for event in self._regions.finalize()[1]]
+            if not (self._begun or self._called):  # all text is outside of the regions
+                parts.append(Parsed(self._text("content", self._raw)))
+        return Parsed(
+            "".join(part.content for part in parts),
+            [call for part in parts for call in part.calls],
+            "".join(part.reasoning for part in parts),
+        )
 
-        What does not follow the template is content, and so is all that comes after it.
-        """
-        if self._failed:
-            return Parsed(piece)
-        self._held += piece
-        try:
-            events = self._parser.feed(piece)
-            if last:
-                events += self._parser.finalize()[1]
-            return self._parsed(events)
-        except (ValueError, KeyError, TypeError):  # for example, arguments that are no JSON
-            self._failed = True
-            cut_off = last and self._called
-            return Parsed("" if cut_off else self._held)
+    def _take(self, event: dict[str, Any], *, whole: bool) -> Parsed:
+        """Return what an event adds; ``whole``: a call that ends with it is not cut off."""
+        kind, field = event["type"], event["field"]
+        if kind == "region_chunk" and field != CALLS:
+            text = self._text("content" if field == "content" else "reasoning", event["text"])
+            return Parsed(text) if field == "content" else Parsed("", reasoning=text)
+        if kind == "region_close" and field == CALLS:
+            return self._call(event["value"][OPENED] + event["value"]["content"], whole)
+        return Parsed("")
 
-    def _parsed(self, events: list[dict[str, Any]]) -> Parsed:
-        content = reasoning = ""
-        calls: list[ToolCall] = []
-        for event in events:
-            kind, field = event["type"], event["field"]
-            if kind == "region_chunk" and not event["dirty"]:
-                text = event["text"]
-                self._held = self._held.partition(text)[2]
-                if field == "content":
-                    # Templates put white space between reasoning and content.
-                    content += text if self._begun else text.lstrip()
-                    self._begun = self._begun or bool(content)
-                elif field in REASONING:
-                    reasoning += text
-            elif kind == "region_close" and field == "tool_calls":
-                value = event["value"]
-                calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
-                self._called, self._held = True, ""
-        return Parsed(content, calls, reasoning)
+    def _text(self, field: str, text: str) -> str:
+        """Return text without special tokens, and without white space at the beginning."""
+        text = self._template.without_special(text)
+        if field not in self._begun:
+            text = text.lstrip()
+        if text:
+            self._begun.add(field)
+        return text
 
-
-def _call(value: Any) -> ToolCall:
-    """Return a call that a template has made.
-
-    Raises:
-        ValueError: it has no name.
-    """
-    function = value["function"]
-    name, arguments = function["name"], function.get("arguments", {})
-    if not isinstance(name, str):
-        raise ValueError("a call without a name")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(name, text)
+    def _call(self, text: str, whole: bool) -> Parsed:
+        """Return the call in a region without its end, or its text if that is no call."""
+        begin = self._raw.find(text, self._read)
+        end = begin + len(text)
+        if begin >= 0:  # else the prompt has begun it
+            close = self._template.call_end and self._template.call_end.match(self._raw, end)
+            self._read = close.end() if close else end
+            written = self._raw[begin : self._read]
+        else:
+            written = text
+        if whole:
+            try:
+                calls = self._template.calls(text, self._tools)
+            except ValueError:
+                return Parsed(self._text("content", written))
+            self._called = True
+            return Parsed("", calls)
+        return Parsed("" if self._called else self._text("content", written))

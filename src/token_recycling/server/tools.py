@@ -158,10 +158,27 @@ def _parse(body: str) -> ToolCall | None:
     """Return the call of a JSON object with ``name`` and ``arguments``, or None."""
     try:
         given = json.loads(body)
-    except (ValueError, RecursionError):
+        return tool_call(given.get("name"), given.get("arguments", {}))
+    except (ValueError, AttributeError, RecursionError):
         return None
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        return None
-    arguments = given.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(given["name"], text)
+
+
+def tool_call(name: Any, arguments: Any) -> ToolCall:
+    """Return a call that the model has written.
+
+    Args:
+        name: of the function.
+        arguments: an object, or JSON text.
+
+    Raises:
+        ValueError: the name is no text, the arguments are something else or cannot be written as
+            JSON.
+        RecursionError: the arguments are nested too deeply.
+    """
+    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        raise ValueError("a call has a name, and an object with arguments")
+    text = arguments
+    if not isinstance(text, str):
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    f"{name}{text}".encode()  # a lone surrogate raises, as it cannot be sent
+    return ToolCall(name, text)
