@@ -39,6 +39,11 @@ class Running:
         registry = self.engine.metrics.registry
         return registry.get_sample_value(f"token_recycling:{name}", labels)
 
+    @property
+    def rows(self):
+        """The number of rows that are decoded."""
+        return len(self.engine._batch.rows)
+
     def idle(self, seconds=10.0):
         """Wait until nothing is decoded or waiting; return the seconds that it took."""
         begin = time.monotonic()

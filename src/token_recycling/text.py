@@ -69,13 +69,13 @@ def valid_text(text: str) -> str:
     return text
 
 
-def render(tokenizer: Any, messages: Any, **variables: Any) -> str:
+def render(tokenizer: Any, messages: Any, variables: dict[str, Any] | None = None) -> str:
     """Render a conversation with the chat template.
 
     Args:
         tokenizer: has the template.
         messages: the conversation.
-        **variables: of the template, such as ``tools``.
+        variables: of the template, such as ``tools``.
 
     Raises:
         TokenRecyclingError: there is no chat template, or it rejects the messages.
@@ -84,7 +84,7 @@ def render(tokenizer: Any, messages: Any, **variables: Any) -> str:
         raise TokenRecyclingError("this model has no chat template; give the prompt as text")
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **variables
+            messages, tokenize=False, add_generation_prompt=True, **(variables or {})
         )
     except Exception as error:  # jinja errors, or anything that the template raises
         raise TokenRecyclingError(f"the chat template rejects the messages: {error}") from error

@@ -74,7 +74,7 @@ class TestDisconnects:
     def test_of_one_of_several_choices(self, server):
         generated = server.metric("generation_tokens_total")
         with sent(server.url, {**LONG, "n": 3}):
-            wait_for(lambda: server.metric("num_requests_running") == 3)
+            wait_for(lambda: server.rows == 3)
         server.idle(ENDED)
         assert server.metric("generation_tokens_total") < generated + 4000
 
@@ -98,11 +98,11 @@ class TestDisconnects:
     def test_in_the_queue(self, recycler):
         with running(recycler, rows=1) as served:
             with sent(served.url, LONG):
-                wait_for(lambda: served.metric("num_requests_running") == 1)
+                wait_for(lambda: served.rows == 1)
                 with sent(served.url, SHORT):
                     wait_for(lambda: served.metric("num_requests_waiting") == 1)
                 wait_for(lambda: served.metric("num_requests_waiting") == 0)
-                assert served.metric("num_requests_running") == 1
+                assert served.rows == 1
             served.idle(ENDED)
 
     def test_in_the_middle_of_the_body(self, server):
@@ -269,7 +269,7 @@ class TestFullQueue:
     def test_one_more_gets_429(self, recycler):
         with running(recycler, rows=1, waiting=1) as served:
             with sent(served.url, LONG):
-                wait_for(lambda: served.metric("num_requests_running") == 1)
+                wait_for(lambda: served.rows == 1)
                 with sent(served.url, LONG):
                     wait_for(lambda: served.metric("num_requests_waiting") == 1)
                     for stream in (False, True):
@@ -283,7 +283,7 @@ class TestFullQueue:
     def test_choices_that_do_not_fit_are_refused_together(self, recycler):
         with running(recycler, rows=2, waiting=1) as served:
             with sent(served.url, LONG):
-                wait_for(lambda: served.metric("num_requests_running") == 1)
+                wait_for(lambda: served.rows == 1)
                 assert served.post(COMPLETIONS, **SHORT, n=3).status_code == 429
                 assert served.metric("num_requests_waiting") == 0
             served.idle()
@@ -335,7 +335,7 @@ class TestModelThatFails:
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: served.metric("num_requests_running") == 3)
+        wait_for(lambda: served.rows == 3)
         fail.set()
         for thread in threads:
             thread.join()

@@ -99,7 +99,7 @@ def test_text_is_that_of_generate(texts, rows):
     with running(recycler, rows=rows) as served:
         found = answers(served.url, bodies)
         served.idle()
-        assert served.metric("num_requests_running") == 0
+        assert served.rows == 0
         assert served.metric("request_success_total", finished_reason="error") == 0
         if rows > 1:
             assert served.metric("spec_decode_num_accepted_tokens_total") > 100
@@ -178,7 +178,7 @@ def test_long_prompts_do_not_stop_other_answers(recycler):
             target=lambda: first.update(served.post("/v1/completions", **short).json())
         )
         thread.start()
-        while served.metric("num_requests_running") != 1:
+        while served.rows != 1:
             time.sleep(0.001)
         second = served.post("/v1/completions", prompt=story, max_tokens=5, temperature=0).json()
         thread.join()

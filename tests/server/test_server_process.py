@@ -188,6 +188,11 @@ def test_killed_during_a_save_the_file_stays_whole(tmp_path):
         (["--matrix", "/tmp"], "--matrix is the folder /tmp; give a file"),
         (["--allowed-origin", "example.org"], "https://example.org"),
         (["--allowed-origin", "https://example.org/"], "--allowed-origin is https://example.org/"),
+        (["--allowed-origin", "http://[::1"], "--allowed-origin is http://[::1"),
+        (["--allowed-origin", "https://*.example"], "--allowed-origin is https://*.example"),
+        (["--served-model-name", ""], "--served-model-name is empty"),
+        (["--host", "a..b"], "--host is a..b; there is no such address"),
+        (["--host", "a" * 64], "there is no such address"),
         (["--matrix-scope", "everyone"], "choose one of shared, key, request"),
         (["--matrix-scope", "key"], "--matrix-scope key needs --api-key"),
         (["--matrix-scope", "request", "--matrix", "/no/such"], "no matrix file at /no/such"),
@@ -209,6 +214,16 @@ def test_wrong_options_are_one_line(arguments, says):
     assert (code, out) == (2, "")
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("keys", ["", " "])
+def test_an_empty_secret_is_no_open_server(monkeypatch, keys):
+    monkeypatch.setenv("TOKEN_RECYCLING_API_KEY", keys)
+    code, _, err = call("serve")
+    assert code == 2
+    assert err == (
+        "error: TOKEN_RECYCLING_API_KEY is empty; set a key, or unset it to require none\n"
+    )
 
 
 def test_what_is_missing_is_named(monkeypatch):

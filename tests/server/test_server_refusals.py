@@ -76,7 +76,9 @@ def test_every_field_of_openai_does_what_the_table_says(
     if name in refused or name == "best_of":
         answer = server.post(path, **body, **{name: ASKING[name]})
         assert answer.status_code == 400
-        message = answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert error["param"] == name
+        message = error["message"]
         assert f"refused: “{message}”" in about
     elif name in ignored:
         assert about.startswith("no effect")
@@ -124,12 +126,16 @@ CHAT_CASES = [
     ({"frequency_penalty": -3}, "frequency_penalty", "greater than or equal to -2"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
-    ({"max_completion_tokens": 3}, None, "max_tokens is the old name of max_completion_tokens"),
+    (
+        {"max_completion_tokens": 3},
+        "max_tokens",
+        "max_tokens is the old name of max_completion_tokens",
+    ),
     ({"seed": 2**64}, "seed", "less than"),
     ({"stream": "yes"}, "stream", "valid boolean"),
     (
         {"stream": False, "stream_options": {"include_usage": True}},
-        None,
+        "stream_options",
         "stream_options needs stream: true",
     ),
     (
@@ -137,14 +143,16 @@ CHAT_CASES = [
         "stream_options.include_obfuscation",
         "should be False",
     ),
-    ({"stop": ""}, None, "strings that are not empty"),
-    ({"stop": ["a"] * 17}, None, "stop takes 1 to 16 strings"),
-    ({"logit_bias": {"hello": 1}}, None, '"hello" is not a token id'),
+    ({"stop": ""}, "stop", "strings that are not empty"),
+    ({"stop": ["a"] * 17}, "stop", "stop takes 1 to 16 strings"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias", "is not a token id"),
+    ({"logit_bias": {"01": 1}}, "logit_bias", '"01" is not a token id'),
+    ({"logit_bias": {"hello": 1}}, "logit_bias", '"hello" is not a token id'),
     ({"logit_bias": {"99999": 1}}, "logit_bias", "token ids must be from 0 to 4095"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
-    ({"top_logprobs": 2}, None, "top_logprobs needs logprobs: true"),
+    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-    ({"messages": []}, None, "messages is empty"),
+    ({"messages": []}, "messages", "messages is empty"),
     ({"messages": None}, "messages", "messages: input should be a valid list"),
     ({"messages": "Hello"}, "messages", "valid list"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "should be 'system'"),
@@ -181,22 +189,24 @@ CHAT_CASES = [
             ]
         },
         "tools",
-        "invalid schema",
+        'the function "f": invalid schema',
     ),
-    ({"tools": [TOOL, TOOL]}, None, "two functions have the same name"),
-    ({"tool_choice": "required"}, None, "tool_choice needs tools"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two functions have the same name"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-        None,
+        "tool_choice",
         "tool_choice names a function that is not in tools",
     ),
-    ({"tools": [TOOL], "response_format": SCHEMA}, None, "cannot be combined"),
+    ({"messages": ["Hello"]}, "messages.0", "should be an object"),
+    ({"tools": [TOOL], "response_format": SCHEMA}, "response_format", "cannot be combined"),
     (
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
         "tools.0.function.name",
         "match pattern",
     ),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ({"chat_template_kwargs": {"conversation": []}}, "chat_template_kwargs", "conversation"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "self"),
     ({"model": "gpt-5"}, "model", 'the model "gpt-5" does not exist; this server has "demo"'),
 ]
 
@@ -220,13 +230,13 @@ def check(answer, status, param, says):
 @pytest.mark.parametrize(
     "more, param, says",
     [
-        ({"prompt": []}, None, "prompt is empty"),
+        ({"prompt": []}, "prompt", "prompt is empty"),
         ({"metadata": {}}, "metadata", "unrecognized request argument: metadata"),
         ({"prompt": ["x", 5]}, "prompt.1", "valid string"),
         ({"prompt": [[], [5]]}, "prompt", "the prompt is empty"),
         ({"prompt": [5000]}, "prompt", "token ids must be from 0 to 4095"),
         ({"prompt": [-1]}, "prompt", "token ids must be from 0 to 4095"),
-        ({"prompt": ["x"] * 5, "n": 4}, None, "prompts times n may be at most 16"),
+        ({"prompt": ["x"] * 5, "n": 4}, "n", "prompts times n may be at most 16"),
         ({"logprobs": 6}, "logprobs", "less than or equal to 5"),
         ({"prompt": "ab " * 3000}, "prompt", "the model's context is 2048"),
         ({"messages": SAID}, "messages", "unrecognized request argument"),
@@ -309,7 +319,7 @@ def test_lone_surrogates(server):
         ("GET", "/docs", 404, ""),
         ("GET", "/openapi.json", 404, ""),
         ("GET", CHAT, 405, "; use POST"),
-        ("POST", "/", 405, "; use GET"),
+        ("POST", "/", 405, "; use GET, HEAD"),
         ("GET", "/x", 404, ""),
     ],
 )
@@ -317,3 +327,15 @@ def test_other_addresses(server, method, path, status, use):
     answer = httpx.request(method, server.url + path)
     assert answer.status_code == status
     assert answer.json()["error"]["message"] == f"there is no {method} {path} here{use}"
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/about", "/metrics"])
+def test_heads_are_answered(server, path):
+    answer = httpx.head(server.url + path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert int(answer.headers["Content-Length"]) > 0
+
+
+def test_variables_of_the_template(server):
+    given = {"tokenizer": 1, "variables": 2, "messages": []}
+    assert server.post(CHAT, **ASKED, chat_template_kwargs=given).status_code in (200, 400)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import tempfile
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -26,6 +27,9 @@ MINUTES, DRAIN_SECONDS = 5.0, 30
 CONTEXTS = 4  # the default room for contexts: so many of the longest, at most MOST_MIB
 MOST_MIB = 1024
 MIB = 2**20
+KEYS = "TOKEN_RECYCLING_API_KEY"
+# As browsers send it: in lower case, without a path.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -42,7 +46,7 @@ def serve(
         typer.Option(
             "--api-key",
             metavar="KEY",
-            envvar="TOKEN_RECYCLING_API_KEY",
+            envvar=KEYS,
             help="Requests must have this key; may be repeated.",
         ),
     ] = None,
@@ -109,6 +113,8 @@ def serve(
     keys, origins = api_key or [], allowed_origin or []
     _check_numbers(port, batch, queue, prefix_cache, save_minutes, drain_seconds)
     _check_access(keys, origins)
+    if served_model_name == "":
+        raise TokenRecyclingError("--served-model-name is empty")
     _check_scope(matrix_scope, matrix, keys)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -212,11 +218,12 @@ def _check_numbers(
 def _check_access(keys: list[str], origins: list[str]) -> None:
     if not all(key and key.isascii() and key.isprintable() and key.strip() == key for key in keys):
         raise TokenRecyclingError("--api-key is empty or not printable ASCII")
+    if not keys and KEYS in os.environ:
+        raise TokenRecyclingError(f"{KEYS} is empty; set a key, or unset it to require none")
     for origin in origins:
-        parts = urlsplit(origin)
-        if origin != "*" and (not parts.scheme or origin != f"{parts.scheme}://{parts.netloc}"):
+        if origin != "*" and not ORIGIN.fullmatch(origin):
             raise TokenRecyclingError(
-                f"--allowed-origin is {origin}; give * or a scheme and host: https://example.org"
+                f"--allowed-origin is {origin}; give * or what browsers send: https://example.org"
             )
 
 

@@ -38,8 +38,12 @@ from token_recycling.server.job import Ended, Event, Failed, Job, NewTokens
 from token_recycling.server.prompts import Answer, Prompts
 from token_recycling.server.schemas import ChatRequest, CompletionRequest, Sampling
 
-# How pydantic names the types of a union in the place of a problem.
+# Pydantic's problems with a body that is no object, its word for an object, and how it names the
+# types of a union in the place of a problem.
+NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")
+JARGON = "a valid dictionary or object to extract fields from"
 UNION = re.compile(r"str|NamedTool|(list|literal)\[.*\]")
+READ = ["GET", "HEAD"]
 API = "/v1/"  # requests for it need a key
 PAGE = Path(__file__).parent / "static" / "chat.html"
 T = TypeVar("T")
@@ -410,9 +414,9 @@ def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
         if error.status_code in (404, 405):
             message = f"there is no {request.method} {request.url.path} here"
             if allowed := (error.headers or {}).get("Allow"):
-                message += f"; use {allowed}"
+                message += f"; use {', '.join(sorted(allowed.split(', ')))}"
         elif error.status_code == 400:
-            message = "the body is not valid JSON"
+            return ApiError("the body is not valid JSON", code="invalid_json").response()
         return ApiError(message, status=error.status_code).response()
 
     @app.exception_handler(Exception)
@@ -435,21 +439,21 @@ def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
     async def model(name: str) -> Json:
         return server.model(name)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         alive = server.engine.alive
         return JSONResponse({"status": "ok" if alive else "down"}, 200 if alive else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         text = server.engine.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/about")
+    @app.api_route("/about", methods=READ)
     async def about() -> Json:
         return server.about()
 
-    @app.get("/", response_class=HTMLResponse)
+    @app.api_route("/", methods=READ, response_class=HTMLResponse)
     async def page() -> str:
         return PAGE.read_text(encoding="utf-8")
 
@@ -468,12 +472,13 @@ def _invalid(error: RequestValidationError) -> ApiError:
         return ApiError("the body is not valid JSON", code="invalid_json")
     if kind == "value_error":
         message = message.removeprefix("Value error, ")
-    elif not parts:  # no body, another type of content, or a list
+        param = getattr(problem["ctx"]["error"], "field", param)
+    elif not parts and kind in NO_OBJECT:  # no body, another type of content, or a list
         message = "send a JSON object, with Content-Type: application/json"
     elif kind == "extra_forbidden":
         message = f"unrecognized request argument: {param}"
     elif kind == "missing":
         message = f"{param} is missing"
     elif param:
-        message = f"{param}: {message[:1].lower()}{message[1:]}"
+        message = f"{param}: {message[:1].lower()}{message[1:]}".replace(JARGON, "an object")
     return ApiError(message, param=param)

@@ -151,7 +151,7 @@ class Engine:
 
     def _count(self) -> None:
         self.metrics.waiting.set(len(self._waiting))
-        self.metrics.running.set(len(self._batch.rows))
+        self.metrics.running.set(self._admitted)
 
     def run(self) -> None:
         """Decode until ``stop`` is called; after a fault, fail the jobs that are left."""
@@ -195,7 +195,9 @@ class Engine:
             if rows and longest * (len(rows) + 1) > BATCH_TOKENS:
                 return None
             self._admitted += 1
-            return self._waiting.pop()
+            job = self._waiting.pop()
+            self._count()
+            return job
 
     def _join(self, job: Job) -> None:
         """Read a job's prompt and report its first token."""
@@ -215,17 +217,17 @@ class Engine:
             step = self._batch.join(row, prefix=prefix, on_progress=between)
         except AbortedError:
             self._forget(job)
+            self.metrics.ended("abort", Stats(), 0.0)
             return
         except TokenRecyclingError as error:
             self._forget(job)
+            self.metrics.ended("error", Stats(), 0.0)
             job.emit(Failed(str(error), refused=True))
             return
         except Exception as error:  # the model, or a processor of Transformers, may raise anything
             self._fail([job], error)
             return
         self._record(step, [row])
-        with self._changed:
-            self._count()
         now = monotonic()
         self.metrics.began(
             sequence.prompt_length, sequence.cached, begun - job.arrived, now - job.arrived

@@ -38,7 +38,7 @@ class Metrics:
             )
             return made.labels(model)
 
-        self.running = gauge("num_requests_running", "Requests that are being decoded.")
+        self.running = gauge("num_requests_running", "Requests being read or decoded.")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.prefix_bytes = gauge("prefix_cache_bytes", "Bytes of kept contexts.")
         self._prompt = counter("prompt_tokens", "Tokens of prompts.").labels(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import secrets
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -70,7 +71,7 @@ class Prompts:
         self._forces_calls = takes_tools(self.tokenizer)  # else they can only be parsed
         self._template = response_template(self.tokenizer)
         arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        self._reserved = {*arguments, "messages"}  # else a request could bring its own template
+        self._reserved = {*arguments, "self"}  # else a request could bring its own template
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
         self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos)
         self._lock = Lock()
@@ -149,7 +150,7 @@ class Prompts:
             extra["tools"] = request.tools_json
         try:
             return render(
-                self.tokenizer, [message.for_template() for message in request.messages], **extra
+                self.tokenizer, [message.for_template() for message in request.messages], extra
             )
         except (TokenRecyclingError, TypeError) as error:
             raise ApiError(str(error), param="messages") from error
@@ -264,5 +265,12 @@ class Prompts:
         try:
             return self._grammars.matcher(grammar)
         except TokenRecyclingError as error:
-            param = "tools" if request.calls else "response_format"
-            raise ApiError(str(error), param=param) from error
+            if not request.calls:
+                raise ApiError(str(error), param="response_format") from error
+            for tool in request.tools or []:  # which one is it?
+                try:
+                    self._grammars.matcher(json_grammar(tool.function.parameters or ANY_OBJECT))
+                except TokenRecyclingError as its_error:
+                    message = f"the function {json.dumps(tool.function.name)}: {its_error}"
+                    raise ApiError(message, param="tools") from error
+            raise ApiError(str(error), param="tools") from error

@@ -30,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
         made.listen(0)  # else two servers could bind the same port before either listens
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the latter for names that are not valid
         raise TokenRecyclingError(f"--host is {host}; there is no such address") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

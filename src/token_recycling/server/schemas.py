@@ -6,6 +6,7 @@ A field is served, accepted without effect, or refused with a reason. Nothing is
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -44,6 +45,20 @@ REFUSED_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Fields of answers that clients send back in the messages of the next turn.
 ANSWER_FIELDS = ("refusal", "reasoning_content", "annotations", "audio")
+
+
+class FieldError(ValueError):
+    """A value that contradicts another one, or is not supported.
+
+    Attributes:
+        field: the field at fault.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        """Describe the error in one line."""
+        super().__init__(message)
+        self.field = field
+
 
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -92,13 +107,13 @@ class Sampling(Strict):
     @model_validator(mode="after")
     def _check_common(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+            raise FieldError("stream_options", "stream_options needs stream: true")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or not all(stops):
-            raise ValueError(f"stop takes 1 to {MOST_STOPS} strings that are not empty")
+            raise FieldError("stop", f"stop takes 1 to {MOST_STOPS} strings that are not empty")
         for token in self.logit_bias or {}:
-            if not (token.isdecimal() and len(token) < 10):
-                raise ValueError(f"logit_bias: {json.dumps(token)} is not a token id")
+            if not re.fullmatch("0|[1-9][0-9]{0,8}", token):
+                raise FieldError("logit_bias", f"logit_bias: {json.dumps(token)} is not a token id")
         return self
 
     @property
@@ -121,7 +136,7 @@ def _served(
     for name, (neutral, reason) in refused.items():
         value = kept.pop(name, None)
         if value is not None and value not in neutral:
-            raise ValueError(f"{name} is not supported: {reason}")
+            raise FieldError(name, f"{name} is not supported: {reason}")
     return kept
 
 
@@ -279,20 +294,24 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         if not self.messages:
-            raise ValueError("messages is empty")
+            raise FieldError("messages", "messages is empty")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs: true")
         if self.max_tokens and self.max_completion_tokens:
-            raise ValueError("max_tokens is the old name of max_completion_tokens; give one")
+            raise FieldError(
+                "max_tokens", "max_tokens is the old name of max_completion_tokens; give one"
+            )
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
-            raise ValueError("tools: two functions have the same name")
+            raise FieldError("tools", "tools: two functions have the same name")
         if self.tool_choice not in (None, "none") and not names:
-            raise ValueError("tool_choice needs tools")
+            raise FieldError("tool_choice", "tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError("tool_choice names a function that is not in tools")
+            raise FieldError("tool_choice", "tool_choice names a function that is not in tools")
         if self.calls and self.response_format and self.response_format.type != "text":
-            raise ValueError("response_format and tools cannot be combined; choose one")
+            raise FieldError(
+                "response_format", "response_format and tools cannot be combined; choose one"
+            )
         return self
 
     @property
@@ -327,11 +346,11 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of is not supported: answers are not ranked; use n")
+            raise FieldError("best_of", "best_of is not supported: answers are not ranked; use n")
         if self.prompt == []:
-            raise ValueError("prompt is empty")
+            raise FieldError("prompt", "prompt is empty")
         if len(self.prompts) * (self.n or 1) > MOST_CHOICES:
-            raise ValueError(f"prompts times n may be at most {MOST_CHOICES}")
+            raise FieldError("n", f"prompts times n may be at most {MOST_CHOICES}")
         return self
 
     @property
