@@ -230,3 +230,23 @@ def test_in_between_plain_steps_no_draft_is_verified():
     simulation = Simulation(AutoSize(ACCEPTANCE, curve(COSTS["steep"])))
     simulation.run(COSTS["steep"], 0.4, 3000)
     assert sum(n > 1 for n in simulation.sizes[1000:]) < 200
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_pauses_end_though_rows_join_and_leave(scores):
+    """A server with many requests changes the number of rows every few steps."""
+    policy = AutoSize(ACCEPTANCE, CostCurve.assumed("cpu"))
+    runs = {rows: Simulation(policy, rows=rows, scores=scores) for rows in (6, 7, 8)}
+    cost = COSTS["middling"]
+
+    def decode(scale, changes):
+        for _ in range(changes):
+            for run in runs.values():
+                policy.begin(run.sequences)
+                run.run(cost, scale, 4)
+
+    decode(0.02, 20)
+    assert policy.limit() == 1  # paused: nothing can be drafted
+    decode(1.0, 60)
+    last = [n for run in runs.values() for n in run.sizes[-120:]]
+    assert sum(n == 1 for n in last) < 0.2 * len(last)

@@ -130,10 +130,17 @@ class AutoSize(DraftSize):
             self._timers[batch] = timer
 
     def _take_best(self) -> None:
-        """Take the best size by what is known; begin with a cooldown if that is plain decoding."""
+        """Take the best size by what is known; pause if that is plain decoding.
+
+        A pause or a probe goes on: on a busy server, rows join and leave more often than these
+        last, and what is known would never change.
+        """
         speeds = self.speeds()[1]
         self._usual = self._fastest(speeds, least=1)
-        self._plain_left = COOLDOWN if self._fastest(speeds) == 0 else 0
+        if self._fastest(speeds) > 0:
+            self._plain_left = 0
+        elif not (self._plain_left or self._probing):
+            self._plain_left = COOLDOWN
 
     def limit(self) -> int:
         """Return the nodes to grow in the next step."""
