@@ -114,6 +114,21 @@ def test_with_a_measured_curve_the_speed_is_that_of_the_best_size(name, scale, r
     assert speed > 0.96 * best, (speed / best, size, simulation.usual())
 
 
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize(("wrong", "error"), [(48, 0.75), (32, 1.3)])
+def test_one_wrong_point_costs_little_in_batches(wrong, error, rows):
+    """Sizes are measured at one row, quickly: the cost of batches lies far beyond the points."""
+
+    def cost(n):
+        return 3.7 + 0.055 * n
+
+    sizes = (1, 2, 4, 8, 12, 16, 24, 32, 48)
+    seconds = tuple(cost(n) * (error if n == wrong else 1) for n in sizes)
+    simulation = Simulation(AutoSize(ACCEPTANCE, CostCurve(sizes, (64,), (seconds,))), rows=rows)
+    speed = simulation.run(cost, 1.0, 400)
+    assert speed > 0.9 * best_speed(cost, 1.0, rows)[0], simulation.usual()
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", ["middling", "flat", "flat up to 32", "steps"])
 def test_a_guessed_curve_is_corrected(name, scale):

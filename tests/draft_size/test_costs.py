@@ -25,7 +25,7 @@ def _cache(tmp_path, monkeypatch):
         (1, 100, 1.0),
         (3, 100, 2.5),
         (2, 200, 3.0),
-        (6, 100, 4.0),  # beyond the sizes the line goes on
+        (6, 100, 5.0),  # beyond the sizes it goes on with the steepest rise
         (1, 10, 1.0),  # before the contexts it does not
         (1, 500, 5.0),
         (1, 10**6, 6.0),  # beyond twice the last context it ends
@@ -33,6 +33,24 @@ def _cache(tmp_path, monkeypatch):
 )
 def test_between_and_beyond_the_points(tokens, context, cost):
     assert CURVE.at(tokens, context) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("error", [0.5, 0.8, 1.0])
+@pytest.mark.parametrize("wrong", [24, 32, 48])
+def test_one_wrong_point_does_not_make_batches_cheap(wrong, error):
+    """A batch verifies many times the tokens that were measured."""
+    sizes = (1, 2, 4, 8, 12, 16, 24, 32, 48)
+    seconds = [(3.7 + 0.055 * n) * (error if n == wrong else 1) for n in sizes]
+    curve = CostCurve(sizes, (64,), (tuple(seconds),))
+    rise = (curve.at(256, 64) - curve.at(128, 64)) / 128
+    assert rise > 0.9 * 0.055
+
+
+def test_the_first_points_do_not_count_beyond_the_last():
+    """On CPUs the second token often costs more than any later one."""
+    sizes = (1, 2, 4, 8, 16, 32, 48)
+    seconds = tuple(1.0 if n == 1 else 2 + 0.01 * n for n in sizes)
+    assert CostCurve(sizes, (64,), (seconds,)).at(128, 64) == pytest.approx(2 + 0.01 * 128)
 
 
 def test_assumed_curves_are_cheap_on_gpus_and_expensive_on_cpus():

@@ -8,6 +8,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,41 @@ class CostCurve:
         return cls(SIZES, (0,), (tuple(1 + slope * (n - 1) for n in SIZES),), measured=False)
 
     def at(self, tokens: float, context: float) -> float:
-        """Return the interpolated cost of a step of ``tokens`` after ``context`` cached tokens."""
-        rows = [_line(self.sizes, row, tokens) for row in self.seconds]
+        """Return the cost of a step of ``tokens`` after ``context`` cached tokens.
+
+        It is interpolated between the points; ``_slopes`` says how it goes on beyond the sizes.
+        """
+        beyond = tokens - self.sizes[-1]
+        if beyond > 0:
+            rows = [row[-1] + beyond * slope for row, slope in zip(self.seconds, self._slopes)]
+        else:
+            rows = [_line(self.sizes, row, tokens) for row in self.seconds]
         cost = _line(self.contexts, rows, min(max(context, self.contexts[0]), self._longest))
         return max(cost, 1e-9)
+
+    @cached_property
+    def _slopes(self) -> list[float]:
+        """Cost of each further token beyond the largest size, by context.
+
+        A batch verifies many times the tokens that were measured, so an error of the last point
+        would be multiplied. The steepest rise to a size at least twice as large is taken: drafts
+        that turn out too small cost little time, those that turn out too large cost a lot. The
+        first sizes are left out, because many CPUs compute their products in another way.
+        """
+        n = len(self.sizes)
+        first = next(i for i in range(n) if 8 * self.sizes[i] >= self.sizes[-1])
+        pairs = [
+            (i, j)
+            for i in range(first, n)
+            for j in range(i, n)
+            if self.sizes[j] >= 2 * self.sizes[i]
+        ]
+        return [
+            max(
+                ((row[j] - row[i]) / (self.sizes[j] - self.sizes[i]) for i, j in pairs), default=0.0
+            )
+            for row in self.seconds
+        ]
 
     @property
     def _longest(self) -> int:
