@@ -32,7 +32,7 @@ from pathlib import Path
 import httpx2 as httpx
 import torch
 
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.files import write_text
 from token_recycling.machine import describe
 

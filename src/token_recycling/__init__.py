@@ -15,7 +15,7 @@ from token_recycling.version import __version__
 
 if TYPE_CHECKING:
     from token_recycling.answers import Chunk, Generation
-    from token_recycling.checkpoint import BUNDLED_MODEL
+    from token_recycling.checkpoint.load import BUNDLED_MODEL
     from token_recycling.drafters import Drafter, Rows
     from token_recycling.integrations.transformers import enable
     from token_recycling.matrix import AdjacencyMatrix
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Imported on first use, so that `import token_recycling` does not import PyTorch (seconds).
 _LAZY = {
-    "BUNDLED_MODEL": "checkpoint",
+    "BUNDLED_MODEL": "checkpoint.load",
     "AdjacencyMatrix": "matrix",
     "Chunk": "answers",
     "DraftTree": "tree",

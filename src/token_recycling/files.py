@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import shutil
 import socket
 import stat
 import time
@@ -59,6 +60,34 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
             partial.unlink(missing_ok=True)
 
 
+def make_folder_atomically(path: Path, fill: Callable[[Path], object]) -> None:
+    """Call ``fill`` with a temporary folder next to ``path``, then rename that to ``path``.
+
+    A folder at ``path`` is replaced. Temporary folders are removed: this one if ``fill`` fails, and
+    those of killed processes.
+
+    Raises:
+        TokenRecyclingError: the folder cannot be written.
+    """
+    partial, old = (
+        path.with_name(f"{_prefix(path)}{os.getpid()}-{next(_numbers)}{PARTIAL}") for _ in range(2)
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        partial.mkdir()
+        try:
+            fill(partial)
+            with suppress(FileNotFoundError):
+                path.rename(old)
+            partial.rename(path)
+        finally:
+            for folder in (partial, old):
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise _failure(path, error) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8 atomically.
 
@@ -101,7 +130,7 @@ def _prefix(place: Path) -> str:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove partial files of the same file whose writers no longer run."""
+    """Remove partial files and folders for ``place`` whose writers no longer run."""
     prefix, older = _prefix(place), f"{place.name}."  # naming scheme of older versions
     everywhere = prefix[: prefix.index("-") + 1]
     for file in place.parent.iterdir():
@@ -113,7 +142,9 @@ def _remove_abandoned(place: Path) -> None:
                 gone = not _runs(int(own.split("-")[0]))
             else:
                 gone = time.time() - file.stat().st_mtime > ABANDONED
-            if gone:
+            if gone and file.is_dir():
+                shutil.rmtree(file, ignore_errors=True)
+            elif gone:
                 file.unlink(missing_ok=True)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from token_recycling.accept import Acceptor
 from token_recycling.answers import Chunk, Generation
 from token_recycling.call import Call, CallOptions, prepare_call
-from token_recycling.checkpoint import load_checkpoint
+from token_recycling.checkpoint.load import load_checkpoint
 from token_recycling.decode import Decoding, Hooks, OnDraft
 from token_recycling.draft_size.auto import AutoSize
 from token_recycling.draft_size.base import DraftSize, FixedSize

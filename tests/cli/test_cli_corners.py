@@ -155,8 +155,8 @@ class TestArguments:
         [
             (["--threads", 1, "-n", 3, "chat"], "chat must come before all options"),
             (["bench", "--decoders", ""], "--decoders is ''"),
-            (["x y", "-m", "/no/such/folder"], "no such folder"),
-            (["x y", "-m", ""], "no such folder"),
+            (["x y", "-m", "/no/such/folder"], "no such file or folder"),
+            (["x y", "-m", ""], "no such file or folder"),
             (["tune", "-o", "/no/such/folder/x.svg"], "no folder"),
             (["x y", "-n", 0], "it must be 1 or more"),
         ],

@@ -8,7 +8,7 @@ from models import TREES
 from token_recycling import TokenRecycling
 from token_recycling.bench.compare import plain_generate
 from token_recycling.bench.prompts import DEMO
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 
 
 def ask(question):

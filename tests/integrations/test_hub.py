@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, dynamic_module_utils
 
 from token_recycling import PlainDecodingWarning, TokenRecyclingError, enable
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.integrations.transformers import KEPT
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from architectures import make
 from models import random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError, enable
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.tokens import NO_TOKEN
 
 TEXTS = ["Once upon a time there was a king", "The fox", "Tom has 12 marbles. He", "A"]

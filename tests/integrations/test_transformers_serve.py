@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 
 pytestmark = pytest.mark.clients
 DOCS = Path(__file__).parents[2] / "docs" / "transformers.md"

@@ -36,7 +36,7 @@ ROOMS = (
     ("graph/",),
     ("decode", "explain"),
     ("hf_generate/",),
-    ("answers", "call", "checkpoint", "options"),
+    ("answers", "call", "checkpoint/", "options"),
     ("recycler",),
     ("integrations/",),
     ("server/",),

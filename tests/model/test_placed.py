@@ -5,7 +5,7 @@ import torch
 
 from models import plain
 from token_recycling import TokenRecycling, enable
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.model.fallback import PlainTarget
 
 PROMPTS = [[5, 60, 700, 8], [900, 33, 2001, 17, 640, 12]]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from token_recycling import PlainDecodingWarning, TokenRecycling
 from token_recycling.bench.check import check, overall
 from token_recycling.bench.prompts import DEMO
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.model.fallback import PlainTarget
 
 pytestmark = pytest.mark.quantised

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from token_recycling import TokenRecycling
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.server.grammar import Grammars, json_grammar
 from token_recycling.server.json_schema import limited

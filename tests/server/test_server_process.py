@@ -206,7 +206,7 @@ def test_killed_during_a_save_the_file_stays_whole(tmp_path):
         (["--host", "192.0.2.1", "--port", 0], "cannot use 192.0.2.1:0"),
         (["--api-key", "é"], "--api-key is empty or not printable ASCII"),
         (["--api-key", ""], "--api-key is empty or not printable ASCII"),
-        (["/no/such/model"], "no such folder"),
+        (["/no/such/model"], "no such file or folder"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, says):

@@ -124,12 +124,18 @@ def plain_generate(recycler: TokenRecycling, prompt: Prompt, options: dict[str, 
 
 
 def compare(
-    recycler: TokenRecycling, prompt: Prompt, options: dict[str, Any], rounds: int = ROUNDS
+    recycler: TokenRecycling,
+    prompt: Prompt,
+    options: dict[str, Any],
+    rounds: int = ROUNDS,
+    *,
+    warm_up: bool = True,
 ) -> Comparison:
-    """Decode ``prompt`` plainly and recycled in turn, ``rounds`` times after one warm-up round.
+    """Decode ``prompt`` plainly and recycled in turn, ``rounds`` times.
 
-    Every recycled round starts from the matrix as it was before the call; afterwards the matrix
-    holds the additions of one round. Without a seed, both sides sample with seed 0.
+    With ``warm_up``, one more round comes first, whose times are dropped. Every recycled round
+    starts from the matrix as it was before the call; afterwards the matrix holds the additions of
+    one round. Without a seed, both sides sample with seed 0.
     """
     options = {**options, "seed": options.get("seed") or 0}
     before = recycler.matrix.clone()
@@ -141,7 +147,7 @@ def compare(
         return plain_generate(recycler, prompt, options)
 
     plain_seconds, seconds = [], []
-    for round_ in range(rounds + 1):
+    for round_ in range(1 - warm_up, rounds + 1):
         plain_tokens, plain_time = timed(plain, recycler.target.device)
         recycler.matrix.copy_(before)
         answer, time = timed(recycled, recycler.target.device)

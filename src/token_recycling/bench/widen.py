@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from token_recycling.checkpoint import BUNDLED_MODEL
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.errors import TokenRecyclingError, one_line
 
 # Sizes only, with the keys of a Hugging Face config. Qwen's attention biases are omitted.

@@ -19,6 +19,7 @@ from token_recycling.cli import (
     chat,
     check,
     demo,
+    fetch_model,
     generate,
     matrix,
     replay,
@@ -43,6 +44,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("check")(check.check)
 app.command("demo")(demo.demo)
+app.command("fetch-model")(fetch_model.fetch_model)
 app.command("bench")(bench.bench)
 app.command("bench-serving")(bench_serving.bench_serving)
 app.command("replay")(replay.replay)
@@ -88,6 +90,7 @@ def root(
 def run(argv: list[str] | None = None) -> None:
     """Run the command line; bad input prints one line on stderr and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("TQDM_DISABLE", "1")  # Transformers' bars would mix with our own
     writable = _open_streams()
     warnings.formatwarning = _one_line  # type: ignore[assignment]
     try:

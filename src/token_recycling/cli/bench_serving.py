@@ -95,7 +95,7 @@ def bench_serving(
 
 
 def _folder(model: str | None) -> str:
-    from token_recycling.checkpoint import BUNDLED_MODEL
+    from token_recycling.checkpoint.load import BUNDLED_MODEL
 
     return str(BUNDLED_MODEL) if model is None else model
 

@@ -1,18 +1,37 @@
-"""`token-recycling demo`: the bundled model on built-in prompts, plain and recycled."""
+"""`token-recycling demo`: built-in prompts, decoded plainly and recycled."""
 
 from __future__ import annotations
 
 from math import exp, log
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import show
 from token_recycling.cli.generate import as_prompt
+from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError
+
+if TYPE_CHECKING:
+    from token_recycling.bench.compare import Comparison
+
+BUNDLED = "bundled"
 
 
 def demo(
-    max_tokens: o.MaxTokens = 150,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "-m",
+            "--model",
+            help="A model, as for generate, or bundled; default: SmolLM2-135M-Instruct, "
+            "fetched once (93 MB); the bundled model if it cannot be had.",
+        ),
+    ] = None,
+    max_tokens: o.MaxTokens = 96,
     tree: o.Tree = defaults.TREE,
     graph: o.Graph = None,
     warm: o.Warm = None,
@@ -22,22 +41,28 @@ def demo(
 
     Streams one answer first. Exits with code 1 if any output differs.
     """
-    from token_recycling.bench.compare import compare
-    from token_recycling.bench.prompts import DEMO
-
-    loading = o.Loading(None, "cpu", None, tree, threads=threads, graph=graph, warm=warm)
     if max_tokens < 2:
         raise TokenRecyclingError("-n must be 2 or more")
+    source = _fetched() if model is None else None if model == BUNDLED else model
+    from token_recycling.bench.compare import compare
+    from token_recycling.bench.prompts import CHAT, DEMO
+
+    loading = o.Loading(source, "cpu", None, tree, threads=threads, graph=graph, warm=warm)
     recycler = loading.open()
+    size = sum(weight.numel() for weight in recycler.model.parameters()) / 1e6
+    kind = str(recycler.model.dtype).removeprefix("torch.")
+    print(f"model: {source or 'the bundled model'} ({size:.1f} M parameters, {kind})")
+    prompts = DEMO if source is None else CHAT
     options = {"max_new_tokens": max_tokens}
-    print(f"> {DEMO[0]}\n")
+    print(f"> {prompts[0]}\n")
     show.legend()
-    show.stream(recycler.stream(as_prompt(recycler, DEMO[0], raw=False), **options))
+    show.stream(recycler.stream(as_prompt(recycler, prompts[0], raw=False), **options))
     recycler.reset()
     print(f"\n{'':38} plain  recycled  speedup   MAT  tokens\n{'':36} tokens/s")
     results = []
-    for question in DEMO:
-        result = compare(recycler, as_prompt(recycler, question, raw=False), options)
+    for question in prompts:
+        prompt = as_prompt(recycler, question, raw=False)
+        result = compare(recycler, prompt, options, rounds=1, warm_up=False)
         results.append(result)
         print(
             f"{question[:34]:34} {result.plain_tokens_per_second:9.1f} "
@@ -46,14 +71,32 @@ def demo(
             f"{'' if result.identical else '  DIFFERENT'}",
             flush=True,
         )
-    identical = sum(result.identical for result in results)
-    mean = exp(sum(log(result.speedup) for result in results) / len(results))
-    steps = sum(result.stats.steps for result in results)
-    mat = 1 + sum(result.stats.accepted for result in results) / steps
-    print(
-        f"\n{identical} of {len(results)} outputs identical to model.generate; MAT {mat:.2f}; "
-        f"speedup {mean:.2f}x (geometric mean of the {len(results)} prompts, tree "
-        f"{recycler.template.name}, matrix of {recycler.matrix.nbytes} bytes)"
-    )
-    if identical < len(results):
+    print(f"\n{_summary(results)} (tree {recycler.template.name})")
+    if not all(result.identical for result in results):
         raise SystemExit(1)
+
+
+def _fetched() -> str | None:
+    """Return the folder of the fetched model, or None with a line that says why there is none."""
+    from token_recycling.checkpoint.fetch import MODEL, fetch_model
+
+    try:
+        with busy_shown(f"fetching {MODEL}, once"):
+            return str(fetch_model())
+    except TokenRecyclingError as error:
+        show.note(f"{error}; using the bundled model, which repeats itself more than a real one")
+        return None
+
+
+def _summary(results: list[Comparison]) -> str:
+    """Return one line on all prompts."""
+    identical = sum(result.identical for result in results)
+    speedups = [result.speedup for result in results]
+    mean = exp(sum(map(log, speedups)) / len(speedups))
+    steps = sum(result.stats.steps for result in results)
+    mat = 1 + sum(result.stats.accepted for result in results) / max(steps, 1)
+    return (
+        f"{identical} of {len(results)} outputs identical to model.generate; MAT {mat:.2f}; "
+        f"speedup {mean:.2f}x (geometric mean; median {median(speedups):.2f}x, "
+        f"{min(speedups):.2f}x to {max(speedups):.2f}x, first prompt {speedups[0]:.2f}x)"
+    )

@@ -121,7 +121,7 @@ class Loading:
             import torch
             from transformers.utils import logging
 
-            from token_recycling.checkpoint import load_checkpoint
+            from token_recycling.checkpoint.load import load_checkpoint
             from token_recycling.drafters.kernels.prepare import compile_kernels, is_compiled
             from token_recycling.recycler import TokenRecycling
 

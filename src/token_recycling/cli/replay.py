@@ -12,7 +12,7 @@ import typer
 from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import progress, show
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
     from token_recycling.bench.replay import Figures
@@ -149,16 +149,9 @@ class _WithoutModel:
     """Replay with the tokenizer alone."""
 
     def __init__(self, model: str | None) -> None:
-        from transformers import AutoTokenizer
+        from token_recycling.checkpoint.load import load_tokenizer
 
-        from token_recycling.checkpoint import BUNDLED_MODEL
-
-        path = str(BUNDLED_MODEL if model is None else model)
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path)
-        except Exception as error:
-            line = one_line(error, 300)
-            raise TokenRecyclingError(f"cannot load the tokenizer of {path}: {line}") from error
+        self.tokenizer = load_tokenizer(model)
 
     def open(self, variant: Variant) -> tuple[Target, AnyDrafter, DraftSize, CostCurve | None]:
         from token_recycling.bench.replay import NoModel

@@ -1,0 +1,45 @@
+"""The questions that figures are made from, in two halves: constants are fitted on the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from token_recycling.bench.suites import Question, load
+
+SPEC_BENCH, OTHERS = 6, 20  # questions per kind of Spec-Bench, and of GSM8K and MBPP
+FIT, CHECK = 0, 1  # halves
+
+
+def questions(data: Path, per_kind: int = SPEC_BENCH, others: int = OTHERS) -> list[Question]:
+    """Return questions of Spec-Bench's 13 categories, GSM8K and MBPP, alternating between kinds.
+
+    Those of a kind are spread evenly over its file. ``Question.category`` is the kind.
+    """
+    groups: list[list[Question]] = []
+    by_category: dict[str, list[Question]] = {}
+    for question in load(f"spec-bench={data / 'spec_bench' / 'question.jsonl'}"):
+        by_category.setdefault(question.category, []).append(question)
+    groups += [spread(group, per_kind) for group in by_category.values()]
+    groups += [
+        spread(load(f"{name}={data / file}"), others)
+        for name, file in (("gsm8k", "gsm8k_test.jsonl"), ("mbpp", "mbpp/question.jsonl"))
+    ]
+    longest = max(map(len, groups))
+    return [group[i] for i in range(longest) for group in groups if i < len(group)]
+
+
+def half(questions: list[Question], which: int) -> list[Question]:
+    """Return every second question of each kind: the half ``FIT`` or ``CHECK``."""
+    seen: dict[str, int] = {}
+    chosen = []
+    for question in questions:
+        number = seen[question.category] = seen.get(question.category, -1) + 1
+        if number % 2 == which:
+            chosen.append(question)
+    return chosen
+
+
+def spread(group: list[Question], number: int) -> list[Question]:
+    """Return ``number`` questions spread evenly over ``group``."""
+    count = min(number, len(group))
+    return [group[i * len(group) // count] for i in range(count)]

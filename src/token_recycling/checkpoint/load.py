@@ -1,0 +1,133 @@
+"""Loading of a model and its tokenizer from a checkpoint name, a folder or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from token_recycling.checkpoint.gguf import HINT, check_gguf, find_gguf, listed
+from token_recycling.errors import TokenRecyclingError, one_line
+
+BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+TOKENIZER_OPTIONS = (
+    "revision",
+    "subfolder",
+    "token",
+    "cache_dir",
+    "trust_remote_code",
+    "gguf_file",
+)
+
+
+def load_checkpoint(
+    name_or_path: str | Path | None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    **model_options: Any,
+) -> tuple[Any, Any]:
+    """Return a model in evaluation mode, and its tokenizer.
+
+    Args:
+        name_or_path: a checkpoint's name or folder, a GGUF file, or a folder with one GGUF file
+            and no config.json; None: the small bundled model.
+        device: where to put the model; None: an accelerator if there is one, else the CPU. Omit
+            it with ``device_map``.
+        dtype: None: float32 on a CPU and for the bundled model, else the checkpoint's own.
+        **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` unchanged.
+
+    Raises:
+        TokenRecyclingError: the checkpoint cannot be loaded, or the device cannot be used.
+    """
+    from transformers import AutoModelForCausalLM
+
+    path, found = resolve(name_or_path)
+    options = {**found, **model_options}
+    if device is None and "device_map" not in options:
+        device = _best_device()
+    if device is not None:
+        try:
+            torch.zeros(1, device=device).item()
+        except Exception as error:
+            line = str(error).strip().split("\n")[0]
+            raise TokenRecyclingError(f"device {device} cannot be used: {line}") from error
+    on_cpu = device is not None and torch.device(device).type == "cpu"
+    if dtype is None:
+        dtype = torch.float32 if on_cpu or name_or_path is None else "auto"
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise TokenRecyclingError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    from_gguf = "gguf_file" in options
+    shown = Path(path, options["gguf_file"]) if from_gguf else path
+    try:
+        model, about = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, **options
+        )
+        if device is not None and model.device.type != torch.device(device).type:
+            model.to(device)  # only if needed: a quantised model may refuse any call of ``to``
+    except Exception as error:  # a broken checkpoint may raise anything
+        reason = one_line(error, 300)
+        if from_gguf:
+            reason = f"{HINT} ({reason})"
+        raise TokenRecyclingError(f"cannot load the model {shown}: {reason}") from error
+    if from_gguf and about["missing_keys"]:  # Transformers would go on with random weights
+        missing = sorted(about["missing_keys"])
+        raise TokenRecyclingError(
+            f"cannot load the model {shown}: it lacks {len(missing)} tensors ({listed(missing)})"
+        )
+    return model.eval(), load_tokenizer(name_or_path, **options)
+
+
+def load_tokenizer(name_or_path: str | Path | None, **options: Any) -> Any:
+    """Return the tokenizer of a checkpoint, given as in ``load_checkpoint``.
+
+    Args:
+        name_or_path: see ``load_checkpoint``.
+        **options: those of ``TOKENIZER_OPTIONS`` are passed to ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        TokenRecyclingError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    path, found = resolve(name_or_path)
+    options = {**found, **options}
+    used = {name: value for name, value in options.items() if name in TOKENIZER_OPTIONS}
+    try:
+        return AutoTokenizer.from_pretrained(path, **used)
+    except Exception as error:  # a broken checkpoint may raise anything
+        shown = Path(path, used["gguf_file"]) if "gguf_file" in used else path
+        line = one_line(error, 300)
+        raise TokenRecyclingError(f"cannot load the tokenizer of {shown}: {line}") from error
+
+
+def resolve(name_or_path: str | Path | None) -> tuple[str, dict[str, str]]:
+    """Return what Transformers calls the checkpoint: a name or folder, and ``gguf_file`` if needed.
+
+    Args:
+        name_or_path: see ``load_checkpoint``.
+
+    Raises:
+        TokenRecyclingError: there is no such folder, or its GGUF file cannot be read.
+    """
+    if name_or_path is None:
+        return str(BUNDLED_MODEL), {}
+    given = str(name_or_path)
+    path = Path(given).expanduser()
+    if not path.exists():
+        local = given.startswith(("/", ".", "~")) or given.lower().endswith(".gguf")
+        if not given or local:
+            raise TokenRecyclingError(f"cannot load the model {given!r}: no such file or folder")
+        return given, {}
+    file = find_gguf(path)
+    if file is None:
+        return str(path), {}
+    check_gguf(file)
+    return str(file.parent), {"gguf_file": file.name}
+
+
+def _best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
