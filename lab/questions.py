@@ -1,8 +1,17 @@
-"""The questions that figures are made from, in two halves: constants are fitted on the first."""
+"""The questions that figures are made from, in two halves: constants are fitted on the first.
+
+    python lab/questions.py --data ../shared/data --out questions.jsonl
+
+writes them as a suite for ``token-recycling bench``: the first turns, with the category as kind.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from token_recycling.bench.suites import Question, load
 
@@ -43,3 +52,22 @@ def spread(group: list[Question], number: int) -> list[Question]:
     """Return ``number`` questions spread evenly over ``group``."""
     count = min(number, len(group))
     return [group[i * len(group) // count] for i in range(count)]
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Folder of the question files.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    per_kind: Annotated[int, typer.Option(help="Questions per kind of Spec-Bench.")] = SPEC_BENCH,
+    others: Annotated[int, typer.Option(help="Questions of GSM8K and of MBPP.")] = OTHERS,
+) -> None:
+    """Write the questions as JSONL."""
+    rows = [
+        {"id": one.name, "kind": one.category, "prompt": one.turns[0]}
+        for one in questions(data, per_kind, others)
+    ]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

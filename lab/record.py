@@ -1,11 +1,9 @@
-"""Record what a model says around its own answers, so that drafters can be compared in seconds.
+"""Record a model's answers and the candidates at all nodes verified, to compare drafters with.
 
     python lab/record.py --model FOLDER --data ../shared/data --out build/records/greedy.pt
 
-At every token of an answer, not only at every step, a tree of ``--nodes`` tokens is verified and
-one token is emitted; the ``--candidates`` best tokens at each node are kept. ``lab/replay.py``
-decodes these answers again with any drafter: what a node's candidates are does not depend on the
-tree that it is in. A run that was interrupted is continued.
+``lab/replay.py`` decodes these answers again with any drafter. A run that was interrupted is
+continued.
 """
 
 from __future__ import annotations
@@ -21,19 +19,20 @@ from torch import Tensor
 
 from questions import questions
 from token_recycling import TokenRecycling
-from token_recycling.accept import Accepted, Acceptor
+from token_recycling.accept import Accepted
 from token_recycling.call import CallOptions, prepare_call
 from token_recycling.ranking import top_k
-from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
+
+CANDIDATES = 16  # kept per node
 
 
 @dataclass
 class Recording:
-    """One answer: its tokens, and the candidates of all nodes.
+    """One answer, and the candidates at the tokens of its prompt and at nodes around it.
 
-    ``paths`` has one entry per node: the index of the answer's token below which the node's branch
-    begins, and the tokens of the branch. Tokens are numbered from the first of the answer.
+    A place is the index of the last token that a node shares with the answer, and the tokens that
+    follow that one. Tokens are numbered from the first of the answer.
     """
 
     name: str
@@ -42,60 +41,66 @@ class Recording:
     answer: list[int] = field(default_factory=list)
     prompt_ids: Any = None  # int32 [P, c]
     prompt_logits: Any = None  # float16 [P, c], less the largest
-    paths: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    places: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)  # -> row of ids
     ids: Any = None  # int32 [N, c]
-    logits: Any = None  # float16 [N, c]
+    logits: Any = None  # float16 [N, c], less the largest
 
 
-class OneToken:
-    """Emits only the token after the root; the draft is verified, but never followed."""
+class Watch:
+    """Stands in for a drafter's methods to note what it gets to see."""
 
-    def __init__(self, accept: Acceptor) -> None:
-        self.accept = accept
+    def __init__(self, recycler: TokenRecycling, recording: Recording) -> None:
+        self.drafter, self.recording = recycler.drafter, recording
+        self.kind = type(recycler.drafter)
+        self.matrix = recycler.matrix
+        self.nodes: list[tuple[int, tuple[int, ...], Any, Any]] = []
+        self.prompts: list[tuple[Any, Any]] = []
+        for name in ("prompt_mask", "learn_prompt", "observe"):
+            setattr(recycler.drafter, name, getattr(self, name))
 
-    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
-        return self.accept(draft.first(1), logits[:, :1], sequences)
-
-
-def watch(recycler: TokenRecycling, recording: Recording, count: int) -> None:
-    """Let the recycler's drafter note all candidates in ``recording``."""
-    drafter = recycler.drafter
-    kind = type(drafter)
-    prompts: list[tuple[Any, Any]] = []
-    nodes: list[tuple[Any, Any]] = []
-
-    def best(logits: Tensor) -> tuple[Any, Any]:
-        values, ids = top_k(logits, count)
-        return ids.numpy().astype(np.int32), (values - values[..., :1]).half().numpy()
-
-    def prompt_mask(tokens: Tensor) -> Tensor:
+    def prompt_mask(self, tokens: Tensor) -> Tensor:
         return torch.ones_like(tokens, dtype=torch.bool)
 
-    def learn_prompt(tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
-        ids, values = best(logits[0])
-        prompts.append((ids, values))
-        recording.prompt_ids, recording.prompt_logits = map(np.concatenate, zip(*prompts))
-        unseen = recycler.matrix.unseen(tokens)
-        kind.learn_prompt(drafter, tokens, logits, mask & (unseen if unseen is not None else mask))
+    def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
+        self.prompts.append(best(logits[0]))
+        unseen = self.matrix.unseen(tokens)
+        if unseen is not None:
+            self.kind.learn_prompt(self.drafter, tokens, logits, mask & unseen)
 
-    def observe(rows: Any, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+    def observe(self, rows: Any, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         ids, values = best(logits[0])
         tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
-        root = len(recording.answer) - 1
         branches: list[tuple[int, ...]] = [()]
-        kept = []
         for node in range(len(tokens)):
             if node:
                 branches.append((*branches[parents[node]], tokens[node]))
             if draft.valid[0, node]:
-                kept.append(node)
-                recording.paths.append((root, branches[node]))
-        nodes.append((ids[kept], values[kept]))
-        recording.answer += accepted.tokens[0]
-        recording.ids, recording.logits = map(np.concatenate, zip(*nodes))
-        kind.observe(drafter, rows, draft, logits, accepted)
+                root = len(self.recording.answer) - 1
+                self.nodes.append((root, branches[node], ids[node], values[node]))
+        self.recording.answer += accepted.tokens[0]
+        self.kind.observe(self.drafter, rows, draft, logits, accepted)
 
-    drafter.prompt_mask, drafter.learn_prompt, drafter.observe = prompt_mask, learn_prompt, observe
+    def finish(self) -> None:
+        """Put everything into the recording."""
+        one = self.recording
+        one.prompt_ids, one.prompt_logits = map(np.concatenate, zip(*self.prompts))
+        found = {along(one.answer, root, branch): rows for root, branch, *rows in self.nodes}
+        one.places = {place: row for row, place in enumerate(found)}
+        one.ids, one.logits = map(np.stack, zip(*found.values()))
+
+
+def best(logits: Tensor) -> tuple[Any, Any]:
+    """Return the best tokens of logits [n, V], int32 [n, c], and their logits, float16 [n, c]."""
+    values, ids = top_k(logits, CANDIDATES)
+    return ids.numpy().astype(np.int32), (values - values[:, :1]).half().numpy()
+
+
+def along(answer: list[int], root: int, branch: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return the place of a node below token ``root``; its branch may begin as the answer does."""
+    used = 0
+    while used < len(branch) and root + 1 < len(answer) and branch[used] == answer[root + 1]:
+        used, root = used + 1, root + 1
+    return root, branch[used:]
 
 
 def main(
@@ -105,16 +110,16 @@ def main(
     per_kind: Annotated[int, typer.Option(help="Questions per kind of Spec-Bench.")] = 6,
     others: Annotated[int, typer.Option(help="Questions of GSM8K and of MBPP.")] = 20,
     tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 128,
-    nodes: Annotated[int, typer.Option(help="Nodes below each token of an answer.")] = 24,
-    candidates: Annotated[int, typer.Option(help="Candidates kept per node.")] = 16,
+    nodes: Annotated[int, typer.Option(help="Nodes below the root of a draft.")] = 15,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     """Record answers."""
     torch.set_num_threads(threads)
     recycler = TokenRecycling.from_pretrained(
-        model, device="cpu", tree=f"ranked-{nodes}", k=candidates, warm=False
+        model, device="cpu", tree=f"ranked-{nodes}", warm=False
     )
+    recycler.target.prompt_fraction = 1.0  # all tokens of a prompt, not only the last ones
     found: list[Recording] = torch.load(out, weights_only=False) if out.exists() else []
     done = {one.name for one in found}
     asked = questions(data, per_kind, others)
@@ -129,10 +134,11 @@ def main(
         )
         (sequence,) = call.sequences
         recording = Recording(question.name, question.category, list(sequence.tokens))
-        watch(recycler, recording, candidates)
-        for step in recycler.steps(call.sequences, OneToken(call.accept)):
+        watch = Watch(recycler, recording)
+        for step in recycler.steps(call.sequences, call.accept):
             if not recording.answer:
                 recording.answer += step.tokens[0]  # of the prefill
+        watch.finish()
         found.append(recording)
         torch.save(found, out)
         print(f"{number + 1} of {len(asked)}: {question.name}, {len(recording.answer)} tokens")

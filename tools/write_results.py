@@ -6,14 +6,13 @@ python tools/write_results.py
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from token_recycling.bench import measures, tables
+from token_recycling.bench import tables
 from token_recycling.files import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -52,51 +51,36 @@ def overall(name: str, columns: tuple[str, ...] = (*COLUMNS, "first token", "sam
     return tables.markdown(([titles[i] for i in kept], [[row[i] for i in kept] for row in rows]))
 
 
-def kinds(name: str, *decoders: str) -> str:
-    """Kind by kind, the speedup of some decoders (all, when none is named)."""
-    titles, rows = tables.by_kind(load(name))
-    kept = [i for i, title in enumerate(titles) if i < 2 or not decoders or title in decoders]
-    return tables.markdown(([titles[i] for i in kept], [[row[i] for i in kept] for row in rows]))
+def has(name: str) -> bool:
+    """True if the run was made: some need a processor that not every machine has."""
+    return (RESULTS / f"{name}.json").exists()
 
 
-def spec_bench(name: str) -> str:
-    """Spec-Bench's own aggregate."""
-    return tables.markdown(tables.spec_bench(load(name)))
+def kinds_with_mat(name: str, decoders: tuple[str, ...]) -> str:
+    """Kind by kind: the speedups of all decoders, and the MAT of some."""
+    summary = load(name)
+    titles, rows = tables.by_kind(summary)
+    titles = [*titles, *(f"MAT {decoder.removeprefix('adaptive@')}" for decoder in decoders)]
+    for row in rows:
+        row += [f"{summary['decoders'][one]['kinds'][row[0]]['mat']:.2f}" for one in decoders]
+    return tables.markdown((titles, rows))
 
 
-SIZES = (
-    "sizes-bundled",
-    "sizes-smollm2-135m-bfloat16",
-    "sizes-smollm2-135m-float32",
-    "sizes-qwen2.5-0.5b-bfloat16",
-)
-# rows of the summary: what is written, and the decoder
-SUMMARY = (
-    ("`model.generate`", "generate"),
-    ("its `prompt_lookup_num_tokens=10`", "generate-pld"),
-    ("our plain step (`--drafter none`)", "none"),
-    ("`paper`, the published tree of 80 nodes", "paper"),
-    ("`adaptive@ranked-15`, 15 nodes", "adaptive@ranked-15"),
-    ("`auto`, the default: automatic size", "auto"),
-    ("`auto+graph`, the step compiled (`--graph`)", "auto+graph"),
-)
-
-
-def cell(name: str, decoder: str) -> str:
-    """MAT and speedup of a decoder, empty if it was not measured."""
-    entry = load(name)["decoders"].get(decoder)
-    if entry is None:
-        return ""
-    overall = entry["overall"]
-    low, high = overall["speedup_interval"]
-    return f"{overall['mat']:.2f}, {overall['speedup']:.2f}x ({low:.2f}–{high:.2f})"
-
-
-def worst_kind(name: str) -> str:
-    """The kind of text with the smallest speedup of auto."""
-    found = load(name)["decoders"]["auto"]["kinds"]
-    kind = min(found, key=lambda kind: found[kind]["speedup"])
-    return f"{found[kind]['speedup']:.2f}x ({kind})"
+def slowest(name: str, decoder: str, count: int) -> str:
+    """The questions that a decoder answered slowest in relation to generate."""
+    summary = load(name)
+    own, plain = (summary["per_question"][one] for one in (decoder, "generate"))
+    found = sorted(
+        (
+            a["tokens_per_second"] / b["tokens_per_second"],
+            question["id"],
+            question["kind"],
+            a["tokens"],
+        )
+        for question, a, b in zip(summary["questions"], own, plain)
+    )
+    rows = [[id_, kind, str(n), f"{ratio:.2f}x"] for ratio, id_, kind, n in found[:count]]
+    return tables.markdown((["question", "kind", "tokens", f"speedup of {decoder}"], rows))
 
 
 def demo() -> str:
@@ -126,103 +110,6 @@ def enabled() -> str:
     )
 
 
-def step_costs() -> str:
-    """The cost of steps of every fixed size, in steps of generate."""
-    sizes = sorted(int(d.rpartition("-")[2]) for d in load(SIZES[0])["decoders"] if "@ranked" in d)
-    rows = []
-    for size in sizes:
-        found = [
-            load(name)["decoders"][f"adaptive@ranked-{size}"]["overall"]["c"] for name in SIZES
-        ]
-        rows.append([str(size + 1), *(f"{c:.2f}" for c in found)])
-    titles = ["tokens verified", *(name.removeprefix("sizes-") for name in SIZES)]
-    return tables.markdown((titles, rows))
-
-
-def repeats(*names: str) -> str:
-    """Overall speedups of repeated runs, and their spread."""
-    runs = [load(name)["decoders"] for name in names]
-    rows = []
-    for decoder in list(runs[0])[1:]:
-        found = [run[decoder]["overall"]["speedup"] for run in runs]
-        rows.append([decoder, *(f"{x:.2f}x" for x in found), f"{measures.spread(found):.1%}"])
-    return tables.markdown((["decoder", *names, "spread"], rows))
-
-
-def choices() -> str:
-    """Per run: the speed of auto relative to the best fixed draft size."""
-    rows = []
-    for name in SIZES:
-        decoders = load(name)["decoders"]
-        fixed = {d: e for d, e in decoders.items() if d.startswith("adaptive@ranked")}
-        speeds = {d: entry["overall"]["tokens_per_second"] for d, entry in fixed.items()}
-        best = max(speeds, key=speeds.__getitem__)
-        auto = decoders["auto"]["overall"]
-        rows.append(
-            [
-                name.removeprefix("sizes-"),
-                f"{best}, {speeds[best]:.1f} tokens/s",
-                f"{auto['tokens_per_second']:.1f} tokens/s",
-                f"{auto['tokens_per_second'] / speeds[best]:.2f}",
-                f"{auto['speedup']:.2f}x",
-                worst_kind(name),
-            ]
-        )
-    titles = ["model", "best fixed size", "auto", "auto / best", "speedup of auto", "worst kind"]
-    return tables.markdown((titles, rows))
-
-
-def rounds(prefix: str) -> list[dict[str, Any]]:
-    """The three runs of a comparison on unseen prompts."""
-    return [load(f"{prefix}-{number}") for number in (1, 2, 3)]
-
-
-def per_question(prefix: str, decoder: str) -> list[tuple[str, str, int, float]]:
-    """Name, kind, tokens and median speedup of every question of three runs."""
-    runs = rounds(prefix)
-    found = []
-    for index, question in enumerate(runs[0]["questions"]):
-        ratios = []
-        for run in runs:
-            own, plain = (run["per_question"][d][index] for d in (decoder, "generate"))
-            ratios.append(own["tokens_per_second"] / plain["tokens_per_second"])
-        tokens = runs[0]["per_question"][decoder][index]["tokens"]
-        name = question["name"] or f"{question['suite']}/{question['id']}"
-        found.append((name, question["kind"], tokens, median(ratios)))
-    return found
-
-
-def never_slower(prefix: str) -> str:
-    """Speedups of the kinds, and how many questions are slower than generate."""
-    decoders = ("generate-pld", "auto")
-    found = {d: per_question(prefix, d) for d in decoders}
-    kinds = list(dict.fromkeys(kind for _, kind, _, _ in found["auto"]))
-
-    def row(title: str, chosen: Callable[[str], bool]) -> list[str]:
-        cells = [title, str(sum(chosen(kind) for _, kind, _, _ in found["auto"]))]
-        for d in decoders:
-            own = [one for one in found[d] if chosen(one[1])]
-            speeds = [speed for _, _, _, speed in own]
-            low, high = quantiles(speeds, n=4)[::2] if len(speeds) > 1 else speeds * 2
-            long = sum(tokens >= 100 and speed < 0.9 for _, _, tokens, speed in own)
-            cells += [f"{median(speeds):.2f}x", f"{low:.2f} / {high:.2f}"]
-            cells += [str(sum(speed < 1 for speed in speeds)), str(long)]
-        return cells
-
-    titles = ["kind", "questions"]
-    for d in decoders:
-        titles += [d, "quartiles", "below 1", "of 100 tokens and more: below 0.9"]
-    every = row("all", lambda kind: True)
-    return tables.markdown((titles, [every, *(row(k, lambda own, k=k: own == k) for k in kinds)]))
-
-
-def worst_questions(prefix: str) -> str:
-    """The ten questions with the smallest speedups of auto."""
-    found = sorted(per_question(prefix, "auto"), key=lambda one: one[3])[:10]
-    rows = [[name, kind, str(tokens), f"{speed:.2f}x"] for name, kind, tokens, speed in found]
-    return tables.markdown((["question", "kind", "tokens", "speedup of auto"], rows))
-
-
 def phases(name: str, *decoders: str) -> str:
     """Shares of a step's time."""
     found = {d: load(name)["decoders"][d]["overall"]["phases"] for d in decoders}
@@ -230,46 +117,6 @@ def phases(name: str, *decoders: str) -> str:
     return tables.markdown(
         (titles, [[d, *(f"{share:.1%}" for share in row.values())] for d, row in found.items()])
     )
-
-
-def promises() -> str:
-    """MAT predicted and measured, of a cold and of a hot run."""
-    rows = [
-        [
-            run,
-            str(found["steps"]),
-            f"{found['promised']:.2f}",
-            f"{found['came']:.2f}",
-            f"{found['promised'] / found['came']:.3f}",
-        ]
-        for run, found in load("adaptive-calibration")["runs"].items()
-    ]
-    titles = ["start", "steps", "predicted MAT", "measured MAT", "predicted / measured"]
-    return tables.markdown((titles, rows))
-
-
-def starts(name: str) -> str:
-    """What other starts come at, relative to a hot one, before and after 500 tokens."""
-    found = load(name)["tokens, steps, seconds"]
-
-    def rate(parts: list[list[float]], over: int) -> float:
-        return sum(part[0] for part in parts) / sum(part[over] for part in parts)
-
-    rows = []
-    for start, parts in found.items():
-        row = [start]
-        for which in ("early", "later"):
-            own, hot = parts[which], found["hot"][which]
-            row += [
-                f"{rate([own], 1):.2f}",
-                f"{rate([own], 2):.0f}",
-                "" if start == "other order" else f"{rate([own], 2) / rate([hot], 2):.2f}",
-            ]
-        own, hot = list(parts.values()), list(found["hot"].values())
-        row.append(f"{rate(own, 2) / rate(hot, 2):.2f}")
-        rows.append(row)
-    early, later = ("MAT", "tokens/s", "of hot"), ("MAT after", "tokens/s after", "of hot after")
-    return tables.markdown((["start", *early, *later, "of hot, all"], rows))
 
 
 def served(name: str) -> str:
@@ -293,24 +140,14 @@ def render() -> str:
     )
     environment.globals.update(
         load=load,
+        has=has,
         command=command,
         overall=overall,
-        kinds=kinds,
-        spec_bench=spec_bench,
-        repeats=repeats,
-        choices=choices,
-        sizes=SIZES,
-        summary_decoders=SUMMARY,
-        cell=cell,
-        worst_kind=worst_kind,
+        kinds_with_mat=kinds_with_mat,
+        slowest=slowest,
         demo=demo,
         enabled=enabled,
-        step_costs=step_costs,
-        never_slower=never_slower,
-        worst_questions=worst_questions,
         phases=phases,
-        promises=promises,
-        starts=starts,
         served=served,
     )
     return environment.get_template("results.md.j2").render()

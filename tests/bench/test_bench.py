@@ -513,6 +513,7 @@ def test_the_warm_up_leaves_no_rows(bundled, monkeypatch):
     assert rows_before(records, "paper@ranked-8") > [0]
 
 
+@pytest.mark.slow
 def test_rounds_do_the_same_work(bundled, monkeypatch):
     name = "paper@ranked-8"
     single, _ = decode(bundled, name, QUESTIONS[:3])
@@ -526,6 +527,7 @@ def test_rounds_do_the_same_work(bundled, monkeypatch):
     assert lengths(twice, name, 1) != lengths(twice, name, 0)
 
 
+@pytest.mark.slow
 def test_no_decoder_learns_from_another(bundled, monkeypatch):
     name = "paper@ranked-8"
     alone, _ = decode(bundled, name, QUESTIONS[:3])
@@ -565,6 +567,7 @@ def test_cold_begins_every_question_without_rows(bundled):
     assert lengths(cold, name) != lengths(records, f"{name} hot")
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_generate_at_the_same_temperature(bundled, monkeypatch):
     options = dict(decoders="prompt-lookup,auto", questions=QUESTIONS[1:2], max_new_tokens=10)
     options |= dict(sweeps={"temperature": [0.0, 0.8]})
@@ -778,6 +781,7 @@ def resumed(killed, suite, folder):
     return call(*bench_of(suite, folder, "-n", 20, "--decoders", FIXED, "--resume"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished, killed, suite, tmp_path):
     code, _, err = resumed(killed, suite, tmp_path / "run")
     assert code == 0, err
@@ -793,6 +797,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished, killed, suite
     assert contents(tmp_path / "run") == expected
 
 
+@pytest.mark.slow
 def test_without_its_matrix_it_would_not(finished, killed, suite, tmp_path, monkeypatch):
     forget_nothing(monkeypatch)
     monkeypatch.setattr(Runner, "_warm_up", lambda self: None)

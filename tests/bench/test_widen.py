@@ -24,6 +24,8 @@ from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
 from token_recycling.bench.widen import SHAPES, Shape, widen
 from token_recycling.cli.widen import widen as verb
 
+pytestmark = pytest.mark.slow
+
 # Measured: 3e-5 at most, of logits that reach 16; the mistakes below make 0.26 or more.
 TOLERANCE = 1e-4
 TINY = dict(

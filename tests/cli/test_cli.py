@@ -171,6 +171,7 @@ class TestWarm:
         assert "warm rows" not in err
         assert re.findall(r"\d+ steps", err) == steps  # kept rows are used by default
 
+    @pytest.mark.slow
     def test_other_verbs_take_the_option(self, capsys, tmp_path, monkeypatch, folder):
         monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
         for verb in (

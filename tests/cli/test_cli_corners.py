@@ -50,7 +50,7 @@ class TestClosedStreams:
             env=ENVIRONMENT,
         )
 
-    @pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-"])
+    @pytest.mark.parametrize("closed", ["2>&-", pytest.param("<&- 2>&-", marks=pytest.mark.slow)])
     def test_without_stdin_or_stderr_it_answers(self, closed):
         found = self.shell(f"{{}} 'The king' -n 5 --raw {closed}")
         assert found.returncode == 0
@@ -66,6 +66,7 @@ class TestClosedStreams:
         if "2>" not in closed:
             assert found.stderr == "error: stdout is closed; the output cannot be printed\n"
 
+    @pytest.mark.slow
     def test_chat_without_stdin_ends(self):
         found = self.shell("{} chat -n 5 <&-")
         assert (found.returncode, found.stderr) == (0, "")
@@ -90,6 +91,7 @@ class TestBytes:
         assert found.returncode == 2
         assert found.stderr == b"error: the prompt is not valid UTF-8 text\n"
 
+    @pytest.mark.slow
     def test_a_turn_that_is_no_text(self):
         found = run("chat", "-n", 5, input=BYTES + b"\nThe king\n", env=self.STRICT)
         assert found.returncode == 0
@@ -180,6 +182,7 @@ class TestStdin:
             typed(monkeypatch, "A fox.\n")
             assert call(capsys, *arguments, "-n", 8, "--raw")[1] == expected
 
+    @pytest.mark.slow
     def test_files_and_pipes(self, tmp_path, capsys):
         file = tmp_path / "text"
         file.write_text("A fox.\n")
@@ -206,6 +209,7 @@ class TestStdin:
         assert run("The king", "-n", 8, input=b"").stdout == expected
 
 
+@pytest.mark.slow
 def test_bench_without_matplotlib(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"

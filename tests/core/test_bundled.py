@@ -44,11 +44,12 @@ def recyclers(bundled):
     }
 
 
+@pytest.mark.slow
 def test_identity_on_eight_prompts(recyclers):
     check_identity(recyclers, list(DEMO), 60)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_identity_on_sixty_prompts(recyclers, shared_data):
     check_identity(recyclers, read_questions(shared_data), 200)
 

@@ -79,12 +79,14 @@ def test_machine_code_is_kept_and_used_by_the_next_process(copy, tmp_path):
     assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 1}
 
 
+@pytest.mark.slow
 def test_without_a_writable_folder_every_process_compiles(copy, unwritable):
     before = sorted(copy.parent.rglob("*"))
     assert drafted(copy, **unwritable) == {"kept": False, "hits": 0}
     assert sorted(copy.parent.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_only_the_folder_that_was_asked_for_cannot_be_written_to(copy, unwritable, tmp_path):
     """Machine code is then kept next to the package or in the user's folder."""
     home = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home" / "cache")}
@@ -92,6 +94,7 @@ def test_only_the_folder_that_was_asked_for_cannot_be_written_to(copy, unwritabl
     assert drafted(copy, **(unwritable | home))["kept"]
 
 
+@pytest.mark.slow
 def test_without_a_home(copy):
     """``HOME`` is not set; machine code is kept next to the package."""
     known = {name: value for name, value in os.environ.items() if "NUMBA" not in name}

@@ -110,7 +110,10 @@ def test_a_reset_inside_an_answer_does_not_wait_for_itself():
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 class TestCopies:
     @pytest.mark.parametrize("drafter", ["adaptive", "paper", "prompt-lookup", "none"])
-    @pytest.mark.parametrize("options", [{}, {"float32_logits": True}, {"graph": True}])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"float32_logits": True}, pytest.param({"graph": True}, marks=pytest.mark.slow)],
+    )
     def test_a_recycler(self, copied, drafter, options, monkeypatch):
         monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
         torch._dynamo.reset()

@@ -8,9 +8,11 @@ from token_recycling import TokenRecycling
 
 PROMPTS = random_prompts([20, 7, 33, 1, 12])
 NEW = 60  # beyond every window (16)
+QUICK = ("llama", "gemma3", "gpt2")
+MANY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SUPPORTED]
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", MANY)
 def test_greedy_is_identical(name):
     model = make(name)
     expected = [plain(model, prompt, NEW) for prompt in PROMPTS]

@@ -99,6 +99,7 @@ def middling(n):
     return 1.0 + 0.06 * (n - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("logits", "tuned", "cost"),
     [

@@ -204,6 +204,7 @@ def mat(recycler, prompts, expected, **options):
     return sum(a.stats.new_tokens - 1 for a in answers) / sum(a.stats.steps for a in answers)
 
 
+@pytest.mark.slow
 def test_it_drafts_better_than_the_paper_and_every_part_helps(bundled, greedy):
     """Sixteen good nodes are worth the paper's eighty."""
 
@@ -219,6 +220,7 @@ def test_it_drafts_better_than_the_paper_and_every_part_helps(bundled, greedy):
         assert run(f"adaptive-no-{part}", "ranked-16") < few
 
 
+@pytest.mark.slow
 def test_a_poisoned_matrix_recovers(bundled, greedy):
     """Random rows and counts: the same text, and soon the same speed."""
     torch.manual_seed(1)

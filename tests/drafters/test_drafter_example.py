@@ -40,7 +40,7 @@ def registered(example, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_in_the_loop_and_in_a_graph(example, bundled, graph, rows, monkeypatch):
     monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
@@ -56,6 +56,7 @@ def test_in_the_loop_and_in_a_graph(example, bundled, graph, rows, monkeypatch):
     assert (recycler._graph is not None) is graph
 
 
+@pytest.mark.slow
 def test_by_name_in_the_benchmark(registered, tmp_path, capsys):
     options = ["--per-kind", "1", "-n", "12", "--no-tune", "-o", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as ended:

@@ -227,7 +227,7 @@ def answered(model, drafter, **options):
     return answers
 
 
-@pytest.mark.parametrize("graph", [None, pytest.param(True, marks=pytest.mark.fused)])
+@pytest.mark.parametrize("graph", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [Minimal, Everything])
 def test_an_object_recycles_with_a_model(kind, graph, llama):
     first, second = answered(llama, kind(), graph=graph)

@@ -46,7 +46,7 @@ def llama():
 
 
 # Several compilations each; `make test-fused` runs them.
-several = pytest.mark.fused
+several = pytest.mark.slow
 
 
 def recycling(model, **options):
@@ -57,7 +57,13 @@ def runners(recycler):
     return list(recycler._graph._runners.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3", "gpt_neox")),
+    ],
+)
 def test_one_graph_gives_the_same_text(name, monkeypatch):
     """200 tokens; grouped queries, windows, one row and four."""
     monkeypatch.setattr(decoder, "SMALLEST", 512)
@@ -76,6 +82,7 @@ def test_one_graph_gives_the_same_text(name, monkeypatch):
     assert len(runners(recycler)) == 2  # one for each number of rows
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_the_eager_loop(llama):
     taken = {}
     for graph in (True, False):
@@ -158,6 +165,7 @@ def test_what_a_graph_cannot_hold_is_decoded_without(llama):
         assert recycler._graph is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["paper", "prompt-lookup", "none"])
 def test_every_drafter_can_be_part_of_a_graph_on_a_cpu(llama, drafter):
     recycler = recycling(llama, drafter=drafter)
@@ -207,6 +215,7 @@ def test_when_the_next_cache_fails_the_eager_loop_continues(llama, monkeypatch):
         assert len(count) == 2
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_left_leaves_a_context_to_go_on_from(llama):
     recycler = recycling(llama)
     tokens = []
@@ -223,6 +232,7 @@ def test_a_stream_that_is_left_leaves_a_context_to_go_on_from(llama):
     assert answer.stats.prompt_tokens < 5
 
 
+@pytest.mark.slow
 def test_a_stream_that_another_answer_overtook_does_no_harm(llama):
     recycler = recycling(llama)
     stream = recycler.stream(PROMPTS[0], max_new_tokens=50)
@@ -237,6 +247,7 @@ def test_a_stream_that_another_answer_overtook_does_no_harm(llama):
     assert answer.token_ids == plain(llama, again, 30)
 
 
+@pytest.mark.slow
 def test_a_matrix_that_moves_is_followed(llama):
     """A captured step reads fixed places; what was moved away must not be read any more."""
     recycler = recycling(llama, drafter="paper")
@@ -334,6 +345,7 @@ class Prophet(Drafter[Read]):
         rows.counts.add_(accepted.counts)
 
 
+@pytest.mark.slow
 def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
     """It keeps the whole step that ended it, and the others' drafts stand behind that."""
     monkeypatch.setattr(decoder, "AHEAD", 0)
@@ -352,6 +364,7 @@ def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
     assert len(runners(recycler)) > 1
 
 
+@pytest.mark.slow
 def test_closing_an_old_stream_does_not_disturb_a_new_one(llama):
     options = {"max_new_tokens": 40, "temperature": 0.9, "seed": 11}
     recycler = recycling(llama)
@@ -403,6 +416,7 @@ def test_without_memory_it_goes_on_without_a_graph(llama, monkeypatch):
     assert answer.token_ids == plain(llama, PROMPTS[0], 30)
 
 
+@pytest.mark.slow
 def test_the_caller_may_be_in_inference_mode(llama):
     expected = plain(llama, PROMPTS[0], 30)
     with torch.inference_mode():
@@ -508,6 +522,7 @@ def test_a_graph_that_differs_from_an_eager_step_is_not_used(llama, monkeypatch,
         assert answer.token_ids == expected.token_ids
 
 
+@pytest.mark.slow
 def test_the_check_of_a_graph_leaves_nothing_behind(llama):
     """The matrix is that of a run without the check."""
     matrices = []

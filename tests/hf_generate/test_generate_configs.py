@@ -23,7 +23,7 @@ TOKENIZER = letters()
 seen = Counter()
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def model(request):
     model = make(request.param)
     model.generation_config.pad_token_id = 0

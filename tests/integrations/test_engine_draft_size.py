@@ -63,6 +63,7 @@ class Machine:
         return self.tokens / self.seconds * (1 + self.b * self.requests) / self.requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [1, 5, 16])
 @pytest.mark.parametrize("common", [False, True])
 def test_cheap_nodes_that_are_right_are_all_drafted(requests, common):

@@ -102,6 +102,7 @@ def stock_script(model, tokenizer, batch, single):
     return results
 
 
+@pytest.mark.slow
 def test_the_same_script_with_and_without(model, tokenizer, batch, single):
     expected = stock_script(model, tokenizer, batch, single)
     with enable(model) as enabled, warnings.catch_warnings():

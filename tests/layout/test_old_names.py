@@ -125,6 +125,7 @@ def run(code):
 WITHOUT = "import sys\nfor name in ('typer', 'rich'): sys.modules[name] = None\n"
 
 
+@pytest.mark.slow
 def test_the_library_needs_no_extra():
     code = (
         "from token_recycling import TokenRecycling\n"

@@ -46,7 +46,7 @@ def test_packed_heads_compute_the_same(heads, shared, batch):
         assert (rolled - right).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_pack_and_prompts_do_not(graph, monkeypatch):
     model = make("qwen3", attn_implementation="sdpa")
     seen = []

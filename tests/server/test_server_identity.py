@@ -92,7 +92,7 @@ def texts():
     return bodies, [expected(recycler, body) for body in bodies]
 
 
-@pytest.mark.parametrize("rows", [8, 3])
+@pytest.mark.parametrize("rows", [8, pytest.param(3, marks=pytest.mark.slow)])
 def test_text_is_that_of_generate(texts, rows):
     bodies, wanted = texts
     recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)

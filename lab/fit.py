@@ -1,0 +1,295 @@
+"""Fit the adaptive drafter's constants on one half of recorded answers, check on the other.
+
+    python lab/fit.py calibration --model FOLDER --data ../shared/data --answers RECORDS.pt
+
+Every verb prints what it found and the MAT before and after. The order of the answers is that of
+``lab/questions.py``; "cold" empties the matrix before each answer, "hot" keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from questions import CHECK, FIT, half, questions
+from record import Recording
+from replay import Answers, Run, mat, run
+from token_recycling import TokenRecycling
+from token_recycling.checkpoint.load import load_tokenizer
+from token_recycling.drafters import AdaptiveDrafter
+from token_recycling.drafters.kernels import host
+from token_recycling.matrix import AdjacencyMatrix
+
+app = typer.Typer(pretty_exceptions_enable=False)
+SIZES = (7, 15, 60)
+Model = Annotated[str, typer.Option(help="Checkpoint.")]
+Data = Annotated[Path, typer.Option(help="Folder of the question files.")]
+Path_ = Annotated[Path, typer.Option("--answers", help="Written by record.py.")]
+Make = Callable[[], AdaptiveDrafter]
+
+
+def opened(model: str, path: Path, data: Path) -> tuple[Answers, list[Recording], list[Recording]]:
+    """Return the recordings, and those of the two halves."""
+    torch.set_num_threads(2)
+    recycler = TokenRecycling.from_pretrained(model, device="cpu", tree="ranked-4", warm=False)
+    answers = Answers(path, recycler)
+    by_name = {one.name: one for one in answers.recordings}
+    asked = questions(data)
+    halves = [
+        [by_name[one.name] for one in half(asked, which) if one.name in by_name]
+        for which in (FIT, CHECK)
+    ]
+    print(f"{len(halves[0])} answers to fit, {len(halves[1])} to check")
+    return answers, halves[0], halves[1]
+
+
+def drafter(answers: Answers, k: int = 12, **options: Any) -> AdaptiveDrafter:
+    """Return a drafter with an empty matrix."""
+    return AdaptiveDrafter(AdjacencyMatrix(answers.vocab_size, k), **options)
+
+
+def compare(
+    answers: Answers,
+    chosen: Sequence[Recording],
+    makes: dict[str, Make],
+    sizes: Sequence[int] = SIZES,
+    starts: Sequence[str] = ("cold", "hot"),
+) -> dict[str, dict[str, float]]:
+    """Print the MAT of all drafters, at each size, with cold and hot starts."""
+    table: dict[str, dict[str, float]] = {name: {} for name in makes}
+    nodes = unknown = 0
+    for start in starts:
+        for size in sizes:
+            runs = {name: Run(make(), size) for name, make in makes.items()}
+            for one in chosen:
+                if start == "cold":
+                    for name, each in runs.items():
+                        each.drafter = makes[name]()
+                run(answers, [one], runs)
+            for name, each in runs.items():
+                table[name][f"{start} {size}"] = mat(each.results)
+                nodes += sum(one.nodes for one in each.results)
+                unknown += sum(one.unknown for one in each.results)
+        print(f"nodes without candidates: {100 * unknown / max(nodes, 1):.1f} %")
+    columns = list(next(iter(table.values())))
+    first = next(iter(table.values()))
+    print(f"{'':24}" + "".join(f"{column:>16}" for column in columns))
+    for name, row in table.items():
+        cells = (f"{row[c]:.3f} {100 * (row[c] / first[c] - 1):+5.1f}%" for c in columns)
+        print(f"{name:24}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+    return table
+
+
+@app.command()
+def prepare(model: Model, data: Data, path: Path_, nodes: int = 40, each_half: str = "10") -> None:
+    """Compute the candidates that the other verbs need; as slow as decoding."""
+    answers, fit, check = opened(model, path, data)
+    answers.exact = True
+    for which in each_half:
+        for start in ("hot", "cold"):
+            each = Run(drafter(answers), nodes)
+            for one in (fit, check)[int(which)]:
+                if start == "cold":
+                    each.drafter = drafter(answers)
+                run(answers, [one], {"": each})
+            answers.save()
+            print(f"half {which}, {start}: {answers.computed} nodes computed", flush=True)
+
+
+# Calibration
+
+
+def log_odds(rate: Any) -> Any:
+    return np.log(rate / (1 - rate))
+
+
+def regress(features: Any, hits: Any, trials: Any, ridge: float = 1e-3) -> Any:
+    """Fit logit(rate) = features · w by binomial likelihood (Newton's method)."""
+    w = np.zeros(features.shape[1])
+    for _ in range(50):
+        rate = 1 / (1 + np.exp(-features @ w))
+        slope = features.T @ (hits - trials * rate) - ridge * w
+        curve = (features * (trials * rate * (1 - rate))[:, None]).T @ features
+        w += np.linalg.solve(curve + ridge * np.eye(len(w)), slope)
+    return w
+
+
+def fitted_rates(evidence: Any, k: int) -> tuple[Any, dict[str, Any]]:
+    """Return rates per feature, float64 [f], and the constants that give them."""
+    hits, trials = evidence.astype(np.float64)
+    _, lacking, chain, beside, nothing = host.features(k)
+    rates = host.expected_rates(k).copy()
+    odds = np.arange(host.BINS) / 2 - 9.0
+    found: dict[str, Any] = {"row": [], "lacking": []}
+    for level in range(host.LEVELS):
+        part = slice(level * k * host.BINS, (level + 1) * k * host.BINS)
+        rank, of = np.divmod(np.arange(k * host.BINS), host.BINS)
+        x = np.stack([np.ones(len(of)), odds[of], np.log2(1 + rank)], axis=1)
+        w = regress(x, hits[part], trials[part])
+        rates[part] = 1 / (1 + np.exp(-x @ w))
+        found["row"].append(w.round(2).tolist())
+        part = slice(lacking + level * host.BINS, lacking + (level + 1) * host.BINS)
+        x = np.stack([np.ones(host.BINS), odds], axis=1)
+        w = regress(x, hits[part], trials[part])
+        rates[part] = 1 / (1 + np.exp(-x @ w))
+        found["lacking"].append(w.round(2).tolist())
+    runs, depths = len(host.RUNS), len(host.DEPTHS)
+    part = slice(chain, beside)
+    smooth = (hits[part].reshape(runs, depths) + 0.5) / (trials[part].reshape(runs, depths) + 1)
+    found["chain"] = smooth.round(3).tolist()
+    found["chain trials"] = trials[part].reshape(runs, depths).astype(int).tolist()
+    total = hits[part].reshape(runs, depths).sum(1), trials[part].reshape(runs, depths).sum(1)
+    by_run = (total[0] + 0.5) / (total[1] + 1)
+    found["runs"] = by_run.round(2).tolist()
+    weight = 20.0
+    rates[part] = (
+        (hits[part].reshape(runs, depths) + weight * by_run[:, None])
+        / (trials[part].reshape(runs, depths) + weight)
+    ).flatten()
+    part = slice(beside, nothing)
+    found["beside"] = ((hits[part] + 0.5) / (trials[part] + 1)).round(4).tolist()
+    rates[part] = (hits[part] + 0.5) / (trials[part] + 1)
+    return np.clip(rates, host.LOWEST, host.HIGHEST), found
+
+
+def started(base: AdaptiveDrafter, rates: Any = None, weights: Any = None) -> AdaptiveDrafter:
+    """Give a new drafter other initial rates and weights."""
+    if rates is not None:
+        base._rates = rates
+    if weights is not None:
+        base.matrix.weights.copy_(torch.from_numpy(weights))
+    return base
+
+
+def averaged_weights(
+    answers: Answers, chosen: Sequence[Recording], make: Make, nodes: int
+) -> tuple[Any, Any]:
+    """Return the mean weights over the second half of a hot run, and its evidence."""
+    each = Run(make(), nodes)
+    found = []
+    for one in chosen:
+        run(answers, [one], {"": each})
+        found.append(each.drafter.matrix.weights.numpy().copy())
+    return np.mean(found[len(found) // 2 :], axis=0), each.drafter.matrix.evidence.numpy()
+
+
+@app.command()
+def calibration(model: Model, data: Data, path: Path_, nodes: int = 15) -> None:
+    """Initial rates and weights of the calibration."""
+    answers, fit, check = opened(model, path, data)
+    weights, evidence = averaged_weights(answers, fit, lambda: drafter(answers), nodes)
+    rates, found = fitted_rates(evidence, 12)
+    first = host.initial_weights()
+    again, _ = averaged_weights(
+        answers, fit, lambda: started(drafter(answers), rates, weights), nodes
+    )
+    print(json.dumps(found))
+    print("weights", json.dumps(again.round(2).tolist()))
+    rounded = again.round(2)
+    makes: dict[str, Make] = {
+        "before": lambda: drafter(answers),
+        "rates": lambda: started(drafter(answers), rates, first),
+        "weights": lambda: started(drafter(answers), None, rounded),
+        "rates and weights": lambda: started(drafter(answers), rates, rounded),
+    }
+    compare(answers, check, makes)
+
+
+@app.command()
+def acceptance(model: Model, data: Data, path: Path_, most: int = 80) -> None:
+    """The expected acceptance of the node of each rank, a · n^-b, with a cold start."""
+    answers, fit, check = opened(model, path, data)
+
+    def shares(chosen: Sequence[Recording]) -> Any:
+        accepted, steps = np.zeros(most), 0
+        for one in chosen:
+            result = answers.replay(drafter(answers), one, most, keep=True)
+            for _, on_path in result.drafts:
+                accepted[: len(on_path) - 1] += on_path[1:]
+                steps += 1
+        answers.save()
+        return accepted / steps
+
+    own, other = shares(fit), shares(check)
+    best = (np.inf, 0.0, 0.0)
+    for a in np.arange(0.1, 0.9, 0.01):
+        for b in np.arange(0.5, 2.0, 0.01):
+            sums = np.cumsum(a * np.arange(1, most + 1) ** -b)
+            points = np.array([1, 3, 7, 11, 15, 23, 31, 47, 63, 80]) - 1
+            error = np.abs(np.log((1 + sums[points]) / (1 + np.cumsum(own)[points]))).max()
+            best = min(best, (error, a, b))
+    error, a, b = best
+    print(f"fitted: {a:.2f} n^-{b:.2f}, largest error {100 * error:.1f} % of the MAT")
+    before = np.cumsum(0.6 * np.arange(1, most + 1) ** -0.95)
+    after = np.cumsum(a * np.arange(1, most + 1) ** -b)
+    print(f"{'nodes':>6} {'MAT':>7} {'before':>7} {'after':>7}   (checking half)")
+    for n in (1, 3, 7, 15, 31, 47, 80):
+        print(f"{n:6} {1 + other[:n].sum():7.2f} {1 + before[n - 1]:7.2f} {1 + after[n - 1]:7.2f}")
+
+
+@app.command()
+def sizes(model: Model, data: Data, path: Path_) -> None:
+    """Candidates per row, and slots for pairs and triples."""
+    answers, _, check = opened(model, path, data)
+    compare(
+        answers,
+        check,
+        {
+            "k=12": lambda: drafter(answers),
+            **{f"k={k}": (lambda k=k: drafter(answers, k)) for k in (4, 8, 16)},
+            "8,191 pairs": lambda: drafter(answers, pairs=8191),
+            "no triples": lambda: drafter(answers, triples=0),
+            "32,749 triples": lambda: drafter(answers, triples=32749),
+            "524,287 triples": lambda: drafter(answers, pairs=131071, triples=524287),
+        },
+        sizes=(15, 60),
+        starts=("hot",),
+    )
+
+
+@app.command()
+def warm(model: Model, data: Data, path: Path_) -> None:
+    """Rows that the model fills: what is put in front of a token, and how many are worth it."""
+    from token_recycling.warm.context import contexts
+    from token_recycling.warm.fill import _fill_batch as fill_rows
+    from token_recycling.warm.fill import lay
+
+    answers, _, check = opened(model, path, data)
+    tokenizer = load_tokenizer(model)
+    # Tokens that can be met in a tree; a row of another one changes nothing.
+    met = np.unique(np.concatenate([one.ids.flatten() for one in check]))
+    met = np.unique(np.concatenate([met, *(one.answer for one in check)]))
+    print(f"{len(met)} tokens can be met")
+    rows = {}
+    for context in contexts(tokenizer, answers.vocab_size):
+        rows[context.name] = matrix = AdjacencyMatrix(answers.vocab_size, 12)
+        begun = perf_counter()
+        for part in torch.from_numpy(met.astype(np.int64)).split(128):
+            fill_rows(answers.target, matrix, context.tokens, part)
+        print(f"context {context.name} {context.tokens}: {perf_counter() - begun:.0f} s")
+
+    def with_rows(name: str, tokens: Any = None) -> AdaptiveDrafter:
+        made = drafter(answers)
+        some = rows[name]
+        if tokens is not None:
+            some = AdjacencyMatrix(answers.vocab_size, 12)
+            at = torch.tensor(tokens)
+            at = at[rows[name].seen(at)]
+            some.update(at, rows[name].candidates[at], rows[name].probabilities[at])
+        lay(some, made.matrix)
+        return made
+
+    makes: dict[str, Make] = {"no rows": lambda: drafter(answers)}
+    makes |= {f"all, {name}": (lambda name=name: with_rows(name)) for name in rows}
+    compare(answers, check, makes, sizes=(15, 60))
+
+
+if __name__ == "__main__":
+    app()
