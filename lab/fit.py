@@ -64,7 +64,7 @@ def compare(
 ) -> dict[str, dict[str, float]]:
     """Print the MAT of all drafters, at each size, with cold and hot starts."""
     table: dict[str, dict[str, float]] = {name: {} for name in makes}
-    nodes = unknown = 0
+    missing: dict[str, dict[str, float]] = {name: {} for name in makes}
     for start in starts:
         for size in sizes:
             runs = {name: Run(make(), size) for name, make in makes.items()}
@@ -75,15 +75,17 @@ def compare(
                 run(answers, [one], runs)
             for name, each in runs.items():
                 table[name][f"{start} {size}"] = mat(each.results)
-                nodes += sum(one.nodes for one in each.results)
-                unknown += sum(one.unknown for one in each.results)
-        print(f"nodes without candidates: {100 * unknown / max(nodes, 1):.1f} %")
-    columns = list(next(iter(table.values())))
+                nodes = sum(one.nodes for one in each.results)
+                unknown = sum(one.unknown for one in each.results)
+                missing[name][f"{start} {size}"] = unknown / max(nodes, 1)
+        columns = list(next(iter(table.values())))
     first = next(iter(table.values()))
     print(f"{'':24}" + "".join(f"{column:>16}" for column in columns))
     for name, row in table.items():
         cells = (f"{row[c]:.3f} {100 * (row[c] / first[c] - 1):+5.1f}%" for c in columns)
         print(f"{name:24}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+    worst = {c: max(row[c] for row in missing.values()) for c in columns}
+    print(f"{'without candidates':24}" + "".join(f"{worst[c]:>16.0%}" for c in columns))
     return table
 
 
@@ -181,7 +183,9 @@ def averaged_weights(
 
 
 @app.command()
-def calibration(model: Model, data: Data, path: Path_, nodes: int = 15) -> None:
+def calibration(
+    model: Model, data: Data, path: Path_, nodes: int = 15, exact: bool = False
+) -> None:
     """Initial rates and weights of the calibration."""
     answers, fit, check = opened(model, path, data)
     weights, evidence = averaged_weights(answers, fit, lambda: drafter(answers), nodes)
@@ -199,7 +203,10 @@ def calibration(model: Model, data: Data, path: Path_, nodes: int = 15) -> None:
         "weights": lambda: started(drafter(answers), None, rounded),
         "rates and weights": lambda: started(drafter(answers), rates, rounded),
     }
-    compare(answers, check, makes)
+    answers.exact = exact
+    compare(answers, check, makes, (15,) if exact else SIZES)
+    if exact:
+        answers.save()
 
 
 @app.command()

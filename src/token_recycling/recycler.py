@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from token_recycling.options import Options
 from token_recycling.sequence import Sequence
 from token_recycling.text import Prompt, is_batch
 from token_recycling.warm.fill import lay
-from token_recycling.warm.start import WarmRows, warm_up
+from token_recycling.warm.start import WarmRows, go_on, kept_rows, warm_up
 
 Steps = Generator[Step, None, None]
 
@@ -63,7 +64,8 @@ class TokenRecycling(DecodingMethod):
         drafter: proposes the drafts.
         draft_size: the draft-size policy.
         template: the requested tree.
-        warm_rows: the rows that the matrix starts with (see ``options.Options.warm``), or None.
+        warm_rows: the rows that the matrix starts with (see ``options.Options.warm``); None if it
+            is to start empty.
         stats: the sum over all answers.
         warned: reasons why calls of ``generate`` were decoded plainly.
     """
@@ -221,6 +223,48 @@ class TokenRecycling(DecodingMethod):
             self.matrix.reset()
             self._lay_warm_rows()
             self._forget_context()
+
+    def warm(
+        self,
+        seconds: float | None = None,
+        *,
+        stop: Callable[[], bool] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> WarmRows | None:
+        """Compute more warm rows (see ``options.Options.warm``) and put them into the matrix.
+
+        Args:
+            seconds: for at most so long; None: until every token has been tried.
+            stop: ends the computation, within a tenth of a second, when it returns True. The rows
+                are then kept by a thread of its own, so that the caller can go on at once.
+            on_progress: called with (tokens done, total tokens).
+
+        Returns:
+            All warm rows; None if this model is decoded plainly. They are complete if its
+            attribute ``complete`` is True.
+
+        Raises:
+            TokenRecyclingError: another answer is in progress and the option ``queue`` is False.
+        """
+        if not isinstance(self.target, TreeTarget):
+            return None
+        with self._locked():
+            if self.warm_rows is None:
+                self.warm_rows = kept_rows(self.target, self.tokenizer, self.matrix.k)
+            found = self.warm_rows
+            if not found.complete:
+                go_on(
+                    found,
+                    self.target,
+                    self.tokenizer,
+                    seconds=seconds,
+                    stop=stop,
+                    on_progress=on_progress,
+                )
+            self._lay_warm_rows()
+        if stop is not None and found.computed:
+            Thread(target=found.keep, args=(self.model,)).start()
+        return found
 
     def forget_context(self) -> None:
         """Free the KV cache; an unfinished answer cannot continue."""

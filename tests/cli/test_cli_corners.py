@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 
 import pytest
 
 from command import ENVIRONMENT
-from token_recycling import AdjacencyMatrix
+from token_recycling import AdjacencyMatrix, TokenRecycling
 from token_recycling.bench.prompts import DEMO
-from token_recycling.cli import main
+from token_recycling.cli import chat, main
 from token_recycling.cli.conversation import Conversation, going_on
 
 BYTES = b"caf\xe9 \xff\xfe"
@@ -327,6 +329,23 @@ class TestChat:
     def test_what_only_begins_with_a_slash_is_a_question(self, capsys, monkeypatch):
         typed(monkeypatch, "/usr/bin holds what?\n")
         assert "MAT" in call(capsys, "chat", "-n", 5)[2]
+
+    def test_warm_rows_are_computed_at_the_prompt(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path))
+        recycler = TokenRecycling.from_pretrained(device="cpu")
+        assert recycler.warm_rows.rows.rows_seen == 0
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+
+        def typed():
+            while not recycler.warm_rows.rows.rows_seen:
+                time.sleep(0.01)
+            return "Hello"
+
+        monkeypatch.setattr(chat, "_typed", typed)
+        threads = threading.active_count()
+        assert chat._read_line(recycler) == "Hello"
+        assert 0 < recycler.matrix.rows_seen < recycler.matrix.vocab_size
+        assert threading.active_count() <= threads + 1  # one may still write the file
 
     def test_reset_keeps_what_was_learnt(self, capsys, monkeypatch, tmp_path):
         kept, gone = tmp_path / "kept", tmp_path / "gone"

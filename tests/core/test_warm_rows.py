@@ -6,6 +6,7 @@ import copy
 import pickle
 import shutil
 import warnings
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,7 @@ from token_recycling.warm import context as contexts
 from token_recycling.warm import fill as filling
 from token_recycling.warm import store
 from token_recycling.warm.fill import fill, lay
-from token_recycling.warm.start import warm_up
+from token_recycling.warm.start import WarmRows, kept_rows, warm_up
 
 [PROMPT] = random_prompts([12])
 K = 8
@@ -149,6 +150,17 @@ class TestFill:
         matrix, _ = filled(target_of(), tokens=[90, 5, 90, 4000, -1], seconds=1.5)
         expected = {90, 5, *range(filling.FIRST_BATCH - 1)}
         assert set(matrix.seen(torch.arange(VOCABULARY)).nonzero()[:, 0].tolist()) == expected
+
+    @pytest.mark.usefixtures("clock")
+    def test_it_stops_when_it_is_told_to(self, forwards):
+        target = target_of()
+        answers = iter([False, False, True])
+        matrix, done = filled(target, stop=lambda: next(answers))
+        assert (done.complete, done.failure) == (False, None)
+        assert forwards[0] == (filling.STOPPABLE_BATCH, 1)
+        assert done.computed == sum(batch for batch, _ in forwards) < VOCABULARY
+        assert len(forwards) == 2
+        assert fill(target, matrix).complete
 
     def test_batches_grow_within_the_bytes_of_their_logits(self, forwards, monkeypatch):
         target = target_of()
@@ -477,7 +489,7 @@ class TestRecycler:
     @pytest.mark.usefixtures("automatic")
     def test_slow_models_are_not_filled_by_default(self, monkeypatch, forwards):
         monkeypatch.setattr("token_recycling.warm.start._tokens_per_second", lambda target: 1.0)
-        assert TokenRecycling(make("llama")).warm_rows is None
+        assert TokenRecycling(make("llama")).matrix.rows_seen == 0
         assert forwards == []
         monkeypatch.setattr(defaults, "WARM_TOKENS", 60)  # what a minute gives
         assert TokenRecycling(make("llama")).warm_rows.computed == VOCABULARY
@@ -539,8 +551,98 @@ class TestRecycler:
 
     def test_a_model_in_training_with_dropout_is_not_filled(self, forwards):
         model = make("gpt2", attn_pdrop=0.2, resid_pdrop=0.2).train()
-        assert TokenRecycling(model, warm=True).warm_rows is None
+        assert TokenRecycling(model, warm=True).matrix.rows_seen == 0
         assert forwards == []
+
+    def test_more_on_request(self):
+        recycler = TokenRecycling(make("llama"), tree="ranked-8", warm=None)
+        assert recycler.warm_rows.rows.rows_seen == 0
+        cold = recycler.generate(PROMPT, max_new_tokens=30)
+        recycler.reset()
+        stops = iter([False, False, False, True])
+        part = recycler.warm(stop=lambda: next(stops))
+        assert part is recycler.warm_rows
+        assert 0 < part.rows.rows_seen == recycler.matrix.rows_seen < VOCABULARY
+        again = recycler.generate(PROMPT, max_new_tokens=30)
+        assert again.token_ids == cold.token_ids
+        assert recycler.warm().complete
+        assert recycler.matrix.rows_seen == VOCABULARY
+        recycler.reset()
+        assert recycler.matrix.rows_seen == VOCABULARY
+        assert recycler.generate(PROMPT, max_new_tokens=30).token_ids == cold.token_ids
+        assert TokenRecycling(make("llama")).warm_rows.computed == 0
+        assert TokenRecycling(make("llama")).matrix.rows_seen == VOCABULARY
+
+    def test_a_conversation_goes_on_after_it(self, forwards):
+        recycler = TokenRecycling(make("llama"), tree="ranked-8")
+        first = recycler.generate(PROMPT, max_new_tokens=20, keep_context=True)
+        longer = [*PROMPT, *first.token_ids, 7, 8]
+        assert recycler.warm(60.0).complete
+        assert forwards
+        answer = recycler.generate(longer, max_new_tokens=20, keep_context=True)
+        assert answer.stats.prompt_tokens < len(longer)
+        assert answer.token_ids == plain(recycler.model, longer, 20)
+
+    def test_an_answer_waits_for_no_more_than_a_batch(self):
+        recycler = TokenRecycling(make("llama"), tree="ranked-8")
+        asked, begun = Event(), Event()
+
+        def stop():
+            begun.set()
+            return asked.wait(0.2)
+
+        thread = Thread(target=recycler.warm, kwargs={"stop": stop})
+        thread.start()
+        assert begun.wait(30)
+        asked.set()
+        answer = recycler.generate(PROMPT, max_new_tokens=20)
+        assert answer.token_ids == plain(recycler.model, PROMPT, 20)
+        thread.join(30)
+        assert not thread.is_alive()
+        assert recycler.warm_rows.rows.rows_seen < VOCABULARY
+
+    def test_frequent_tokens_come_first(self, monkeypatch):
+        monkeypatch.setattr(contexts, "TEXTS", ("cab cab c",))
+        tokenizer = letters()
+        [c], [a], [b] = (tokenizer(x, add_special_tokens=False).input_ids for x in "cab")
+        assert [x for x in contexts.frequent_tokens(tokenizer) if x in (a, b, c)] == [c, a, b]
+        assert contexts.frequent_tokens(None) == []
+        recycler = TokenRecycling(make("llama"), tokenizer)
+        assert recycler.warm_rows.rows.rows_seen == 0
+        monkeypatch.setattr("token_recycling.warm.start.choose", lambda *_: (contexts.NOTHING, {}))
+        monkeypatch.setattr(filling, "STOPPABLE_BATCH", len(tokenizer.all_special_ids) + 2)
+        stops = iter([False, True])
+        recycler.warm(stop=lambda: next(stops))
+        assert bool(recycler.matrix.seen(torch.tensor([c])).all())
+        assert not bool(recycler.matrix.seen(torch.tensor([VOCABULARY - 1])).any())
+
+    def test_an_interruption_keeps_what_was_computed(self, monkeypatch):
+        read = TreeTarget.read_apart
+        calls = iter(range(100))
+
+        def interrupted(self, *args, **options):
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            return read(self, *args, **options)
+
+        monkeypatch.setattr(TreeTarget, "read_apart", interrupted)
+        target = target_of()
+        with pytest.raises(KeyboardInterrupt):
+            warm_up(target, None, K)
+        kept = kept_rows(target, None, K)
+        assert (kept.rows.rows_seen, kept.complete) == (filling.FIRST_BATCH, False)
+        assert warm_up(target, None, K).computed == VOCABULARY - filling.FIRST_BATCH
+
+    def test_rows_are_kept_every_minute(self, monkeypatch, clock):
+        written = []
+        monkeypatch.setattr(
+            WarmRows, "keep", lambda rows, model: written.append(rows.rows.rows_seen)
+        )
+        monkeypatch.setattr("token_recycling.warm.start.KEEP_SECONDS", 0.0)
+        monkeypatch.setattr(filling, "FIRST_BATCH", 16)
+        warm_up(target_of(), None, K)
+        assert len(written) > 2
+        assert written == sorted(written)
 
     @pytest.mark.parametrize("warm", ["yes", 0.0, -1, float("nan"), [1]])
     def test_a_wrong_value_is_refused(self, warm):

@@ -187,3 +187,24 @@ def test_long_prompts_do_not_stop_other_answers(recycler):
     assert len(large) >= 2
     # Between two chunks of the long prompt there is a step of the other row.
     assert all(later - earlier > 1 for earlier, later in pairwise(large))
+
+
+def test_warm_rows_are_computed_while_idle(texts, monkeypatch, tmp_path):
+    """They begin when nothing is asked, stop when something is, and change no text."""
+    monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path))
+    monkeypatch.setattr("token_recycling.server.engine.TICK", 0.05)
+    bodies, wanted = texts
+    recycler = TokenRecycling.from_pretrained(device="cpu")
+    assert recycler.warm_rows.rows.rows_seen == 0
+    with running(recycler) as served:
+        begin = time.monotonic()
+        while not recycler.warm_rows.rows.rows_seen:
+            assert time.monotonic() - begin < 30
+            time.sleep(0.01)
+        assert not recycler.warm_rows.complete
+        assert answers(served.url, bodies[:6:2]) == wanted[:6:2]
+        while not recycler.warm_rows.complete:
+            assert time.monotonic() - begin < 120
+            time.sleep(0.05)
+        assert recycler.matrix.rows_seen > 4000
+        assert answers(served.url, bodies[6:12:2]) == wanted[6:12:2]

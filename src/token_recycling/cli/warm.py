@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from token_recycling.cli import options as o
-from token_recycling.cli import progress
+from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 
@@ -42,21 +42,27 @@ def warm(
     )
     recycler = loading.open()
     from token_recycling.model.target import TreeTarget
-    from token_recycling.warm.start import warm_up
+    from token_recycling.warm.start import kept_rows, warm_up
 
     target = recycler.target
     if not isinstance(target, TreeTarget):
         raise TokenRecyclingError("this model is decoded plainly; it uses no rows")
-    with progress.warming_shown() as on_progress:
-        found = warm_up(
-            target,
-            recycler.tokenizer,
-            recycler.matrix.k,
-            True if seconds is None else seconds,
-            force=force,
-            on_progress=on_progress,
-        )
-    if found is None:
+    try:
+        with progress.progress_shown("tokens") as on_progress:
+            found = warm_up(
+                target,
+                recycler.tokenizer,
+                recycler.matrix.k,
+                True if seconds is None else seconds,
+                force=force,
+                on_progress=on_progress,
+            )
+    except KeyboardInterrupt:
+        kept = kept_rows(target, recycler.tokenizer, recycler.matrix.k)
+        show.note(f"\ninterrupted; kept: {kept.rows.rows_seen:,} of {target.vocab_size:,} tokens")
+        raise
+    assert found is not None
+    if not found.rows.rows_seen:
         raise TokenRecyclingError("no rows were computed")
     if found.path is None:
         raise TokenRecyclingError(f"the rows are not kept: {found.unkept}")

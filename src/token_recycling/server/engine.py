@@ -177,12 +177,23 @@ class Engine:
                         break
                 if self._draining and not (self._waiting or self._batch.rows):
                     return
+            if self._is_idle():
+                self._warm()
             if self._on_tick is not None:
                 self._on_tick()
             while (job := self._next()) is not None:
                 self._join(job)
             if self._batch.rows:
                 self._step()
+
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._batch.rows or self._draining)
+
+    def _warm(self) -> None:
+        """Compute missing warm rows until a request arrives."""
+        rows = self.recycler.warm_rows
+        if rows is not None and not rows.complete:
+            self.recycler.warm(stop=lambda: not self._is_idle())
 
     def _next(self) -> Job | None:
         """Take a job from the queue if it fits into the batch."""

@@ -18,6 +18,7 @@ from token_recycling.ranking import best_candidates
 
 FIRST_BATCH = 32  # tokens
 BATCH_SECONDS = 0.25  # batches grow while two of them take less
+STOPPABLE_BATCH, STOPPABLE_SECONDS = 8, 0.05  # the same for a call that can be stopped
 LOGIT_BYTES = 2**28  # of the logits of a batch and their float32 copy
 
 # (tokens done, total tokens)
@@ -30,7 +31,8 @@ class Filled:
 
     Attributes:
         computed: rows written.
-        complete: every token was tried; False if the time was used up, or the model failed.
+        complete: every token was tried; False if the time was used up, the call was stopped, or the
+            model failed.
         seconds: time taken.
         failure: why the model failed, as one line; None if it did not.
     """
@@ -48,14 +50,15 @@ def fill(
     prefix: tuple[int, ...] = (),
     tokens: Iterable[int] = (),
     seconds: float | None = None,
+    stop: Callable[[], bool] | None = None,
     on_progress: OnProgress | None = None,
 ) -> Filled:
     """Fill the rows of tokens that have none; rows that exist are never changed.
 
     Each token is a text of its own, ``prefix`` and the token, without a cache. The k best
-    candidates of the logits after it, with their softmax over these k, become its row. Lower ids
-    come first, which are the more frequent tokens of most vocabularies. Tokens whose logits are
-    not finite get no row.
+    candidates of the logits after it, with their softmax over these k, become its row. After
+    ``tokens``, lower ids come first, which are the more frequent tokens of most vocabularies.
+    Tokens whose logits are not finite get no row.
 
     Args:
         target: the model; its cache is neither used nor changed.
@@ -63,6 +66,7 @@ def fill(
         prefix: tokens in front of each token.
         tokens: ids to fill first.
         seconds: no batch starts after this time; None: no limit.
+        stop: no batch starts after it has returned True; batches are small then.
         on_progress: called after every batch with (tokens done, total tokens).
 
     Returns:
@@ -71,11 +75,16 @@ def fill(
     begun = perf_counter()
     missing = _missing(matrix, tokens)
     most = largest_batch(target, len(prefix) + 1)
-    size, done, computed = min(FIRST_BATCH, most), 0, 0
+    first, wanted = FIRST_BATCH, BATCH_SECONDS
+    if stop is not None:
+        first, wanted = STOPPABLE_BATCH, STOPPABLE_SECONDS
+    size, done, computed = min(first, most), 0, 0
     failure = None
     while done < len(missing):
         start = perf_counter()
         if seconds is not None and start - begun >= seconds:
+            break
+        if stop is not None and stop():
             break
         batch = missing[done : done + size]
         try:
@@ -86,9 +95,9 @@ def fill(
             break
         done += len(batch)
         took = perf_counter() - start
-        if took < BATCH_SECONDS / 2:
+        if took < wanted / 2:
             size = min(2 * size, most)
-        elif took > 2 * BATCH_SECONDS:
+        elif took > 2 * wanted:
             size = max(1, size // 2)
         if on_progress is not None:
             on_progress(done, len(missing))

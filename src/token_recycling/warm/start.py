@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,36 +20,43 @@ from token_recycling.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.model.target import TreeTarget
 from token_recycling.modes import ordinary_tensors
 from token_recycling.warm import store
-from token_recycling.warm.context import NOTHING, Context, choose
-from token_recycling.warm.fill import Filled, OnProgress, fill
+from token_recycling.warm.context import NOTHING, Context, choose, frequent_tokens
+from token_recycling.warm.fill import OnProgress, fill
 
 # Rows and columns of the product that is timed to estimate the cost of a token.
 PRODUCT = {"cpu": (64, 1024)}
 PRODUCT_ELSEWHERE = (512, 4096)
+KEEP_SECONDS = 60.0  # of computation, after which the rows are written
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class WarmRows:
-    """The rows that a recycler starts with, and how they came about.
+    """The rows that a recycler starts with, and how they were made.
 
     Attributes:
-        rows: a matrix without rows of pairs; never changed.
+        rows: a matrix without rows of pairs.
         context: what was in front of each token: "nothing", "bos", "newline" or "assistant".
-        computed: rows computed now; the others are from the cache folder.
+        prefix: its tokens.
+        name: of their file (see ``store.weights_name``); None if the weights cannot be identified.
+        computed: rows computed by the last call of ``warm_up``; the others existed before.
         complete: every token of the vocabulary was tried.
-        seconds: time taken by the computation, 0.0 if there was none.
+        failed: the model failed; nothing more is computed.
+        seconds: time taken by that computation, 0.0 if there was none.
         path: their file; None if they could not be kept.
         unkept: why they could not be kept; None if they are.
     """
 
     rows: AdjacencyMatrix
     context: str
-    computed: int
-    complete: bool
-    seconds: float
-    path: Path | None
+    prefix: tuple[int, ...]
+    name: str | None
+    computed: int = 0
+    complete: bool = False
+    failed: bool = False
+    seconds: float = 0.0
+    path: Path | None = None
     unkept: str | None = None
 
     @property
@@ -60,6 +68,38 @@ class WarmRows:
             f"warm rows: {self.rows.rows_seen:,} of {self.rows.vocab_size:,} tokens"
             f"{front}, {self.computed:,} computed in {self.seconds:.1f} s, {kept}"
         )
+
+    def keep(self, model: Any) -> None:
+        """Write the rows of ``model`` to the cache folder; set ``path`` or ``unkept``."""
+        if self.name is None:
+            self.unkept = "the weights cannot be identified"
+            return
+        try:
+            context = Context(self.context, self.prefix)
+            self.path = store.keep(self.name, self.rows, context, self.complete)
+            store.keep_alias(model, self.name)
+            self.unkept = None
+        except TokenRecyclingError as error:
+            self.path, self.unkept = None, str(error)
+
+
+def kept_rows(target: TreeTarget, tokenizer: Any, k: int, *, ignore: bool = False) -> WarmRows:
+    """Return the rows in the cache folder; without any, or if they are ignored, an empty matrix."""
+    name = store.weights_name(target.model)
+    mark, size = fingerprint(tokenizer, target.vocab_size), target.vocab_size
+    with ordinary_tensors():
+        kept = None if ignore or name is None else store.find(name, size, k, mark)
+        if kept is None:
+            rows = AdjacencyMatrix(size, k, fingerprint=mark)
+            return WarmRows(rows, NOTHING.name, NOTHING.tokens, name)
+    return WarmRows(
+        kept.rows,
+        kept.context.name,
+        kept.context.tokens,
+        kept.name,
+        complete=kept.complete,
+        path=kept.path,
+    )
 
 
 def warm_up(
@@ -82,95 +122,105 @@ def warm_up(
         on_progress: called after every batch with (tokens done, total tokens).
 
     Returns:
-        The rows; None if there are none and none were computed. When the model fails, there is
-        a warning, and the rows found so far are returned.
+        The rows, which may be none so far; None if ``warm`` is False. When the model fails, there
+        is a warning, and the rows found so far are returned.
     """
     if warm is False:
         return None
-    name = store.weights_name(target.model)
-    mark, size = fingerprint(tokenizer, target.vocab_size), target.vocab_size
-    with ordinary_tensors():
-        kept = None if force or name is None else store.find(name, size, k, mark)
-        rows = AdjacencyMatrix(size, k, fingerprint=mark) if kept is None else kept.rows
-    seconds, expected = None, size
+    found = kept_rows(target, tokenizer, k, ignore=force)
+    seconds, expected = None, found.rows.vocab_size
     if warm is not None and not isinstance(warm, bool):
         seconds = float(warm)
-    begun = perf_counter()
-    wanted = kept is None or not kept.complete
-    if wanted and (reason := target.changed()):
-        logger.info("warm rows are not computed: %s", reason)
-        wanted = False
+    wanted = not found.complete
     if wanted and warm is None:
         seconds = defaults.WARM_SECONDS
         expected = int(seconds * _tokens_per_second(target))
-        missing = size - rows.rows_seen
-        wanted = expected >= missing or (kept is None and expected >= defaults.WARM_TOKENS)
-    if not wanted:
-        if kept is None:
-            return None
+        missing = found.rows.vocab_size - found.rows.rows_seen
+        first = found.path is None
+        wanted = expected >= missing or (first and expected >= defaults.WARM_TOKENS)
+    if wanted:
+        go_on(found, target, tokenizer, seconds=seconds, expected=expected, on_progress=on_progress)
+        logger.info(found.line)
+    elif found.path is not None and found.name is not None:
         with suppress(TokenRecyclingError):  # the folder may have become read-only
-            store.keep_alias(target.model, kept.name)
-        logger.info("warm rows: %d of %d tokens from %s", rows.rows_seen, size, kept.path)
-        return WarmRows(rows, kept.context.name, 0, kept.complete, 0.0, kept.path)
-    context, done = _compute(target, tokenizer, rows, kept, seconds, expected, on_progress)
-    took = perf_counter() - begun
-    if done.failure is not None:
-        warnings.warn(f"warm rows are not computed: {done.failure}", stacklevel=3)
-    path, unkept = None if kept is None else kept.path, None
-    if done.computed or done.complete:
-        path, unkept = _keep(target.model, name, rows, context, done.complete)
-    elif kept is None:
-        return None
-    found = WarmRows(rows, context.name, done.computed, done.complete, took, path, unkept)
-    logger.info(found.line)
+            store.keep_alias(target.model, found.name)
+        logger.info(
+            "warm rows: %d of %d tokens from %s",
+            found.rows.rows_seen,
+            found.rows.vocab_size,
+            found.path,
+        )
     return found
 
 
-def _compute(
+def go_on(
+    found: WarmRows,
     target: TreeTarget,
     tokenizer: Any,
-    rows: AdjacencyMatrix,
-    kept: store.Kept | None,
-    seconds: float | None,
-    expected: int,
-    on_progress: OnProgress | None,
-) -> tuple[Context, Filled]:
-    """Choose a context, unless the kept rows have one, and fill what is missing."""
-    begun = perf_counter()
-    context = NOTHING if kept is None else kept.context
-    if kept is None:
-        try:
-            context, scores = choose(target, tokenizer, rows.k, min(expected, rows.vocab_size))
-            logger.info("warm rows: context %s, scores %s", context.name, scores)
-        except Exception as error:  # whatever the model's code or the tokenizer raises
-            failure = f"{type(error).__name__}: {one_line(error, 160)}"
-            return context, Filled(0, False, perf_counter() - begun, failure)
-    if seconds is not None:
-        seconds -= perf_counter() - begun
-    first = getattr(tokenizer, "all_special_ids", None) or ()
-    done = fill(
-        target,
-        rows,
-        prefix=context.tokens,
-        tokens=(*context.tokens, *first),
-        seconds=seconds,
-        on_progress=on_progress,
-    )
-    return context, done
+    *,
+    seconds: float | None = None,
+    expected: int | None = None,
+    stop: Callable[[], bool] | None = None,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Compute missing rows, those of frequent tokens first.
 
+    They are kept every ``KEEP_SECONDS`` and at the end, after an interruption too.
 
-def _keep(
-    model: Any, name: str | None, rows: AdjacencyMatrix, context: Context, complete: bool
-) -> tuple[Path | None, str | None]:
-    """Keep the rows; return their file, or why they could not be kept."""
-    if name is None:
-        return None, "the weights cannot be identified"
+    Args:
+        found: the rows so far, modified.
+        target: the model.
+        tokenizer: its tokenizer, or None.
+        seconds: compute for at most so long; None: until all rows are there.
+        expected: rows that this time is expected to give; None: all.
+        stop: ends the computation when it returns True. The rows are then not kept at the end,
+            which would take the time of writing a file: call ``WarmRows.keep``.
+        on_progress: called after every batch with (tokens done, total tokens).
+    """
+    if found.complete or found.failed:
+        return
+    if reason := target.changed():
+        logger.info("warm rows are not computed: %s", reason)
+        return
+    begun = last = perf_counter()
+    before = found.rows.rows_seen
+    failure = None
+
+    def on_batch(done: int, total: int) -> None:
+        nonlocal last
+        if perf_counter() - last > KEEP_SECONDS:
+            found.keep(target.model)
+            last = perf_counter()
+        if on_progress is not None:
+            on_progress(done, total)
+
     try:
-        path = store.keep(name, rows, context, complete)
-        store.keep_alias(model, name)
-    except TokenRecyclingError as error:
-        return None, str(error)
-    return path, None
+        if not before:
+            most = expected or found.rows.vocab_size
+            context, scores = choose(target, tokenizer, found.rows.k, most)
+            found.context, found.prefix = context.name, context.tokens
+            logger.info("warm rows: context %s, scores %s", context.name, scores)
+        special = getattr(tokenizer, "all_special_ids", None) or ()
+        done = fill(
+            target,
+            found.rows,
+            prefix=found.prefix,
+            tokens=(*found.prefix, *special, *frequent_tokens(tokenizer)),
+            seconds=None if seconds is None else seconds - (perf_counter() - begun),
+            stop=stop,
+            on_progress=on_batch,
+        )
+        found.complete, failure = done.complete, done.failure
+    except Exception as error:  # whatever the model's code or the tokenizer raises
+        failure = f"{type(error).__name__}: {one_line(error, 160)}"
+    finally:
+        found.computed = found.rows.rows_seen - before
+        found.seconds = perf_counter() - begun
+        if stop is None and (found.computed or found.complete):
+            found.keep(target.model)
+    if failure is not None:
+        found.failed = True
+        warnings.warn(f"warm rows are not computed: {failure}", stacklevel=3)
 
 
 def _tokens_per_second(target: TreeTarget) -> float:
