@@ -8,7 +8,7 @@ REPOSITORY ?= your-name/token-recycling
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-slow test-real test-real-vllm test-models test-versions test-quantised
 .PHONY: test-graph test-clients test-server test-vllm test-sglang test-engines test-device-kernels test-all
-.PHONY: lint format models train trees bench hub clean
+.PHONY: lint format models train fit bench hub clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -150,8 +150,13 @@ models: .venv/ready ## Examine every architecture and write docs/models.md.
 train: .venv/ready ## Train the bundled model anew (hours on a CPU; resumable).
 	nice $(BIN)/python tools/train_demo_model.py --data $(DATA) --out build/demo-model
 
-trees: .venv/ready ## Fit the ranked tree anew.
-	$(BIN)/python tools/fit_trees.py --data $(DATA)
+RECORDS ?= build/records/greedy.pt
+fit: .venv/ready ## Fit the drafter's constants and the ranked tree anew, on a real model (half an hour).
+	MODEL=$$($(BIN)/token-recycling fetch-model) && \
+	$(BIN)/python lab/record.py --model $$MODEL --data $(DATA) --out $(RECORDS) && \
+	for verb in prepare calibration acceptance sizes warm tree; do \
+		$(BIN)/python lab/fit.py $$verb --model $$MODEL --data $(DATA) --answers $(RECORDS) || exit 1; \
+	done
 
 bench: build/clients/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
 	DATA=$(DATA) bench/run.sh

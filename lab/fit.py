@@ -8,8 +8,11 @@ Every verb prints what it found and the MAT before and after. The order of the a
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -26,6 +29,7 @@ from token_recycling.checkpoint.load import load_tokenizer
 from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.drafters.kernels import host
 from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.tree import FOLDER, TreeTemplate
 
 app = typer.Typer(pretty_exceptions_enable=False)
 SIZES = (7, 15, 60)
@@ -90,12 +94,19 @@ def compare(
 
 
 @app.command()
-def prepare(model: Model, data: Data, path: Path_, nodes: int = 40, each_half: str = "10") -> None:
+def prepare(
+    model: Model,
+    data: Data,
+    path: Path_,
+    nodes: int = 40,
+    halves: str = "10",
+    starts: str = "hot,cold",
+) -> None:
     """Compute the candidates that the other verbs need; as slow as decoding."""
     answers, fit, check = opened(model, path, data)
     answers.exact = True
-    for which in each_half:
-        for start in ("hot", "cold"):
+    for which in halves:
+        for start in starts.split(","):
             each = Run(drafter(answers), nodes)
             for one in (fit, check)[int(which)]:
                 if start == "cold":
@@ -210,9 +221,10 @@ def calibration(
 
 
 @app.command()
-def acceptance(model: Model, data: Data, path: Path_, most: int = 80) -> None:
+def acceptance(model: Model, data: Data, path: Path_, most: int = 80, exact: bool = False) -> None:
     """The expected acceptance of the node of each rank, a · n^-b, with a cold start."""
     answers, fit, check = opened(model, path, data)
+    answers.exact = exact
 
     def shares(chosen: Sequence[Recording]) -> Any:
         accepted, steps = np.zeros(most), 0
@@ -226,10 +238,10 @@ def acceptance(model: Model, data: Data, path: Path_, most: int = 80) -> None:
 
     own, other = shares(fit), shares(check)
     best = (np.inf, 0.0, 0.0)
+    points = np.array([n for n in (1, 3, 7, 11, 15, 23, 31, 47, 63, 80) if n <= most]) - 1
     for a in np.arange(0.1, 0.9, 0.01):
         for b in np.arange(0.5, 2.0, 0.01):
             sums = np.cumsum(a * np.arange(1, most + 1) ** -b)
-            points = np.array([1, 3, 7, 11, 15, 23, 31, 47, 63, 80]) - 1
             error = np.abs(np.log((1 + sums[points]) / (1 + np.cumsum(own)[points]))).max()
             best = min(best, (error, a, b))
     error, a, b = best
@@ -237,7 +249,7 @@ def acceptance(model: Model, data: Data, path: Path_, most: int = 80) -> None:
     before = np.cumsum(0.6 * np.arange(1, most + 1) ** -0.95)
     after = np.cumsum(a * np.arange(1, most + 1) ** -b)
     print(f"{'nodes':>6} {'MAT':>7} {'before':>7} {'after':>7}   (checking half)")
-    for n in (1, 3, 7, 15, 31, 47, 80):
+    for n in points + 1:
         print(f"{n:6} {1 + other[:n].sum():7.2f} {1 + before[n - 1]:7.2f} {1 + after[n - 1]:7.2f}")
 
 
@@ -261,41 +273,163 @@ def sizes(model: Model, data: Data, path: Path_) -> None:
     )
 
 
+def filled(answers: Answers, prefix: tuple[int, ...], tokens: Sequence[int]) -> AdjacencyMatrix:
+    """Return the rows of some tokens, with ``prefix`` in front of each."""
+    from token_recycling.warm.fill import _fill_batch
+
+    rows, begun = AdjacencyMatrix(answers.vocab_size, 12), perf_counter()
+    for part in torch.tensor(tokens).split(128):
+        _fill_batch(answers.target, rows, prefix, part)
+    print(f"{prefix}: {len(tokens)} rows in {perf_counter() - begun:.0f} s", flush=True)
+    return rows
+
+
+def with_rows(answers: Answers, rows: AdjacencyMatrix, tokens: Sequence[int]) -> AdaptiveDrafter:
+    """Return a new drafter that has the rows of these tokens."""
+    made, at = drafter(answers), torch.tensor(tokens)
+    made.matrix.update(at, rows.candidates[at], rows.probabilities[at])
+    return made
+
+
 @app.command()
-def warm(model: Model, data: Data, path: Path_) -> None:
-    """Rows that the model fills: what is put in front of a token, and how many are worth it."""
-    from token_recycling.warm.context import contexts
-    from token_recycling.warm.fill import _fill_batch as fill_rows
-    from token_recycling.warm.fill import lay
+def warm(model: Model, data: Data, path: Path_, exact: bool = False) -> None:
+    """Rows that the model fills: what is put in front of a token."""
+    from token_recycling.warm.context import choose, contexts
 
     answers, _, check = opened(model, path, data)
     tokenizer = load_tokenizer(model)
+    print(choose(answers.target, tokenizer, 12, answers.vocab_size))
     # Tokens that can be met in a tree; a row of another one changes nothing.
-    met = np.unique(np.concatenate([one.ids.flatten() for one in check]))
-    met = np.unique(np.concatenate([met, *(one.answer for one in check)]))
-    print(f"{len(met)} tokens can be met")
-    rows = {}
-    for context in contexts(tokenizer, answers.vocab_size):
-        rows[context.name] = matrix = AdjacencyMatrix(answers.vocab_size, 12)
-        begun = perf_counter()
-        for part in torch.from_numpy(met.astype(np.int64)).split(128):
-            fill_rows(answers.target, matrix, context.tokens, part)
-        print(f"context {context.name} {context.tokens}: {perf_counter() - begun:.0f} s")
-
-    def with_rows(name: str, tokens: Any = None) -> AdaptiveDrafter:
-        made = drafter(answers)
-        some = rows[name]
-        if tokens is not None:
-            some = AdjacencyMatrix(answers.vocab_size, 12)
-            at = torch.tensor(tokens)
-            at = at[rows[name].seen(at)]
-            some.update(at, rows[name].candidates[at], rows[name].probabilities[at])
-        lay(some, made.matrix)
-        return made
-
+    met = np.unique(np.concatenate([*(one.ids.flatten() for one in check)])).tolist()
+    rows = {one.name: filled(answers, one.tokens, met) for one in contexts(tokenizer, 49152)}
     makes: dict[str, Make] = {"no rows": lambda: drafter(answers)}
-    makes |= {f"all, {name}": (lambda name=name: with_rows(name)) for name in rows}
-    compare(answers, check, makes, sizes=(15, 60))
+    for name, found in rows.items():
+        makes[f"all, {name}"] = lambda found=found: with_rows(answers, found, met)
+    answers.exact = exact
+    compare(answers, check, makes, sizes=(15,) if exact else (15, 60))
+
+
+@app.command()
+def warm_count(
+    model: Model, data: Data, path: Path_, prefix: str = "198", most: int = 8000
+) -> None:
+    """Rows that the model fills: how many are worth it, frequent tokens first."""
+    from token_recycling.warm.context import choose, frequent_tokens
+
+    answers, _, check = opened(model, path, data)
+    tokenizer = load_tokenizer(model)
+    print(choose(answers.target, tokenizer, 12, answers.vocab_size))
+    order = list(dict.fromkeys([*frequent_tokens(tokenizer), *range(answers.vocab_size)]))[:most]
+    rows = filled(answers, tuple(map(int, prefix.split(","))), order)
+    makes: dict[str, Make] = {"no rows": lambda: drafter(answers)}
+    for count in (125, 250, 500, 1000, 2000, 4000, most):
+        makes[f"{count} rows"] = lambda count=count: with_rows(answers, rows, order[:count])
+    compare(answers, check, makes, sizes=(7, 15))
+
+
+# The ranked tree
+
+TREE_NODES, TREE_CANDIDATES, TREE_DEPTH = 256, 16, 8
+SMOOTHING = 50.0  # steps that the product of the ranks' acceptance counts for
+
+
+def rank_paths(one: Recording, matrix: AdjacencyMatrix) -> list[tuple[int, ...]]:
+    """Return, for every token of an answer as a root, the ranks along which the matrix has it.
+
+    The matrix learns as the published drafter does, from the prompt and the answer; the rows of
+    rejected nodes are left out.
+    """
+    k = matrix.k
+    tokens = torch.tensor(one.prompt)
+    matrix.update(tokens, torch.from_numpy(one.prompt_ids[:, :k].astype(np.int64)))
+    found = []
+    for root in range(len(one.answer) - 1):
+        path: tuple[int, ...] = ()
+        ahead = one.answer[root : root + TREE_DEPTH + 1]
+        for token, following in pairwise(ahead):
+            row = matrix.candidates[token].tolist()
+            if following not in row:
+                break
+            path += (row.index(following),)
+        found.append(path)
+        at = one.places[root, ()]
+        row = torch.from_numpy(one.ids[at, :k].astype(np.int64))
+        matrix.update(torch.tensor([one.answer[root]]), row[None])
+    return found
+
+
+def rank_acceptance(counts: Counter[tuple[int, ...]], steps: int) -> list[float]:
+    """Return how often each rank was right where its node was reached."""
+    reached: Counter[int] = Counter()
+    for path, count in counts.items():
+        reached[path[-1]] += count
+    tried = steps + sum(count for path, count in counts.items() if len(path) < TREE_DEPTH)
+    return [reached[rank] / tried for rank in range(TREE_CANDIDATES)]
+
+
+def ranked(counts: Counter[tuple[int, ...]], steps: int) -> list[tuple[tuple[int, ...], float]]:
+    """Return the paths that are right most often, with their acceptance, best first.
+
+    A path is never right more often than its beginning, so any first N of them are a tree.
+    """
+    by_rank = rank_acceptance(counts, steps)
+    heap: list[tuple[float, int, tuple[int, ...], float]] = [(-1.0, 0, (), 1.0)]
+    found: list[tuple[tuple[int, ...], float]] = []
+    while len(found) <= TREE_NODES:
+        negative, depth, path, product = heapq.heappop(heap)
+        found.append((path, -negative))
+        for rank, acceptance in enumerate(by_rank if depth < TREE_DEPTH else ()):
+            child, expected = (*path, rank), product * acceptance
+            worth = (counts[child] + SMOOTHING * expected) / (steps + SMOOTHING)
+            heapq.heappush(heap, (max(negative, -worth), depth + 1, child, expected))
+    return found[1:]
+
+
+def tree_mat(paths: Sequence[list[tuple[int, ...]]], nodes: Collection[tuple[int, ...]]) -> float:
+    """Return the MAT of a tree on answers whose rank paths are known."""
+    chosen, tokens, steps = set(nodes), 0, 0
+    for answer in paths:
+        root = 0
+        while root < len(answer):
+            depth = 0
+            while depth < len(answer[root]) and answer[root][: depth + 1] in chosen:
+                depth += 1
+            tokens, steps, root = tokens + depth + 1, steps + 1, root + depth + 1
+    return tokens / steps
+
+
+@app.command()
+def tree(model: Model, data: Data, path: Path_) -> None:
+    """The ranked tree: which rank paths does the answers' text take most often? Writes it."""
+    answers, fit, check = opened(model, path, data)
+    matrix = AdjacencyMatrix(answers.vocab_size, TREE_CANDIDATES)
+    counts: Counter[tuple[int, ...]] = Counter()
+    steps = 0
+    for one in fit:
+        for taken in rank_paths(one, matrix):
+            steps += 1
+            counts.update(taken[:end] for end in range(1, len(taken) + 1))
+    found = ranked(counts, steps)
+    matrix = AdjacencyMatrix(answers.vocab_size, TREE_CANDIDATES)
+    paths = [rank_paths(one, matrix) for one in check]
+    before = TreeTemplate.load("ranked", TREE_CANDIDATES).paths
+    print("MAT (checking half): nodes, published, before, after")
+    published = TreeTemplate.load("paper", TREE_CANDIDATES).paths
+    for size in (8, 16, 32, 80):
+        row = (published, before[:size], [path for path, _ in found[:size]])
+        cells = [tree_mat(paths, nodes) for nodes in row]
+        print(size, "-" if size < 80 else f"{cells[0]:.3f}", *(f"{x:.3f}" for x in cells[1:]))
+    text = {
+        "name": "ranked",
+        "description": "rank paths that greedy text takes, the most frequent first",
+        "provenance": (
+            f"lab/fit.py tree: {steps} tokens of {len(fit)} answers of SmolLM2-135M-Instruct to "
+            "questions of Spec-Bench, GSM8K and MBPP"
+        ),
+        "paths": [list(path) for path, _ in found],
+        "acceptance": [round(acceptance, 5) for _, acceptance in found],
+    }
+    (FOLDER / "ranked.json").write_text(json.dumps(text) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

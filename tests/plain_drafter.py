@@ -7,10 +7,27 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from math import exp, floor, frexp, log, log1p
+from math import exp, floor, frexp, log, log1p, log2
 
 LEVELS = ("token", "pair", "triple")
-RUNS = {0: 0.01, 1: 0.2, 2: 0.35, 3: 0.5, 4: 0.65, 5: 0.75, 7: 0.8, 10: 0.85, 16: 0.9}
+# length of a match: rates of the chain's first token, of later ones, and of other candidates
+RUNS = {
+    0: (0.01, 0.01, 0.01),
+    1: (0.24, 0.60, 0.032),
+    2: (0.47, 0.69, 0.022),
+    3: (0.60, 0.71, 0.018),
+    4: (0.65, 0.78, 0.013),
+    5: (0.75, 0.81, 0.010),
+    7: (0.80, 0.84, 0.009),
+    10: (0.87, 0.87, 0.007),
+    16: (0.95, 0.93, 0.004),
+}
+IN_ROW = {
+    "token": (-0.58, 0.63, -0.32),
+    "pair": (-0.38, 0.65, -0.40),
+    "triple": (-0.14, 0.64, -0.57),
+}
+LACKING = {"token": (-3.86, -0.24), "pair": (-4.13, -0.35), "triple": (-4.28, -0.36)}
 DEPTHS = (0, 1, 2, 4, 8)
 WINDOW, PRIOR, FLOOR = 16, 4.0, 1e-4
 
@@ -90,9 +107,16 @@ class PlainDrafter:
     def rate(self, feature):
         kind = feature[0]
         if kind == "rank":
-            expected = 1 / (1 + exp(9 - feature[3] / 2))
+            _, level, rank, best = feature
+            a, b, c = IN_ROW[level]
+            expected = 1 / (1 + exp(-(a + b * (best / 2 - 9) + c * log2(1 + rank))))
+        elif kind == "absent":
+            a, b = LACKING[feature[1]]
+            expected = 1 / (1 + exp(-(a + b * (feature[2] / 2 - 9))))
+        elif kind == "chain":
+            expected = RUNS[feature[1]][1 if feature[2] else 0]
         else:
-            expected = RUNS[feature[1]] if kind == "chain" else 0.01
+            expected = RUNS[feature[1]][2]
         trials = self.trials.get(feature, 0)
         return (self.hits.get(feature, 0) + PRIOR * expected) / (trials + PRIOR)
 

@@ -236,7 +236,8 @@ class TokenRecycling(DecodingMethod):
         Args:
             seconds: for at most so long; None: until every token has been tried.
             stop: ends the computation, within a tenth of a second, when it returns True. The rows
-                are then kept by a thread of its own, so that the caller can go on at once.
+                are then kept by a thread of its own, at most once a minute, so that the caller can
+                go on at once; ``warm_rows.keep(model)`` keeps them now.
             on_progress: called with (tokens done, total tokens).
 
         Returns:
@@ -262,7 +263,7 @@ class TokenRecycling(DecodingMethod):
                     on_progress=on_progress,
                 )
             self._lay_warm_rows()
-        if stop is not None and found.computed:
+        if stop is not None and found.is_due:
             Thread(target=found.keep, args=(self.model,)).start()
         return found
 

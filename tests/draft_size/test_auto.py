@@ -10,14 +10,27 @@ import numpy as np
 import pytest
 import torch
 
-from token_recycling import TreeTemplate
 from token_recycling.draft_size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize
 from token_recycling.draft_size.costs import SIZES, CostCurve
 from token_recycling.metrics import Step
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
 
-ACCEPTANCE = TreeTemplate.load("ranked", 8).first(80).acceptance
+# Of a tree of 80 nodes on text that repeats itself.
+# fmt: off
+ACCEPTANCE = (
+    0.56006, 0.34700, 0.20968, 0.12436, 0.11568, 0.06917, 0.06518, 0.06518,
+    0.06425, 0.03891, 0.03829, 0.03810, 0.03687, 0.03519, 0.03130, 0.02676,
+    0.02602, 0.02326, 0.02231, 0.02159, 0.02155, 0.01973, 0.01921, 0.01849,
+    0.01798, 0.01590, 0.01584, 0.01540, 0.01514, 0.01478, 0.01405, 0.01398,
+    0.01330, 0.01269, 0.01222, 0.01212, 0.01088, 0.01076, 0.00959, 0.00959,
+    0.00946, 0.00944, 0.00887, 0.00887, 0.00835, 0.00825, 0.00818, 0.00818,
+    0.00798, 0.00774, 0.00773, 0.00760, 0.00724, 0.00717, 0.00708, 0.00707,
+    0.00707, 0.00705, 0.00705, 0.00701, 0.00701, 0.00695, 0.00690, 0.00643,
+    0.00639, 0.00636, 0.00632, 0.00629, 0.00628, 0.00585, 0.00581, 0.00574,
+    0.00574, 0.00573, 0.00569, 0.00568, 0.00567, 0.00512, 0.00512, 0.00511,
+)
+# fmt: on
 MOST = 20  # nodes on the longest path of a simulated draft
 # Tokens verified in a step of all rows -> seconds.
 COSTS = {

@@ -158,7 +158,8 @@ CASE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("WINDOW", 1), ("PRIOR", 5.0), ("FLOOR", 0.05), ("RUNS", {**RUNS, 1: 0.9})]
+    ("name", "value"),
+    [("WINDOW", 1), ("PRIOR", 5.0), ("FLOOR", 0.05), ("RUNS", {**RUNS, 1: (0.9, 0.9, 0.032)})],
 )
 def test_another_constant_is_noticed(monkeypatch, name, value):
     """Negative control: the plain drafter with one constant changed."""

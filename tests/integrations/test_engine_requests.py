@@ -302,7 +302,7 @@ def test_a_matrix_file_is_continued(tmp_path):
     matrix = AdjacencyMatrix(VOCABULARY, K)
     matrix.update(torch.tensor([3]), torch.tensor([[7, 8, 9, 10]]))
     matrix.save(tmp_path / "matrix")
-    options = ServingOptions(drafter="paper", tree="ranked-4", matrix=str(tmp_path / "matrix"))
+    options = ServingOptions(drafter="paper", tree="chain-4", matrix=str(tmp_path / "matrix"))
     requests = RequestDrafter(options.make(VOCABULARY, 4), 1, 5, context=256)
     draft = requests.propose(torch.tensor([0]), torch.tensor([3]), 5)
     assert draft.tokens[0][draft.valid[0]].tolist() == [3, 7]

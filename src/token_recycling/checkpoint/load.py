@@ -115,7 +115,7 @@ def resolve(name_or_path: str | Path | None) -> tuple[str, dict[str, str]]:
         return str(BUNDLED_MODEL), {}
     given = str(name_or_path)
     path = Path(given).expanduser()
-    if not path.exists():
+    if not given or not path.exists():
         local = given.startswith(("/", ".", "~")) or given.lower().endswith(".gguf")
         if not given or local:
             raise TokenRecyclingError(f"cannot load the model {given!r}: no such file or folder")

@@ -83,6 +83,8 @@ def chat(
                 talk.take(line)
     finally:
         loading.save(recycler)
+        if recycler.warm_rows is not None:
+            recycler.warm_rows.keep_new(recycler.model)
 
 
 class _Talk:

@@ -167,7 +167,11 @@ def serve(
             saved = f"; saved every {save_minutes:g} minutes and at the end" if keeper else ""
             show.note(f"matrix     {matrix} {'loaded' if known else 'not there yet'}{saved}")
         _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
-        run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
+        try:
+            run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
+        finally:
+            if recycler.warm_rows is not None:
+                recycler.warm_rows.keep_new(recycler.model)
 
 
 def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:
@@ -192,7 +196,8 @@ def _name(model: str | None) -> str:
     """Return the default name of a model: that of its folder or on the Hub."""
     if model is None:
         return "token-recycling-demo"
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    path = Path(model).resolve()
+    return path.stem if path.is_file() else path.name if path.is_dir() else model
 
 
 def _check_numbers(

@@ -190,10 +190,10 @@ class Engine:
         return not (self._waiting or self._batch.rows or self._draining)
 
     def _warm(self) -> None:
-        """Compute missing warm rows until a request arrives."""
+        """Compute missing warm rows until a request arrives, for ``TICK`` seconds at most."""
         rows = self.recycler.warm_rows
         if rows is not None and not rows.complete:
-            self.recycler.warm(stop=lambda: not self._is_idle())
+            self.recycler.warm(TICK, stop=lambda: not self._is_idle())
 
     def _next(self) -> Job | None:
         """Take a job from the queue if it fits into the batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -18,6 +18,7 @@ from token_recycling.warm.fill import after, largest_batch
 LONGEST_HEADER = 8  # tokens; every token of a context adds to the cost of every row
 TEXT_TOKENS = 96  # of each text
 SHARE = 0.1  # of the tokens to fill that the measurement may read
+STOPPABLE = 8  # tokens per forward of a measurement that can be stopped
 FEWEST = 32  # distinct tokens compared, whatever their share
 CERTAIN = 2.0  # standard errors by which a context must be better than none
 TEXTS = (
@@ -81,8 +82,12 @@ def contexts(tokenizer: Any, vocab_size: int) -> list[Context]:
 
 
 def choose(
-    target: TreeTarget, tokenizer: Any, k: int, expected: int
-) -> tuple[Context, dict[str, float]]:
+    target: TreeTarget,
+    tokenizer: Any,
+    k: int,
+    expected: int,
+    stop: Callable[[], bool] | None = None,
+) -> tuple[Context, dict[str, float]] | None:
     """Choose the context whose rows predict the model's own next tokens best.
 
     The model reads ``TEXTS``. At every position the row of the token there, under each context, is
@@ -95,15 +100,20 @@ def choose(
         tokenizer: its tokenizer; None: the answer is NOTHING, and nothing is computed.
         k: candidates per row.
         expected: tokens that will be filled; bounds the cost.
+        stop: ends the measurement when it returns True.
 
     Returns:
-        The context, and the mean score of each context measured.
+        The context, and the mean score of each context measured; None if it was stopped.
     """
     candidates = contexts(tokenizer, target.vocab_size)
     if len(candidates) == 1:
         return NOTHING, {}
     with target.inference_context():
-        parts = list(_read(target, tokenizer))
+        parts = []
+        for text in _texts(target, tokenizer):
+            if stop is not None and stop():
+                return None
+            parts.append(_read(target, text))
         if not parts:
             return NOTHING, {}
         tokens, answers = (torch.cat(part) for part in zip(*parts))
@@ -114,15 +124,16 @@ def choose(
         places = (tokens[:, None] == distinct).nonzero()  # (position, index in distinct)
         answers = answers[places[:, 0], None]
         scores = {}
+        batches = STOPPABLE if stop is not None else target.vocab_size
         for context in candidates:
-            ids = torch.cat(
-                [
-                    top_k(after(target, context.tokens, part)[:, : target.vocab_size], k)[1]
-                    for part in torch.split(
-                        distinct, largest_batch(target, len(context.tokens) + 1)
-                    )
-                ]
-            )
+            largest = min(batches, largest_batch(target, len(context.tokens) + 1))
+            found = []
+            for part in torch.split(distinct, largest):
+                if stop is not None and stop():
+                    return None
+                logits = after(target, context.tokens, part)[:, : target.vocab_size]
+                found.append(top_k(logits, k)[1])
+            ids = torch.cat(found)
             right = ids[places[:, 1]] == answers
             ranks = torch.arange(1, k + 1, device=right.device)
             scores[context] = (right / ranks).sum(dim=1).double().cpu()
@@ -134,18 +145,23 @@ def choose(
     return winner, {context.name: float(score.mean()) for context, score in scores.items()}
 
 
-def _read(target: TreeTarget, tokenizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Read the texts; yield the tokens of each, int64 [n], and the model's answers, int64 [n].
+def _texts(target: TreeTarget, tokenizer: Any) -> list[Tensor]:
+    """Return the texts that the model reads, each int64 [1, n], n at least 2."""
+    longest = min(TEXT_TOKENS, target.max_context or TEXT_TOKENS)
+    texts = (
+        [token for token in tokenizer(text).input_ids if token < target.vocab_size][:longest]
+        for text in TEXTS
+    )
+    return [torch.tensor([ids], device=target.device) for ids in texts if len(ids) > 1]
+
+
+def _read(target: TreeTarget, text: Tensor) -> tuple[Tensor, Tensor]:
+    """Read a text; return its tokens, int64 [n], and the model's answers, int64 [n].
 
     The first token is left out, since it has no text before it.
     """
-    longest = min(TEXT_TOKENS, target.max_context or TEXT_TOKENS)
-    for text in TEXTS:
-        ids = [token for token in tokenizer(text).input_ids if token < target.vocab_size][:longest]
-        if len(ids) > 1:
-            tokens = torch.tensor([ids], device=target.device)
-            logits = target.read_apart(tokens)[0, 1:, : target.vocab_size]
-            yield tokens[0, 1:], logits.argmax(dim=-1)
+    logits = target.read_apart(text)[0, 1:, : target.vocab_size]
+    return text[0, 1:], logits.argmax(dim=-1)
 
 
 def _header(tokenizer: Any) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class WarmRows:
     Attributes:
         rows: a matrix without rows of pairs.
         context: what was in front of each token: "nothing", "bos", "newline" or "assistant".
-        prefix: its tokens.
+        prefix: its tokens; None if it has not been chosen yet.
         name: of their file (see ``store.weights_name``); None if the weights cannot be identified.
         computed: rows computed by the last call of ``warm_up``; the others existed before.
         complete: every token of the vocabulary was tried.
@@ -46,11 +46,13 @@ class WarmRows:
         seconds: time taken by that computation, 0.0 if there was none.
         path: their file; None if they could not be kept.
         unkept: why they could not be kept; None if they are.
+        saved: rows in the file.
+        saved_at: when it was written, by ``perf_counter``; 0.0 if not by this object.
     """
 
     rows: AdjacencyMatrix
     context: str
-    prefix: tuple[int, ...]
+    prefix: tuple[int, ...] | None
     name: str | None
     computed: int = 0
     complete: bool = False
@@ -58,6 +60,19 @@ class WarmRows:
     seconds: float = 0.0
     path: Path | None = None
     unkept: str | None = None
+    saved: int = 0
+    saved_at: float = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """True if there are rows to write, and all are there or the last time was a while ago."""
+        late = self.complete or perf_counter() - self.saved_at > KEEP_SECONDS
+        return late and self.rows.rows_seen > self.saved
+
+    def keep_new(self, model: Any) -> None:
+        """Call ``keep`` if there are rows that are not in the file."""
+        if self.rows.rows_seen > self.saved:
+            self.keep(model)
 
     @property
     def line(self) -> str:
@@ -71,11 +86,12 @@ class WarmRows:
 
     def keep(self, model: Any) -> None:
         """Write the rows of ``model`` to the cache folder; set ``path`` or ``unkept``."""
+        self.saved, self.saved_at = self.rows.rows_seen, perf_counter()
         if self.name is None:
             self.unkept = "the weights cannot be identified"
             return
         try:
-            context = Context(self.context, self.prefix)
+            context = Context(self.context, self.prefix or ())
             self.path = store.keep(self.name, self.rows, context, self.complete)
             store.keep_alias(model, self.name)
             self.unkept = None
@@ -91,7 +107,7 @@ def kept_rows(target: TreeTarget, tokenizer: Any, k: int, *, ignore: bool = Fals
         kept = None if ignore or name is None else store.find(name, size, k, mark)
         if kept is None:
             rows = AdjacencyMatrix(size, k, fingerprint=mark)
-            return WarmRows(rows, NOTHING.name, NOTHING.tokens, name)
+            return WarmRows(rows, NOTHING.name, None, name)
     return WarmRows(
         kept.rows,
         kept.context.name,
@@ -99,6 +115,7 @@ def kept_rows(target: TreeTarget, tokenizer: Any, k: int, *, ignore: bool = Fals
         kept.name,
         complete=kept.complete,
         path=kept.path,
+        saved=kept.rows.rows_seen,
     )
 
 
@@ -165,7 +182,8 @@ def go_on(
 ) -> None:
     """Compute missing rows, those of frequent tokens first.
 
-    They are kept every ``KEEP_SECONDS`` and at the end, after an interruption too.
+    They are kept every ``KEEP_SECONDS`` and at the end, after an interruption too, unless ``stop``
+    is given: a caller who may be asked for an answer at any time calls ``WarmRows.keep`` himself.
 
     Args:
         found: the rows so far, modified.
@@ -173,8 +191,7 @@ def go_on(
         tokenizer: its tokenizer, or None.
         seconds: compute for at most so long; None: until all rows are there.
         expected: rows that this time is expected to give; None: all.
-        stop: ends the computation when it returns True. The rows are then not kept at the end,
-            which would take the time of writing a file: call ``WarmRows.keep``.
+        stop: ends the computation when it returns True.
         on_progress: called after every batch with (tokens done, total tokens).
     """
     if found.complete or found.failed:
@@ -182,22 +199,23 @@ def go_on(
     if reason := target.changed():
         logger.info("warm rows are not computed: %s", reason)
         return
-    begun = last = perf_counter()
+    begun = perf_counter()
     before = found.rows.rows_seen
     failure = None
 
     def on_batch(done: int, total: int) -> None:
-        nonlocal last
-        if perf_counter() - last > KEEP_SECONDS:
+        if stop is None and perf_counter() - max(begun, found.saved_at) > KEEP_SECONDS:
             found.keep(target.model)
-            last = perf_counter()
         if on_progress is not None:
             on_progress(done, total)
 
     try:
-        if not before:
+        if found.prefix is None:
             most = expected or found.rows.vocab_size
-            context, scores = choose(target, tokenizer, found.rows.k, most)
+            chosen = choose(target, tokenizer, found.rows.k, most, stop)
+            if chosen is None:
+                return
+            context, scores = chosen
             found.context, found.prefix = context.name, context.tokens
             logger.info("warm rows: context %s, scores %s", context.name, scores)
         special = getattr(tokenizer, "all_special_ids", None) or ()

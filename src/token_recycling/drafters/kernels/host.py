@@ -20,12 +20,19 @@ INPUTS = LEVELS + 2  # of the mixture: one per level, the chain, and a constant
 SETS = 12  # weight sets: pair row or not, triple row or not, chain state
 BINS = 32  # classes of a probability: its log odds from -9 on, in steps of 1/2
 LONG = 4  # length from which a match is long, in tokens
-# Lower bound of each class of match lengths, and the expected rate at which a chain token is right.
-RUNS = np.array([0, 1, 2, 3, 4, 5, 7, 10, 16])
-RUN_RATES = np.array([0.01, 0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9])
+RUNS = np.array([0, 1, 2, 3, 4, 5, 7, 10, 16])  # lower bound of each class of match lengths
 DEPTHS = np.array([0, 1, 2, 4, 8])  # lower bound of each class of depths in the chain
 PRIOR = 4.0  # weight of the expected rate, in trials
-ABSENT = 0.01  # expected rate of a candidate that a row or the chain lacks
+
+# Expected rates, fitted by lab/fit.py to 59 answers of SmolLM2-135M-Instruct.
+# Per level, the log odds of the rate of a row's candidate: a + b · log odds of its probability
+# + c · log2(1 + rank), and of a candidate that the row lacks: a + b · log odds of the row's best.
+IN_ROW = np.array([[-0.58, 0.63, -0.32], [-0.38, 0.65, -0.40], [-0.14, 0.64, -0.57]])
+LACKING = np.array([[-3.86, -0.24], [-4.13, -0.35], [-4.28, -0.36]])
+# Per class of match lengths: of the chain's first token, of later ones, and of all other tokens.
+FIRST_ON_CHAIN = np.array([0.01, 0.24, 0.47, 0.60, 0.65, 0.75, 0.80, 0.87, 0.95])
+LATER_ON_CHAIN = np.array([0.01, 0.60, 0.69, 0.71, 0.78, 0.81, 0.84, 0.87, 0.93])
+BESIDE_CHAIN = np.array([0.01, 0.032, 0.022, 0.018, 0.013, 0.010, 0.009, 0.007, 0.004])
 LOWEST, HIGHEST = 0.0005, 0.995  # bounds of calibrated rates
 LEAST, MOST = -9.0, 6.0  # bounds of a mixture's log odds
 LEARNING_RATE = 0.02  # of the weights
@@ -308,13 +315,23 @@ def features(k: int) -> tuple[int, int, int, int, int]:
 @compiled
 def expected_rates(k: int) -> Array:
     """Return the rate at which candidates of each feature are right before any evidence."""
-    count, lacking, chain, _, nothing = features(k)
-    rates = np.full(count, ABSENT)
-    for feature in range(lacking):
-        rates[feature] = 1.0 / (1.0 + math.exp(9.0 - feature % BINS / 2.0))
+    count, lacking, chain, beside, nothing = features(k)
+    rates = np.empty(count)
+    for level in range(LEVELS):
+        a, b, c = IN_ROW[level]
+        low, slope = LACKING[level]
+        for bin_ in range(BINS):
+            odds = bin_ / 2.0 - 9.0
+            for rank in range(k):
+                total = a + b * odds + c * math.log2(1.0 + rank)
+                rates[(level * k + rank) * BINS + bin_] = 1.0 / (1.0 + math.exp(-total))
+            total = low + slope * odds
+            rates[lacking + level * BINS + bin_] = 1.0 / (1.0 + math.exp(-total))
     for run in range(len(RUNS)):
         for depth in range(len(DEPTHS)):
-            rates[chain + run * len(DEPTHS) + depth] = RUN_RATES[run]
+            rate = LATER_ON_CHAIN[run] if depth else FIRST_ON_CHAIN[run]
+            rates[chain + run * len(DEPTHS) + depth] = rate
+        rates[beside + run] = BESIDE_CHAIN[run]
     rates[nothing] = 0.5
     return rates
 
