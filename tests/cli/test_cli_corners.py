@@ -350,10 +350,10 @@ class TestChat:
     def test_reset_keeps_what_was_learnt(self, capsys, monkeypatch, tmp_path):
         kept, gone = tmp_path / "kept", tmp_path / "gone"
         typed(monkeypatch, "The king\n/reset\n")
-        call(capsys, "chat", "-n", 20, "--matrix", kept)
+        call(capsys, "chat", "-n", 20, "--no-warm", "--matrix", kept)
         assert AdjacencyMatrix.load(kept).rows_seen > 0
         typed(monkeypatch, "The king\n/forget\n")
-        call(capsys, "chat", "-n", 20, "--matrix", gone)
+        call(capsys, "chat", "-n", 20, "--no-warm", "--matrix", gone)
         assert AdjacencyMatrix.load(gone).rows_seen == 0
 
     def test_a_full_context_leaves_out_the_oldest_turns(self, capsys, monkeypatch, bundled):
