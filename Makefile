@@ -161,9 +161,6 @@ fit: .venv/ready ## Fit the drafter's constants and the ranked tree anew, on a r
 bench: build/clients/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
 	DATA=$(DATA) bench/run.sh
 	$(BIN)/python tools/measure_enable.py --out bench/results/cpu-enable.json
-	$(BIN)/python tools/measure_start.py --out bench/results/starts-bundled.json
-	$(BIN)/python tools/measure_calibration.py --out bench/results/adaptive-calibration.json \
-		--plot docs/calibration.svg
 	PYTHONPATH=build/clients $(BIN)/python tools/measure_server.py
 	$(BIN)/python tools/write_results.py
 

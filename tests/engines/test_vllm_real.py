@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from engine_runs import mat, same, served
 from requests_plan import COUNT
-from test_vllm import WAYS, speculative
+from test_vllm import WAYS
 
 pytestmark = [
     pytest.mark.real,
@@ -33,14 +33,12 @@ def plain(run):
     return run()
 
 
-@pytest.mark.parametrize("way", ["chain", "tree", "sized"])
+@pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_the_same(run, plain, way):
-    """32 requests, 8 at once; drafts that are whole, and drafts of the size that pays."""
-    options = WAYS[way] if way in WAYS else speculative(6, automatic=True)
-    ours = run(engine=options)
+    """32 requests, 8 at once."""
+    ours = run(engine=WAYS[way])
     assert same(plain["plan"], ours["plan"]) == COUNT
-    if way in WAYS:
-        assert mat(ours["plan"]) > 1.2
+    assert mat(ours["plan"]) > 1.2
 
 
 def test_a_fault_shows(run, plain):
