@@ -264,7 +264,7 @@ class TokenRecycling(DecodingMethod):
                 )
             self._lay_warm_rows()
         if stop is not None and found.is_due:
-            Thread(target=found.keep, args=(self.model,)).start()
+            Thread(target=found.keep, args=(self.model,), name="keep warm rows").start()
         return found
 
     def forget_context(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
+import threading
 import warnings
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -44,7 +45,10 @@ K = 8
 def folder(tmp_path, monkeypatch):
     """The folder of the rows' files."""
     monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "rows"
+    yield tmp_path / "cache" / "rows"
+    for thread in threading.enumerate():
+        if thread.name == "keep warm rows":  # it would write into the folder of the next test
+            thread.join()
 
 
 @pytest.fixture
