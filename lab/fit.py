@@ -82,7 +82,7 @@ def compare(
                 nodes = sum(one.nodes for one in each.results)
                 unknown = sum(one.unknown for one in each.results)
                 missing[name][f"{start} {size}"] = unknown / max(nodes, 1)
-        columns = list(next(iter(table.values())))
+    columns = list(next(iter(table.values())))
     first = next(iter(table.values()))
     print(f"{'':24}" + "".join(f"{column:>16}" for column in columns))
     for name, row in table.items():

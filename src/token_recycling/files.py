@@ -39,7 +39,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     """
     try:
         place = _regular(Path(path))
-        partial = place.with_name(f"{_prefix(place)}{os.getpid()}-{next(_numbers)}{PARTIAL}")
+        partial = _partial(place)
         _remove_abandoned(place)
         # Created here so that the umask applies; ``write`` may replace the file.
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -69,9 +69,7 @@ def make_folder_atomically(path: Path, fill: Callable[[Path], object]) -> None:
     Raises:
         TokenRecyclingError: the folder cannot be written.
     """
-    partial, old = (
-        path.with_name(f"{_prefix(path)}{os.getpid()}-{next(_numbers)}{PARTIAL}") for _ in range(2)
-    )
+    partial, old = _partial(path), _partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path)
@@ -127,6 +125,11 @@ def _prefix(place: Path) -> str:
     name = hashlib.sha256(place.name.encode(errors="surrogateescape")).hexdigest()[:12]
     host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
     return f".{name}-{host}-"
+
+
+def _partial(place: Path) -> Path:
+    """Return a new name for a temporary file or folder next to ``place``."""
+    return place.with_name(f"{_prefix(place)}{os.getpid()}-{next(_numbers)}{PARTIAL}")
 
 
 def _remove_abandoned(place: Path) -> None:

