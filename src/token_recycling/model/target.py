@@ -15,6 +15,7 @@ from transformers import GenerationMixin
 from token_recycling import defaults
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
+from token_recycling.model.cpu_linear import FORMS, MOST_ROWS, CpuLinear
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.limits import (
     AttentionWindow,
@@ -30,8 +31,6 @@ from token_recycling.model.limits import (
 )
 from token_recycling.model.lm_head import Float32Head, StockHead
 from token_recycling.model.masks import additive_masks
-from token_recycling.model.skinny_gemm import SkinnyGemm
-from token_recycling.model.skinny_trial import MOST_ROWS
 from token_recycling.model.training import is_repeatable, mode, train_time_behaviour
 from token_recycling.tree import DraftTree
 
@@ -162,8 +161,8 @@ class TreeTarget:
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.takes_positions = "position_ids" in self._takes
         self.slices_logits = "logits_to_keep" in self._takes
-        skinny = self.device.type == "cpu" and self.dtype == torch.float32
-        self.skinny_gemm = SkinnyGemm(model) if skinny else None
+        few_rows = self.device.type == "cpu" and self.dtype in FORMS
+        self.linears = CpuLinear(model) if few_rows else None
         self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class overrides _sample")
@@ -245,8 +244,8 @@ class TreeTarget:
         if reason := self.changed():
             raise TokenRecyclingError(f"cannot decode: {reason}")
         self.lm_head.refresh()
-        if self.skinny_gemm is not None:
-            self.skinny_gemm.prepare()
+        if self.linears is not None:
+            self.linears.prepare()
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
         batch, longest = len(prompts), max(map(len, prompts))
@@ -410,8 +409,8 @@ class TreeTarget:
         sliced = logits_at is not None and self.slices_logits
         if sliced:  # a chunk may need no logits; compute one position then
             inputs["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
-        skinny = self.skinny_gemm if 1 < tokens.numel() <= MOST_ROWS else None
-        with self.lm_head, skinny or nullcontext():
+        linears = self.linears if tokens.numel() <= MOST_ROWS else None
+        with self.lm_head, linears or nullcontext():
             output = self.model(
                 **inputs, past_key_values=self.cache, use_cache=True, return_dict=True
             )

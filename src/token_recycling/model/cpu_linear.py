@@ -1,0 +1,265 @@
+"""Linear layers for few rows on a CPU.
+
+PyTorch's kernels are made for one row or for hundreds. ``cpu_kernel`` is made for 1 to 64, so that
+verifying a tree of 16 tokens costs about as much as decoding one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+from token_recycling.model import cpu_kernel
+from token_recycling.model.override import Override, is_covered, replaceable
+from token_recycling.modes import without_autocast
+
+MOST_ROWS = 64
+FORMS = {
+    torch.float32: cpu_kernel.FLOAT32,
+    torch.bfloat16: cpu_kernel.BFLOAT16,
+    torch.float16: cpu_kernel.FLOAT16,
+}
+
+# The trial of kernel and PyTorch: numbers of rows, seconds in all, and the ratio of their times
+# below which the kernel is used.
+TRIAL_ROWS = (1, 4, 16, MOST_ROWS)
+TRIAL_SECONDS = 0.2
+CLEAR = 0.97
+SAMPLE = 2**26  # bytes of weights that are multiplied in the trial
+
+_thread = threading.local()  # .used: ``CpuLinear.rows`` of each context that this thread entered
+
+Parallel = Callable[[int, Any, int, int], None]
+
+
+@lru_cache
+def _parallel() -> Parallel | None:
+    """Return ``GOMP_parallel`` of PyTorch's own OpenMP runtime; None where it has another one.
+
+    A second team of threads would keep the cores busy while PyTorch's team works. Builds for Linux
+    use GNU's runtime; those for macOS and Windows do not.
+    """
+    try:
+        mapped = Path("/proc/self/maps").read_text(errors="replace").split()
+        folder = str(Path(torch.__file__).parent.parent)
+        found = [name for name in mapped if "libgomp" in name]
+        library = ctypes.CDLL(next((name for name in found if name.startswith(folder)), found[0]))
+        parallel: Any = library.GOMP_parallel
+    except (OSError, IndexError, AttributeError):
+        return None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel  # type: ignore[no-any-return]
+
+
+@lru_cache
+def _kernels() -> dict[torch.dtype, int]:
+    """Return the address of the kernel for each dtype of weights, compiled at the first call."""
+    kernels = _compiled()
+    return {dtype: kernels[form].address for dtype, form in FORMS.items()}
+
+
+@lru_cache
+def _compiled() -> dict[int, Any]:
+    return cpu_kernel.compile_kernels()
+
+
+Fields = ctypes.c_int64 * len(cpu_kernel.FIELDS)
+
+
+def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``torch.nn.functional.linear`` with the kernel.
+
+    Args:
+        inputs: [..., in_features] of the weight's dtype, not empty.
+        weight: [out_features, in_features] on the CPU, of a dtype in ``FORMS``, whose rows are
+            contiguous.
+        bias: [out_features] or None.
+
+    Returns:
+        [..., out_features]; sums are accumulated in float32.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    if weight.dtype != torch.float32:
+        bias = None if bias is None else bias.float()
+        if weight.dtype == torch.float16 or not cpu_kernel.processor().dot_bfloat16:
+            rows = rows.float()
+    rows = rows.contiguous()
+    found = weight.new_empty(*inputs.shape[:-1], weight.shape[0])
+    fields = Fields(
+        rows.data_ptr(),
+        weight.data_ptr(),
+        found.data_ptr(),
+        0 if bias is None else bias.contiguous().data_ptr(),
+        rows.shape[0],
+        weight.shape[0],
+        rows.shape[1],
+        rows.shape[1] * rows.element_size(),
+        weight.stride(0) * weight.element_size(),
+        0,
+    )
+    parallel = _parallel()
+    assert parallel is not None
+    parallel(_kernels()[weight.dtype], fields, torch.get_num_threads(), 0)
+    return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether this is a dense tensor on a CPU of a dtype that the kernel reads.
+
+    Quantised weights are tensor subclasses with their own ``linear`` and are left alone.
+    """
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.is_cpu
+        and tensor.dtype in FORMS
+        and tensor.layout == torch.strided
+    )
+
+
+def _forward(stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of a linear layer: the kernel where it is faster, inside ``CpuLinear``."""
+    used = vars(_thread).get("used")
+    if used and not torch.compiler.is_compiling():
+        layer: nn.Linear = stock.__self__
+        weight = layer.weight
+        if (
+            _is_plain(weight)
+            and _is_plain(inputs)
+            and inputs.dtype == weight.dtype
+            and inputs.numel() // max(1, inputs.shape[-1]) in used[-1].get(weight.dtype, ())
+            and weight.stride(-1) == 1
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+        ):
+            return product(inputs, weight, layer.bias)
+    found: Tensor = stock(inputs)
+    return found
+
+
+class CpuLinear:
+    """Context manager that speeds up a model's linear layers in the current thread.
+
+    Results are equal up to rounding, as between any two kernels. The layers' ``forward`` is
+    replaced permanently; outside the context it calls the class's.
+
+    Attributes:
+        rows: by dtype of a weight, the numbers of rows for which the kernel is used.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Replace ``forward`` of the linear layers of ``model`` (see ``prepare``)."""
+        self.model = model
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Replace ``forward`` of layers not yet covered, e.g. in a copied model.
+
+        The kernel is tried on the first model of its shapes, in about ``TRIAL_SECONDS``. The
+        result holds for the process and the number of threads.
+        """
+        weights: dict[torch.dtype, list[Tensor]] = {}
+        for layer in self.model.modules():
+            if type(layer) is not nn.Linear:
+                continue
+            if replaceable(layer):
+                layer.forward = Override(layer, "forward", _forward)  # type: ignore[method-assign]
+            weight = layer.weight
+            if is_covered(layer, "forward", _forward) and _is_plain(weight) and weight.numel():
+                weights.setdefault(weight.dtype, []).append(weight)
+        self.rows = {dtype: _rows(dtype, found) for dtype, found in weights.items()}
+
+    def __enter__(self) -> None:
+        _thread.used = (*getattr(_thread, "used", ()), self.rows)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _thread.used = _thread.used[:-1]
+
+
+_lock = threading.Lock()
+# (dtype, threads, shapes of the sample) -> rows for which the kernel is used. An entry never
+# changes, so that a process computes the same numbers in every step.
+_settled: dict[tuple[Any, ...], range] = {}
+
+
+def _rows(dtype: torch.dtype, weights: Sequence[Tensor]) -> range:
+    """Return the numbers of rows for which the kernel is used."""
+    if _parallel() is None:
+        return range(0)
+    sample = _sample(weights)
+    key = dtype, torch.get_num_threads(), *(weight.shape for weight in sample)
+    with _lock:
+        if key not in _settled:
+            _settled[key] = _trial(sample)
+        return _settled[key]
+
+
+def _trial(sample: Sequence[Tensor]) -> range:
+    """Measure the kernel against PyTorch; return the numbers of rows for which it is faster.
+
+    Both multiply the same weights in turn, so many that the processor's caches hold few of them,
+    as in a forward.
+    """
+    _kernels()  # compiles them, which the trial should not count
+    end = perf_counter() + TRIAL_SECONDS
+    wins = []
+    with torch.inference_mode(), without_autocast(torch.device("cpu")):
+        for i, rows in enumerate(TRIAL_ROWS):
+            share = (end - perf_counter()) / (len(TRIAL_ROWS) - i)
+            wins.append(_ratio(sample, rows, perf_counter() + share) < CLEAR)
+    if True not in wins:
+        return range(0)
+    first = wins.index(True)
+    last = next((i for i in range(first, len(wins)) if not wins[i]), len(wins)) - 1
+    return range(TRIAL_ROWS[first], TRIAL_ROWS[last] + 1)
+
+
+def _sample(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return weights of at most ``SAMPLE`` bytes together; a larger one is cut."""
+    found, left = [], SAMPLE
+    for weight in weights:
+        row = weight.shape[1] * weight.element_size()
+        piece = weight[: max(1, min(weight.shape[0], left // row))]
+        found.append(piece)
+        left -= piece.shape[0] * row
+        if left <= 0:
+            break
+    return found
+
+
+def _ratio(weights: Sequence[Tensor], rows: int, end: float) -> float:
+    """Return the kernel's time relative to PyTorch's for inputs of this many rows.
+
+    Args:
+        weights: multiplied in turn.
+        rows: of the inputs.
+        end: ``perf_counter`` time in seconds at which to stop; two to five rounds are measured.
+    """
+    dtype = weights[0].dtype
+    # Not random: the caller's random numbers must not change.
+    inputs = {w.shape[1]: torch.linspace(-1, 1, rows * w.shape[1]) for w in weights}
+    inputs = {size: x.view(rows, size).to(dtype) for size, x in inputs.items()}
+    times: dict[Any, list[float]] = {linear: [], product: []}
+    while (rounds := len(times[product])) < 2 or (rounds < 5 and perf_counter() < end):
+        for way, found in times.items():
+            before = perf_counter()
+            for weight in weights:
+                way(inputs[weight.shape[1]], weight)
+            found.append(perf_counter() - before)
+    return min(times[product]) / min(times[linear])

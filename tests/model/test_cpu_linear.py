@@ -1,0 +1,472 @@
+"""The linear layers for few rows on a CPU: right numbers, and only where they are faster."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from architectures import make
+from models import plain, random_prompts
+from token_recycling import TokenRecycling
+from token_recycling.model import cpu_linear
+from token_recycling.model.cpu_kernel import STRIP, TILES, Processor
+from token_recycling.model.cpu_linear import MOST_ROWS, TRIAL_ROWS, CpuLinear, product
+
+pytestmark = pytest.mark.skipif(
+    cpu_linear._parallel() is None, reason="PyTorch has no GNU OpenMP runtime here"
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+
+
+def right(found, x, w, bias=None):
+    """True if ``found`` is x W^T + bias, up to the rounding of its dtype and of the sums."""
+    exact = functional.linear(x.double(), w.double(), None if bias is None else bias.double())
+    size = functional.linear(
+        x.double().abs(), w.double().abs(), None if bias is None else bias.double().abs()
+    )
+    sums = size * (x.shape[-1] + 2) * 2**-24
+    off = (found.double() - exact).abs()
+    return bool((off <= sums + 2 * ROUNDING[w.dtype] * exact.abs() + 1e-7).all())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, MOST_ROWS),
+    outputs=st.integers(1, 3 * STRIP + 5),
+    inputs=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    wider=st.integers(0, 3),
+    turned=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_products(rows, outputs, inputs, dtype, bias, wider, turned, seed):
+    draws = torch.Generator().manual_seed(seed)
+    w = torch.randn(outputs, inputs + wider, generator=draws).to(dtype)[:, :inputs]
+    x = torch.randn(rows, inputs, generator=draws).to(dtype)
+    if turned:
+        x = x.T.contiguous().T
+    b = torch.randn(outputs, generator=draws).to(dtype) if bias else None
+    assert right(product(x, w, b), x, w, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(dtype):
+    """So a plain step and a verified one compute the same numbers in these layers."""
+    x, w, b = torch.randn(MOST_ROWS, 587), torch.randn(101, 587), torch.randn(101)
+    x, w, b = x.to(dtype), w.to(dtype), b.to(dtype)
+    threads = torch.get_num_threads()
+    try:
+        whole = product(x, w, b)
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            for rows in range(1, MOST_ROWS + 1):
+                assert torch.equal(product(x[:rows], w, b), whole[:rows])
+                assert torch.equal(product(x[-rows:], w, b), whole[-rows:])
+    finally:
+        torch.set_num_threads(threads)
+    assert not torch.equal(whole[:1], whole[1:2])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [64, 71])
+def test_values_that_are_not_finite_stay_in_their_row(value, dtype, inputs):
+    x, w = torch.randn(9, inputs).to(dtype), torch.randn(50, inputs).to(dtype)
+    x[4, -1] = value
+    found = product(x, w)
+    assert not found[4].isfinite().any()
+    found[4] = x[4] = 0
+    assert right(found, x, w)
+    w[17] = value
+    found = product(x, w)
+    assert not found[x.abs().sum(1) > 0][:, 17].isfinite().any()
+    assert found[:4, :17].isfinite().all()
+
+
+def test_rounding_to_half_precision():
+    """To nearest, ties to even, as PyTorch rounds; the largest numbers become infinite."""
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.tensor([[1.0, 1.0]], dtype=dtype)
+        unit = torch.finfo(dtype).eps
+        pairs = [[1.0, n * unit / 4] for n in range(9)] + [[torch.finfo(dtype).max] * 2]
+        w = torch.tensor(pairs, dtype=torch.float64).to(dtype)
+        wanted = (w.double().sum(1)).to(dtype)
+        assert torch.equal(product(x, w)[0], wanted)
+
+
+def test_shapes_of_inputs():
+    w, b = torch.randn(40, 24), torch.randn(40)
+    for shape in ((24,), (1, 24), (2, 3, 24), (1, 7, 24)):
+        x = torch.randn(shape)
+        found = product(x, w, b)
+        assert found.shape == (*shape[:-1], 40)
+        assert torch.allclose(found, functional.linear(x, w, b), atol=1e-5)
+
+
+# Runs the products above with a kernel compiled for another processor, or a broken one.
+CHECK = """
+import sys, torch
+from llvmlite import ir
+from token_recycling.model import cpu_kernel, cpu_linear
+cpu_kernel.numba.cfunc = lambda kind, cache=True, cfunc=cpu_kernel.numba.cfunc: cfunc(kind)
+{fault}
+sys.path.insert(0, {tests!r})
+from model.test_cpu_linear import DTYPES, product, right
+wrong = 0
+for dtype in DTYPES:
+    for rows in (1, 2, 3, 4, 5, 8, 9, 30, 64):
+        for inputs in (1, 15, 32, 64, 77, 131):
+            x, w, b = (torch.randn(n, inputs).to(dtype) for n in (rows, 53, 53))
+            b = b[:, 0]
+            wrong += not right(product(x, w, b), x, w, b)
+print(cpu_kernel.processor(), wrong)
+"""
+
+
+def in_another_process(fault="", **env):
+    tests = os.path.dirname(os.path.dirname(__file__))
+    script = CHECK.format(fault=fault, tests=tests)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | env
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+NARROWER = {
+    "AVX2": ("haswell", "+avx2,+fma,+f16c,+bmi,+bmi2", 8),
+    "AVX-512": ("skylake-avx512", "+avx2,+fma,+f16c,+avx512f,+avx512vl,+avx512bw,+avx512dq", 16),
+    "SSE": ("nehalem", "+sse4.2", 4),
+}
+
+
+@pytest.mark.parametrize("name", NARROWER)
+def test_narrower_vectors(name):
+    from token_recycling.machine import instructions
+
+    cpu, features, lanes = NARROWER[name]
+    if {"AVX2": "avx2", "AVX-512": "avx512f", "SSE": "avx2"}[name] not in instructions():
+        pytest.skip("this processor does not run them")
+    found = in_another_process(NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features)
+    assert found == f"{Processor(lanes, False)} 0"
+
+
+FAULTS = {
+    "tail": "cpu_kernel._Tile._rest = lambda self, whole, inputs, sums: sums",
+    "fold": "cpu_kernel._first_halves = lambda lanes, width, f=cpu_kernel._first_halves: "
+    "(f(lanes, width)[0], f(lanes, width)[1][::-1])",
+    "bias": "cpu_kernel.I64 = cpu_kernel.I64\n"
+    "bias = cpu_kernel._Tile._write\n"
+    "cpu_kernel._Tile._write = lambda self, sums, y, stride, b: bias(self, sums, y, stride, "
+    "cpu_kernel.I64(0))",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_show(fault):
+    assert not in_another_process(FAULTS[fault]).endswith(" 0")
+
+
+def test_code_for_arm():
+    """Compiled by LLVM and not run: a tile of 4 x 4 sums has 16 multiply-adds of 4 numbers."""
+    import llvmlite.binding as llvm
+    from llvmlite import ir
+
+    from token_recycling.model import cpu_kernel
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    for form in (cpu_kernel.FLOAT32, cpu_kernel.BFLOAT16, cpu_kernel.FLOAT16):
+        module = ir.Module()
+        module.triple = "aarch64-unknown-linux-gnu"
+        tile = cpu_kernel._Tile(module, Processor(4, False), form, 4, 4).function()
+        tile.linkage = "external"
+        checked = llvm.parse_assembly(str(module))
+        checked.verify()
+        machine = llvm.Target.from_triple(module.triple).create_target_machine(
+            cpu="neoverse-n1", opt=3
+        )
+        assert machine.emit_assembly(checked).count("fmla") == 16
+        assert machine.emit_object(checked)
+
+
+def test_tiles_share_a_strip():
+    """A strip is a whole number of every tile that a large product uses."""
+    for tiles in TILES.values():
+        most = len(tiles)
+        for rows in range(most + 1, MOST_ROWS + 1):
+            passes = -(-rows // most)
+            for i in range(passes):
+                size = rows * (i + 1) // passes - rows * i // passes
+                assert STRIP % tiles[size - 1] == 0
+
+
+class Model(torch.nn.Module):
+    def __init__(self, *shape, **options):
+        super().__init__()
+        self.layer = torch.nn.Linear(*shape, **options)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Products of the kernel."""
+    seen = []
+    kernel = cpu_linear.product
+    monkeypatch.setattr(cpu_linear, "product", lambda *a: seen.append(a) or kernel(*a))
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def faster(monkeypatch):
+    """The kernel wins every trial, unless a test says otherwise."""
+    monkeypatch.setattr(cpu_linear, "_settled", {})
+    monkeypatch.setattr(cpu_linear, "_ratio", lambda *a: 0.5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 2, 17, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers(rows, bias, dtype, calls):
+    model = Model(24, 40, bias=bias, dtype=dtype)
+    x = torch.randn(rows, 24).to(dtype)
+    with CpuLinear(model):
+        found = model(x)
+    assert right(found, x, model.layer.weight, model.layer.bias)
+    assert len(calls) == (rows <= MOST_ROWS)
+
+
+def test_other_types_go_the_ordinary_way(calls):
+    model = Model(8, 5, dtype=torch.float64)
+    with CpuLinear(model), torch.inference_mode():
+        model(torch.ones(3, 8, dtype=torch.float64))
+    model = Model(8, 5)
+    with CpuLinear(model), torch.inference_mode():
+        with torch.autocast("cpu"):
+            assert model(torch.ones(3, 8)).dtype == torch.bfloat16
+        assert not calls
+        model(torch.ones(3, 8))
+    assert len(calls) == 1
+
+
+def test_gradients_go_the_ordinary_way(calls):
+    model = Model(8, 5)
+    with CpuLinear(model):
+        model(torch.ones(3, 8)).sum().backward()
+    assert not calls
+    assert model.layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (8, 0)])
+def test_empty_weights(shape, calls):
+    model = Model(*shape)
+    with CpuLinear(model), torch.inference_mode():
+        assert model(torch.ones(3, shape[0])).shape == (3, shape[1])
+    assert not calls
+
+
+def test_weights_with_a_linear_of_their_own_keep_it(calls):
+    """As torchao's quantised weights have."""
+    asked = []
+
+    class Quantised(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            asked.append(getattr(function, "__name__", ""))
+            return torch.zeros(3, 5) if function is functional.linear else NotImplemented
+
+    model = Model(8, 5, bias=False)
+    products = CpuLinear(model)
+    del model.layer.weight
+    object.__setattr__(model.layer, "weight", torch.ones(5, 8).as_subclass(Quantised))
+    with products, torch.inference_mode():
+        model(torch.ones(3, 8))
+    assert "linear" in asked
+    assert not calls
+
+
+@torch.inference_mode()
+def test_weights_that_are_written_to(calls):
+    """Nothing is copied, so a write through ``.data`` is seen; a turned weight is left alone."""
+    model = Model(8, 5, bias=False)
+    with CpuLinear(model):
+        first = model(torch.ones(3, 8))
+        model.layer.weight.data.mul_(2)
+        assert torch.equal(model(torch.ones(3, 8)), 2 * first)
+        assert len(calls) == 2
+        model.layer.weight.data = model.layer.weight.data.T.contiguous().T
+        assert torch.allclose(model(torch.ones(3, 8)), 2 * first)
+    assert len(calls) == 2
+
+
+@torch.inference_mode()
+def test_other_threads_and_other_callers_get_the_ordinary_way(calls):
+    model = Model(8, 5)
+    products = CpuLinear(model)
+    ready, go = threading.Barrier(2), threading.Event()
+
+    def other():
+        with CpuLinear(model):
+            ready.wait()
+            go.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    ready.wait()
+    model(torch.ones(3, 8))
+    assert not calls
+    go.set()
+    thread.join()
+    with products, products:
+        model(torch.ones(3, 8))
+    assert len(calls) == 1
+    with pytest.raises(ZeroDivisionError), products:
+        raise ZeroDivisionError
+    model(torch.ones(3, 8))
+    assert len(calls) == 1
+
+
+def test_layers_that_somebody_else_has_changed_stay_so(calls):
+    """As accelerate does to move inputs."""
+    model = Model(8, 5)
+    model.layer.forward = lambda inputs: "moved"
+    with CpuLinear(model):
+        assert model(torch.ones(3, 8)) == "moved"
+
+
+@torch.inference_mode()
+def test_a_copy_of_the_model_has_ordinary_layers(calls):
+    model = Model(8, 5)
+    products = CpuLinear(model)
+    twin = copy.deepcopy(model)
+    with products:
+        twin(torch.ones(3, 8))
+        assert not calls
+        with CpuLinear(twin):
+            twin(torch.ones(3, 8))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("ratios", "used"),
+    [
+        ((0.5, 0.5, 0.5, 0.5), range(1, MOST_ROWS + 1)),
+        ((1.0, 0.5, 0.5, 0.5), range(TRIAL_ROWS[1], MOST_ROWS + 1)),
+        ((0.5, 0.5, 1.2, 0.5), range(1, TRIAL_ROWS[1] + 1)),
+        ((1.0, 0.5, 1.0, 1.0), range(TRIAL_ROWS[1], TRIAL_ROWS[1] + 1)),
+        ((1.0, 1.0, 1.0, 1.0), range(0)),
+    ],
+)
+def test_the_trial_decides(ratios, used, monkeypatch, calls):
+    monkeypatch.setattr(cpu_linear, "_ratio", lambda w, rows, end: ratios[TRIAL_ROWS.index(rows)])
+    model = Model(8, 5)
+    products = CpuLinear(model)
+    assert products.rows[torch.float32] == used
+    with products, torch.inference_mode():
+        for rows in range(1, 70):
+            model(torch.ones(rows, 8))
+    assert [len(x) for x, *_ in calls] == list(used)
+
+
+def test_a_process_tries_once_for_each_number_of_threads(monkeypatch):
+    model = Model(8, 5)
+    products = CpuLinear(model)
+    monkeypatch.setattr(cpu_linear, "_ratio", lambda *a: 2.0)
+    products.prepare()
+    assert products.rows[torch.float32]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    products.prepare()
+    assert not products.rows[torch.float32]
+
+
+class TestTrial:
+    @pytest.fixture(autouse=True)
+    def measured(self, faster, monkeypatch):
+        monkeypatch.undo()
+        monkeypatch.setattr(cpu_linear, "_settled", {})
+
+    def test_the_callers_state_does_not_matter(self):
+        before = torch.get_rng_state()
+        model = Model(8, 5)
+        with torch.autocast("cpu"):
+            CpuLinear(model)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert model.layer.weight.grad is None
+
+    @pytest.mark.parametrize(("slow", "ratio"), [("linear", 0.1), ("product", 10)])
+    def test_the_faster_way_wins(self, slow, ratio, monkeypatch):
+        now = [0.0]
+
+        def way(name):
+            def run(x, w):
+                now[0] += 1e-2 if name == slow else 1e-3
+
+            return run
+
+        monkeypatch.setattr(cpu_linear, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(cpu_linear, "linear", way("linear"))
+        monkeypatch.setattr(cpu_linear, "product", way("product"))
+        found = cpu_linear._ratio([torch.ones(4, 4)], 3, 9.0)
+        assert found == pytest.approx(ratio)
+        assert bool(CpuLinear(Model(8, 5)).rows[torch.float32]) == (slow == "linear")
+
+    def test_large_weights_are_cut(self, monkeypatch):
+        monkeypatch.setattr(cpu_linear, "SAMPLE", 4 * 100)
+        weights = [torch.ones(6, 10), torch.ones(9, 10), torch.ones(9, 10)]
+        assert [w.shape for w in cpu_linear._sample(weights)] == [(6, 10), (4, 10)]
+        assert [w.shape for w in cpu_linear._sample([torch.ones(3, 500)])] == [(1, 500)]
+
+
+def test_another_openmp_runtime_means_the_ordinary_way(monkeypatch, calls):
+    monkeypatch.setattr(cpu_linear, "_parallel", lambda: None)
+    model = Model(8, 5)
+    with CpuLinear(model), torch.inference_mode():
+        model(torch.ones(3, 8))
+    assert not calls
+
+
+def test_a_library_without_the_entry(monkeypatch):
+    cpu_linear._parallel.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_linear.ctypes, "CDLL", lambda name: object())
+            assert cpu_linear._parallel() is None
+    finally:
+        cpu_linear._parallel.cache_clear()
+    assert cpu_linear._parallel() is not None
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_an_answer_uses_the_faster_way(faster, calls, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "_ratio", lambda *a: 0.5 if faster else 2.0)
+    model, (prompt,) = make("llama"), random_prompts([12])
+    answer = TokenRecycling(model, tree="ranked-16").generate(prompt, max_new_tokens=20)
+    assert answer.token_ids == plain(model, prompt, 20)
+    assert bool(calls) == faster
+    before = len(calls)
+    plain(model, prompt, 2)
+    assert len(calls) == before
+
+
+def test_half_precision_gives_the_text_of_our_own_plain_steps(calls):
+    """Rows have the same bits alone and in a tree; with float32 the other kernels are covered."""
+    model, prompts = make("llama").to(torch.bfloat16), random_prompts([12, 7, 30])
+    for prompt in prompts:
+        texts = [
+            TokenRecycling(model, tree=tree).generate(prompt, max_new_tokens=20).token_ids
+            for tree in ("ranked-1", "ranked-16")
+        ]
+        assert texts[0] == texts[1]
+    assert calls
