@@ -12,13 +12,14 @@ threads nor the other rows, so that these change no bit of it; the number of row
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -31,8 +32,7 @@ BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 TILES = {16: (8, 8, 6, 4, 4, 4, 3, 3), 8: (6, 4, 4, 3), 4: (8, 8, 6, 4, 4)}
 STRIP = 24  # rows of W that one thread takes at a time; a multiple of every R above
 
-I8, I16, I32, I64, F16, F32 = (
-    ir.IntType(8),
+I16, I32, I64, F16, F32 = (
     ir.IntType(16),
     ir.IntType(32),
     ir.IntType(64),
@@ -49,7 +49,7 @@ class Processor:
     """What the kernel needs to know about the processor that it is compiled for.
 
     Attributes:
-        lanes: float32 numbers in a vector register.
+        lanes: float32 numbers in a vector register; 0 without a fused multiply-add of vectors.
         dot_bfloat16: it multiplies pairs of bfloat16 numbers (AVX512_BF16).
     """
 
@@ -60,10 +60,12 @@ class Processor:
     def of(cls, features: str) -> Processor:
         """Read LLVM's list of features, such as ``+avx2,-avx512f``."""
         has = {name[1:] for name in features.split(",") if name.startswith("+")}
-        lanes = 16 if "avx512f" in has else 8 if {"avx2", "fma"} <= has else 4
+        kinds = ((16, {"avx512f"}), (8, {"avx2", "fma"}), (4, {"neon"}))
+        lanes = next((lanes for lanes, needed in kinds if needed <= has), 0)
         return cls(lanes, lanes == 16 and "avx512bf16" in has)
 
 
+@lru_cache
 def processor() -> Processor:
     """Return the processor that numba compiles for."""
     from numba.core.registry import cpu_target
@@ -130,7 +132,7 @@ class _Tile:
     def _load(self, address: Any, kind: Any) -> Any:
         element = getattr(kind, "element", kind)
         align = {I16: 2, F16: 2}.get(element, 4)
-        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=align, typ=kind)
+        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=align)
 
     def _vectors(self, k: Any, sums: list[Any]) -> list[Any]:
         """Add the products of one vector of each row."""
@@ -416,22 +418,26 @@ def _address(typing: Any, pointer: Any) -> Any:
     return types.int64(types.voidptr), generate
 
 
+@intrinsic
+def _get(typing: Any, pointer: Any, index: Any) -> Any:
+    """Return an int64 of an array."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = builder.add(
+            builder.ptrtoint(arguments[0], I64), builder.mul(arguments[1], I64(8))
+        )
+        return builder.load(builder.inttoptr(address, I64.as_pointer()))
+
+    return types.int64(types.voidptr, types.int64), generate
+
+
 @numba.njit(error_model="numpy")
 def _work(fields: Any, form: Any, size: int) -> None:
     """Take strips of W until none is left."""
     numba.literally(form)
-    call = carray(fields, 10, types.int64)
-    x, w, y, bias, rows, outputs, inputs, x_stride, w_stride = (
-        call[0],
-        call[1],
-        call[2],
-        call[3],
-        call[4],
-        call[5],
-        call[6],
-        call[7],
-        call[8],
-    )
+    x, w, y, bias = _get(fields, 0), _get(fields, 1), _get(fields, 2), _get(fields, 3)
+    rows, outputs, inputs = _get(fields, 4), _get(fields, 5), _get(fields, 6)
+    x_stride, w_stride = _get(fields, 7), _get(fields, 8)
     passes = (rows + _most_rows() - 1) // _most_rows()
     while True:
         begin = STRIP * _take(_address(fields) + 72)

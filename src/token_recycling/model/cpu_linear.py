@@ -36,6 +36,7 @@ FORMS = {
 TRIAL_ROWS = (1, 4, 16, MOST_ROWS)
 TRIAL_SECONDS = 0.2
 CLEAR = 0.97
+ENTRY = "GOMP_parallel"
 SAMPLE = 2**26  # bytes of weights that are multiplied in the trial
 
 _thread = threading.local()  # .used: ``CpuLinear.rows`` of each context that this thread entered
@@ -51,12 +52,14 @@ def _parallel() -> Parallel | None:
     use GNU's runtime; those for macOS and Windows do not.
     """
     try:
-        mapped = Path("/proc/self/maps").read_text(errors="replace").split()
-        folder = str(Path(torch.__file__).parent.parent)
-        found = [name for name in mapped if "libgomp" in name]
-        library = ctypes.CDLL(next((name for name in found if name.startswith(folder)), found[0]))
-        parallel: Any = library.GOMP_parallel
-    except (OSError, IndexError, AttributeError):
+        parallel: Any = getattr(ctypes.CDLL(None), ENTRY, None)  # of a preloaded runtime
+        if parallel is None:
+            mapped = Path("/proc/self/maps").read_text(errors="replace").split()
+            folder = str(Path(torch.__file__).parent.parent)
+            found = [name for name in mapped if "libgomp" in name]
+            own = [name for name in found if name.startswith(folder)]
+            parallel = getattr(ctypes.CDLL((own or found)[0]), ENTRY)
+    except (OSError, IndexError, AttributeError, TypeError):  # TypeError: CDLL(None) on Windows
         return None
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
@@ -95,13 +98,14 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         bias = None if bias is None else bias.float()
         if weight.dtype == torch.float16 or not cpu_kernel.processor().dot_bfloat16:
             rows = rows.float()
-    rows = rows.contiguous()
+    # Named, so that a copy lives until the kernel has read it.
+    rows, bias = rows.contiguous(), None if bias is None else bias.contiguous()
     found = weight.new_empty(*inputs.shape[:-1], weight.shape[0])
     fields = Fields(
         rows.data_ptr(),
         weight.data_ptr(),
         found.data_ptr(),
-        0 if bias is None else bias.contiguous().data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         rows.shape[0],
         weight.shape[0],
         rows.shape[1],
@@ -200,7 +204,7 @@ _settled: dict[tuple[Any, ...], range] = {}
 
 def _rows(dtype: torch.dtype, weights: Sequence[Tensor]) -> range:
     """Return the numbers of rows for which the kernel is used."""
-    if _parallel() is None:
+    if _parallel() is None or not cpu_kernel.processor().lanes:
         return range(0)
     sample = _sample(weights)
     key = dtype, torch.get_num_threads(), *(weight.shape for weight in sample)
