@@ -28,7 +28,7 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)
 BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
-# at one row of x; the last is the largest tile. Measured; see docs/cpu.md.
+# at one row of x; the last is the largest tile.
 TILES = {16: (8, 8, 6, 4, 4, 4, 3, 3), 8: (6, 4, 4, 3), 4: (8, 8, 6, 4, 4)}
 STRIP = 24  # rows of W that one thread takes at a time; a multiple of every R above
 
@@ -475,17 +475,17 @@ def _float16(fields: Any) -> None:
     _work(fields, FLOAT16, 2)
 
 
-def compile_kernels() -> dict[int, Any]:
-    """Return ``void (int64 *fields)`` for each dtype of weights (see ``FIELDS``).
+_FUNCTIONS = {FLOAT32: _float32, BFLOAT16: _bfloat16, FLOAT16: _float16}
+
+
+def compile_kernel(form: int) -> Any:
+    """Return ``void (int64 *fields)`` for a dtype of weights (see ``FIELDS``).
 
     Machine code is kept as ``compiled`` keeps it.
     """
     llvm.initialize_native_asmparser()  # for vdpbf16ps
     signature = types.void(types.voidptr)
-    found = {}
-    for form, function in ((FLOAT32, _float32), (BFLOAT16, _bfloat16), (FLOAT16, _float16)):
-        try:
-            found[form] = numba.cfunc(signature, cache=True)(function)
-        except RuntimeError:  # numba finds no folder for the machine code
-            found[form] = numba.cfunc(signature)(function)
-    return found
+    try:
+        return numba.cfunc(signature, cache=True)(_FUNCTIONS[form])
+    except RuntimeError:  # numba finds no folder for the machine code
+        return numba.cfunc(signature)(_FUNCTIONS[form])

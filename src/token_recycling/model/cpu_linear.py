@@ -67,15 +67,9 @@ def _parallel() -> Parallel | None:
 
 
 @lru_cache
-def _kernels() -> dict[torch.dtype, int]:
-    """Return the address of the kernel for each dtype of weights, compiled at the first call."""
-    kernels = _compiled()
-    return {dtype: kernels[form].address for dtype, form in FORMS.items()}
-
-
-@lru_cache
-def _compiled() -> dict[int, Any]:
-    return cpu_kernel.compile_kernels()
+def _kernel(dtype: torch.dtype) -> Any:
+    """Return the kernel for a dtype of weights, compiled at the first call."""
+    return cpu_kernel.compile_kernel(FORMS[dtype])
 
 
 Fields = ctypes.c_int64 * len(cpu_kernel.FIELDS)
@@ -115,7 +109,7 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     )
     parallel = _parallel()
     assert parallel is not None
-    parallel(_kernels()[weight.dtype], fields, torch.get_num_threads(), 0)
+    parallel(_kernel(weight.dtype).address, fields, torch.get_num_threads(), 0)
     return found
 
 
@@ -220,7 +214,7 @@ def _trial(sample: Sequence[Tensor]) -> range:
     Both multiply the same weights in turn, so many that the processor's caches hold few of them,
     as in a forward.
     """
-    _kernels()  # compiles them, which the trial should not count
+    _kernel(sample[0].dtype)  # compiles it, which the trial should not count
     end = perf_counter() + TRIAL_SECONDS
     wins = []
     with torch.inference_mode(), without_autocast(torch.device("cpu")):
