@@ -268,6 +268,21 @@ def test_other_types_go_the_ordinary_way(calls):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("shape", [(3, 7), (3, 9), ()])
+def test_inputs_of_another_size_raise_as_before(shape, calls):
+    with CpuLinear(model := Model(8, 5)), torch.inference_mode(), pytest.raises(RuntimeError):
+        model(torch.ones(shape))
+    assert not calls
+
+
+def test_a_bias_of_another_type_raises_as_before(calls):
+    model = Model(8, 5)
+    model.layer.bias.data = model.layer.bias.data.bfloat16()
+    with CpuLinear(model), torch.inference_mode(), pytest.raises(RuntimeError):
+        model(torch.ones(3, 8))
+    assert not calls
+
+
 def test_gradients_go_the_ordinary_way(calls):
     model = Model(8, 5)
     with CpuLinear(model):

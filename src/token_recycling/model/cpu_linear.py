@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
@@ -126,22 +126,29 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+def _fits(layer: nn.Linear, inputs: Tensor, used: Mapping[torch.dtype, range]) -> bool:
+    """Return whether the kernel is to be used for this layer and these inputs."""
+    weight, bias = layer.weight, layer.bias
+    return (
+        _is_plain(weight)
+        and _is_plain(inputs)
+        and inputs.dtype == weight.dtype
+        and inputs.shape[-1:] == weight.shape[1:]
+        and inputs.numel() // max(1, inputs.shape[-1]) in used.get(weight.dtype, ())
+        and weight.stride(-1) == 1
+        and (bias is None or (_is_plain(bias) and bias.dtype == weight.dtype))
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
 def _forward(stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of a linear layer: the kernel where it is faster, inside ``CpuLinear``."""
     used = vars(_thread).get("used")
     if used and not torch.compiler.is_compiling():
         layer: nn.Linear = stock.__self__
-        weight = layer.weight
-        if (
-            _is_plain(weight)
-            and _is_plain(inputs)
-            and inputs.dtype == weight.dtype
-            and inputs.numel() // max(1, inputs.shape[-1]) in used[-1].get(weight.dtype, ())
-            and weight.stride(-1) == 1
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
-        ):
-            return product(inputs, weight, layer.bias)
+        if _fits(layer, inputs, used[-1]):
+            return product(inputs, layer.weight, layer.bias)
     found: Tensor = stock(inputs)
     return found
 
@@ -174,7 +181,8 @@ class CpuLinear:
             if replaceable(layer):
                 layer.forward = Override(layer, "forward", _forward)  # type: ignore[method-assign]
             weight = layer.weight
-            if is_covered(layer, "forward", _forward) and _is_plain(weight) and weight.numel():
+            covered = is_covered(layer, "forward", _forward) and _is_plain(weight)
+            if covered and weight.numel() and weight.stride(-1) == 1:
                 weights.setdefault(weight.dtype, []).append(weight)
         self.rows = {dtype: _rows(dtype, found) for dtype, found in weights.items()}
 
