@@ -16,19 +16,29 @@ from torch import Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
+    """Return numba's ``compiler(*arguments, **options)`` that keeps machine code where it can.
+
+    It is kept next to the source file, or in numba's folder for the user; where neither can be
+    written to, code is compiled in every process.
+    """
+
+    def compile_it(function: Any) -> Any:
+        try:
+            return compiler(*arguments, cache=True, **options)(function)
+        except RuntimeError:  # numba finds no folder for the machine code
+            return compiler(*arguments, **options)(function)
+
+    return compile_it
+
+
 def compiled(function: F) -> F:
     """Compile ``function`` at its first call, without the interpreter lock.
 
-    Machine code is kept next to the source file, or in numba's folder for the user, and compiled
-    anew when that file changes. Other files are not watched, so a compiled function should only
-    call compiled functions of its own file. Where neither folder can be written to, it is compiled
-    in every process.
+    Machine code is kept (see ``kept``), and compiled anew when the source file changes. Other files
+    are not watched, so a compiled function should only call compiled functions of its own file.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        jitted: F = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba finds no folder for the machine code
-        jitted = numba.njit(**options)(function)
+    jitted: F = kept(numba.njit, nogil=True, error_model="numpy")(function)
     return jitted
 
 

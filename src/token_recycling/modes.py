@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from types import TracebackType
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,3 +23,33 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+class _Entered(threading.local):
+    objects: tuple[Any, ...] = ()
+
+
+class ThreadContext:
+    """Base class of context managers that hold in the thread that enters them.
+
+    Attributes:
+        entered: ``entered.objects`` are those of the class that this thread is inside, the
+            innermost last.
+    """
+
+    entered: ClassVar[_Entered]
+
+    def __init_subclass__(cls) -> None:
+        cls.entered = _Entered()
+
+    def __enter__(self) -> Any:
+        self.entered.objects = (*self.entered.objects, self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.entered.objects = self.entered.objects[:-1]

@@ -23,9 +23,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from token_recycling.compiled import kept
+
 # Weight dtypes, as numbers that numba compiles a function for.
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
-BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
+BYTES = (4, 2, 2)
 
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
 # at one row of x; the last is the largest tile.
@@ -64,6 +66,10 @@ class Processor:
         lanes = next((lanes for lanes, needed in kinds if needed <= has), 0)
         return cls(lanes, lanes == 16 and "avx512bf16" in has)
 
+    def dots(self, form: int) -> bool:
+        """Return whether inputs are read as bfloat16 too; otherwise they are float32."""
+        return form == BFLOAT16 and self.dot_bfloat16
+
 
 @lru_cache
 def processor() -> Processor:
@@ -79,7 +85,7 @@ class _Tile:
     def __init__(self, module: Any, cpu: Processor, form: int, r: int, s: int) -> None:
         self.cpu, self.form, self.r, self.s = cpu, form, r, s
         self.module = module
-        self.dots = form == BFLOAT16 and cpu.dot_bfloat16
+        self.dots = cpu.dots(form)
         self.step = cpu.lanes * (2 if self.dots else 1)
         self.vector = ir.VectorType(F32, cpu.lanes)
         self.w_bytes = BYTES[form]
@@ -316,7 +322,7 @@ def _first_halves(lanes: int, width: int) -> tuple[list[int], list[int]]:
     return [group * width + i for group in order for i in range(half)], order
 
 
-def _strips(context: Any, builder: Any, form: int, call: Any) -> None:
+def _strips(builder: Any, form: int, call: Any) -> None:
     """Emit: S rows of x times the rows of W from ``begin`` to ``end``, for any S of ``TILES``."""
     cpu = processor()
     tiles = TILES[cpu.lanes]
@@ -331,14 +337,14 @@ def _strips(context: Any, builder: Any, form: int, call: Any) -> None:
         done_rows = I64(0)
         for r in dict.fromkeys((height, 1)):
             tile = _Tile(builder.module, cpu, form, r, rows).function()
-            done_rows = _each(builder, tile, done_rows, r, call)
+            done_rows = _each(builder, tile, done_rows, r, BYTES[form], call)
         builder.branch(done)
     builder.position_at_end(wrong)
     builder.branch(done)
     builder.position_at_end(done)
 
 
-def _each(b: Any, tile: Any, begin: Any, r: int, call: Any) -> Any:
+def _each(b: Any, tile: Any, begin: Any, r: int, size: int, call: Any) -> Any:
     """Emit: call ``tile`` for every r rows of W from ``begin`` on; return the first row left."""
     _, w, w_stride, x, x_stride, inputs, y, y_stride, bias, outputs = call
     entry = b.block
@@ -350,10 +356,9 @@ def _each(b: Any, tile: Any, begin: Any, r: int, call: Any) -> Any:
     following = b.add(n, I64(r))
     b.cbranch(b.icmp_signed("<=", following, outputs), body, done)
     b.position_at_end(body)
-    size = int(tile.name.split("_")[1])
     here = b.select(b.icmp_signed("==", bias, I64(0)), bias, b.add(bias, b.mul(n, I64(4))))
     at = b.add(w, b.mul(n, w_stride))
-    to = b.add(y, b.mul(n, I64(BYTES[size])))
+    to = b.add(y, b.mul(n, I64(size)))
     b.call(tile, [at, w_stride, x, x_stride, inputs, to, y_stride, here])
     n.add_incoming(following, b.block)
     b.branch(head)
@@ -379,7 +384,7 @@ def _multiply(
     """Multiply s rows of x by ``outputs`` rows of W."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _strips(context, builder, form.literal_value, arguments[1:])
+        _strips(builder, form.literal_value, arguments[1:])
         return context.get_dummy_value()
 
     if not isinstance(form, types.IntegerLiteral):
@@ -397,25 +402,20 @@ def _most_rows(typing: Any) -> Any:
     return types.int64(), generate
 
 
-@intrinsic
-def _take(typing: Any, address: Any) -> Any:
-    """Add one to the integer at this address; return what it was. Threads do this in turn."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, I64(1), "monotonic")
-
-    return types.int64(types.int64), generate
+def _place(builder: Any, pointer: Any, index: Any) -> Any:
+    """Emit: the address of an int64 of an array."""
+    address = builder.add(builder.ptrtoint(pointer, I64), builder.mul(index, I64(8)))
+    return builder.inttoptr(address, I64.as_pointer())
 
 
 @intrinsic
-def _address(typing: Any, pointer: Any) -> Any:
-    """Return a pointer as an integer."""
+def _take(typing: Any, pointer: Any, index: Any) -> Any:
+    """Add one to an int64 of an array; return what it was. Threads do this in turn."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(arguments[0], I64)
+        return builder.atomic_rmw("add", _place(builder, *arguments), I64(1), "monotonic")
 
-    return types.int64(types.voidptr), generate
+    return types.int64(types.voidptr, types.int64), generate
 
 
 @intrinsic
@@ -423,24 +423,22 @@ def _get(typing: Any, pointer: Any, index: Any) -> Any:
     """Return an int64 of an array."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address = builder.add(
-            builder.ptrtoint(arguments[0], I64), builder.mul(arguments[1], I64(8))
-        )
-        return builder.load(builder.inttoptr(address, I64.as_pointer()))
+        return builder.load(_place(builder, *arguments))
 
     return types.int64(types.voidptr, types.int64), generate
 
 
 @numba.njit(error_model="numpy")
-def _work(fields: Any, form: Any, size: int) -> None:
+def _work(fields: Any, form: Any) -> None:
     """Take strips of W until none is left."""
     numba.literally(form)
     x, w, y, bias = _get(fields, 0), _get(fields, 1), _get(fields, 2), _get(fields, 3)
     rows, outputs, inputs = _get(fields, 4), _get(fields, 5), _get(fields, 6)
     x_stride, w_stride = _get(fields, 7), _get(fields, 8)
+    size = BYTES[form]
     passes = (rows + _most_rows() - 1) // _most_rows()
     while True:
-        begin = STRIP * _take(_address(fields) + 72)
+        begin = STRIP * _take(fields, 9)
         if begin >= outputs:
             return
         count = min(STRIP, outputs - begin)
@@ -464,15 +462,15 @@ def _work(fields: Any, form: Any, size: int) -> None:
 
 
 def _float32(fields: Any) -> None:
-    _work(fields, FLOAT32, 4)
+    _work(fields, FLOAT32)
 
 
 def _bfloat16(fields: Any) -> None:
-    _work(fields, BFLOAT16, 2)
+    _work(fields, BFLOAT16)
 
 
 def _float16(fields: Any) -> None:
-    _work(fields, FLOAT16, 2)
+    _work(fields, FLOAT16)
 
 
 _FUNCTIONS = {FLOAT32: _float32, BFLOAT16: _bfloat16, FLOAT16: _float16}
@@ -481,11 +479,7 @@ _FUNCTIONS = {FLOAT32: _float32, BFLOAT16: _bfloat16, FLOAT16: _float16}
 def compile_kernel(form: int) -> Any:
     """Return ``void (int64 *fields)`` for a dtype of weights (see ``FIELDS``).
 
-    Machine code is kept as ``compiled`` keeps it.
+    Machine code is kept (see ``kept``).
     """
     llvm.initialize_native_asmparser()  # for vdpbf16ps
-    signature = types.void(types.voidptr)
-    try:
-        return numba.cfunc(signature, cache=True)(_FUNCTIONS[form])
-    except RuntimeError:  # numba finds no folder for the machine code
-        return numba.cfunc(signature)(_FUNCTIONS[form])
+    return kept(numba.cfunc, types.void(types.voidptr))(_FUNCTIONS[form])

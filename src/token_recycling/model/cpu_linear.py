@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.functional import linear
 
 from token_recycling.model import cpu_kernel
 from token_recycling.model.override import Override, is_covered, replaceable
-from token_recycling.modes import without_autocast
+from token_recycling.modes import ThreadContext, without_autocast
 
 MOST_ROWS = 64
 FORMS = {
@@ -38,8 +37,6 @@ TRIAL_SECONDS = 0.2
 CLEAR = 0.97
 ENTRY = "GOMP_parallel"
 SAMPLE = 2**26  # bytes of weights that are multiplied in the trial
-
-_thread = threading.local()  # .used: ``CpuLinear.rows`` of each context that this thread entered
 
 Parallel = Callable[[int, Any, int, int], None]
 
@@ -88,12 +85,10 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         [..., out_features]; sums are accumulated in float32.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])
-    if weight.dtype != torch.float32:
-        bias = None if bias is None else bias.float()
-        if weight.dtype == torch.float16 or not cpu_kernel.processor().dot_bfloat16:
-            rows = rows.float()
+    if not cpu_kernel.processor().dots(FORMS[weight.dtype]):
+        rows = rows.float()
     # Named, so that a copy lives until the kernel has read it.
-    rows, bias = rows.contiguous(), None if bias is None else bias.contiguous()
+    rows, bias = rows.contiguous(), None if bias is None else bias.float().contiguous()
     found = weight.new_empty(*inputs.shape[:-1], weight.shape[0])
     fields = Fields(
         rows.data_ptr(),
@@ -144,16 +139,16 @@ def _fits(layer: nn.Linear, inputs: Tensor, used: Mapping[torch.dtype, range]) -
 
 def _forward(stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of a linear layer: the kernel where it is faster, inside ``CpuLinear``."""
-    used = vars(_thread).get("used")
-    if used and not torch.compiler.is_compiling():
+    entered = CpuLinear.entered.objects
+    if entered and not torch.compiler.is_compiling():
         layer: nn.Linear = stock.__self__
-        if _fits(layer, inputs, used[-1]):
+        if _fits(layer, inputs, entered[-1].rows):
             return product(inputs, layer.weight, layer.bias)
     found: Tensor = stock(inputs)
     return found
 
 
-class CpuLinear:
+class CpuLinear(ThreadContext):
     """Context manager that speeds up a model's linear layers in the current thread.
 
     Results are equal up to rounding, as between any two kernels. The layers' ``forward`` is
@@ -186,17 +181,6 @@ class CpuLinear:
                 weights.setdefault(weight.dtype, []).append(weight)
         self.rows = {dtype: _rows(dtype, found) for dtype, found in weights.items()}
 
-    def __enter__(self) -> None:
-        _thread.used = (*getattr(_thread, "used", ()), self.rows)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _thread.used = _thread.used[:-1]
-
 
 _lock = threading.Lock()
 # (dtype, threads, shapes of the sample) -> rows for which the kernel is used. An entry never
@@ -224,16 +208,15 @@ def _trial(sample: Sequence[Tensor]) -> range:
     """
     _kernel(sample[0].dtype)  # compiles it, which the trial should not count
     end = perf_counter() + TRIAL_SECONDS
-    wins = []
+    used = range(0)
     with torch.inference_mode(), without_autocast(torch.device("cpu")):
         for i, rows in enumerate(TRIAL_ROWS):
             share = (end - perf_counter()) / (len(TRIAL_ROWS) - i)
-            wins.append(_ratio(sample, rows, perf_counter() + share) < CLEAR)
-    if True not in wins:
-        return range(0)
-    first = wins.index(True)
-    last = next((i for i in range(first, len(wins)) if not wins[i]), len(wins)) - 1
-    return range(TRIAL_ROWS[first], TRIAL_ROWS[last] + 1)
+            if _ratio(sample, rows, perf_counter() + share) < CLEAR:
+                used = range(used.start or rows, rows + 1)
+            elif used:
+                break
+    return used
 
 
 def _sample(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.nn.functional import linear
 
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.override import Override, is_covered
-from token_recycling.modes import ordinary_tensors, without_autocast
+from token_recycling.modes import ThreadContext, ordinary_tensors, without_autocast
 
 ROWS = 4096  # weight rows compared at a time
 
@@ -24,9 +22,6 @@ def version(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
-_thread = threading.local()  # .heads: the ``Float32Head`` objects entered by this thread
-
-
 class StockHead(nullcontext[None]):
     """Stand-in for ``Float32Head`` that leaves the LM head unchanged."""
 
@@ -34,7 +29,7 @@ class StockHead(nullcontext[None]):
         """Do nothing: there is no copy."""
 
 
-class Float32Head:
+class Float32Head(ThreadContext):
     """Context manager that computes a model's logits in float32 in the current thread.
 
     Half precision rounds logits to 8 or 11 bits, so the top two often tie, or swap between two
@@ -105,19 +100,10 @@ class Float32Head:
 
     def __enter__(self) -> Float32Head:
         self._install()
-        heads = getattr(_thread, "heads", ())
-        if self not in heads and self._copied != self._version():
+        if self not in self.entered.objects and self._copied != self._version():
             self._copy()  # trained or loaded since
-        _thread.heads = (*heads, self)
+        super().__enter__()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _thread.heads = _thread.heads[:-1]
 
 
 def _is_plain(head: Any) -> bool:
@@ -127,7 +113,7 @@ def _is_plain(head: Any) -> bool:
 
 def _forward(before: Any, stock: Any, hidden: Tensor) -> Tensor:
     """``forward`` of an LM head: float32 in threads inside its ``Float32Head``."""
-    for entered in getattr(_thread, "heads", ()):
+    for entered in Float32Head.entered.objects:
         if entered.head is stock.__self__:
             logits: Tensor = entered(hidden)
             return logits
