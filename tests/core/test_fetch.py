@@ -146,7 +146,9 @@ def test_a_cache_that_cannot_be_written(cache):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted(cache, number):
     code = (
-        "import sys\n"
+        "import signal, sys\n"
+        # Ignored, and inherited so, where the tests run in the background of a script.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from token_recycling.checkpoint import fetch\n"
         "def stop(gguf, folder):\n"
         "    (folder / 'model.safetensors').write_text('half')\n"
