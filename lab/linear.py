@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import linear
 
 from token_recycling.machine import describe
-from token_recycling.model.cpu_linear import product
+from token_recycling.model.cpu.linear import product
 
 SHAPES = (
     (576, 576),

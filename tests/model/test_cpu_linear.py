@@ -15,12 +15,13 @@ from torch.nn import functional
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.model import cpu_linear
-from token_recycling.model.cpu_kernel import STRIP, TILES, Processor
-from token_recycling.model.cpu_linear import MOST_ROWS, TRIAL_ROWS, CpuLinear, product
+from token_recycling.model.cpu import linear, threads
+from token_recycling.model.cpu.linear import MOST_ROWS, TRIAL_ROWS, CpuLinear, product
+from token_recycling.model.cpu.linear_kernel import STRIP, TILES
+from token_recycling.model.cpu.vectors import FORMS, Processor
 
 pytestmark = pytest.mark.skipif(
-    cpu_linear._parallel() is None, reason="PyTorch has no GNU OpenMP runtime here"
+    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -115,8 +116,10 @@ def test_shapes_of_inputs():
 # Runs the products above with a kernel compiled for another processor, or a broken one.
 CHECK = """
 import sys, torch
-from token_recycling.model import cpu_kernel
-cpu_kernel.numba.cfunc = lambda kind, cache=True, cfunc=cpu_kernel.numba.cfunc: cfunc(kind)
+from token_recycling.model.cpu import linear_kernel
+from token_recycling.model.cpu.vectors import processor
+numba = linear_kernel.numba
+numba.cfunc = lambda kind, cache=True, cfunc=numba.cfunc: cfunc(kind)
 {fault}
 sys.path.insert(0, {tests!r})
 from model.test_cpu_linear import DTYPES, product, right
@@ -127,7 +130,7 @@ for dtype in DTYPES:
             x, w, b = (torch.randn(n, inputs).to(dtype) for n in (rows, 53, 53))
             b = b[:, 0]
             wrong += not right(product(x, w, b), x, w, b)
-print(cpu_kernel.processor(), wrong)
+print(processor(), wrong)
 """
 
 
@@ -159,12 +162,12 @@ def test_narrower_vectors(name):
 
 
 FAULTS = {
-    "tail": "cpu_kernel._Tile._rest = lambda self, whole, inputs, sums: sums",
-    "fold": "cpu_kernel._first_halves = lambda lanes, width, f=cpu_kernel._first_halves: "
+    "tail": "linear_kernel._Tile._rest = lambda self, whole, inputs, sums: sums",
+    "fold": "linear_kernel._first_halves = lambda lanes, width, f=linear_kernel._first_halves: "
     "(f(lanes, width)[0], f(lanes, width)[1][::-1])",
-    "bias": "bias = cpu_kernel._Tile._write\n"
-    "cpu_kernel._Tile._write = lambda self, sums, y, stride, b: bias(self, sums, y, stride, "
-    "cpu_kernel.I64(0))",
+    "bias": "bias = linear_kernel._Tile._write\n"
+    "linear_kernel._Tile._write = lambda self, sums, y, stride, b: bias(self, sums, y, stride, "
+    "linear_kernel.I64(0))",
 }
 
 
@@ -186,14 +189,14 @@ def test_code_for_arm():
     import llvmlite.binding as llvm
     from llvmlite import ir
 
-    from token_recycling.model import cpu_kernel
+    from token_recycling.model.cpu import linear_kernel
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    for form in (cpu_kernel.FLOAT32, cpu_kernel.BFLOAT16, cpu_kernel.FLOAT16):
+    for form in FORMS.values():
         module = ir.Module()
         module.triple = "aarch64-unknown-linux-gnu"
-        tile = cpu_kernel._Tile(module, Processor(4, False), form, 4, 4).function()
+        tile = linear_kernel._Tile(module, Processor(4, False), form, 4, 4).tile()
         tile.linkage = "external"
         checked = llvm.parse_assembly(str(module))
         checked.verify()
@@ -228,16 +231,16 @@ class Model(torch.nn.Module):
 def calls(monkeypatch):
     """Products of the kernel."""
     seen = []
-    kernel = cpu_linear.product
-    monkeypatch.setattr(cpu_linear, "product", lambda *a: seen.append(a) or kernel(*a))
+    kernel = linear.product
+    monkeypatch.setattr(linear, "product", lambda *a: seen.append(a) or kernel(*a))
     return seen
 
 
 @pytest.fixture(autouse=True)
 def faster(monkeypatch):
     """The kernel wins every trial, unless a test says otherwise."""
-    monkeypatch.setattr(cpu_linear, "_settled", {})
-    monkeypatch.setattr(cpu_linear, "_ratio", lambda *a: 0.5)
+    monkeypatch.setattr(linear, "_settled", {})
+    monkeypatch.setattr(linear, "_ratio", lambda *a: 0.5)
 
 
 @torch.inference_mode()
@@ -390,7 +393,7 @@ def test_a_copy_of_the_model_has_ordinary_layers(calls):
     ],
 )
 def test_the_trial_decides(ratios, used, monkeypatch, calls):
-    monkeypatch.setattr(cpu_linear, "_ratio", lambda w, rows, end: ratios[TRIAL_ROWS.index(rows)])
+    monkeypatch.setattr(linear, "_ratio", lambda w, rows, end: ratios[TRIAL_ROWS.index(rows)])
     model = Model(8, 5)
     products = CpuLinear(model)
     assert products.rows[torch.float32] == used
@@ -403,7 +406,7 @@ def test_the_trial_decides(ratios, used, monkeypatch, calls):
 def test_a_process_tries_once_for_each_number_of_threads(monkeypatch):
     model = Model(8, 5)
     products = CpuLinear(model)
-    monkeypatch.setattr(cpu_linear, "_ratio", lambda *a: 2.0)
+    monkeypatch.setattr(linear, "_ratio", lambda *a: 2.0)
     products.prepare()
     assert products.rows[torch.float32]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
@@ -415,7 +418,7 @@ class TestTrial:
     @pytest.fixture(autouse=True)
     def measured(self, faster, monkeypatch):
         monkeypatch.undo()
-        monkeypatch.setattr(cpu_linear, "_settled", {})
+        monkeypatch.setattr(linear, "_settled", {})
 
     def test_the_callers_state_does_not_matter(self):
         model = Model(8, 5)
@@ -435,22 +438,22 @@ class TestTrial:
 
             return run
 
-        monkeypatch.setattr(cpu_linear, "perf_counter", lambda: now[0])
-        monkeypatch.setattr(cpu_linear, "linear", way("linear"))
-        monkeypatch.setattr(cpu_linear, "product", way("product"))
-        found = cpu_linear._ratio([torch.ones(4, 4)], 3, 9.0)
+        monkeypatch.setattr(linear, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(linear, "linear", way("linear"))
+        monkeypatch.setattr(linear, "product", way("product"))
+        found = linear._ratio([torch.ones(4, 4)], 3, 9.0)
         assert found == pytest.approx(ratio)
         assert bool(CpuLinear(Model(8, 5)).rows[torch.float32]) == (slow == "linear")
 
     def test_large_weights_are_cut(self, monkeypatch):
-        monkeypatch.setattr(cpu_linear, "SAMPLE", 4 * 100)
+        monkeypatch.setattr(linear, "SAMPLE", 4 * 100)
         weights = [torch.ones(6, 10), torch.ones(9, 10), torch.ones(9, 10)]
-        assert [w.shape for w in cpu_linear._sample(weights)] == [(6, 10), (4, 10)]
-        assert [w.shape for w in cpu_linear._sample([torch.ones(3, 500)])] == [(1, 500)]
+        assert [w.shape for w in linear._sample(weights)] == [(6, 10), (4, 10)]
+        assert [w.shape for w in linear._sample([torch.ones(3, 500)])] == [(1, 500)]
 
 
 def test_another_openmp_runtime_means_the_ordinary_way(monkeypatch, calls):
-    monkeypatch.setattr(cpu_linear, "_parallel", lambda: None)
+    monkeypatch.setattr(linear, "openmp", lambda: None)
     model = Model(8, 5)
     with CpuLinear(model), torch.inference_mode():
         model(torch.ones(3, 8))
@@ -458,19 +461,19 @@ def test_another_openmp_runtime_means_the_ordinary_way(monkeypatch, calls):
 
 
 def test_a_library_without_the_entry(monkeypatch):
-    cpu_linear._parallel.cache_clear()
+    threads.openmp.cache_clear()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_linear.ctypes, "CDLL", lambda name: object())
-            assert cpu_linear._parallel() is None
+            patch.setattr(threads.ctypes, "CDLL", lambda name: object())
+            assert threads.openmp() is None
     finally:
-        cpu_linear._parallel.cache_clear()
-    assert cpu_linear._parallel() is not None
+        threads.openmp.cache_clear()
+    assert threads.openmp() is not None
 
 
 @pytest.mark.parametrize("wins", [True, False])
 def test_an_answer_uses_the_faster_way(wins, calls, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "_ratio", lambda *a: 0.5 if wins else 2.0)
+    monkeypatch.setattr(linear, "_ratio", lambda *a: 0.5 if wins else 2.0)
     model, (prompt,) = make("llama"), random_prompts([12])
     answer = TokenRecycling(model, tree="ranked-16").generate(prompt, max_new_tokens=20)
     assert answer.token_ids == plain(model, prompt, 20)

@@ -103,6 +103,7 @@ class GraphRunner:
         with (
             torch._dynamo.config.patch(recompile_limit=VARIANTS),
             self.step.target.lm_head,
+            self.step.target.linears or nullcontext(),
             ordinary_tensors(),
         ):
             return self.step.finish(*self._compiled())

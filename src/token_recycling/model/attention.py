@@ -11,7 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-MARK = "token_recycling_packs"  # attribute of a mask that requests packed queries
+from token_recycling.model.cpu import attention as cpu
+
+# Attribute of a mask that requests packed queries: that mask packed, by heads in a group.
+PACKED = "token_recycling_packed"
 UNKNOWN = ("position_bias", "softcap")  # options that alter the scores; left to the stock function
 Attention = Callable[..., "tuple[Tensor, Tensor | None]"]
 
@@ -28,8 +31,8 @@ def packed_attention(
     """Attend with the queries of all heads of a group packed into one head.
 
     With a mask, Transformers repeats keys and values for every head of the group, which copies
-    the whole cache. This function repeats only the mask. It calls ``stock`` unless
-    ``pack_queries`` has marked the mask.
+    the whole cache. This function repeats only the mask, once in a forward. It calls ``stock``
+    unless ``pack_queries`` has marked the mask.
 
     Args:
         stock: the attention function that this one replaces.
@@ -43,17 +46,27 @@ def packed_attention(
     Returns:
         The output [B, q, heads, size], and None in place of the attention weights.
     """
-    if attention_mask is None or getattr(attention_mask, MARK, False) is not True:
+    packed: dict[int, Tensor] | None = getattr(attention_mask, PACKED, None)
+    if attention_mask is None or packed is None:
         return stock(module, query, key, value, attention_mask, **others)
     batch, heads, q, size = query.shape
     group = heads // key.shape[1]
     shared = attention_mask.shape[1] == 1
-    if group == 1 or not shared or any(others.get(name) is not None for name in UNKNOWN):
+    if not shared or any(others.get(name) is not None for name in UNKNOWN):
         return stock(module, query, key, value, attention_mask, **others)
-    packed = query.reshape(batch, key.shape[1], group * q, size)
-    mask = attention_mask[..., : key.shape[2]].repeat(1, 1, group, 1)
     scale = others.get("scaling")
-    out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
+    if cpu.fits(query, key, value):
+        if group not in packed:
+            packed[group] = cpu.pack_mask(attention_mask, group)
+        scale = size**-0.5 if scale is None else scale
+        return cpu.attend(query, key, value, packed[group], scale), None
+    if group == 1:
+        return stock(module, query, key, value, attention_mask, **others)
+    if group not in packed:
+        packed[group] = attention_mask.repeat(1, 1, group, 1)
+    mask = packed[group][..., : key.shape[2]]
+    queries = query.reshape(batch, key.shape[1], group * q, size)
+    out = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, q, -1).transpose(1, 2).contiguous(), None
 
 
@@ -75,5 +88,5 @@ def pack_queries(masks: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor
     Only for forwards of few tokens: with many, the repeated mask is larger than the keys.
     """
     for mask in masks.values() if isinstance(masks, dict) else (masks,):
-        setattr(mask, MARK, True)
+        setattr(mask, PACKED, {})
     return masks

@@ -15,7 +15,8 @@ from transformers import GenerationMixin
 from token_recycling import defaults
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
-from token_recycling.model.cpu_linear import FORMS, MOST_ROWS, CpuLinear
+from token_recycling.model.cpu.linear import CpuLinear
+from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.limits import (
     AttentionWindow,
@@ -409,8 +410,7 @@ class TreeTarget:
         sliced = logits_at is not None and self.slices_logits
         if sliced:  # a chunk may need no logits; compute one position then
             inputs["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
-        linears = self.linears if tokens.numel() <= MOST_ROWS else None
-        with self.lm_head, linears or nullcontext():
+        with self.lm_head, self.linears or nullcontext():
             output = self.model(
                 **inputs, past_key_values=self.cache, use_cache=True, return_dict=True
             )

@@ -1,16 +1,15 @@
 """Linear layers for few rows on a CPU.
 
-PyTorch's kernels are made for one row or for hundreds. ``cpu_kernel`` is made for 1 to 64, so that
-verifying a tree of 16 tokens costs about as much as decoding one.
+PyTorch's kernels are made for one row or for hundreds. ``linear_kernel`` is made for 1 to 64, so
+that verifying a tree of 16 tokens costs about as much as decoding one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,57 +18,28 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from token_recycling.model import cpu_kernel
+from token_recycling.model.cpu import linear_kernel
+from token_recycling.model.cpu.threads import openmp
+from token_recycling.model.cpu.vectors import FORMS, processor
 from token_recycling.model.override import Override, is_covered, replaceable
 from token_recycling.modes import ThreadContext, without_autocast
 
 MOST_ROWS = 64
-FORMS = {
-    torch.float32: cpu_kernel.FLOAT32,
-    torch.bfloat16: cpu_kernel.BFLOAT16,
-    torch.float16: cpu_kernel.FLOAT16,
-}
-
 # The trial of kernel and PyTorch: numbers of rows, seconds in all, and the ratio of their times
 # below which the kernel is used.
 TRIAL_ROWS = (1, 4, 16, MOST_ROWS)
 TRIAL_SECONDS = 0.2
 CLEAR = 0.97
-ENTRY = "GOMP_parallel"
 SAMPLE = 2**26  # bytes of weights that are multiplied in the trial
-
-Parallel = Callable[[int, Any, int, int], None]
-
-
-@lru_cache
-def _parallel() -> Parallel | None:
-    """Return ``GOMP_parallel`` of PyTorch's own OpenMP runtime; None where it has another one.
-
-    A second team of threads would keep the cores busy while PyTorch's team works. Builds for Linux
-    use GNU's runtime; those for macOS and Windows do not.
-    """
-    try:
-        parallel: Any = getattr(ctypes.CDLL(None), ENTRY, None)  # of a preloaded runtime
-        if parallel is None:
-            mapped = Path("/proc/self/maps").read_text(errors="replace").split()
-            folder = str(Path(torch.__file__).parent.parent)
-            found = [name for name in mapped if "libgomp" in name]
-            own = [name for name in found if name.startswith(folder)]
-            parallel = getattr(ctypes.CDLL((own or found)[0]), ENTRY)
-    except (OSError, IndexError, AttributeError, TypeError):  # TypeError: CDLL(None) on Windows
-        return None
-    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    parallel.restype = None
-    return parallel  # type: ignore[no-any-return]
 
 
 @lru_cache
 def _kernel(dtype: torch.dtype) -> Any:
     """Return the kernel for a dtype of weights, compiled at the first call."""
-    return cpu_kernel.compile_kernel(FORMS[dtype])
+    return linear_kernel.compile_kernel(FORMS[dtype])
 
 
-Fields = ctypes.c_int64 * len(cpu_kernel.FIELDS)
+Fields = ctypes.c_int64 * len(linear_kernel.FIELDS)
 
 
 def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -85,7 +55,7 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         [..., out_features]; sums are accumulated in float32.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])
-    if not cpu_kernel.processor().dots(FORMS[weight.dtype]):
+    if not processor().dots(FORMS[weight.dtype]):
         rows = rows.float()
     # Named, so that a copy lives until the kernel has read it.
     rows, bias = rows.contiguous(), None if bias is None else bias.float().contiguous()
@@ -102,10 +72,21 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         weight.stride(0) * weight.element_size(),
         0,
     )
-    parallel = _parallel()
+    parallel = openmp()
     assert parallel is not None
     parallel(_kernel(weight.dtype).address, fields, torch.get_num_threads(), 0)
     return found
+
+
+@torch.library.custom_op("token_recycling::linear", mutates_args=())
+def _opaque_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """For compiled steps, which cannot look into the kernel."""
+    return product(inputs, weight, bias)
+
+
+@_opaque_product.register_fake
+def _(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -121,6 +102,11 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+def _is_in(used: range | None, rows: int) -> bool:
+    # Not ``rows in used``, which cannot be compiled for sizes that vary.
+    return used is not None and used.start <= rows < used.stop
+
+
 def _fits(layer: nn.Linear, inputs: Tensor, used: Mapping[torch.dtype, range]) -> bool:
     """Return whether the kernel is to be used for this layer and these inputs."""
     weight, bias = layer.weight, layer.bias
@@ -129,7 +115,7 @@ def _fits(layer: nn.Linear, inputs: Tensor, used: Mapping[torch.dtype, range]) -
         and _is_plain(inputs)
         and inputs.dtype == weight.dtype
         and inputs.shape[-1:] == weight.shape[1:]
-        and inputs.numel() // max(1, inputs.shape[-1]) in used.get(weight.dtype, ())
+        and _is_in(used.get(weight.dtype), inputs.numel() // max(1, inputs.shape[-1]))
         and weight.stride(-1) == 1
         and (bias is None or (_is_plain(bias) and bias.dtype == weight.dtype))
         and not torch.is_grad_enabled()
@@ -140,11 +126,13 @@ def _fits(layer: nn.Linear, inputs: Tensor, used: Mapping[torch.dtype, range]) -
 def _forward(stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of a linear layer: the kernel where it is faster, inside ``CpuLinear``."""
     entered = CpuLinear.entered.objects
-    if entered and not torch.compiler.is_compiling():
-        layer: nn.Linear = stock.__self__
-        if _fits(layer, inputs, entered[-1].rows):
-            return product(inputs, layer.weight, layer.bias)
-    found: Tensor = stock(inputs)
+    layer: nn.Linear = stock.__self__
+    if not (entered and _fits(layer, inputs, entered[-1].rows)):
+        unchanged: Tensor = stock(inputs)
+        return unchanged
+    opaque = torch.compiler.is_compiling()
+    way = torch.ops.token_recycling.linear if opaque else product
+    found: Tensor = way(inputs, layer.weight, layer.bias)
     return found
 
 
@@ -190,7 +178,7 @@ _settled: dict[tuple[Any, ...], range] = {}
 
 def _rows(dtype: torch.dtype, weights: Sequence[Tensor]) -> range:
     """Return the numbers of rows for which the kernel is used."""
-    if _parallel() is None or not cpu_kernel.processor().lanes:
+    if openmp() is None or not processor().lanes:
         return range(0)
     sample = _sample(weights)
     key = dtype, torch.get_num_threads(), *(weight.shape for weight in sample)

@@ -11,8 +11,6 @@ threads nor the other rows, so that these change no bit of it; the number of row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -20,125 +18,76 @@ import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from token_recycling.compiled import kept
-
-# Weight dtypes, as numbers that numba compiles a function for.
-FLOAT32, BFLOAT16, FLOAT16 = range(3)
-BYTES = (4, 2, 2)
+from token_recycling.model.cpu.vectors import (
+    BFLOAT16,
+    BYTES,
+    F16,
+    F32,
+    FLOAT16,
+    FLOAT32,
+    I16,
+    I32,
+    I64,
+    Emitter,
+    Processor,
+    constant,
+    get,
+    processor,
+    source,
+    take,
+)
 
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
 # at one row of x; the last is the largest tile.
 TILES = {16: (8, 8, 6, 4, 4, 4, 3, 3), 8: (6, 4, 4, 3), 4: (8, 8, 6, 4, 4)}
 STRIP = 24  # rows of W that one thread takes at a time; a multiple of every R above
 
-I16, I32, I64, F16, F32 = (
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.HalfType(),
-    ir.FloatType(),
-)
-
 # Fields of the call that a thread is given, all int64.
 FIELDS = ("x", "w", "y", "bias", "rows", "outputs", "inputs", "x_stride", "w_stride", "taken")
 
 
-@dataclass(frozen=True)
-class Processor:
-    """What the kernel needs to know about the processor that it is compiled for.
-
-    Attributes:
-        lanes: float32 numbers in a vector register; 0 without a fused multiply-add of vectors.
-        dot_bfloat16: it multiplies pairs of bfloat16 numbers (AVX512_BF16).
-    """
-
-    lanes: int
-    dot_bfloat16: bool
-
-    @classmethod
-    def of(cls, features: str) -> Processor:
-        """Read LLVM's list of features, such as ``+avx2,-avx512f``."""
-        has = {name[1:] for name in features.split(",") if name.startswith("+")}
-        kinds = ((16, {"avx512f"}), (8, {"avx2", "fma"}), (4, {"neon"}))
-        lanes = next((lanes for lanes, needed in kinds if needed <= has), 0)
-        return cls(lanes, lanes == 16 and "avx512bf16" in has)
-
-    def dots(self, form: int) -> bool:
-        """Return whether inputs are read as bfloat16 too; otherwise they are float32."""
-        return form == BFLOAT16 and self.dot_bfloat16
-
-
-@lru_cache
-def processor() -> Processor:
-    """Return the processor that numba compiles for."""
-    from numba.core.registry import cpu_target
-
-    return Processor.of(cpu_target.target_context.codegen()._get_host_cpu_features())
-
-
-class _Tile:
-    """Builds the function that multiplies R rows of W by S rows of x."""
+class _Tile(Emitter):
+    """Emits the function that multiplies R rows of W by S rows of x."""
 
     def __init__(self, module: Any, cpu: Processor, form: int, r: int, s: int) -> None:
-        self.cpu, self.form, self.r, self.s = cpu, form, r, s
-        self.module = module
+        super().__init__(module, cpu.lanes)
+        self.form, self.r, self.s = form, r, s
         self.dots = cpu.dots(form)
         self.step = cpu.lanes * (2 if self.dots else 1)
-        self.vector = ir.VectorType(F32, cpu.lanes)
         self.w_bytes = BYTES[form]
         self.x_bytes = 2 if self.dots else 4
 
-    def function(self) -> Any:
+    def tile(self) -> Any:
         """Return ``void (w, w_stride, x, x_stride, inputs, y, y_stride, bias)``, all int64.
 
         Pointers are addresses; strides are in bytes. bias is the address of float32, or 0.
         """
-        name = f"tile_{self.form}_{self.r}_{self.s}"
-        if name in self.module.globals:
-            return self.module.globals[name]
-        function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [I64] * 8), name)
-        function.linkage = "internal"
-        function.attributes.add("noinline")
-        b = self.b = ir.IRBuilder(function.append_basic_block("entry"))
-        w, w_stride, x, x_stride, inputs, y, y_stride, bias = function.args
-        self.w = [b.add(w, b.mul(w_stride, I64(r))) for r in range(self.r)]
-        self.x = [b.add(x, b.mul(x_stride, I64(s))) for s in range(self.s)]
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 8)
+        return self.function(f"tile_{self.form}_{self.r}_{self.s}", kind, self._emit)
+
+    def _emit(
+        self,
+        w: Any,
+        w_stride: Any,
+        x: Any,
+        x_stride: Any,
+        inputs: Any,
+        y: Any,
+        y_stride: Any,
+        bias: Any,
+    ) -> None:
+        b = self.b
+        self.w = [self.at(w, I64(r), w_stride) for r in range(self.r)]
+        self.x = [self.at(x, I64(s), x_stride) for s in range(self.s)]
         whole = b.and_(inputs, I64(-self.step))
-        zeros = [ir.Constant(self.vector, [0.0] * self.cpu.lanes)] * (self.r * self.s)
-        sums = self._add_up(self._loop(I64(0), whole, self.step, zeros, self._vectors))
+        zeros = [self.splat(0.0)] * (self.r * self.s)
+        sums = self._add_up(self.loop(I64(0), whole, self.step, zeros, self._vectors))
         sums = self._rest(whole, inputs, sums)
         self._write(sums, y, y_stride, bias)
         b.ret_void()
-        return function
-
-    def _loop(self, begin: Any, end: Any, step: int, sums: list[Any], body: Any) -> list[Any]:
-        """Run ``body(k, sums)`` for k in range(begin, end, step); return the last sums."""
-        b = self.b
-        entry = b.block
-        loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
-        b.cbranch(b.icmp_signed("<", begin, end), loop, done)
-        b.position_at_end(loop)
-        k = b.phi(I64)
-        current = [b.phi(value.type) for value in sums]
-        found = body(k, current)
-        following = b.add(k, I64(step))
-        k.add_incoming(begin, entry)
-        k.add_incoming(following, b.block)
-        for phi, first, value in zip(current, sums, found):
-            phi.add_incoming(first, entry)
-            phi.add_incoming(value, b.block)
-        last = b.block
-        b.cbranch(b.icmp_signed("<", following, end), loop, done)
-        b.position_at_end(done)
-        return [self._either((first, entry), (value, last)) for first, value in zip(sums, found)]
-
-    def _load(self, address: Any, kind: Any) -> Any:
-        element = getattr(kind, "element", kind)
-        align = {I16: 2, F16: 2}.get(element, 4)
-        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=align)
 
     def _vectors(self, k: Any, sums: list[Any]) -> list[Any]:
         """Add the products of one vector of each row."""
@@ -154,30 +103,18 @@ class _Tile:
         return found
 
     def _weights(self, address: Any) -> Any:
-        lanes, b = self.cpu.lanes, self.b
-        if self.form == FLOAT32:
-            return self._load(address, self.vector)
-        if self.form == FLOAT16:
-            return b.fpext(self._load(address, ir.VectorType(F16, lanes)), self.vector)
         if self.dots:
-            return self._load(address, ir.VectorType(I32, lanes))
-        wide = ir.VectorType(I32, lanes)
-        bits = b.zext(self._load(address, ir.VectorType(I16, lanes)), wide)
-        return b.bitcast(b.shl(bits, ir.Constant(wide, [16] * lanes)), self.vector)
+            return self.load(address, ir.VectorType(I32, self.lanes))
+        return self.numbers(address, self.form)
 
     def _inputs(self, address: Any) -> Any:
-        return self._load(address, ir.VectorType(I32, self.cpu.lanes) if self.dots else self.vector)
+        return self.load(address, ir.VectorType(I32, self.lanes) if self.dots else self.vector)
 
     def _multiply_add(self, w: Any, x: Any, total: Any) -> Any:
         if not self.dots:
-            return self._fma(w, x, total, self.vector, f"v{self.cpu.lanes}f32")
+            return self.fma(w, x, total)
         kind = ir.FunctionType(self.vector, [self.vector, x.type, w.type])
         return self.b.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, x, w], False)
-
-    def _fma(self, a: Any, c: Any, total: Any, kind: Any, suffix: str) -> Any:
-        name = f"llvm.fma.{suffix}"
-        fma = cgutils.get_or_insert_function(self.module, ir.FunctionType(kind, [kind] * 3), name)
-        return self.b.call(fma, [a, c, total])
 
     def _rest(self, whole: Any, inputs: Any, sums: list[Any]) -> list[Any]:
         """Add the products behind the last vector, where ``inputs`` is no multiple of it."""
@@ -195,44 +132,22 @@ class _Tile:
         ]
         b.branch(done)
         b.position_at_end(done)
-        return [self._either((total, entry), (more, rest)) for total, more in zip(sums, found)]
+        return [self.either((total, entry), (more, rest)) for total, more in zip(sums, found)]
 
     def _rest_of_a_sum(self) -> Any:
         """Return ``float (w, x, count, total)``: ``total`` and the products of count numbers."""
-        name = f"rest_{self.form}"
-        if name in self.module.globals:
-            return self.module.globals[name]
+
+        def emit(w: Any, x: Any, count: Any, total: Any) -> None:
+            def add(k: Any, sums: list[Any]) -> list[Any]:
+                a = self.number(self.at(w, k, I64(self.w_bytes)), self.form)
+                form = BFLOAT16 if self.dots else FLOAT32
+                c = self.number(self.at(x, k, I64(self.x_bytes)), form)
+                return [self.fma(a, c, sums[0])]
+
+            self.b.ret(self.loop(I64(0), count, 1, [total], add)[0])
+
         kind = ir.FunctionType(F32, [I64, I64, I64, F32])
-        function = ir.Function(self.module, kind, name)
-        function.linkage = "internal"
-        function.attributes.add("noinline")
-        outer, self.b = self.b, ir.IRBuilder(function.append_basic_block("entry"))
-        w, x, count, total = function.args
-
-        def add(k: Any, sums: list[Any]) -> list[Any]:
-            a = self._number(self.b.add(w, self.b.mul(k, I64(self.w_bytes))), self.form)
-            form = BFLOAT16 if self.dots else FLOAT32
-            c = self._number(self.b.add(x, self.b.mul(k, I64(self.x_bytes))), form)
-            return [self._fma(a, c, sums[0], F32, "f32")]
-
-        self.b.ret(self._loop(I64(0), count, 1, [total], add)[0])
-        self.b = outer
-        return function
-
-    def _either(self, *values: tuple[Any, Any]) -> Any:
-        """Return the value of the block that control came from."""
-        phi = self.b.phi(values[0][0].type)
-        for value, block in values:
-            phi.add_incoming(value, block)
-        return phi
-
-    def _number(self, address: Any, form: int) -> Any:
-        b = self.b
-        if form == FLOAT32:
-            return self._load(address, F32)
-        if form == FLOAT16:
-            return b.fpext(self._load(address, F16), F32)
-        return b.bitcast(b.shl(b.zext(self._load(address, I16), I32), I32(16)), F32)
+        return self.function(f"rest_{self.form}", kind, emit)
 
     def _add_up(self, vectors: list[Any]) -> list[Any]:
         """Return the sum of the lanes of each vector.
@@ -240,7 +155,7 @@ class _Tile:
         Pairs of vectors are folded into one, whose lanes hold partial sums of both, until a lane
         holds a whole sum: three instructions for each sum.
         """
-        b, lanes = self.b, self.cpu.lanes
+        b, lanes = self.b, self.lanes
         # a vector, and of which of the sums its consecutive groups of ``width`` lanes are parts
         parts = [(vector, [i]) for i, vector in enumerate(vectors)]
         width = lanes
@@ -271,18 +186,16 @@ class _Tile:
         adding, done = b.append_basic_block("bias"), b.append_basic_block("write")
         b.cbranch(b.icmp_signed("==", bias, I64(0)), done, adding)
         b.position_at_end(adding)
-        biases = [self._load(b.add(bias, I64(4 * r)), F32) for r in range(self.r)]
+        biases = [self.load(b.add(bias, I64(4 * r)), F32) for r in range(self.r)]
         added = [b.fadd(value, biases[i // self.s]) for i, value in enumerate(sums)]
         b.branch(done)
         b.position_at_end(done)
-        totals = [
-            self._either((plain, entry), (value, adding)) for plain, value in zip(sums, added)
-        ]
+        totals = [self.either((plain, entry), (value, adding)) for plain, value in zip(sums, added)]
         for i, total in enumerate(totals):
             r, s = divmod(i, self.s)
             address = b.add(b.add(y, b.mul(y_stride, I64(s))), I64(self.w_bytes * r))
             value = self._rounded(total)
-            b.store(value, b.inttoptr(address, value.type.as_pointer()), align=self.w_bytes)
+            self.store(value, address, align=self.w_bytes)
 
     def _rounded(self, value: Any) -> Any:
         """Return a float32 number in the dtype of the weights."""
@@ -336,7 +249,7 @@ def _strips(builder: Any, form: int, call: Any) -> None:
         builder.position_at_end(block)
         done_rows = I64(0)
         for r in dict.fromkeys((height, 1)):
-            tile = _Tile(builder.module, cpu, form, r, rows).function()
+            tile = _Tile(builder.module, cpu, form, r, rows).tile()
             done_rows = _each(builder, tile, done_rows, r, BYTES[form], call)
         builder.branch(done)
     builder.position_at_end(wrong)
@@ -387,9 +300,7 @@ def _multiply(
         _strips(builder, form.literal_value, arguments[1:])
         return context.get_dummy_value()
 
-    if not isinstance(form, types.IntegerLiteral):
-        raise numba.errors.RequireLiteralValue("the dtype of the weights must be a constant")
-    return types.void(form, *[types.int64] * 10), generate
+    return types.void(constant(form), *[types.int64] * 10), generate
 
 
 @intrinsic
@@ -402,43 +313,17 @@ def _most_rows(typing: Any) -> Any:
     return types.int64(), generate
 
 
-def _place(builder: Any, pointer: Any, index: Any) -> Any:
-    """Emit: the address of an int64 of an array."""
-    address = builder.add(builder.ptrtoint(pointer, I64), builder.mul(index, I64(8)))
-    return builder.inttoptr(address, I64.as_pointer())
-
-
-@intrinsic
-def _take(typing: Any, pointer: Any, index: Any) -> Any:
-    """Add one to an int64 of an array; return what it was. Threads do this in turn."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", _place(builder, *arguments), I64(1), "monotonic")
-
-    return types.int64(types.voidptr, types.int64), generate
-
-
-@intrinsic
-def _get(typing: Any, pointer: Any, index: Any) -> Any:
-    """Return an int64 of an array."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_place(builder, *arguments))
-
-    return types.int64(types.voidptr, types.int64), generate
-
-
 @numba.njit(error_model="numpy")
 def _work(fields: Any, form: Any) -> None:
     """Take strips of W until none is left."""
     numba.literally(form)
-    x, w, y, bias = _get(fields, 0), _get(fields, 1), _get(fields, 2), _get(fields, 3)
-    rows, outputs, inputs = _get(fields, 4), _get(fields, 5), _get(fields, 6)
-    x_stride, w_stride = _get(fields, 7), _get(fields, 8)
+    x, w, y, bias = get(fields, 0), get(fields, 1), get(fields, 2), get(fields, 3)
+    rows, outputs, inputs = get(fields, 4), get(fields, 5), get(fields, 6)
+    x_stride, w_stride = get(fields, 7), get(fields, 8)
     size = BYTES[form]
     passes = (rows + _most_rows() - 1) // _most_rows()
     while True:
-        begin = STRIP * _take(fields, 9)
+        begin = STRIP * take(fields, 9)
         if begin >= outputs:
             return
         count = min(STRIP, outputs - begin)
@@ -461,25 +346,16 @@ def _work(fields: Any, form: Any) -> None:
             )
 
 
-def _float32(fields: Any) -> None:
-    _work(fields, FLOAT32)
-
-
-def _bfloat16(fields: Any) -> None:
-    _work(fields, BFLOAT16)
-
-
-def _float16(fields: Any) -> None:
-    _work(fields, FLOAT16)
-
-
-_FUNCTIONS = {FLOAT32: _float32, BFLOAT16: _bfloat16, FLOAT16: _float16}
-
-
 def compile_kernel(form: int) -> Any:
     """Return ``void (int64 *fields)`` for a dtype of weights (see ``FIELDS``).
 
     Machine code is kept (see ``kept``).
     """
     llvm.initialize_native_asmparser()  # for vdpbf16ps
-    return kept(numba.cfunc, types.void(types.voidptr))(_FUNCTIONS[form])
+    version = source()
+
+    def run(fields: Any) -> None:
+        if version:
+            _work(fields, form)
+
+    return kept(numba.cfunc, types.void(types.voidptr))(run)

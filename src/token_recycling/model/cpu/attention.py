@@ -1,0 +1,146 @@
+"""Attention of few tokens on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from token_recycling.model.cpu import attention_kernel
+from token_recycling.model.cpu.threads import openmp
+from token_recycling.model.cpu.vectors import FORMS, processor
+
+
+@lru_cache
+def _kernel(dtype: torch.dtype) -> Any:
+    """Return the kernel for a dtype of keys, compiled at the first call."""
+    return attention_kernel.compile_kernel(FORMS[dtype])
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether ``attend`` takes these."""
+    dtype = query.dtype
+    return (
+        query.is_cpu
+        and dtype in FORMS
+        and key.dtype == value.dtype == dtype
+        and key.stride(3) == value.stride(3) == 1
+        and max(key.shape[3], value.shape[3]) <= attention_kernel.MOST_SIZE
+        and query.numel() > 0
+        and _is_usable()
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_usable() -> bool:
+    return processor().lanes > 0 and openmp() is not None
+
+
+def pack_mask(mask: Tensor, group: int) -> Tensor:
+    """Return an additive mask [B, 1, q, s] as the kernel reads it, float32 [B, s, width].
+
+    ``width`` is ``group * q``, rounded up to whole vectors.
+    """
+    if torch.compiler.is_compiling():
+        packed: Tensor = torch.ops.token_recycling.pack_mask(mask, group)
+        return packed
+    return _pack_mask(mask, group)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Compute softmax(query key^T scale + mask) value.
+
+    Args:
+        query: [B, heads, q, size].
+        key: [B, heads / group, s, size]; numbers of a slot are contiguous.
+        value: [B, heads / group, s, value size]; likewise.
+        mask: from ``pack_mask``, of at least s slots.
+        scale: of the scores.
+
+    Returns:
+        [B, q, heads, value size].
+    """
+    if torch.compiler.is_compiling():
+        found: Tensor = torch.ops.token_recycling.attend(query, key, value, mask, scale)
+        return found
+    return _attend(query, key, value, mask, scale)
+
+
+def _width(rows: int) -> int:
+    """Return ``rows``, rounded up to whole vectors."""
+    lanes = processor().lanes
+    return -(-rows // lanes) * lanes
+
+
+def _pack_mask(mask: Tensor, group: int) -> Tensor:
+    batch, _, tokens, slots = mask.shape
+    rows = group * tokens
+    packed = mask.new_zeros(batch, slots, _width(rows), dtype=torch.float32)
+    by_slot = mask[:, 0].transpose(1, 2)[:, :, None].expand(batch, slots, group, tokens)
+    packed[:, :, :rows].view(batch, slots, group, tokens).copy_(by_slot)
+    return packed
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    batch, heads, tokens, size = query.shape
+    key_heads, slots, value_size = key.shape[1], key.shape[2], value.shape[3]
+    group, width = heads // key_heads, mask.shape[2]
+    queries = query.new_zeros(batch, key_heads, size, width, dtype=torch.float32)
+    queries[..., : group * tokens].view(batch, key_heads, size, group, tokens).copy_(
+        query.view(batch, key_heads, group, tokens, size).permute(0, 1, 4, 2, 3)
+    )
+    blocks = -(-slots // attention_kernel.KEYS)
+    parts = mask.new_empty(batch * key_heads * blocks * (value_size + 2) * width)
+    out = mask.new_empty(batch, tokens, heads, value_size)
+    number = ctypes.c_float(scale)
+    k, v = key.element_size(), value.element_size()
+    fields = (ctypes.c_int64 * (len(attention_kernel.FIELDS) + batch * key_heads))(
+        queries.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        mask.data_ptr(),
+        parts.data_ptr(),
+        out.data_ptr(),
+        ctypes.addressof(number),
+        batch,
+        key_heads,
+        slots,
+        size,
+        value_size,
+        tokens,
+        group,
+        width,
+        key.stride(0) * k,
+        key.stride(1) * k,
+        key.stride(2) * k,
+        value.stride(0) * v,
+        value.stride(1) * v,
+        value.stride(2) * v,
+        mask.stride(0) * 4,
+    )
+    parallel = openmp()
+    assert parallel is not None
+    parallel(_kernel(key.dtype).address, fields, torch.get_num_threads(), 0)
+    return out.to(query.dtype)
+
+
+# For compiled steps, which cannot look into the kernel.
+_opaque_pack_mask = torch.library.custom_op("token_recycling::pack_mask", mutates_args=())(
+    _pack_mask
+)
+_opaque_attend = torch.library.custom_op("token_recycling::attend", mutates_args=())(_attend)
+
+
+@_opaque_pack_mask.register_fake
+def _(mask: Tensor, group: int) -> Tensor:
+    batch, _, tokens, slots = mask.shape
+    return mask.new_empty(batch, slots, _width(group * tokens), dtype=torch.float32)
+
+
+@_opaque_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[3])

@@ -1,0 +1,455 @@
+"""The kernel of ``attention``: softmax(Q K^T + mask) V of few queries, compiled for this processor.
+
+All queries that attend with the same head of keys (of every token, and of every head of the group)
+are rows of one small matrix, and a vector holds the same number of consecutive rows: scores are
+[keys, rows], and so is everything else, so that softmax needs no sum across a vector's lanes and
+the keys and values are read as they lie in memory. Both products are sums of a number of a key or
+value, repeated in a vector, times a vector of the other matrix.
+
+The keys are divided into blocks of ``KEYS``. A block has its own maximum and sum, as in flash
+decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), and the thread
+that finishes a head's last block combines them, in their order. So the result depends on neither
+the number of threads nor the other rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from token_recycling.compiled import kept
+from token_recycling.model.cpu.vectors import (
+    BYTES,
+    F32,
+    FLOAT32,
+    I32,
+    I64,
+    Emitter,
+    constant,
+    get,
+    processor,
+    source,
+    take,
+)
+
+KEYS = 128  # keys in a block
+MOST_SIZE = 256  # numbers in a key or a value
+# Rows of A in a tile, by vectors of B: as many sums as the registers hold, next to those vectors.
+TILES = {16: (16, 12, 8), 8: (8, 6, 4), 4: (16, 12, 8)}
+MOST_VECTORS = 3
+# Numbers in a thread's buffers: scores of a block; its keys or values as float32.
+SCORES, FLOATS = KEYS * MOST_VECTORS * 16, KEYS * MOST_SIZE
+
+# Fields of the call that a thread is given, all int64; strides in bytes.
+FIELDS = (
+    "queries",  # float32 [batch, heads, size, width]
+    "keys",  # [batch, heads, slots, size]
+    "values",  # [batch, heads, slots, value_size]
+    "mask",  # float32 [batch, slots, width]
+    # float32 [batch, heads, blocks, 2 + value_size, width]: sum, maximum and weighted values
+    "parts",
+    "out",  # float32 [batch, tokens, heads, group, value_size]
+    "scale",  # float32 number
+    "batch",
+    "heads",
+    "slots",
+    "size",
+    "value_size",
+    "tokens",
+    "group",
+    "width",  # group * tokens, rounded up to whole vectors
+    "keys_of_batch",  # strides
+    "keys_of_head",
+    "keys_of_slot",
+    "values_of_batch",
+    "values_of_head",
+    "values_of_slot",
+    "mask_of_batch",
+    "taken",  # blocks taken by threads; behind it, how many of each head are finished
+)
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# Added to a float32 number of moderate size, it leaves the nearest whole number in the last bits.
+ROUND = 12582912.0  # 1.5 * 2^23
+
+
+class _Attention(Emitter):
+    """Emits the functions that compute with whole vectors of rows."""
+
+    def sums(self, r: int, v: int) -> Any:
+        """Return the function that computes r rows of ``C = A B``, v vectors wide.
+
+        ``void (a, row of a, column of a, count, b, row of b, c, row of c)``, all int64: addresses,
+        and strides in bytes; ``count`` is the common dimension.
+        """
+
+        def emit(
+            a: Any, a_row: Any, a_column: Any, count: Any, b: Any, b_row: Any, c: Any, c_row: Any
+        ) -> None:
+            builder = self.b
+            rows = [self.at(a, I64(i), a_row) for i in range(r)]
+            bytes_of = 4 * self.lanes
+
+            def add(k: Any, sums: list[Any]) -> list[Any]:
+                line = self.at(b, k, b_row)
+                vectors = [self.numbers(builder.add(line, I64(j * bytes_of)), 0) for j in range(v)]
+                found = []
+                for i in range(r):
+                    one = self.splat(self.load(self.at(rows[i], k, a_column), F32))
+                    found += [self.fma(one, vectors[j], sums[i * v + j]) for j in range(v)]
+                return found
+
+            found = self.loop(I64(0), count, 1, [self.splat(0.0)] * (r * v), add)
+            for i in range(r):
+                for j in range(v):
+                    line = builder.add(self.at(c, I64(i), c_row), I64(j * bytes_of))
+                    self.store(found[i * v + j], line)
+            builder.ret_void()
+
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 8)
+        return self.function(f"sums_{r}_{v}", kind, emit)
+
+    def exponential(self, x: Any) -> Any:
+        """Return e^x of numbers that are 0 or less; NaN stays.
+
+        2^n is written into the bits of the exponent, for n the whole number nearest x log2(e); the
+        Taylor series of 2^f for the rest, at most 1/2, is off by 5e-9 after eight terms.
+        """
+        b = self.b
+        least = self.splat(-127.0)  # e^x is then written as 0
+        scaled = b.fmul(x, self.splat(LOG2_E))
+        scaled = b.select(b.fcmp_ordered("<", scaled, least), least, scaled)
+        shifted = b.fadd(scaled, self.splat(ROUND))
+        rest = b.fsub(scaled, b.fsub(shifted, self.splat(ROUND)))
+        term, factors = 1.0, [1.0]
+        for n in range(1, 8):
+            term *= LN_2 / n
+            factors.append(term)
+        power = self.splat(factors[-1])
+        for factor in reversed(factors[:-1]):
+            power = self.fma(power, rest, self.splat(factor))
+        whole = ir.VectorType(I32, self.lanes)
+        bits = b.shl(b.bitcast(shifted, whole), ir.Constant(whole, [23] * self.lanes))
+        bits = b.add(bits, ir.Constant(whole, [127 << 23] * self.lanes))
+        return b.fmul(power, b.bitcast(bits, self.vector))
+
+    def softmax(self, masked: bool) -> Any:
+        """Return the function that exponentiates a vector of rows in place.
+
+        ``void (scores, row, mask, row of the mask, count, scale, maximum, total)``: ``count``
+        vectors, ``row`` bytes apart; scores become e^(score * scale + mask - maximum). Without a
+        mask, neither it nor ``scale`` is used.
+        """
+
+        def emit(
+            scores: Any,
+            row: Any,
+            mask: Any,
+            mask_row: Any,
+            count: Any,
+            scale: Any,
+            top: Any,
+            total: Any,
+        ) -> None:
+            b = self.b
+            factor = self.splat(scale)
+
+            def add_mask(k: Any, found: list[Any]) -> list[Any]:
+                line = self.at(scores, k, row)
+                value = self.numbers(line, FLOAT32)
+                if masked:
+                    value = self.fma(
+                        value, factor, self.numbers(self.at(mask, k, mask_row), FLOAT32)
+                    )
+                    self.store(value, line)
+                return [b.select(b.fcmp_ordered(">", value, found[0]), value, found[0])]
+
+            def raise_e(k: Any, found: list[Any]) -> list[Any]:
+                line = self.at(scores, k, row)
+                power = self.exponential(b.fsub(self.numbers(line, FLOAT32), most))
+                self.store(power, line)
+                return [b.fadd(found[0], power)]
+
+            (most,) = self.loop(I64(0), count, 1, [self.splat(float("-inf"))], add_mask)
+            (found,) = self.loop(I64(0), count, 1, [self.splat(0.0)], raise_e)
+            self.store(most, top)
+            self.store(found, total)
+            b.ret_void()
+
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 5 + [F32] + [I64] * 2)
+        return self.function(f"softmax_{int(masked)}", kind, emit)
+
+    def weighted(self) -> Any:
+        """Return ``void (weights, parts, row, part, count, out)``: out = sum of weight * part.
+
+        For a vector of rows; weights are ``row`` bytes apart, parts ``part`` bytes.
+        """
+
+        def emit(weights: Any, parts: Any, row: Any, part: Any, count: Any, out: Any) -> None:
+            def add(k: Any, sums: list[Any]) -> list[Any]:
+                weight = self.numbers(self.at(weights, k, row), FLOAT32)
+                return [self.fma(weight, self.numbers(self.at(parts, k, part), FLOAT32), sums[0])]
+
+            self.store(self.loop(I64(0), count, 1, [self.splat(0.0)], add)[0], out)
+            self.b.ret_void()
+
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 6)
+        return self.function("weighted", kind, emit)
+
+
+@intrinsic
+def _lanes(typing: Any) -> Any:
+    """Return the float32 numbers in a vector."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return I64(processor().lanes)
+
+    return types.int64(), generate
+
+
+@intrinsic(prefer_literal=True)
+def _buffer(typing: Any, count: Any) -> Any:
+    """Return the address of ``count`` float32 numbers of this call's own."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        with builder.goto_entry_block():
+            buffer = builder.alloca(ir.ArrayType(F32, count.literal_value))
+        buffer.align = 64
+        return builder.ptrtoint(buffer, I64)
+
+    return types.int64(constant(count)), generate
+
+
+@intrinsic
+def _product(
+    typing: Any,
+    v: Any,
+    rows: Any,
+    a: Any,
+    a_row: Any,
+    a_column: Any,
+    count: Any,
+    b: Any,
+    b_row: Any,
+    c: Any,
+    c_row: Any,
+) -> Any:
+    """Compute ``C = A B`` for ``rows`` rows of A and v vectors of B (see ``_Attention.sums``)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emitter = _Attention(builder.module, processor().lanes)
+        emitter.b = builder
+        v, rows, a, a_row, *others, c, c_row = arguments
+        done = builder.append_basic_block("product_done")
+        choice = builder.switch(v, done)
+        for width, height in enumerate(TILES[processor().lanes], start=1):
+            block = builder.append_basic_block(f"vectors_{width}")
+            choice.add_case(I64(width), block)
+            builder.position_at_end(block)
+            begin = I64(0)
+            for r in (height, 1):
+                tile = emitter.sums(r, width)
+
+                def body(n: Any, values: list[Any], r: int = r, tile: Any = tile) -> list[Any]:
+                    at_a, at_c = emitter.at(a, n, a_row), emitter.at(c, n, c_row)
+                    builder.call(tile, [at_a, a_row, *others, at_c, c_row])
+                    return [builder.add(n, I64(r))]
+
+                end = builder.sub(rows, I64(r - 1))
+                (begin,) = emitter.loop(begin, end, r, [begin], body)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10), generate
+
+
+@intrinsic(prefer_literal=True)
+def _softmax(
+    typing: Any,
+    masked: Any,
+    scores: Any,
+    row: Any,
+    mask: Any,
+    mask_row: Any,
+    count: Any,
+    scale: Any,
+    top: Any,
+    total: Any,
+) -> Any:
+    """See ``_Attention.softmax``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emitter = _Attention(builder.module, processor().lanes)
+        builder.call(emitter.softmax(bool(masked.literal_value)), arguments[1:])
+        return context.get_dummy_value()
+
+    whole = [types.int64] * 5
+    numbers = types.float32, types.int64, types.int64
+    return types.void(constant(masked), *whole, *numbers), generate
+
+
+@intrinsic
+def _weighted(
+    typing: Any, weights: Any, parts: Any, row: Any, part: Any, count: Any, out: Any
+) -> Any:
+    """See ``_Attention.weighted``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.call(_Attention(builder.module, processor().lanes).weighted(), arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
+
+
+@intrinsic
+def _read(typing: Any, address: Any) -> Any:
+    """Return the float32 number at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emitter = Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+        return emitter.load(arguments[0], F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def _write(typing: Any, address: Any, value: Any) -> Any:
+    """Write a float32 number to an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emitter = Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+        emitter.store(arguments[1], arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic(prefer_literal=True)
+def _widen(typing: Any, form: Any, source: Any, target: Any, count: Any) -> Any:
+    """Write ``count`` numbers of a dtype as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, source, target, count = arguments
+        kind, lanes = form.literal_value, processor().lanes
+        emitter = Emitter(builder.module, lanes)
+        emitter.b = builder
+        size = I64(BYTES[kind])
+
+        def vector(k: Any, values: list[Any]) -> list[Any]:
+            value = emitter.numbers(emitter.at(source, k, size), kind)
+            emitter.store(value, emitter.at(target, k, I64(4)))
+            return []
+
+        def one(k: Any, values: list[Any]) -> list[Any]:
+            value = emitter.number(emitter.at(source, k, size), kind)
+            emitter.store(value, emitter.at(target, k, I64(4)))
+            return []
+
+        whole = builder.and_(count, I64(-lanes))
+        emitter.loop(I64(0), whole, lanes, [], vector)
+        emitter.loop(whole, count, 1, [], one)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), types.int64, types.int64, types.int64), generate
+
+
+@numba.njit(error_model="numpy")
+def _float_rows(
+    form: Any, source: Any, stride: Any, count: Any, size: Any, buffer: Any
+) -> tuple[Any, Any]:
+    """Return address and stride of ``count`` rows of ``size`` numbers as float32."""
+    if form == FLOAT32:
+        return source, stride
+    for n in range(count):
+        _widen(form, source + n * stride, buffer + 4 * n * size, size)
+    return buffer, 4 * size
+
+
+@numba.njit(error_model="numpy")
+def _combine(fields: Any, head: Any, blocks: Any) -> None:
+    """Add up the blocks of a head, and write what its queries attend to."""
+    heads, tokens, group, width = get(fields, 8), get(fields, 12), get(fields, 13), get(fields, 14)
+    value_size = get(fields, 11)
+    row, lane_bytes = 4 * width, 4 * _lanes()
+    part = (value_size + 2) * row
+    parts = get(fields, 4) + head * blocks * part
+    unused = _buffer(16)
+    for column in range(0, row, lane_bytes):
+        sums, weights = parts + column, parts + row + column
+        _softmax(0, weights, part, 0, 0, blocks, np.float32(0), unused, unused)
+        for n in range(value_size + 1):
+            values = sums if n == value_size else weights + (n + 1) * row
+            _weighted(weights, values, part, part, blocks, values)
+    b, h = head // heads, head % heads
+    for t in range(tokens):
+        line = get(fields, 5) + 4 * ((b * tokens + t) * heads + h) * group * value_size
+        for g in range(group):
+            of_row = parts + 4 * (g * tokens + t)
+            for d in range(value_size):
+                value = _read(of_row + (d + 2) * row) / _read(of_row)
+                _write(line + 4 * (g * value_size + d), value)
+
+
+@numba.njit(error_model="numpy")
+def _work(fields: Any, form: Any) -> None:
+    """Take blocks of keys until none is left."""
+    numba.literally(form)
+    heads, slots, width = get(fields, 8), get(fields, 9), get(fields, 14)
+    size, value_size = get(fields, 10), get(fields, 11)
+    scale = _read(get(fields, 6))
+    blocks = (slots + KEYS - 1) // KEYS
+    row, lane_bytes = 4 * width, 4 * _lanes()
+    part = (value_size + 2) * row
+    scores, score_row = _buffer(SCORES), MOST_VECTORS * lane_bytes
+    key_floats, value_floats = _buffer(FLOATS), _buffer(FLOATS)
+    while True:
+        item = take(fields, 22)
+        head, block = item // blocks, item % blocks
+        if head >= get(fields, 7) * heads:
+            return
+        b, h = head // heads, head % heads
+        begin = block * KEYS
+        count = min(KEYS, slots - begin)
+        queries = get(fields, 0) + head * size * row
+        mask = get(fields, 3) + b * get(fields, 21) + begin * row
+        own = get(fields, 4) + (head * blocks + block) * part
+        keys = get(fields, 1) + b * get(fields, 15) + h * get(fields, 16)
+        values = get(fields, 2) + b * get(fields, 18) + h * get(fields, 19)
+        key_row, value_row = get(fields, 17), get(fields, 20)
+        keys, key_row = _float_rows(form, keys + begin * key_row, key_row, count, size, key_floats)
+        values, value_row = _float_rows(
+            form, values + begin * value_row, value_row, count, value_size, value_floats
+        )
+        for column in range(0, row, score_row):
+            v = min(MOST_VECTORS, (row - column) // lane_bytes)
+            _product(v, count, keys, key_row, 4, size, queries + column, row, scores, score_row)
+            for j in range(v):
+                at, to = column + j * lane_bytes, scores + j * lane_bytes
+                _softmax(1, to, score_row, mask + at, row, count, scale, own + row + at, own + at)
+            to = own + 2 * row + column
+            _product(v, value_size, values, 4, value_row, count, scores, score_row, to, row)
+        if take(fields, 23 + head) == blocks - 1:
+            _combine(fields, head, blocks)
+
+
+def compile_kernel(form: int) -> Any:
+    """Return ``void (int64 *fields)`` for a dtype of keys and values (see ``FIELDS``).
+
+    Machine code is kept (see ``kept``).
+    """
+    version = source()
+
+    def run(fields: Any) -> None:
+        if version:
+            _work(fields, form)
+
+    return kept(numba.cfunc, types.void(types.voidptr))(run)

@@ -1,0 +1,216 @@
+"""What the kernels are built from: LLVM vector instructions, and how threads share their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numba
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# Dtypes, as numbers that numba compiles a function for.
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+BYTES = (4, 2, 2)
+FORMS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+I16, I32, I64, F16, F32 = (
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.HalfType(),
+    ir.FloatType(),
+)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What the kernels need to know about the processor that they are compiled for.
+
+    Attributes:
+        lanes: float32 numbers in a vector register; 0 without a fused multiply-add of vectors.
+        dot_bfloat16: it multiplies pairs of bfloat16 numbers (AVX512_BF16).
+    """
+
+    lanes: int
+    dot_bfloat16: bool
+
+    @classmethod
+    def of(cls, features: str) -> Processor:
+        """Read LLVM's list of features, such as ``+avx2,-avx512f``."""
+        has = {name[1:] for name in features.split(",") if name.startswith("+")}
+        kinds = ((16, {"avx512f"}), (8, {"avx2", "fma"}), (4, {"neon"}))
+        lanes = next((lanes for lanes, needed in kinds if needed <= has), 0)
+        return cls(lanes, lanes == 16 and "avx512bf16" in has)
+
+    def dots(self, form: int) -> bool:
+        """Return whether inputs are read as bfloat16 too; otherwise they are float32."""
+        return form == BFLOAT16 and self.dot_bfloat16
+
+
+@lru_cache
+def processor() -> Processor:
+    """Return the processor that numba compiles for."""
+    from numba.core.registry import cpu_target
+
+    return Processor.of(cpu_target.target_context.codegen()._get_host_cpu_features())
+
+
+class Emitter:
+    """Emits the instructions of one function.
+
+    Attributes:
+        module: of LLVM, to which functions are added.
+        lanes: float32 numbers in a vector.
+        vector: type of such a vector.
+        b: builder of the function being emitted.
+    """
+
+    def __init__(self, module: Any, lanes: int) -> None:
+        self.module, self.lanes = module, lanes
+        self.vector = ir.VectorType(F32, lanes)
+        self.b: Any = None
+
+    def function(self, name: str, kind: Any, emit: Callable[..., None]) -> Any:
+        """Return the module's function of this name; ``emit(*arguments)`` emits it if need be."""
+        if name in self.module.globals:
+            return self.module.globals[name]
+        function = ir.Function(self.module, kind, name)
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        outer, self.b = self.b, ir.IRBuilder(function.append_basic_block("entry"))
+        emit(*function.args)
+        self.b = outer
+        return function
+
+    def loop(self, begin: Any, end: Any, step: int, values: list[Any], body: Any) -> list[Any]:
+        """Run ``body(k, values)`` for k in range(begin, end, step); return the last values."""
+        b = self.b
+        entry = b.block
+        loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed("<", begin, end), loop, done)
+        b.position_at_end(loop)
+        k = b.phi(I64)
+        current = [b.phi(value.type) for value in values]
+        found = body(k, current)
+        following = b.add(k, I64(step))
+        k.add_incoming(begin, entry)
+        k.add_incoming(following, b.block)
+        for phi, first, value in zip(current, values, found):
+            phi.add_incoming(first, entry)
+            phi.add_incoming(value, b.block)
+        last = b.block
+        b.cbranch(b.icmp_signed("<", following, end), loop, done)
+        b.position_at_end(done)
+        return [self.either((first, entry), (value, last)) for first, value in zip(values, found)]
+
+    def either(self, *values: tuple[Any, Any]) -> Any:
+        """Return the value of the block that control came from."""
+        phi = self.b.phi(values[0][0].type)
+        for value, block in values:
+            phi.add_incoming(value, block)
+        return phi
+
+    def load(self, address: Any, kind: Any) -> Any:
+        """Load a number or a vector from an address, aligned as its numbers are."""
+        element = getattr(kind, "element", kind)
+        align = {I16: 2, F16: 2}.get(element, 4)
+        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=align)
+
+    def store(self, value: Any, address: Any, align: int = 4) -> None:
+        """Store a number or a vector."""
+        self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=align)
+
+    def at(self, base: Any, index: Any, stride: Any) -> Any:
+        """Return the address ``base + index * stride``."""
+        return self.b.add(base, self.b.mul(index, stride))
+
+    def numbers(self, address: Any, form: int) -> Any:
+        """Load as many numbers of this dtype as a vector has lanes, as float32."""
+        b, lanes = self.b, self.lanes
+        if form == FLOAT32:
+            return self.load(address, self.vector)
+        if form == FLOAT16:
+            return b.fpext(self.load(address, ir.VectorType(F16, lanes)), self.vector)
+        wide = ir.VectorType(I32, lanes)
+        bits = b.zext(self.load(address, ir.VectorType(I16, lanes)), wide)
+        return b.bitcast(b.shl(bits, ir.Constant(wide, [16] * lanes)), self.vector)
+
+    def number(self, address: Any, form: int) -> Any:
+        """Load one number of this dtype, as float32."""
+        b = self.b
+        if form == FLOAT32:
+            return self.load(address, F32)
+        if form == FLOAT16:
+            return b.fpext(self.load(address, F16), F32)
+        return b.bitcast(b.shl(b.zext(self.load(address, I16), I32), I32(16)), F32)
+
+    def fma(self, a: Any, c: Any, total: Any) -> Any:
+        """Return ``a * c + total``, of numbers or vectors."""
+        kind = total.type
+        name = "llvm.fma.f32" if kind == F32 else f"llvm.fma.v{self.lanes}f32"
+        fma = cgutils.get_or_insert_function(self.module, ir.FunctionType(kind, [kind] * 3), name)
+        return self.b.call(fma, [a, c, total])
+
+    def splat(self, value: Any) -> Any:
+        """Return a vector that repeats a float32 number."""
+        if isinstance(value, float):
+            return ir.Constant(self.vector, [value] * self.lanes)
+        kind = ir.VectorType(I32, self.lanes)
+        one = self.b.insert_element(ir.Constant(self.vector, ir.Undefined), value, I32(0))
+        return self.b.shuffle_vector(
+            one, ir.Constant(self.vector, ir.Undefined), ir.Constant(kind, [0] * self.lanes)
+        )
+
+
+@lru_cache
+def source() -> int:
+    """Return a checksum of this file, never 0.
+
+    A kernel that refers to it is compiled anew when this file changes; numba watches the kernel's
+    own file only.
+    """
+    return crc32(Path(__file__).read_bytes()) or 1
+
+
+def constant(kind: Any) -> Any:
+    """Return the numba type of an intrinsic's argument, which must be known at compile time."""
+    if not isinstance(kind, types.Literal):
+        raise numba.errors.RequireLiteralValue("this argument must be a constant")
+    return kind
+
+
+def _place(builder: Any, pointer: Any, index: Any) -> Any:
+    """Emit: the address of an int64 of an array."""
+    address = builder.add(builder.ptrtoint(pointer, I64), builder.mul(index, I64(8)))
+    return builder.inttoptr(address, I64.as_pointer())
+
+
+@intrinsic
+def take(typing: Any, pointer: Any, index: Any) -> Any:
+    """Add one to an int64 of an array; return what it was. Threads do this in turn.
+
+    What a thread wrote before is seen by those that take later.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", _place(builder, *arguments), I64(1), "acq_rel")
+
+    return types.int64(types.voidptr, types.int64), generate
+
+
+@intrinsic
+def get(typing: Any, pointer: Any, index: Any) -> Any:
+    """Return an int64 of an array."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_place(builder, *arguments))
+
+    return types.int64(types.voidptr, types.int64), generate

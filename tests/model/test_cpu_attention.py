@@ -1,0 +1,284 @@
+"""Attention of few tokens on a CPU: right numbers, in any shape, layout and number of threads."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from architectures import make
+from models import plain, random_prompts
+from token_recycling import TokenRecycling
+from token_recycling.model import attention as packing
+from token_recycling.model.cpu import attention, linear, threads
+from token_recycling.model.cpu.attention import attend, pack_mask
+from token_recycling.model.cpu.attention_kernel import KEYS
+from token_recycling.model.cpu.vectors import FORMS
+
+pytestmark = pytest.mark.skipif(
+    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
+)
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+
+
+def case(batch, heads, group, tokens, slots, size, value_size, dtype, seed=0):
+    """Queries, keys and values of a cache with free slots, and a mask that hides a third."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def states(heads, slots, size):
+        return torch.randn(batch, slots, heads, size, generator=draws).to(dtype)
+
+    query = states(heads * group, tokens, size).transpose(1, 2)
+    key, value = (
+        states(slots + 7, heads, n).view(batch, heads, slots + 7, n)[:, :, :slots]
+        for n in (size, value_size)
+    )
+    hidden = torch.rand(batch, 1, tokens, slots, generator=draws) < 0.3
+    hidden[..., 0] = False
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+    return query, key, value, mask, size**-0.5
+
+
+def found(query, key, value, mask, scale):
+    group = query.shape[1] // key.shape[1]
+    return attend(query, key, value, pack_mask(mask, group), scale)
+
+
+def exact(query, key, value, mask, scale):
+    """The same in float64, with keys and values repeated for the heads of a group."""
+    query, key, value, mask = (x.double() for x in (query, key, value, mask))
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    return ((query @ key.mT * scale + mask).softmax(-1) @ value).transpose(1, 2)
+
+
+def right(*inputs):
+    wanted = exact(*inputs)
+    off = (found(*inputs).double() - wanted).abs()
+    return bool((off <= 2e-5 + 2 * ROUNDING[inputs[0].dtype] * wanted.abs()).all())
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    tokens=st.integers(1, 64),
+    slots=st.integers(1, 3 * KEYS),
+    size=st.integers(1, 130),
+    value_size=st.integers(1, 130),
+    dtype=st.sampled_from(list(FORMS)),
+    seed=st.integers(0, 2**16),
+)
+def test_attention(batch, heads, group, tokens, slots, size, value_size, dtype, seed):
+    assert right(*case(batch, heads, group, tokens, slots, size, value_size, dtype, seed))
+
+
+@pytest.mark.parametrize("dtype", FORMS)
+def test_threads_and_other_queries_change_no_bit(dtype):
+    query, key, value, mask, scale = case(2, 3, 2, 20, 2 * KEYS + 50, 64, 64, dtype)
+    whole = found(query, key, value, mask, scale)
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(found(query, key, value, mask, scale), whole)
+    finally:
+        torch.set_num_threads(before)
+    for n in (1, 3, 17):
+        some = found(query[:, :, :n], key, value, mask[:, :, :n], scale)
+        assert torch.equal(some, whole[:, :n])
+    one = found(query[1:], key[1:], value[1:], mask[1:], scale)
+    assert torch.equal(one, whole[1:])
+
+
+def test_hidden_slots_change_no_bit():
+    """Whatever a draft writes behind the slots that a query sees."""
+    query, key, value, mask, scale = case(1, 2, 3, 4, KEYS + 20, 32, 32, torch.float32)
+    mask[..., KEYS - 5 :] = torch.finfo(torch.float32).min
+    whole = found(query, key, value, mask, scale)
+    key[..., KEYS - 5 :, :], value[..., KEYS - 5 :, :] = 100.0, -100.0
+    assert torch.equal(found(query, key, value, mask, scale), whole)
+    fewer = KEYS - 5
+    assert torch.equal(
+        found(query, key[:, :, :fewer], value[:, :, :fewer], mask[..., :fewer], scale), whole
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_stay_in_their_query(bad):
+    query, key, value, mask, scale = case(1, 2, 2, 5, KEYS + 9, 16, 16, torch.float32)
+    whole = found(query, key, value, mask, scale)
+    query[0, :, 3] = bad
+    spoilt = found(query, key, value, mask, scale)
+    assert not spoilt[0, 3].isfinite().any()
+    others = [0, 1, 2, 4]
+    assert torch.equal(spoilt[0, others], whole[0, others])
+
+
+def test_great_scores():
+    """The greatest score of a row counts, in whichever block it is."""
+    query, key, value, mask, scale = case(1, 1, 1, 1, 2 * KEYS + 3, 8, 8, torch.float32)
+    mask.zero_()
+    for slot in (0, KEYS - 1, KEYS, 2 * KEYS + 2):
+        key.zero_()
+        key[0, 0, slot] = 1000 * query[0, 0, 0]
+        assert torch.allclose(found(query, key, value, mask, scale)[0, 0, 0], value[0, 0, slot])
+
+
+# Runs a few cases with a kernel compiled for another processor, or a broken one.
+CHECK = """
+import sys, torch
+from token_recycling.model.cpu import attention_kernel
+from token_recycling.model.cpu.vectors import processor
+numba = attention_kernel.numba
+numba.cfunc = lambda kind, cache=True, cfunc=numba.cfunc: cfunc(kind)
+{fault}
+sys.path.insert(0, {tests!r})
+from model.test_cpu_attention import FORMS, case, right
+wrong = 0
+for dtype in FORMS:
+    for group, tokens in ((1, 1), (3, 1), (3, 8), (4, 16), (7, 40)):
+        for slots, size in ((1, 64), (130, 20), (400, 33)):
+            wrong += not right(*case(1, 2, group, tokens, slots, size, size, dtype))
+print(processor().lanes, wrong)
+"""
+FAULTS = {
+    "mask": "softmax = attention_kernel._Attention.softmax\n"
+    "attention_kernel._Attention.softmax = lambda self, masked: softmax(self, False)",
+    "blocks": "attention_kernel._Attention.exponential = lambda self, x: self.splat(1.0)",
+    "tail": "attention_kernel.TILES = {16: (3, 3, 3), 8: (3, 3, 3)}\n"
+    "loop = attention_kernel.Emitter.loop\n"
+    "attention_kernel.Emitter.loop = lambda self, begin, end, step, values, body: values "
+    "if step == 1 and len(values) == 1 and values[0].type == attention_kernel.I64 "
+    "else loop(self, begin, end, step, values, body)",
+}
+NARROWER = {
+    "AVX2": ("haswell", "+avx2,+fma,+f16c,+bmi,+bmi2", 8),
+    "AVX-512": ("skylake-avx512", "+avx2,+fma,+f16c,+avx512f,+avx512vl,+avx512bw,+avx512dq", 16),
+}
+
+
+def in_another_process(fault="", **env):
+    tests = os.path.dirname(os.path.dirname(__file__))
+    script = CHECK.format(fault=fault, tests=tests)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | env
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.parametrize("name", NARROWER)
+def test_narrower_vectors(name):
+    from token_recycling.machine import instructions
+
+    cpu, features, lanes = NARROWER[name]
+    if {"AVX2": "avx2", "AVX-512": "avx512f"}[name] not in instructions():
+        pytest.skip("this processor does not run them")
+    assert in_another_process(NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features) == f"{lanes} 0"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_show(fault):
+    assert not in_another_process(FAULTS[fault]).endswith(" 0")
+
+
+def test_code_for_arm():
+    """Compiled by LLVM and not run."""
+    import llvmlite.binding as llvm
+    from llvmlite import ir
+
+    from token_recycling.model.cpu.attention_kernel import _Attention
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    module.triple = "aarch64-unknown-linux-gnu"
+    emitter = _Attention(module, 4)
+    for function in (emitter.sums(8, 3), emitter.softmax(True), emitter.weighted()):
+        function.linkage = "external"
+    checked = llvm.parse_assembly(str(module))
+    checked.verify()
+    machine = llvm.Target.from_triple(module.triple).create_target_machine(cpu="neoverse-n1", opt=3)
+    assert machine.emit_assembly(checked).count("fmla") >= 8 * 3
+    assert machine.emit_object(checked)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    seen = []
+    kernel = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *a: seen.append(a) or kernel(*a))
+    return seen
+
+
+def test_where_it_is_used(calls):
+    """In steps, not in prompts, and not in the caller's own forwards."""
+    model, prompts = make("llama", attn_implementation="sdpa"), random_prompts([200, 12])
+    answers = TokenRecycling(model, tree="ranked-16").generate(prompts, max_new_tokens=20)
+    assert {call[0].shape[2] for call in calls} <= set(range(1, 18))
+    assert calls
+    calls.clear()
+    assert [one.token_ids for one in answers] == [plain(model, one, 20) for one in prompts]
+    assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_without_it_the_text_is_the_same(dtype, calls, monkeypatch):
+    """Where PyTorch has another OpenMP runtime, and for dtypes that it does not take."""
+    if dtype == torch.float32:
+        monkeypatch.setattr(attention, "openmp", lambda: None)
+    model, (prompt,) = make("llama", attn_implementation="sdpa").to(dtype), random_prompts([30])
+    answer = TokenRecycling(model, tree="ranked-16").generate(prompt, max_new_tokens=20)
+    assert answer.token_ids == plain(model, prompt, 20)
+    assert not calls
+
+
+@pytest.mark.parametrize("option", packing.UNKNOWN)
+def test_options_that_alter_the_scores(option, calls):
+    query, key, value, mask, scale = case(1, 2, 2, 3, 9, 8, 8, torch.float32)
+    seen = []
+    packing.packed_attention(
+        lambda *a, **o: seen.append(o) or (None, None),
+        torch.nn.Module(),
+        query,
+        key,
+        value,
+        packing.pack_queries(mask),
+        scaling=scale,
+        **{option: torch.ones(1)},
+    )
+    assert option in seen[0]
+    assert not calls
+
+
+def test_compiled_steps_use_it_too(monkeypatch):
+    """And the kernel of linear layers."""
+    monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+    monkeypatch.setattr("token_recycling.model.cpu.linear._settled", {})
+    monkeypatch.setattr("token_recycling.model.cpu.linear._ratio", lambda *a: 0.5)
+    torch._dynamo.reset()
+    seen = []
+    for kernel in (attention, linear):
+        monkeypatch.setattr(
+            kernel,
+            "openmp",
+            lambda kernel=kernel: (
+                lambda *a: seen.append(kernel) or threads.openmp()(*a)  # every call of it
+            ),
+        )
+    model, (prompt,) = make("llama", attn_implementation="sdpa"), random_prompts([30])
+    recycler = TokenRecycling(model, tree="ranked-8", graph=True)
+    eager = TokenRecycling(model, tree="ranked-8").generate(prompt, max_new_tokens=20)
+    seen.clear()
+    with monkeypatch.context() as patch:  # were a step decoded eagerly, it would raise
+        patch.setattr(recycler.target, "verify", None)
+        answer = recycler.generate(prompt, max_new_tokens=20)
+    layers = model.config.num_hidden_layers
+    assert answer.token_ids == eager.token_ids
+    assert seen.count(attention) >= layers * answer.stats.steps
+    assert seen.count(linear) >= 7 * layers * answer.stats.steps
