@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from token_recycling.draft_size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize
+from token_recycling.draft_size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize, StepCosts
 from token_recycling.draft_size.costs import SIZES, CostCurve
 from token_recycling.metrics import Step
 from token_recycling.sequence import Sequence
@@ -76,6 +76,7 @@ class Simulation:
         self.sequences = [Sequence([1] * 100) for _ in range(rows)]
         policy.begin(self.sequences)
         self.sizes: list[int] = []
+        self.limits: list[int] = []
 
     def run(self, cost, scale, steps):
         """Take steps; return (expected tokens per second and row in the second half)."""
@@ -96,6 +97,7 @@ class Simulation:
                 Step(emitted, nothing, [n - 1] * self.rows, n, spent), self.sequences
             )
             self.sizes.append(n)
+            self.limits.append(limit)
             if i >= steps // 2:
                 tokens, seconds = tokens + 1 + mean, seconds + true
         return tokens / seconds
@@ -110,8 +112,8 @@ class Simulation:
         return Counter(self.sizes[-last:]).most_common(1)[0][0]
 
     def pauses(self):
-        """Lengths of the runs of plain steps."""
-        return [len(list(run)) for plain, run in groupby(n == 1 for n in self.sizes) if plain]
+        """Lengths of the runs of steps without a draft."""
+        return [len(list(run)) for plain, run in groupby(n == 1 for n in self.limits) if plain]
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -145,11 +147,12 @@ def test_one_wrong_point_costs_little_in_batches(wrong, error, rows):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", ["middling", "flat", "flat up to 32", "steps"])
 def test_a_guessed_curve_is_corrected(name, scale):
+    """By a slope, which does not make every shape of another."""
     cost = COSTS[name]
     best, size = best_speed(cost, scale)
     simulation = Simulation(AutoSize(ACCEPTANCE, CostCurve.assumed("cpu")))
     speed = simulation.run(cost, scale, 6000)
-    assert speed > 0.9 * best, (speed / best, size, simulation.usual())
+    assert speed > 0.85 * best, (speed / best, size, simulation.usual())
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -173,11 +176,11 @@ def test_wrong_times_end_elsewhere():
 
 
 def test_pauses_grow_while_drafts_fail_and_shrink_after_success():
-    """The curve says that drafts pay; with this text they do not."""
+    """Every score promises more than comes."""
     cost = COSTS["steps"]
     simulation = Simulation(AutoSize(ACCEPTANCE, curve(cost)))
     simulation.run(cost, 0.0, 6000)
-    pauses = [pause for pause in simulation.pauses()[:-1] if pause >= COOLDOWN]
+    pauses = simulation.pauses()[:-1]
     assert pauses[0] == COOLDOWN
     assert sorted(pauses) == pauses
     assert pauses[-1] == LONGEST_COOLDOWN
@@ -186,7 +189,7 @@ def test_pauses_grow_while_drafts_fail_and_shrink_after_success():
     taken = len(simulation.sizes)
     simulation.run(cost, 1.0, 3000)
     later = simulation.sizes[taken + LONGEST_COOLDOWN + 500 :]
-    assert later.count(1) < 0.02 * len(later)  # it is measured rarely
+    assert later.count(1) == 0
     assert simulation.policy._cooldown == COOLDOWN
     assert simulation.usual() >= 4
 
@@ -197,7 +200,7 @@ def test_a_machine_whose_costs_change():
     for name in ("flat", "middling", "flat up to 32", "middling", "flat"):
         speed = simulation.run(COSTS[name], 1.0, 6000)
         best, size = best_speed(COSTS[name], 1.0)
-        assert speed > 0.85 * best, (name, speed / best, size, simulation.usual())
+        assert speed > 0.75 * best, (name, speed / best, size, simulation.usual())
 
 
 def test_a_machine_on_which_drafts_become_too_expensive_and_cheap_again():
@@ -217,7 +220,7 @@ def test_a_slower_machine_changes_nothing():
         simulation.run(cost, 1.0, 300)
         simulation.run(lambda n, times=slowness: times * cost(n), 1.0, 1000)
         found[slowness] = simulation.usual()
-    assert abs(SIZES.index(found[1.0]) - SIZES.index(found[5.0])) <= 1
+    assert found[5.0] == pytest.approx(found[1.0], rel=0.2)
 
 
 def test_another_number_of_rows_has_its_own_size():
@@ -245,8 +248,7 @@ def test_the_state_is_what_was_learnt_from_texts():
     again.restore(state)
     assert again.speeds()[0] == pytest.approx(policy.speeds()[0])
     assert again.speeds()[0] != pytest.approx(new.speeds()[0], rel=0.05)
-    # The original knows its costs better by now.
-    assert abs(again.sizes.index(again.size) - policy.sizes.index(policy.size)) <= 1
+    assert again.size == pytest.approx(policy.size, abs=1)  # which knows its costs better by now
     assert again.state()["tokens"].equal(state["tokens"])
     Simulation(again).run(cost, 1.0, 100)
     assert not again.state()["tokens"].equal(state["tokens"])
@@ -278,3 +280,30 @@ def test_pauses_end_though_rows_join_and_leave(scores):
     decode(1.0, 60)
     last = [n for run in runs.values() for n in run.sizes[-120:]]
     assert sum(n == 1 for n in last) < 0.2 * len(last)
+
+
+def test_every_draft_has_its_own_size():
+    """Likely nodes are verified, unlikely ones are not."""
+    policy = AutoSize(ACCEPTANCE, curve(COSTS["middling"]))
+    sequences = [Sequence([1] * 100)]
+    policy.begin(sequences)
+    likely, unlikely = [0.5] * 7, [0.01] * 7
+    assert policy.choose(draft_of(8, 1, likely), sequences) == 8
+    assert policy.choose(draft_of(8, 1, unlikely), sequences) == 1
+    assert policy.choose(draft_of(8, 1, likely[:3] + unlikely[3:]), sequences) == 4
+    control = AutoSize(ACCEPTANCE, curve(COSTS["steep"]))
+    control.begin(sequences)
+    assert control.choose(draft_of(8, 1, likely), sequences) == 1
+
+
+def test_costs_learn_the_slope_and_not_the_height():
+    """The curve says 6 % for each further token; in truth it is nothing, or 20 %."""
+    for truth in (0.0, 0.2):
+        costs = StepCosts(curve(COSTS["middling"]))
+        for n in 50 * [1, 2, 4, 8, 16]:
+            costs.record(n, 100.0, 7.0 * (1 + truth * (n - 1)))
+        costs.record(8, 100.0, 1e9)  # an interrupted step
+        found = costs.of([1, 4, 16], 100.0)
+        wanted = np.array([1.0, 1 + truth * 3, 1 + truth * 15])
+        assert found / found[0] == pytest.approx(wanted, rel=0.2)
+    assert StepCosts(curve(COSTS["middling"])).slope == 0.0

@@ -11,7 +11,6 @@ from token_recycling.decode import Decoding
 from token_recycling.draft_size.auto import AutoSize
 from token_recycling.draft_size.base import FixedSize
 from token_recycling.draft_size.costs import SIZES, CostCurve
-from token_recycling.draft_size.timer import StepTimer
 from token_recycling.drafters import (
     AdaptiveDrafter,
     NoDrafter,
@@ -110,25 +109,12 @@ def middling(n):
 )
 def test_the_speed_is_that_of_the_best_size(simulate, logits, tuned, cost):
     speeds = {size: simulate(cost, logits=logits, size=size)[0] for size in (1, 8, 16, 81)}
-    # A guess takes a while to correct, and may end on a size that its neighbours hardly better.
-    known, n, least = (cost, 400, 0.93) if tuned else (None, 3000, 0.8)
+    # These drafts have no scores, and more is accepted than the acceptance probabilities say.
+    known, n, least = (cost, 400, 0.85) if tuned else (None, 3000, 0.75)
     speed, policy, _ = simulate(cost, known=known, logits=logits, n=n)
     assert speed > least * max(speeds.values()), (policy.size, speeds)
     worst = min(speeds.values())
     assert worst < 0.75 * max(speeds.values())  # or any choice would have passed
-
-
-def test_the_timer_measures_relative_to_the_usual_size():
-    timer = StepTimer(3, usual=1, trusted=False)
-    for slowness in (1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0):
-        timer.record(1, slowness, 1.0, usual=True)
-    for _ in range(3):
-        timer.record(0, 6.0, 1.0, usual=False)
-    assert timer.correction(0) == pytest.approx(0.693, abs=1e-3)  # twice, not six times
-    assert timer.correction(1) == 0
-    assert timer.correction(2) == pytest.approx(-0.693, abs=1e-3)  # the line goes on
-    timer.record(1, 1e9, 1.0, usual=True)  # a hiccup
-    assert timer.correction(0) == pytest.approx(0.693, abs=1e-3)
 
 
 def test_batches_with_any_sizes_are_lossless():
@@ -136,9 +122,11 @@ def test_batches_with_any_sizes_are_lossless():
 
     class Wild(AutoSize):
         def limit(self):
-            super().limit()
-            self._trial, self._trial_left = random.randrange(1, len(self.sizes)), 2
-            return self.sizes[self._trial]
+            return random.randrange(1, self.most)
+
+        def choose(self, draft, sequences):
+            super().choose(draft, sequences)
+            return random.randint(1, draft.nodes)
 
     random.seed(3)
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]

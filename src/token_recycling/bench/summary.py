@@ -86,11 +86,12 @@ def sizes(decoders: dict[str, Decoder], curve: CostCurve | None) -> dict[str, An
         size = decoder.auto_size
         if size is not None and curve is not None:
             mats, speeds = size.speeds()
+            shown = sorted({size.size, *(n for n in curve.sizes if n <= size.most)})
             return {
                 "decoder": name,
-                "sizes": size.sizes,
-                "expected_mat": mats,
-                "expected_speed": speeds,
+                "sizes": shown,
+                "expected_mat": [float(mats[n - 1]) for n in shown],
+                "expected_speed": [float(speeds[n - 1]) for n in shown],
                 "chosen": size.size,
             }
     return None
