@@ -385,11 +385,11 @@ def test_a_copy_of_the_model_has_ordinary_layers(calls):
 @pytest.mark.parametrize(
     ("ratios", "used"),
     [
-        ((0.5, 0.5, 0.5, 0.5), range(1, MOST_ROWS + 1)),
-        ((1.0, 0.5, 0.5, 0.5), range(TRIAL_ROWS[1], MOST_ROWS + 1)),
-        ((0.5, 0.5, 1.2, 0.5), range(1, TRIAL_ROWS[1] + 1)),
-        ((1.0, 0.5, 1.0, 1.0), range(TRIAL_ROWS[1], TRIAL_ROWS[1] + 1)),
-        ((1.0, 1.0, 1.0, 1.0), range(0)),
+        ((0.5, 0.5, 0.5, 0.5, 0.5), range(1, MOST_ROWS + 1)),
+        ((1.0, 0.5, 0.5, 0.5, 0.5), range(TRIAL_ROWS[1], MOST_ROWS + 1)),
+        ((0.5, 0.5, 1.2, 0.5, 0.5), range(1, TRIAL_ROWS[1] + 1)),
+        ((1.0, 0.5, 1.0, 1.0, 1.0), range(TRIAL_ROWS[1], TRIAL_ROWS[1] + 1)),
+        ((1.0, 1.0, 1.0, 1.0, 1.0), range(0)),
     ],
 )
 def test_the_trial_decides(ratios, used, monkeypatch, calls):
@@ -398,7 +398,7 @@ def test_the_trial_decides(ratios, used, monkeypatch, calls):
     products = CpuLinear(model)
     assert products.rows[torch.float32] == used
     with products, torch.inference_mode():
-        for rows in range(1, 70):
+        for rows in range(1, MOST_ROWS + 6):
             model(torch.ones(rows, 8))
     assert [len(x) for x, *_ in calls] == list(used)
 
@@ -445,11 +445,10 @@ class TestTrial:
         assert found == pytest.approx(ratio)
         assert bool(CpuLinear(Model(8, 5)).rows[torch.float32]) == (slow == "linear")
 
-    def test_large_weights_are_cut(self, monkeypatch):
-        monkeypatch.setattr(linear, "SAMPLE", 4 * 100)
+    def test_large_weights_are_cut(self):
         weights = [torch.ones(6, 10), torch.ones(9, 10), torch.ones(9, 10)]
-        assert [w.shape for w in linear._sample(weights)] == [(6, 10), (4, 10)]
-        assert [w.shape for w in linear._sample([torch.ones(3, 500)])] == [(1, 500)]
+        assert [w.shape for w in linear._sample(weights, 400)] == [(6, 10), (4, 10)]
+        assert [w.shape for w in linear._sample([torch.ones(3, 500)], 400)] == [(1, 500)]
 
 
 def test_another_openmp_runtime_means_the_ordinary_way(monkeypatch, calls):

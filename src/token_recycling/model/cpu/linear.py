@@ -1,6 +1,6 @@
 """Linear layers for few rows on a CPU.
 
-PyTorch's kernels are made for one row or for hundreds. ``linear_kernel`` is made for 1 to 64, so
+PyTorch's kernels are made for one row or for hundreds. ``linear_kernel`` is made for 1 to 128, so
 that verifying a tree of 16 tokens costs about as much as decoding one.
 """
 
@@ -24,19 +24,27 @@ from token_recycling.model.cpu.vectors import FORMS, processor
 from token_recycling.model.override import Override, is_covered, replaceable
 from token_recycling.modes import ThreadContext, without_autocast
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 # The trial of kernel and PyTorch: numbers of rows, seconds in all, and the ratio of their times
 # below which the kernel is used.
-TRIAL_ROWS = (1, 4, 16, MOST_ROWS)
+TRIAL_ROWS = (1, 4, 16, 64, MOST_ROWS)
 TRIAL_SECONDS = 0.2
 CLEAR = 0.97
-SAMPLE = 2**26  # bytes of weights that are multiplied in the trial
+# Bytes of weights that are multiplied in the trial; with many rows, where arithmetic takes longer
+# than reading, so many rows times bytes.
+SAMPLE, ARITHMETIC = 2**26, 2**30
 
 
 @lru_cache
 def _kernel(dtype: torch.dtype) -> Any:
     """Return the kernel for a dtype of weights, compiled at the first call."""
     return linear_kernel.compile_kernel(FORMS[dtype])
+
+
+@lru_cache
+def _reads(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of inputs that the kernel for a dtype of weights reads."""
+    return dtype if processor().dots(FORMS[dtype]) else torch.float32
 
 
 Fields = ctypes.c_int64 * len(linear_kernel.FIELDS)
@@ -54,27 +62,26 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     Returns:
         [..., out_features]; sums are accumulated in float32.
     """
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    if not processor().dots(FORMS[weight.dtype]):
-        rows = rows.float()
-    # Named, so that a copy lives until the kernel has read it.
-    rows, bias = rows.contiguous(), None if bias is None else bias.float().contiguous()
-    found = weight.new_empty(*inputs.shape[:-1], weight.shape[0])
+    dtype, (outputs, size) = weight.dtype, weight.shape
+    # Named, so that copies live until the kernel has read them.
+    x = inputs.to(_reads(dtype)).contiguous()
+    added = None if bias is None else bias.float().contiguous()
+    found = weight.new_empty(*inputs.shape[:-1], outputs)
     fields = Fields(
-        rows.data_ptr(),
+        x.data_ptr(),
         weight.data_ptr(),
         found.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        rows.shape[0],
-        weight.shape[0],
-        rows.shape[1],
-        rows.shape[1] * rows.element_size(),
-        weight.stride(0) * weight.element_size(),
+        0 if added is None else added.data_ptr(),
+        x.numel() // size,
+        outputs,
+        size,
+        size * x.itemsize,
+        weight.stride(0) * weight.itemsize,
         0,
     )
     parallel = openmp()
     assert parallel is not None
-    parallel(_kernel(weight.dtype).address, fields, torch.get_num_threads(), 0)
+    parallel(_kernel(dtype).address, fields, torch.get_num_threads(), 0)
     return found
 
 
@@ -180,7 +187,7 @@ def _rows(dtype: torch.dtype, weights: Sequence[Tensor]) -> range:
     """Return the numbers of rows for which the kernel is used."""
     if openmp() is None or not processor().lanes:
         return range(0)
-    sample = _sample(weights)
+    sample = _sample(weights, SAMPLE)
     key = dtype, torch.get_num_threads(), *(weight.shape for weight in sample)
     with _lock:
         if key not in _settled:
@@ -200,16 +207,17 @@ def _trial(sample: Sequence[Tensor]) -> range:
     with torch.inference_mode(), without_autocast(torch.device("cpu")):
         for i, rows in enumerate(TRIAL_ROWS):
             share = (end - perf_counter()) / (len(TRIAL_ROWS) - i)
-            if _ratio(sample, rows, perf_counter() + share) < CLEAR:
+            fewer = _sample(sample, min(SAMPLE, ARITHMETIC // rows))
+            if _ratio(fewer, rows, perf_counter() + share) < CLEAR:
                 used = range(used.start or rows, rows + 1)
             elif used:
                 break
     return used
 
 
-def _sample(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return weights of at most ``SAMPLE`` bytes together; a larger one is cut."""
-    found, left = [], SAMPLE
+def _sample(weights: Sequence[Tensor], most: int) -> list[Tensor]:
+    """Return weights of at most so many bytes together; a larger one is cut."""
+    found, left = [], most
     for weight in weights:
         row = weight.shape[1] * weight.element_size()
         piece = weight[: max(1, min(weight.shape[0], left // row))]

@@ -1,4 +1,4 @@
-"""The kernel of ``cpu_linear``: y = x W^T for 1 to 64 rows of x, compiled for this processor.
+"""The kernel of ``linear``: y = x W^T for 1 to 128 rows of x, compiled for this processor.
 
 A weight matrix is far larger than the caches, so a product with few rows takes the time of reading
 it once, if the arithmetic keeps up. A tile of R rows of W times S rows of x runs along their common
