@@ -13,7 +13,6 @@ import argparse
 import io
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
@@ -500,17 +499,8 @@ def speed() -> str:
 
 # The terminal
 
-WARMING = (
-    "Anna reads 15 pages a day. Her book has 180 pages. How many days does she need to finish it?",
-    "Tom has 12 marbles. He buys 3 bags with 8 marbles each and gives 5 marbles to his sister. "
-    "How many marbles does Tom have now?",
-    "Continue the story: Once upon a time there was an old miller who had a grey cat. "
-    "Every evening the cat sat by the door and waited.",
-    "Tell me the story of The Fox And The Lantern.",
-)
-PROMPT = "Go on with this story: The children ran down to the river. The boat was gone."
-TOKENS = 100
-SIZE = "ranked-15"  # a tree of fixed size: which tokens are drafted depends on no clock
+PROMPT = "Write a short email that moves our meeting from Monday to Tuesday."
+TOKENS = 110
 COLUMNS = 101
 
 
@@ -527,26 +517,18 @@ def statistics(stats: Stats) -> str:
 
 
 def answer() -> tuple[Text, Stats]:
-    """An answer of the bundled model, drafted tokens green, after some other prompts."""
+    """The first answer of SmolLM2-135M-Instruct, drafted tokens green."""
     from rich.text import Text
 
-    from token_recycling import BUNDLED_MODEL, TokenRecycling
+    from token_recycling import TokenRecycling
+    from token_recycling.checkpoint.fetch import fetch_model
 
-    def conversation(words: str) -> list[dict[str, str]]:
-        return [{"role": "user", "content": words}]
-
-    with tempfile.TemporaryDirectory() as folder:
-        # as on the command line: the matrix alone goes from call to call, by its file
-        matrix = Path(folder) / "warm.safetensors"
-        warm = TokenRecycling.from_pretrained(BUNDLED_MODEL, tree=SIZE)
-        for prompt in WARMING:
-            warm.generate(conversation(prompt), max_new_tokens=TOKENS)
-        warm.matrix.save(matrix)
-        recycler = TokenRecycling.from_pretrained(BUNDLED_MODEL, tree=SIZE, matrix=matrix)
-        written, stats = Text(), None
-        for chunk in recycler.stream(conversation(PROMPT), max_new_tokens=TOKENS):
-            written.append(chunk.text, "green" if chunk.from_draft else "")
-            stats = chunk.stats or stats
+    recycler = TokenRecycling.from_pretrained(str(fetch_model()), warm=False)
+    written, stats = Text(), None
+    prompt = [{"role": "user", "content": PROMPT}]
+    for chunk in recycler.stream(prompt, max_new_tokens=TOKENS):
+        written.append(chunk.text, "green" if chunk.from_draft else "")
+        stats = chunk.stats or stats
     assert stats is not None
     return written, stats
 
@@ -582,9 +564,9 @@ def terminal() -> str:
     )
     written, stats = answer()
     sign = ("$ ", "bold blue")
-    console.print(Text(f"# warm.safetensors: learnt from {len(WARMING)} other prompts", "white"))
-    command = f'token-recycling "{PROMPT}" \\\n    -n {TOKENS} --tree {SIZE}'
-    console.print(Text.assemble(sign, command, " --matrix warm.safetensors"))
+    console.print(Text.assemble(sign, "MODEL=$(token-recycling fetch-model)"))
+    command = f'token-recycling "{PROMPT}" \\\n    --model $MODEL -n {TOKENS}'
+    console.print(Text.assemble(sign, command))
     console.print(Text("accepted from the draft", "green"), "· written by the model")
     console.print(written)
     if stats.new_tokens == TOKENS:
