@@ -208,6 +208,31 @@ def test_code_for_arm():
     assert machine.emit_object(checked)
 
 
+@pytest.fixture(autouse=True)
+def faster(monkeypatch):
+    """Whatever the trial says of this machine at this moment."""
+    monkeypatch.setattr(attention, "_is_faster", lambda dtype, threads: True)
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_the_trial_decides(wins, calls, monkeypatch):
+    monkeypatch.undo()
+    now = [0.0]
+
+    def torchs(*args, **options):
+        now[0] += 2.0 if wins else 0.5
+
+    def ours(*args):
+        now[0] += 1.0
+
+    monkeypatch.setattr(attention, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", torchs)
+    monkeypatch.setattr(attention, "attend", ours)
+    attention._is_faster.cache_clear()
+    assert attention._is_faster(torch.float32, 2) == wins
+    attention._is_faster.cache_clear()
+
+
 @pytest.fixture
 def calls(monkeypatch):
     seen = []

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from token_recycling.model.cpu import attention_kernel
 from token_recycling.model.cpu.threads import openmp
 from token_recycling.model.cpu.vectors import FORMS, processor
+from token_recycling.modes import without_autocast
+
+TRIALS = 7  # times that kernel and PyTorch are measured
 
 
 @lru_cache
@@ -30,13 +36,38 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and key.stride(3) == value.stride(3) == 1
         and max(key.shape[3], value.shape[3]) <= attention_kernel.MOST_SIZE
         and query.numel() > 0
-        and _is_usable()
+        and _is_used(dtype)
     )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_usable() -> bool:
-    return processor().lanes > 0 and openmp() is not None
+def _is_used(dtype: torch.dtype) -> bool:
+    usable = processor().lanes > 0 and openmp() is not None
+    return usable and _is_faster(dtype, torch.get_num_threads())
+
+
+@lru_cache
+def _is_faster(dtype: torch.dtype, threads: int) -> bool:
+    """Return whether the kernel is faster than PyTorch; measured once, in some milliseconds.
+
+    PyTorch's has matrix instructions for bfloat16 on some processors.
+    """
+    with torch.inference_mode(), without_autocast(torch.device("cpu")):
+        query, key = (torch.linspace(-1, 1, n).to(dtype) for n in (24 * 64, 3 * 1024 * 64))
+        query, key = query.view(1, 3, 8, 64), key.view(1, 3, 1024, 64)
+        mask = query.new_zeros(1, 1, 8, 1024)
+        packed = pack_mask(mask, 1)
+        times: dict[Callable[[], Tensor], list[float]] = {
+            lambda: scaled_dot_product_attention(query, key, key, attn_mask=mask): [],
+            lambda: attend(query, key, key, packed, 0.125): [],
+        }
+        for _ in range(TRIALS):
+            for run, found in times.items():
+                before = perf_counter()
+                run()
+                found.append(perf_counter() - before)
+    torchs, ours = map(min, times.values())
+    return ours < torchs
 
 
 def pack_mask(mask: Tensor, group: int) -> Tensor:
