@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import pickle
 import threading
 import time
@@ -18,6 +19,7 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError, enable
 from token_recycling.graph.decoder import GraphDecoder, GraphError, has_adapters
+from token_recycling.model import attention
 
 [PROMPT] = random_prompts([12])
 IDS = torch.tensor([PROMPT])
@@ -236,13 +238,13 @@ class TestTwoRecyclersOfOneModel:
         recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
         outside = self.settings(model)
         seen = []
-        monkeypatch.setattr(
-            "token_recycling.model.attention.scaled_dot_product_attention",
-            lambda *a, **kw: (
-                seen.append(self.settings(model))
-                or functional.scaled_dot_product_attention(*a, **kw)
-            ),
-        )
+        for name in ("scaled_dot_product_attention", "cpu.attend"):  # whichever is used here
+            path = f"token_recycling.model.attention.{name}"
+            stock = operator.attrgetter(name)(attention)
+            monkeypatch.setattr(
+                path,
+                lambda *a, stock=stock, **kw: seen.append(self.settings(model)) or stock(*a, **kw),
+            )
         recycler.generate(PROMPT, max_new_tokens=10)
         assert seen
         assert all(inside == outside for inside in seen)
