@@ -128,7 +128,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
     out = mask.new_empty(batch, tokens, heads, value_size)
     number = ctypes.c_float(scale)
     k, v = key.element_size(), value.element_size()
-    fields = (ctypes.c_int64 * (len(attention_kernel.FIELDS) + batch * key_heads))(
+    fields = (ctypes.c_int64 * (attention_kernel.FIELDS + batch * key_heads))(
         queries.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),

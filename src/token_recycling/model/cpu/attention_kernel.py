@@ -45,33 +45,33 @@ MOST_VECTORS = 3
 # Numbers in a thread's buffers: scores of a block; its keys or values as float32.
 SCORES, FLOATS = KEYS * MOST_VECTORS * 16, KEYS * MOST_SIZE
 
-# Fields of the call that a thread is given, all int64; strides in bytes.
-FIELDS = (
-    "queries",  # float32 [batch, heads, size, width]
-    "keys",  # [batch, heads, slots, size]
-    "values",  # [batch, heads, slots, value_size]
-    "mask",  # float32 [batch, slots, width]
-    # float32 [batch, heads, blocks, 2 + value_size, width]: sum, maximum and weighted values
-    "parts",
-    "out",  # float32 [batch, tokens, heads, group, value_size]
-    "scale",  # float32 number
-    "batch",
-    "heads",
-    "slots",
-    "size",
-    "value_size",
-    "tokens",
-    "group",
-    "width",  # group * tokens, rounded up to whole vectors
-    "keys_of_batch",  # strides
-    "keys_of_head",
-    "keys_of_slot",
-    "values_of_batch",
-    "values_of_head",
-    "values_of_slot",
-    "mask_of_batch",
-    "taken",  # blocks taken by threads; behind it, how many of each head are finished
-)
+# Numbers that a thread is given, all int64; the first are addresses, those of strides are in bytes.
+(
+    QUERIES,  # float32 [batch, heads, size, width]
+    KEY,  # [batch, heads, slots, size]
+    VALUE,  # [batch, heads, slots, value size]
+    MASK,  # float32 [batch, slots, width]
+    PARTS,  # float32 [batch, heads, blocks, 2 + value size, width]: sum, maximum, weighted values
+    OUT,  # float32 [batch, tokens, heads, group, value size]
+    SCALE,  # float32
+    BATCH,
+    HEADS,
+    SLOTS,
+    SIZE,
+    VALUE_SIZE,
+    TOKENS,
+    GROUP,
+    WIDTH,  # group * tokens, rounded up to whole vectors
+    KEY_BATCH,  # strides
+    KEY_HEAD,
+    KEY_SLOT,
+    VALUE_BATCH,
+    VALUE_HEAD,
+    VALUE_SLOT,
+    MASK_BATCH,
+    TAKEN,  # blocks taken by threads; behind it, how many of each head are finished
+) = range(23)
+FIELDS = 23
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -377,11 +377,16 @@ def _float_rows(
 @numba.njit(error_model="numpy")
 def _combine(fields: Any, head: Any, blocks: Any) -> None:
     """Add up the blocks of a head, and write what its queries attend to."""
-    heads, tokens, group, width = get(fields, 8), get(fields, 12), get(fields, 13), get(fields, 14)
-    value_size = get(fields, 11)
+    heads, tokens, group, width = (
+        get(fields, HEADS),
+        get(fields, TOKENS),
+        get(fields, GROUP),
+        get(fields, WIDTH),
+    )
+    value_size = get(fields, VALUE_SIZE)
     row, lane_bytes = 4 * width, 4 * _lanes()
     part = (value_size + 2) * row
-    parts = get(fields, 4) + head * blocks * part
+    parts = get(fields, PARTS) + head * blocks * part
     unused = _buffer(16)
     for column in range(0, row, lane_bytes):
         sums, weights = parts + column, parts + row + column
@@ -391,7 +396,7 @@ def _combine(fields: Any, head: Any, blocks: Any) -> None:
             _weighted(weights, values, part, part, blocks, values)
     b, h = head // heads, head % heads
     for t in range(tokens):
-        line = get(fields, 5) + 4 * ((b * tokens + t) * heads + h) * group * value_size
+        line = get(fields, OUT) + 4 * ((b * tokens + t) * heads + h) * group * value_size
         for g in range(group):
             of_row = parts + 4 * (g * tokens + t)
             for d in range(value_size):
@@ -403,28 +408,28 @@ def _combine(fields: Any, head: Any, blocks: Any) -> None:
 def _work(fields: Any, form: Any) -> None:
     """Take blocks of keys until none is left."""
     numba.literally(form)
-    heads, slots, width = get(fields, 8), get(fields, 9), get(fields, 14)
-    size, value_size = get(fields, 10), get(fields, 11)
-    scale = _read(get(fields, 6))
+    heads, slots, width = get(fields, HEADS), get(fields, SLOTS), get(fields, WIDTH)
+    size, value_size = get(fields, SIZE), get(fields, VALUE_SIZE)
+    scale = _read(get(fields, SCALE))
     blocks = (slots + KEYS - 1) // KEYS
     row, lane_bytes = 4 * width, 4 * _lanes()
     part = (value_size + 2) * row
     scores, score_row = _buffer(SCORES), MOST_VECTORS * lane_bytes
     key_floats, value_floats = _buffer(FLOATS), _buffer(FLOATS)
     while True:
-        item = take(fields, 22)
+        item = take(fields, TAKEN)
         head, block = item // blocks, item % blocks
-        if head >= get(fields, 7) * heads:
+        if head >= get(fields, BATCH) * heads:
             return
         b, h = head // heads, head % heads
         begin = block * KEYS
         count = min(KEYS, slots - begin)
-        queries = get(fields, 0) + head * size * row
-        mask = get(fields, 3) + b * get(fields, 21) + begin * row
-        own = get(fields, 4) + (head * blocks + block) * part
-        keys = get(fields, 1) + b * get(fields, 15) + h * get(fields, 16)
-        values = get(fields, 2) + b * get(fields, 18) + h * get(fields, 19)
-        key_row, value_row = get(fields, 17), get(fields, 20)
+        queries = get(fields, QUERIES) + head * size * row
+        mask = get(fields, MASK) + b * get(fields, MASK_BATCH) + begin * row
+        own = get(fields, PARTS) + (head * blocks + block) * part
+        keys = get(fields, KEY) + b * get(fields, KEY_BATCH) + h * get(fields, KEY_HEAD)
+        values = get(fields, VALUE) + b * get(fields, VALUE_BATCH) + h * get(fields, VALUE_HEAD)
+        key_row, value_row = get(fields, KEY_SLOT), get(fields, VALUE_SLOT)
         keys, key_row = _float_rows(form, keys + begin * key_row, key_row, count, size, key_floats)
         values, value_row = _float_rows(
             form, values + begin * value_row, value_row, count, value_size, value_floats
@@ -437,12 +442,12 @@ def _work(fields: Any, form: Any) -> None:
                 _softmax(1, to, score_row, mask + at, row, count, scale, own + row + at, own + at)
             to = own + 2 * row + column
             _product(v, value_size, values, 4, value_row, count, scores, score_row, to, row)
-        if take(fields, 23 + head) == blocks - 1:
+        if take(fields, FIELDS + head) == blocks - 1:
             _combine(fields, head, blocks)
 
 
 def compile_kernel(form: int) -> Any:
-    """Return ``void (int64 *fields)`` for a dtype of keys and values (see ``FIELDS``).
+    """Return ``void (int64 *fields)`` for a dtype of keys and values (see ``QUERIES`` and so on).
 
     Machine code is kept (see ``kept``).
     """

@@ -47,7 +47,7 @@ def _reads(dtype: torch.dtype) -> torch.dtype:
     return dtype if processor().dots(FORMS[dtype]) else torch.float32
 
 
-Fields = ctypes.c_int64 * len(linear_kernel.FIELDS)
+Fields = ctypes.c_int64 * linear_kernel.FIELDS
 
 
 def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -45,8 +45,9 @@ from token_recycling.model.cpu.vectors import (
 TILES = {16: (8, 8, 6, 4, 4, 4, 3, 3), 8: (6, 4, 4, 3), 4: (8, 8, 6, 4, 4)}
 STRIP = 24  # rows of W that one thread takes at a time; a multiple of every R above
 
-# Fields of the call that a thread is given, all int64.
-FIELDS = ("x", "w", "y", "bias", "rows", "outputs", "inputs", "x_stride", "w_stride", "taken")
+# Numbers that a thread is given, all int64; the first are addresses, strides are in bytes.
+X, W, Y, BIAS, ROWS, OUTPUTS, INPUTS, X_STRIDE, W_STRIDE, TAKEN = range(10)
+FIELDS = 10
 
 
 class _Tile(Emitter):
@@ -317,13 +318,13 @@ def _most_rows(typing: Any) -> Any:
 def _work(fields: Any, form: Any) -> None:
     """Take strips of W until none is left."""
     numba.literally(form)
-    x, w, y, bias = get(fields, 0), get(fields, 1), get(fields, 2), get(fields, 3)
-    rows, outputs, inputs = get(fields, 4), get(fields, 5), get(fields, 6)
-    x_stride, w_stride = get(fields, 7), get(fields, 8)
+    x, w, y, bias = get(fields, X), get(fields, W), get(fields, Y), get(fields, BIAS)
+    rows, outputs, inputs = get(fields, ROWS), get(fields, OUTPUTS), get(fields, INPUTS)
+    x_stride, w_stride = get(fields, X_STRIDE), get(fields, W_STRIDE)
     size = BYTES[form]
     passes = (rows + _most_rows() - 1) // _most_rows()
     while True:
-        begin = STRIP * take(fields, 9)
+        begin = STRIP * take(fields, TAKEN)
         if begin >= outputs:
             return
         count = min(STRIP, outputs - begin)
@@ -347,7 +348,7 @@ def _work(fields: Any, form: Any) -> None:
 
 
 def compile_kernel(form: int) -> Any:
-    """Return ``void (int64 *fields)`` for a dtype of weights (see ``FIELDS``).
+    """Return ``void (int64 *fields)`` for a dtype of weights (see ``X`` and so on).
 
     Machine code is kept (see ``kept``).
     """
