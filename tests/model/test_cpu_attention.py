@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from math import inf
 
 import pytest
 import torch
@@ -211,26 +212,48 @@ def test_code_for_arm():
 @pytest.fixture(autouse=True)
 def faster(monkeypatch):
     """Whatever the trial says of this machine at this moment."""
-    monkeypatch.setattr(attention, "_is_faster", lambda dtype, threads: True)
+    monkeypatch.setattr(attention, "_trial", lambda dtype, threads: 1)
 
 
-@pytest.mark.parametrize("wins", [True, False])
-def test_the_trial_decides(wins, calls, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "ratios", "fewest"),
+    [
+        (torch.float32, (1.1, 1.0, 0.9, 0.5), attention.TRIAL_ROWS[2]),
+        (torch.float32, (0.9, 1.1, 1.1, 1.1), attention.TRIAL_ROWS[0]),
+        (torch.float32, (1.1, 1.1, 1.1, 1.1), inf),
+        (torch.bfloat16, (1.1, 1.1, 1.1, 0.5), 1),
+        (torch.bfloat16, (0.5, 0.5, 0.5, 1.1), inf),
+    ],
+)
+def test_the_trial_decides(dtype, ratios, fewest, monkeypatch):
     monkeypatch.undo()
+    rows = attention.TRIAL_ROWS
+    monkeypatch.setattr(attention, "_ratio", lambda dtype, n: ratios[rows.index(n)])
+    assert attention._trial.__wrapped__(dtype, 2) == fewest
+
+
+def test_the_trial_measures_both(monkeypatch):
     now = [0.0]
 
-    def torchs(*args, **options):
-        now[0] += 2.0 if wins else 0.5
+    def way(seconds):
+        def run(*args, **options):
+            now[0] += seconds
 
-    def ours(*args):
-        now[0] += 1.0
+        return run
 
     monkeypatch.setattr(attention, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", torchs)
-    monkeypatch.setattr(attention, "attend", ours)
-    attention._is_faster.cache_clear()
-    assert attention._is_faster(torch.float32, 2) == wins
-    attention._is_faster.cache_clear()
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", way(2.0))
+    monkeypatch.setattr(attention, "attend", way(1.0))
+    assert attention._ratio(torch.float32, 4) == 0.5
+
+
+def test_few_rows_are_left_to_pytorch(monkeypatch):
+    """A row is a query of one head of a group."""
+    monkeypatch.setattr(attention, "_trial", lambda dtype, threads: 12)
+    query, key, value, _, _ = case(1, 2, 3, 4, 20, 8, 8, torch.float32)
+    assert attention.fits(query, key, value)
+    assert not attention.fits(query[:, :, :3], key, value)
+    assert not attention.fits(query, key.double(), value)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,9 @@ from token_recycling.model.cpu.threads import openmp
 from token_recycling.model.cpu.vectors import FORMS, processor
 from token_recycling.modes import without_autocast
 
-TRIALS = 7  # times that kernel and PyTorch are measured
+# The trial of kernel and PyTorch: numbers of rows, how often each is measured, and the ratio of
+# their times below which the kernel is used.
+TRIAL_ROWS, ROUNDS, CLEAR = (4, 8, 12, 16), 9, 0.97
 
 
 @lru_cache
@@ -27,8 +30,8 @@ def _kernel(dtype: torch.dtype) -> Any:
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether ``attend`` takes these."""
-    dtype = query.dtype
+    """Return whether ``attend`` takes these, and is faster than PyTorch."""
+    dtype, rows = query.dtype, query.shape[1] // key.shape[1] * query.shape[2]
     return (
         query.is_cpu
         and dtype in FORMS
@@ -36,38 +39,48 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and key.stride(3) == value.stride(3) == 1
         and max(key.shape[3], value.shape[3]) <= attention_kernel.MOST_SIZE
         and query.numel() > 0
-        and _is_used(dtype)
+        and rows >= _fewest_rows(dtype)
     )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_used(dtype: torch.dtype) -> bool:
+def _fewest_rows(dtype: torch.dtype) -> float:
+    """Return the fewest queries that attend with one head of keys for which the kernel is used."""
     usable = processor().lanes > 0 and openmp() is not None
-    return usable and _is_faster(dtype, torch.get_num_threads())
+    return _trial(dtype, torch.get_num_threads()) if usable else inf
 
 
 @lru_cache
-def _is_faster(dtype: torch.dtype, threads: int) -> bool:
-    """Return whether the kernel is faster than PyTorch; measured once, in some milliseconds.
+def _trial(dtype: torch.dtype, threads: int) -> float:
+    """Measure it once, in some milliseconds.
 
-    PyTorch's has matrix instructions for bfloat16 on some processors.
+    PyTorch is faster for a row or two, and where it has matrix instructions for bfloat16. In half
+    precision the kernel takes all numbers of rows or none: a token alone then has the same bits as
+    in a tree, which its rounding could show.
     """
+    tried = TRIAL_ROWS if dtype == torch.float32 else TRIAL_ROWS[-1:]
+    found = next((rows for rows in tried if _ratio(dtype, rows) < CLEAR), inf)
+    return found if dtype == torch.float32 or found == inf else 1
+
+
+def _ratio(dtype: torch.dtype, rows: int) -> float:
+    """Return the kernel's time relative to PyTorch's for so many queries and 1,000 keys."""
     with torch.inference_mode(), without_autocast(torch.device("cpu")):
-        query, key = (torch.linspace(-1, 1, n).to(dtype) for n in (24 * 64, 3 * 1024 * 64))
-        query, key = query.view(1, 3, 8, 64), key.view(1, 3, 1024, 64)
-        mask = query.new_zeros(1, 1, 8, 1024)
+        query = torch.linspace(-1, 1, 4 * rows * 64).to(dtype).view(1, 4, rows, 64)
+        key = torch.linspace(-1, 1, 4 * 1000 * 64).to(dtype).view(1, 4, 1000, 64)
+        mask = query.new_zeros(1, 1, rows, 1000)
         packed = pack_mask(mask, 1)
-        times: dict[Callable[[], Tensor], list[float]] = {
+        ways: dict[Callable[[], Tensor], list[float]] = {
             lambda: scaled_dot_product_attention(query, key, key, attn_mask=mask): [],
             lambda: attend(query, key, key, packed, 0.125): [],
         }
-        for _ in range(TRIALS):
-            for run, found in times.items():
+        for _ in range(ROUNDS):
+            for run, times in ways.items():
                 before = perf_counter()
                 run()
-                found.append(perf_counter() - before)
-    torchs, ours = map(min, times.values())
-    return ours < torchs
+                times.append(perf_counter() - before)
+    torchs, ours = map(min, ways.values())
+    return ours / torchs
 
 
 def pack_mask(mask: Tensor, group: int) -> Tensor:
