@@ -19,7 +19,7 @@ from token_recycling.tree import DraftTree
 
 # A draft of twice the size is worth so many tokens more than its own: every node that is verified,
 # rejected ones too, teaches the drafter.
-TEACHES = 0.05
+TEACHES = 0.1
 # Steps after which the weight of an old one is 1/e, for tokens and for costs.
 MEMORY, COST_MEMORY = 100.0, 200.0
 KEPT = 4.0  # tokens that count as promised and emitted before the first step
@@ -72,9 +72,17 @@ class StepCosts:
         self._sums = (1 - 1 / COST_MEMORY) * self._sums + np.array([1.0, x, y, x * x, x * y])
 
     def of(self, tokens: Any, context: float) -> Any:
-        """Return the cost of steps of these numbers of tokens, up to a common factor."""
-        costs = [self.curve.at(n, context) for n in tokens]
-        return np.array(costs) * np.exp(self.slope * np.log2(tokens))
+        """Return the cost of steps of these numbers of tokens, up to a common factor.
+
+        Args:
+            tokens: ascending array.
+            context: tokens in the cache.
+        """
+        # The curve is linear between its sizes and beyond the last one.
+        last = max(self.curve.sizes[-1], int(tokens[-1])) + 1
+        points = [*self.curve.sizes, last]
+        costs = np.interp(tokens, points, [self.curve.at(n, context) for n in points])
+        return costs * np.exp(self.slope * np.log2(tokens))
 
 
 class AutoSize(DraftSize):
@@ -104,7 +112,8 @@ class AutoSize(DraftSize):
         self._step_costs = StepCosts(costs)
         self._acceptance = np.array(acceptance)
         self.most = len(acceptance) + 1
-        self._teaches = TEACHES * np.log2(np.arange(1, self.most + 1))
+        self._nodes = np.arange(1, self.most + 1)
+        self._certain = 1 + TEACHES * np.log2(self._nodes)  # tokens of a draft without its scores
         self._mean = self._acceptance.copy()  # decayed mean of the scores of each node
         self._came = self._said = KEPT  # decayed sums: drafted tokens that came, and were promised
         self._batch, self._context = 1, 0.0
@@ -115,8 +124,7 @@ class AutoSize(DraftSize):
         self._refresh()
 
     def _refresh(self) -> None:
-        tokens = self._batch * np.arange(1, self.most + 1)
-        self._prices = self._step_costs.of(tokens, self._context)
+        self._prices = self._step_costs.of(self._batch * self._nodes, self._context)
 
     @property
     def pays(self) -> bool:  # type: ignore[override]
@@ -126,11 +134,11 @@ class AutoSize(DraftSize):
     @property
     def size(self) -> int:
         """The best size of an average draft, including the root; 1 while drafts pause."""
-        return 1 if self._plain_left else self._best(self._mean)
+        return 1 if self._plain_left else self._best(self._mean.cumsum())
 
     def speeds(self) -> tuple[Any, Any]:
         """Return, per size from 1 on, the expected MAT and the expected tokens per unit of cost."""
-        mats = 1 + self._expected(self._mean)
+        mats = 1 + self._came / self._said * np.concatenate([[0.0], self._mean.cumsum()])
         return mats, mats / self._prices
 
     def for_graph(self) -> DraftSize:
@@ -157,43 +165,46 @@ class AutoSize(DraftSize):
         """Return the nodes to grow in the next step."""
         return 1 if self._plain_left else min(self.most, int(self._reach))
 
-    def _expected(self, scores: Any) -> Any:
-        """Return the drafted tokens that the first 0, 1, … nodes below the root let expect."""
-        return self._came / self._said * np.concatenate([[0.0], np.cumsum(scores)])
+    def _best(self, promised: Any, least: int = 1) -> int:
+        """Return the size, from ``least`` on, with the most expected tokens per second.
 
-    def _best(self, scores: Any, least: int = 1) -> int:
-        """Return the size, from ``least`` on, with the most expected tokens per second."""
-        n = len(scores) + 1
-        values = (1 + self._expected(scores) + self._teaches[:n]) / self._prices[:n]
-        return min(least, n) + int(values[least - 1 :].argmax()) if n >= least else n
+        Args:
+            promised: sums of the scores of the first 1, 2, … nodes below the root, at least one.
+            least: 1, or 2 to leave plain decoding out.
+        """
+        n = len(promised) + 1
+        tokens = self._certain[1:n] + self._came / self._said * promised
+        speeds = tokens / self._prices[1:n]
+        best = int(speeds.argmax())
+        plain = self._certain[0] / self._prices[0]
+        return best + 2 if least > 1 or speeds[best] > plain else 1
 
     def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
         """Return the best size of this draft."""
         if draft.nodes == 1:
             self._promised = 0.0
             return 1
-        scores = self._scores(draft, [one.active for one in sequences])[: self.most - 1]
-        n = self._best(scores, least=2 if self._probe_left else 1)
+        scores = self._scores(draft, sequences)[: self.most - 1]
+        promised = scores.cumsum()
+        n = self._best(promised, least=2 if self._probe_left else 1)
         if self._steps % EXPLORE == EXPLORE - 1 and self._step_costs.spread < ENOUGH:
             n = (n + 1) // 2
-        self._promised = float(scores[: n - 1].sum())
+        self._promised = float(promised[n - 2]) if n > 1 else 0.0
         self._reach = max(float(FEWEST), AHEAD * n, self._reach * (1 - 1 / REFRESH))
-        known, all_known = scores.sum(), self._acceptance[: len(scores)].sum()
-        beyond = self._acceptance[len(scores) :] * (known / all_known)
-        self._mean += (np.concatenate([scores, beyond]) - self._mean) / MEMORY
+        self._mean[: len(scores)] += (scores - self._mean[: len(scores)]) / MEMORY
         self._idle = 0 if n > 1 else self._idle + 1
         if n > 1 and not self._probe_left:
             self._cooldown = COOLDOWN
         return n
 
-    def _scores(self, draft: DraftTree, active: list[bool]) -> Any:
+    def _scores(self, draft: DraftTree, sequences: list[Sequence]) -> Any:
         """Return the mean score of each node below the root over the active rows: [n - 1]."""
         # NumPy selects and multiplies a few numbers in a tenth of PyTorch's time.
-        rows = np.array(active)
         scores = self._acceptance[: draft.nodes - 1]
         if draft.scores is not None:
-            scores = draft.scores.numpy()[rows, 1:]
-        return (scores * draft.valid.numpy()[rows, 1:]).mean(axis=0)
+            scores = draft.scores.numpy()[:, 1:]
+        found = scores * draft.valid.numpy()[:, 1:]
+        return found[0] if len(found) == 1 else found[[one.active for one in sequences]].mean(0)
 
     def record(self, step: Step, sequences: list[Sequence]) -> None:
         """Update costs and the ratio of tokens from a step; begin and end pauses."""
