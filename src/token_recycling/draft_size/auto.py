@@ -17,11 +17,12 @@ from token_recycling.metrics import Step
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
 
-# A draft of twice the size is worth so many tokens more than its own: every node that is verified,
-# rejected ones too, teaches the drafter.
+# A draft of twice the size is worth more than its own tokens, by this part of what drafts bring at
+# present: every node that is verified, rejected ones too, teaches the drafter.
 TEACHES = 0.1
 # Steps after which the weight of an old one is 1/e, for tokens and for costs.
 MEMORY, COST_MEMORY = 100.0, 200.0
+GAIN = 0.5  # drafted tokens that come in a step, before the first
 KEPT = 4.0  # tokens that count as promised and emitted before the first step
 # A draft is grown to at least so many nodes, and to so many times the largest of the last ones.
 FEWEST, AHEAD = 8, 2.0
@@ -113,9 +114,12 @@ class AutoSize(DraftSize):
         self._acceptance = np.array(acceptance)
         self.most = len(acceptance) + 1
         self._nodes = np.arange(1, self.most + 1)
-        self._certain = 1 + TEACHES * np.log2(self._nodes)  # tokens of a draft without its scores
+        self._doublings = np.log2(self._nodes)
         self._mean = self._acceptance.copy()  # decayed mean of the scores of each node
         self._came = self._said = KEPT  # decayed sums: drafted tokens that came, and were promised
+        self._gain = (
+            GAIN  # decayed mean of the drafted tokens that come in a step, of plain ones too
+        )
         self._batch, self._context = 1, 0.0
         self._reach = float(FEWEST)  # nodes to grow
         self._promised = 0.0  # tokens that the nodes of this step promise
@@ -147,12 +151,12 @@ class AutoSize(DraftSize):
 
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt from texts."""
-        sums = [*self._mean, self._came, self._said]
+        sums = [*self._mean, self._came, self._said, self._gain]
         return {"tokens": torch.tensor(sums, dtype=torch.float64, device="cpu")}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from a ``state``."""
-        *mean, self._came, self._said = state["tokens"].tolist()
+        *mean, self._came, self._said, self._gain = state["tokens"].tolist()
         self._mean = np.array(mean)
 
     def begin(self, sequences: list[Sequence]) -> None:
@@ -173,11 +177,10 @@ class AutoSize(DraftSize):
             least: 1, or 2 to leave plain decoding out.
         """
         n = len(promised) + 1
-        tokens = self._certain[1:n] + self._came / self._said * promised
-        speeds = tokens / self._prices[1:n]
+        teaches = TEACHES * self._gain * self._doublings[1:n]
+        speeds = (1 + self._came / self._said * promised + teaches) / self._prices[1:n]
         best = int(speeds.argmax())
-        plain = self._certain[0] / self._prices[0]
-        return best + 2 if least > 1 or speeds[best] > plain else 1
+        return best + 2 if least > 1 or speeds[best] > 1 / self._prices[0] else 1
 
     def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
         """Return the best size of this draft."""
@@ -212,6 +215,7 @@ class AutoSize(DraftSize):
         mean = sum(counts) / max(sum(map(bool, counts)), 1)
         self._step_costs.record(len(counts) * step.nodes, self._context, sum(step.seconds))
         self._context += mean
+        self._gain += (mean - 1 - self._gain) / MEMORY
         if self._promised:
             kept = 1 - 1 / MEMORY
             self._said = kept * self._said + self._promised
