@@ -43,11 +43,11 @@ python lab/questions.py --data "$DATA" --out "$QUESTIONS"
 
 FIXED=adaptive@ranked-8,adaptive@ranked-16
 ALL=generate,generate-pld,paper,auto,$FIXED
-real real --decoders "$ALL"                                          # 118 questions, greedy
-real real-cold --cold --per-kind 2 --decoders "generate,paper,auto,$FIXED"
-real real-sampled --per-kind 1 --decoders "$ALL" --sweep temperature=0.3,0.8,1.0
+real real --per-kind 3 --decoders "$ALL"                             # 45 questions, greedy
+real real-cold --cold --per-kind 1 --decoders "generate,paper,auto,$FIXED"
+real real-sampled --per-kind 1 --temp 0.8 --decoders generate,generate-pld,auto,adaptive@ranked-8
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere
-    real real-bfloat16 --dtype bfloat16 --per-kind 2 --decoders "$ALL"
+    real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders "$ALL"
 fi
 
 # The model in the package, which repeats itself; a graph is compiled in the first minutes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import log, log2
+from math import exp, log, log2
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from token_recycling.tree import DraftTree
 
 # A draft of twice the size is worth more than its own tokens, by this part of what drafts bring at
 # present: every node that is verified, rejected ones too, teaches the drafter.
-TEACHES = 0.1
+TEACHES = 0.15
 # Steps after which the weight of an old one is 1/e, for tokens and for costs.
 MEMORY, COST_MEMORY = 100.0, 200.0
 GAIN = 0.5  # drafted tokens that come in a step, before the first
@@ -30,8 +30,9 @@ REFRESH = 16  # steps for which costs are taken as constant
 # Of a step's seconds: the most by which their logarithm differs from the expected one, so that a
 # step that was interrupted counts little.
 OUTLIER = 0.5
-# Sums of squared differences between the log2 of sizes: the weight of the curve's own slope, and
-# what is enough to know the slope. While it is less, one step of so many takes half its best size.
+# Sums of squared differences between the log2 of sizes: the weight of the curve's own slope (and of
+# the line itself, in steps), and what is enough to know the slope. While it is less, one step of so
+# many takes half its best size.
 TRUST, ENOUGH, EXPLORE = 4.0, 8.0, 16
 # After so many drafts in a row of which none is worth verifying, drafts pause for ``COOLDOWN``
 # steps, twice as many every time, and then so many are verified whatever they promise.
@@ -39,17 +40,20 @@ PATIENCE, PROBE, COOLDOWN, LONGEST_COOLDOWN = 16, 8, 32, 512
 
 
 class StepCosts:
-    """Costs of steps: a curve, and the slope by which measured steps deviate from it.
+    """Costs of steps: a curve, corrected by the measured seconds of steps.
 
     The logarithm of seconds over the curve's cost is fitted by a line in the logarithm of the
     tokens verified. Its height does not matter: a machine that is slower in all steps prefers the
-    same sizes.
+    same sizes. What is left is the mean of each number of tokens: kernels work in blocks, so that
+    9 tokens can cost less than 8.
     """
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
         # Decayed sums of 1, x, y, x^2 and x y, for x = log2(tokens) and y = log(seconds / curve).
         self._sums = np.zeros(5)
+        # By tokens: decayed sums of 1, and of what the line leaves of y.
+        self._left: dict[int, tuple[float, float]] = {}
 
     @property
     def spread(self) -> float:
@@ -69,7 +73,11 @@ class StepCosts:
         weight, sum_x, sum_y = (float(one) for one in self._sums[:3])
         if weight:
             usual = sum_y / weight + self.slope * (x - sum_x / weight)
-            y = min(max(y, usual - OUTLIER), usual + OUTLIER)
+            left = min(max(y - usual, -OUTLIER), OUTLIER)
+            y = usual + left
+            seen, total = self._left.get(tokens, (0.0, 0.0))
+            kept = 1 - 1 / MEMORY
+            self._left[tokens] = kept * seen + 1, kept * total + left
         self._sums = (1 - 1 / COST_MEMORY) * self._sums + np.array([1.0, x, y, x * x, x * y])
 
     def of(self, tokens: Any, context: float) -> Any:
@@ -83,7 +91,10 @@ class StepCosts:
         last = max(self.curve.sizes[-1], int(tokens[-1])) + 1
         points = [*self.curve.sizes, last]
         costs = np.interp(tokens, points, [self.curve.at(n, context) for n in points])
-        return costs * np.exp(self.slope * np.log2(tokens))
+        costs *= np.exp(self.slope * np.log2(tokens))
+        for n, (seen, total) in self._left.items():
+            costs[tokens == n] *= exp(total / (seen + TRUST))
+        return costs
 
 
 class AutoSize(DraftSize):
