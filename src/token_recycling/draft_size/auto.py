@@ -128,9 +128,7 @@ class AutoSize(DraftSize):
         self._doublings = np.log2(self._nodes)
         self._mean = self._acceptance.copy()  # decayed mean of the scores of each node
         self._came = self._said = KEPT  # decayed sums: drafted tokens that came, and were promised
-        self._gain = (
-            GAIN  # decayed mean of the drafted tokens that come in a step, of plain ones too
-        )
+        self._gain = GAIN  # decayed mean of the drafted tokens that come in a step
         self._batch, self._context = 1, 0.0
         self._reach = float(FEWEST)  # nodes to grow
         self._promised = 0.0  # tokens that the nodes of this step promise
