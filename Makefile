@@ -29,7 +29,7 @@ demo: .venv/ready ## Fetch a real model; decode eight prompts plainly and recycl
 # A part of `make test` that finishes in well under 40 seconds on two cores.
 QUICK_TESTS = layout/test_imports core/test_decode core/test_sequence core/test_tree core/test_matrix \
 	core/test_text core/test_files core/test_recycler drafters/test_ngram drafters/test_rows \
-	drafters/test_legacy_drafters draft_size/test_costs model/test_target \
+	draft_size/test_costs model/test_target \
 	hf_generate/test_requests integrations/test_engine_requests bench/test_suites bench/test_report
 
 quick: .venv/ready ## Run the fastest tests: what to run at every save (under 40 seconds).

@@ -264,10 +264,6 @@ def test_drafts_shrink_with_the_batch():
         ({"trees": "paper"}, "no option 'trees'"),
         ({"max_step_tokens": "many"}, "max_step_tokens is 'many'; it must be a whole number"),
         ({"max_step_tokens": 0}, "max_step_tokens is 0; it must be 1 or more"),
-        (
-            {"budget": "many"},
-            "max_step_tokens is 'many'; it must be a whole number",
-        ),  # its old name
         ({"context": 10}, "it must be 256 or more"),
     ],
 )
@@ -326,18 +322,6 @@ def test_options_come_from_the_environment(monkeypatch, caplog):
     options = ServingOptions.from_environment()
     assert (options.drafter, options.max_step_tokens, options.tree) == ("paper", 99, None)
     assert not caplog.text
-
-
-def test_the_old_name_of_an_option_is_read_with_a_warning(monkeypatch, caplog):
-    said = "the option budget is now max_step_tokens"
-    assert ServingOptions.parse({"budget": "64"}).max_step_tokens == 64
-    assert caplog.text.count(said) == 1
-    monkeypatch.setenv("TOKEN_RECYCLING_BUDGET", "99")
-    assert ServingOptions.from_environment().max_step_tokens == 99
-    assert caplog.text.count(said) == 2
-    # Where both are given, the new name wins.
-    monkeypatch.setenv("TOKEN_RECYCLING_MAX_STEP_TOKENS", "98")
-    assert ServingOptions.from_environment().max_step_tokens == 98
 
 
 def grown(batch, seed=0):

@@ -13,7 +13,6 @@ from typing import Any
 
 from token_recycling.drafters.adaptive import AdaptiveDrafter
 from token_recycling.drafters.base import AnyDrafter, Drafter, Rows
-from token_recycling.drafters.legacy import adapted
 from token_recycling.drafters.none import NoDrafter
 from token_recycling.drafters.paper import PaperDrafter
 from token_recycling.drafters.prompt_lookup import PromptLookupDrafter
@@ -83,5 +82,5 @@ def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> 
         except Exception as error:  # whatever the other package raises while it is imported
             line = f"{type(error).__name__}: {one_line(error, 200)}"
             raise TokenRecyclingError(f"cannot load the drafter {name!r}: {line}") from error
-        return adapted(factory(matrix, template))
+        return factory(matrix, template)
     raise TokenRecyclingError(f"unknown drafter {name!r}; choose from {', '.join(names())}")

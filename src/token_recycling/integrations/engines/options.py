@@ -22,7 +22,6 @@ from token_recycling.warm.store import find_by_files
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
 MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-RENAMED = {"budget": "max_step_tokens"}
 logger = logging.getLogger(__name__)
 
 
@@ -65,10 +64,6 @@ class ServingOptions:
         known = {one.name: one for one in fields(cls)}
         drafter = given.get("drafter", cls.drafter)
         values = {"candidates": defaults.candidates_for(drafter), **given}
-        for old, new in RENAMED.items():
-            if old in values:
-                logger.warning("Token Recycling: the option %s is now %s", old, new)
-                values.setdefault(new, values.pop(old))
         for name in values:
             if name not in known:
                 raise TokenRecyclingError(
@@ -102,8 +97,7 @@ class ServingOptions:
         Raises:
             TokenRecyclingError: a value is invalid.
         """
-        names = [*(one.name for one in fields(cls)), *RENAMED]
-        found = {name: os.environ.get(prefix + name.upper()) for name in names}
+        found = {one.name: os.environ.get(prefix + one.name.upper()) for one in fields(cls)}
         return cls.parse({name: value for name, value in found.items() if value})
 
     def make(
