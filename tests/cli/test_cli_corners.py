@@ -133,7 +133,7 @@ class TestMistyped:
             ("Chat", "did you mean chat?"),
             ("generat", "did you mean generate?"),
             ("becnh", "did you mean bench?"),
-            ("install", "the commands are bench, bench-serving, chat"),
+            ("install", "the commands are bench, chat"),
             ("prompt.txt", "no such command: prompt.txt"),
             ("some/file", "no such command: some/file"),
         ],

@@ -88,7 +88,7 @@ def test_links_between_documents():
 
 
 def test_the_results_are_those_of_the_summaries():
-    """docs/results.md is what the tool writes from bench/results."""
+    """docs/results.md is what the tool writes from lab/results."""
     sys.path.insert(0, str(ROOT / "tools"))
     from write_results import render
 
@@ -99,6 +99,6 @@ def test_every_figure_has_its_command():
     """Each section with measured figures names the command that produced them."""
     for section in re.split(r"^## ", README, flags=re.MULTILINE):
         if re.search(r"tokens/s|MAT \d|\d\.\d+[x×]", section):
-            assert re.search(r"`make \w+|make demo|tools/\w+\.py|token-recycling \w+", section), (
+            assert re.search(r"`make \w+|make demo|lab/\w+\.py|token-recycling \w+", section), (
                 section[:80]
             )

@@ -22,7 +22,7 @@ from token_recycling import TokenRecycling
 from token_recycling.accept import accept_choices
 from token_recycling.bench.compare import plain_generate
 from token_recycling.bench.prompts import DEMO
-from token_recycling.bench.widen import SHAPES
+from widen import SHAPES
 from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter
 from token_recycling.drafters.kernels.choice import has_device_kernels
 from token_recycling.graph import decoder
