@@ -31,6 +31,7 @@ from token_recycling.graph.step import GraphStep
 from token_recycling.machine import synchronize
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.modes import ordinary_tensors
+from token_recycling.ranking import best_candidates
 from token_recycling.sequence import Sequence
 from token_recycling.text import as_conversation, encode
 from token_recycling.tree import DraftTree, chains
@@ -439,7 +440,7 @@ class Bench:
             draft = drafter.propose(rows, roots, nodes).padded(nodes)
             moved = draft.to(self.device)
             accepted = accept_choices(draft, draft.tokens)  # on the host: one token is emitted
-            drafter.observe(rows, draft, logits, accepted)
+            drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
             return moved
 
         return run

@@ -18,6 +18,7 @@ from token_recycling.graph.decoder import GraphDecoder
 from token_recycling.metrics import Step
 from token_recycling.model.target import OnProgress, Target
 from token_recycling.modes import without_autocast
+from token_recycling.ranking import best_candidates
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree, root_only
 
@@ -70,7 +71,8 @@ def read_prompts(
 
     def learn_prompt(tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
         with without_autocast(target.device):
-            drafter.learn_prompt(tokens, logits, mask)
+            ranked = best_candidates(logits[..., : target.vocab_size], drafter.k)
+            drafter.learn_prompt(tokens, ranked, mask)
 
     prompts = [list(sequence.tokens) for sequence in sequences]
     logits = target.prefill(
@@ -179,7 +181,8 @@ class Decoding:
         if self.hooks.on_draft is not None:
             self.hooks.on_draft(self.rows, draft, accepted)
         with without_autocast(target.device):
-            drafter.observe(self.rows, draft, logits, accepted)
+            candidates = best_candidates(logits[..., : target.vocab_size], drafter.k)
+            drafter.observe(self.rows, draft, candidates, accepted)
         timestamps.append(perf_counter())
         target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
         timestamps.append(perf_counter())

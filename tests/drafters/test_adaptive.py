@@ -20,6 +20,7 @@ from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.drafters.kernels import host
 from token_recycling.explain import drafted_nodes, lines
 from token_recycling.matrix import NO_KEY
+from token_recycling.ranking import best_candidates
 from token_recycling.sequence import Sequence
 from token_recycling.tokens import NO_TOKEN
 
@@ -46,7 +47,7 @@ def learn(drafter, seed, steps=30):
         count = int(torch.randint(1, 4, (), generator=rng))
         emitted = torch.randint(0, vocab_size // 2, (1, count), generator=rng)
         accepted = Accepted(torch.zeros_like(emitted), emitted, torch.tensor([count]))
-        drafter.observe(rows, draft, logits, accepted)
+        drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
         root = int(emitted[0, -1])
 
 
@@ -70,7 +71,7 @@ def emit(drafter, text, root, emitted, logits=None):
         logits[0, 0, emitted[0]] = 9.0
     tokens = torch.tensor([emitted])
     accepted = Accepted(torch.zeros_like(tokens), tokens, torch.tensor([len(emitted)]))
-    drafter.observe(rows, draft, logits, accepted)
+    drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
 
 
 def sources_of(drafter, text, root):
@@ -275,7 +276,7 @@ def test_a_step_without_a_draft_joins_the_context(bundled):
     assert draft.tokens.tolist() == [[7]]
     path, emitted = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[8]])
     accepted = Accepted(path, emitted, torch.tensor([1]), [[8]], [None], [0])
-    drafter.observe(rows, draft, torch.zeros(1, 1, 100), accepted)
+    drafter.observe(rows, draft, best_candidates(torch.zeros(1, 1, 100), 8), accepted)
     draft = drafter.propose(rows, torch.tensor([8]))
     assert 9 in draft.tokens[0].tolist()
     assert rows.context.tokens[0, :9].tolist() == [*text, 7, 8]

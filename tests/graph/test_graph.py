@@ -324,7 +324,7 @@ class Read(Rows):
 class Prophet(Drafter[Read]):
     """Drafts the next eight tokens of texts that it knows."""
 
-    name, capturable = "prophet", True
+    name = "prophet"
 
     def __init__(self, texts):
         longest = max(map(len, texts))
@@ -341,7 +341,7 @@ class Prophet(Drafter[Read]):
         draft = chains(torch.cat([roots[:, None], self.texts.gather(1, places)], dim=1))
         return draft.first(nodes)
 
-    def observe(self, rows, draft, logits, accepted):
+    def observe(self, rows, draft, candidates, accepted):
         rows.counts.add_(accepted.counts)
 
 

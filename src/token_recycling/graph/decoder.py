@@ -266,8 +266,7 @@ class GraphDecoder:
         self._failed: dict[Any, GraphError] = {}
         self._addresses: list[Any] = []
         with ordinary_tensors():
-            device = target.device if drafter.capturable else "cpu"
-            roots = torch.zeros(1, dtype=torch.long, device=device)
+            roots = torch.zeros(1, dtype=torch.long, device="cpu")
             rows = drafter.new_rows(1, SMALLEST)
             self._whole = drafter.propose(rows, roots).nodes
 

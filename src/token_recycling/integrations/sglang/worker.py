@@ -19,10 +19,10 @@ from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
 from token_recycling.draft_size.costs import ASSUMED, ASSUMED_ELSEWHERE
-from token_recycling.integrations.engines.answers import Answers
 from token_recycling.integrations.engines.draft_size import EngineDraftSize
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
+from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.engines.versions import check_signature
 from token_recycling.integrations.sglang.sampled import draw_on_cpus
 from token_recycling.integrations.sglang.trees import full_masks, links
@@ -260,9 +260,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         tokens = result.next_token_ids.view(rows, n).long().cpu()
         behind = torch.arange(n, device="cpu") >= lengths[:, None]
         assert self._watched.logits is not None
-        answers = Answers(self._watched.logits, [n] * rows)
+        logits = StepLogits(self._watched.logits, [n] * rows)
         emitted = tokens.masked_fill(behind, NO_TOKEN)
-        self.requests.observe(slots, answers, list(range(rows)), answers.counts, emitted)
+        self.requests.observe(slots, logits, list(range(rows)), logits.counts, emitted)
         if self._keeper is not None:
             self._keeper.tick()
 
@@ -287,8 +287,8 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         if logits is None or len(logits) != len(batch.reqs) or not _untouched(batch):
             return
         emitted = result.next_token_ids.long().cpu()[index][:, None]
-        answers = Answers(logits, [1] * len(logits))
-        self.requests.observe(slots, answers, read, [1] * len(read), emitted)
+        found = StepLogits(logits, [1] * len(logits))
+        self.requests.observe(slots, found, read, [1] * len(read), emitted)
 
     def _widened(self, result: GenerationBatchResult, n: int) -> GenerationBatchResult:
         """Pad the output of a step with fewer nodes to the width that SGLang expects."""

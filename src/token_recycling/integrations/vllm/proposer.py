@@ -183,7 +183,7 @@ class Proposer:
             self._begin(new, step)
         slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
         nodes_read = [step.nodes[row] for row in rows]
-        self.requests.observe(slots, step.answers, rows, nodes_read, _padded(emitted))
+        self.requests.observe(slots, step.logits, rows, nodes_read, _padded(emitted))
         if self._keeper is not None:
             self._keeper.tick()
         for row, found in zip(rows, self._draft(slots, emitted, nodes, may_draft)):
