@@ -42,16 +42,16 @@ if "--dry-run" in sys.argv:  # Triton reads this when the kernels are defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from gpu_parts import DRAFTED, PARTS, RANDOM, REPEATS, Bench, Deadline, bandwidth, load
-from gpu_table import table
 
 from engine_bench.load import ENGINES, WARM_UP, Load
 from engine_bench.measure import measure, summary
-from widen import SHAPES, widen
+from gpu_parts import DRAFTED, PARTS, RANDOM, REPEATS, Bench, Deadline, bandwidth, load
+from gpu_table import table
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.files import write_text
 from token_recycling.graph import decoder
 from token_recycling.machine import describe
+from widen import SHAPES, widen
 
 MODELS = ("random-qwen2.5-0.5b", "random-llama-1b", "random-llama-8b", "llama-1b", "llama-7b")
 DTYPES = ("bfloat16", "float32")

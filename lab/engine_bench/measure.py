@@ -83,9 +83,14 @@ def _live(engine: str, load: Load, limit: float) -> list[Pass]:
         asked, out = Path(folder) / "load.json", Path(folder) / "passes.json"
         load.save(asked)
         command = [sys.executable, "-m", f"engine_bench.drive_{engine}", str(asked), str(out)]
-        lab = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit, env=lab)
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=limit, env=environment
+            )
             return [Pass(**one) for one in json.loads(out.read_text(encoding="utf-8"))]
         except subprocess.CalledProcessError as error:
             lines = [line for line in error.stderr.splitlines() if line.strip()] or ["no output"]

@@ -61,4 +61,3 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(f"token_recycling.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'token_recycling' has no attribute {name!r}")
-

@@ -148,7 +148,10 @@ class Decoding:
             self.hooks.check()
             with self.target.inference_context():
                 step = self._advance()
-            self.size.record(step, self.sequences)
+            emitting = sum(map(bool, step.tokens))
+            emitted = sum(map(len, step.tokens)) / max(emitting, 1)
+            rows = len(step.tokens)
+            self.size.record(rows, rows * (step.nodes - 1), emitted, sum(step.seconds))
             yield step
 
     @property
@@ -157,7 +160,7 @@ class Decoding:
 
     def load(self, texts: list[list[int]]) -> None:
         """Start the draft-size policy and the drafter with these tokens per row."""
-        self.size.begin(self.sequences)
+        self.size.begin(len(texts), max(map(len, texts)))
         with without_autocast(self.target.device):
             self.drafter.load(self.rows, texts)
 
@@ -195,8 +198,7 @@ class Decoding:
         roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device="cpu")
         with without_autocast(self.target.device):
             draft = self.drafter.propose(self.rows, roots, self.size.limit()).to("cpu")
-            draft = draft.first(self.size.choose(draft, self.sequences))
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device="cpu"))
-        return draft.compact()
+        return draft.first(self.size.choose(draft)).compact()

@@ -183,8 +183,8 @@ def best_candidates(logits: Tensor, k: int) -> Candidates:
     """
     shape = logits.shape[:-1]
     if not k:
-        empty = (*shape, 0)
-        return Candidates(np.empty(empty, np.int64), np.empty(empty, np.float32), np.ones(shape, np.bool_))
+        ids, p = np.empty((*shape, 0), np.int64), np.empty((*shape, 0), np.float32)
+        return Candidates(ids, p, np.ones(shape, np.bool_))
     if logits.device.type == "cpu":
         rows = _rows(logits)
         ids = _ids(rows, k)

@@ -436,9 +436,10 @@ class TokenRecycling(DecodingMethod):
         if not (self._wants_graphs and isinstance(self.target, TreeTarget)):
             return None
         if self._graph is None or self._graph.drafter is not self.drafter:
-            size = self.draft_size.for_graph()
             try:
-                self._graph = GraphDecoder(self.target, self.drafter, size, self.compiling)
+                self._graph = GraphDecoder(
+                    self.target, self.drafter, self.draft_size, self.compiling
+                )
             except GraphError:
                 return None
         return self._graph

@@ -21,7 +21,6 @@ from token_recycling.drafters.kernels import host
 from token_recycling.explain import drafted_nodes, lines
 from token_recycling.matrix import NO_KEY
 from token_recycling.ranking import best_candidates
-from token_recycling.sequence import Sequence
 from token_recycling.tokens import NO_TOKEN
 
 V, K = 12, 3
@@ -252,11 +251,10 @@ def test_few_candidates_make_smaller_trees(k, chain):
     draft = proposed(drafter, [[1, 2, 3]], [4])
     assert draft.nodes == len(drafter.acceptance) + 1 == drafter.nodes + 1
     assert draft.valid.sum() > 1
-    policy, sequences = AutoSize(drafter.acceptance, CostCurve.assumed("cuda")), [Sequence([1, 4])]
-    policy.begin(sequences)
+    policy = AutoSize(drafter.acceptance, CostCurve((1, 81), (0,), ((1.0, 1.2),)))
     limit = policy.limit()
     assert limit > 1
-    assert policy.choose(draft.first(limit), sequences) > 1
+    assert policy.choose(draft.first(limit)) > 1
 
 
 def test_unseen_text_grows_no_tree(bundled):

@@ -33,6 +33,7 @@ __all__ = [
 Factory = Callable[[AdjacencyMatrix, TreeTemplate], AnyDrafter]
 GROUP = "token_recycling.drafters"
 
+
 def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate) -> AnyDrafter:
     """Make an adaptive drafter; only the number of nodes is taken from ``template``."""
     return AdaptiveDrafter(matrix, len(template.paths))

@@ -47,17 +47,13 @@ class StepLogits:
             self._best[key] = best_candidates(self.logits[:, :vocabulary], k)
         return self._best[key]
 
-    def best_padded(
-        self, rows: list[int], nodes: list[int], k: int, vocabulary: int
-    ) -> Candidates:
+    def best_padded(self, rows: list[int], nodes: list[int], k: int, vocabulary: int) -> Candidates:
         """Return ``best`` at the first ``nodes`` of ``rows``, [B, n]; padding is arbitrary."""
         best = self.best(k, vocabulary)
         if self._are_all(rows, nodes):
             shape = (len(rows), -1)
             ids, p, finite = best
-            return Candidates(
-                ids.reshape(*shape, k), p.reshape(*shape, k), finite.reshape(shape)
-            )
+            return Candidates(ids.reshape(*shape, k), p.reshape(*shape, k), finite.reshape(shape))
         return best.at(self._index(rows, nodes))
 
     def _are_all(self, rows: list[int], nodes: list[int]) -> bool:

@@ -14,8 +14,8 @@ from vllm.v1.sample.logits_processor import (
     MinTokensLogitsProcessor,
 )
 
-from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.engines.requests import RequestDrafter
+from token_recycling.integrations.engines.step_logits import StepLogits
 
 PLACEHOLDER = -1  # vLLM's draft token for requests that have just joined a decoding batch
 
