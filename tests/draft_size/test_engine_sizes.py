@@ -123,13 +123,13 @@ def test_drafts_that_do_not_pay_cost_next_to_nothing(requests, said, true, overh
 def test_a_guess_that_is_too_high_is_found_out(requests):
     """A node costs a third of what is assumed at first, and drafting 40 % of a plain step."""
     machine = Machine(requests, 0.01, [0.6] * NODES, [0.6] * NODES, 0.4).run(200)
-    assert machine.gain > 1.2
+    assert machine.gain > 1.15
 
 
 def test_a_pause_ends():
     """Wrong scores at first; then the text changes."""
     machine = Machine(4, 0.005, [0.8] * NODES, [0.0] * NODES).run(300)
-    assert machine.plain_steps > 200
+    assert machine.plain_steps > 150
     machine.true = [0.8] * NODES
     machine.drafted = []
     machine.run(1500)

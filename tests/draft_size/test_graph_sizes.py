@@ -45,7 +45,7 @@ def test_drafts_that_do_not_pay_pause_longer_and_longer(rows):
     policy = AutoSize(ACCEPTANCE, curve(cheap))
     sizes = decode(policy, 12, 3000, came=0.02, rows=rows)
     assert sizes[:20] == [12] * 20  # it takes some to know
-    assert sizes.count(1) > 2700
+    assert sizes.count(1) > 2600
     changes = [i for i in range(1, 3000) if sizes[i] != sizes[i - 1]]
     pauses = [end - begin for begin, end in zip(changes[::2], changes[1::2])]
     assert pauses[0] == COOLDOWN
@@ -59,12 +59,15 @@ def test_they_are_tried_again():
 
 
 def test_the_size_of_an_answer_is_kept_unless_another_is_clearly_better():
-    policy = AutoSize(ACCEPTANCE, curve(cheap))
+    def cost(n):
+        return 1 + 0.05 * (n - 1)
+
+    policy = AutoSize(ACCEPTANCE, curve(cost))
     best = policy.typical()
     assert policy.typical(best + 1) == best + 1
-    assert policy.typical(2) == best
-    decode(policy, best, 500, came=6.0)  # more comes than the scores promise
-    assert policy.typical(best) > 1.5 * best
+    assert policy.typical(33) == best
+    decode(policy, best, 500, came=6.0, cost=cost)  # more comes than the scores promise
+    assert policy.typical(2) == policy.typical() > 1.5 * best
 
 
 def test_a_fixed_size_is_kept():

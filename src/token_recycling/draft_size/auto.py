@@ -74,8 +74,8 @@ class AutoSize(DraftSize):
             acceptance: acceptance probabilities (see ``Drafter.acceptance``), for drafts without
                 scores.
             costs: step cost by tokens verified.
-            multiple: steps of more tokens than this verify a multiple of it: engines prepare
-                kernels for every number of tokens anew.
+            multiple: steps of more tokens than this verify a multiple of it, or all there are:
+                engines prepare kernels for every number of tokens anew.
 
         Raises:
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
@@ -111,8 +111,7 @@ class AutoSize(DraftSize):
         """Compute the costs and the doublings of R, R + 1, … tokens."""
         tokens = np.arange(self._rows, self._rows * self.most + 1)
         self._prices = self._step_costs.of(tokens, self._context)
-        if self.multiple > 1:
-            self._prices[(tokens > self.multiple) & (tokens % self.multiple != 0)] *= 1.05
+        self._odd = (tokens > self.multiple) & (tokens % self.multiple != 0)
         self._doublings = np.log2(tokens / self._rows)
 
     @property
@@ -156,6 +155,7 @@ class AutoSize(DraftSize):
         if not len(promised):
             return 0
         speeds = self._worth(promised, at) / self._prices[at]
+        speeds[:-1][self._odd[at[:-1]]] = 0.0
         best = int(speeds.argmax())
         pays = self._pause.probe_left or speeds[best] > 1 / self._prices[0]
         return best + 1 if pays else 0
@@ -172,8 +172,8 @@ class AutoSize(DraftSize):
             return 1
         there = draft.valid.numpy()
         scores = self._scores(draft)[there[:, 0], 1:].mean(axis=0)[: self.most - 1]
-        promised = scores.cumsum()
-        n = self._best(promised, self._of_one_size(len(scores)))
+        promised = scores[: scores.nonzero()[0].max(initial=-1) + 1].cumsum()
+        n = self._best(promised, self._of_one_size(len(promised)))
         if self._steps % EXPLORE == EXPLORE - 1 and self._step_costs.spread < ENOUGH:
             n = (n + 1) // 2
         self._note(float(promised[n - 1]) if n else 0.0, n)
