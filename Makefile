@@ -29,7 +29,7 @@ demo: .venv/ready ## Fetch a real model; decode eight prompts plainly and recycl
 # A part of `make test` that finishes in well under 40 seconds on two cores.
 QUICK_TESTS = layout/test_imports core/test_decode core/test_sequence core/test_tree core/test_matrix \
 	core/test_text core/test_files core/test_recycler drafters/test_ngram drafters/test_rows \
-	drafters/test_legacy_drafters draft_size/test_costs model/test_target \
+	draft_size/test_costs model/test_target \
 	hf_generate/test_requests integrations/test_engine_requests bench/test_suites bench/test_report
 
 quick: .venv/ready ## Run the fastest tests: what to run at every save (under 40 seconds).
@@ -93,7 +93,7 @@ test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and
 		tests/drafters/test_device_kernels.py tests/graph/test_device_step.py
 	PYTHONPATH=build/triton $(BIN)/python tests/drafters/compile_device_kernels.py
 	rm -f build/gpu-dry-run.json
-	PYTHONPATH=build/triton $(BIN)/python bench/gpu_suite.py --dry-run --out build/gpu-dry-run.json
+	PYTHONPATH=build/triton $(BIN)/python lab/gpu_suite.py --dry-run --out build/gpu-dry-run.json
 
 build/triton/ready: tests/requirements/triton.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton -r $<
@@ -148,7 +148,7 @@ models: .venv/ready ## Examine every architecture and write docs/models.md.
 	$(BIN)/python tests/conformance.py --jobs 2 --out docs/models.md
 
 train: .venv/ready ## Train the bundled model anew (hours on a CPU; resumable).
-	nice $(BIN)/python tools/train_demo_model.py --data $(DATA) --out build/demo-model
+	nice $(BIN)/python lab/train_demo_model.py --data $(DATA) --out build/demo-model
 
 RECORDS ?= build/records/greedy.pt
 fit: .venv/ready ## Fit the drafter's constants and the ranked tree anew, on a real model (half an hour).
@@ -159,10 +159,10 @@ fit: .venv/ready ## Fit the drafter's constants and the ranked tree anew, on a r
 	done
 
 bench: build/clients/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
-	DATA=$(DATA) bench/run.sh
-	$(BIN)/python tools/measure_enable.py --out bench/results/cpu-enable.json
-	PYTHONPATH=build/clients $(BIN)/python tools/measure_server.py
-	$(BIN)/python tools/write_results.py
+	DATA=$(DATA) lab/run.sh
+	$(BIN)/python lab/measure_enable.py --out lab/results/cpu-enable.json
+	PYTHONPATH=build/clients $(BIN)/python lab/measure_server.py
+	$(BIN)/python lab/write_results.py
 
 hub: ## Write the folder for the Hub: make hub REPOSITORY=org/name, then upload build/hub.
 	mkdir -p $(HUB)

@@ -21,7 +21,8 @@ from questions import questions
 from token_recycling import TokenRecycling
 from token_recycling.accept import Accepted
 from token_recycling.call import CallOptions, prepare_call
-from token_recycling.ranking import top_k
+from token_recycling.drafters import AdaptiveDrafter
+from token_recycling.ranking import Candidates
 from token_recycling.tree import DraftTree
 
 CANDIDATES = 16  # kept per node
@@ -46,29 +47,40 @@ class Recording:
     logits: Any = None  # float16 [N, c], less the largest
 
 
-class Watch:
-    """Stands in for a drafter's methods to note what it gets to see."""
+class Watch(AdaptiveDrafter):
+    """The drafter; it gets ``CANDIDATES`` per node, notes them, and learns from the first k."""
 
-    def __init__(self, recycler: TokenRecycling, recording: Recording) -> None:
-        self.drafter, self.recording = recycler.drafter, recording
-        self.kind = type(recycler.drafter)
-        self.matrix = recycler.matrix
-        self.nodes: list[tuple[int, tuple[int, ...], Any, Any]] = []
-        self.prompts: list[tuple[Any, Any]] = []
-        for name in ("prompt_mask", "learn_prompt", "observe"):
-            setattr(recycler.drafter, name, getattr(self, name))
+    recording: Recording
+    seen: list[tuple[int, tuple[int, ...], Any, Any]]
+    prompts: list[tuple[Any, Any]]
+
+    @property
+    def k(self) -> int:
+        return CANDIDATES
+
+    def begin(self, recording: Recording) -> None:
+        """Note what follows in ``recording``."""
+        self.recording, self.seen, self.prompts = recording, [], []
+
+    def _first(self, candidates: Candidates) -> Candidates:
+        """Return the candidates that a row keeps, with their softmax."""
+        ids, p = candidates.ids, candidates.probabilities[..., : self.matrix.k]
+        p = p / p.sum(axis=-1, keepdims=True)
+        return Candidates(ids[..., : self.matrix.k].copy(), p, candidates.finite)
 
     def prompt_mask(self, tokens: Tensor) -> Tensor:
         return torch.ones_like(tokens, dtype=torch.bool)
 
-    def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
-        self.prompts.append(best(logits[0]))
+    def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
+        self.prompts.append(noted(candidates))
         unseen = self.matrix.unseen(tokens)
         if unseen is not None:
-            self.kind.learn_prompt(self.drafter, tokens, logits, mask & unseen)
+            super().learn_prompt(tokens, self._first(candidates), mask & unseen)
 
-    def observe(self, rows: Any, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        ids, values = best(logits[0])
+    def observe(
+        self, rows: Any, draft: DraftTree, candidates: Candidates, accepted: Accepted
+    ) -> None:
+        ids, logits = noted(candidates)
         tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
         branches: list[tuple[int, ...]] = [()]
         for node in range(len(tokens)):
@@ -76,23 +88,23 @@ class Watch:
                 branches.append((*branches[parents[node]], tokens[node]))
             if draft.valid[0, node]:
                 root = len(self.recording.answer) - 1
-                self.nodes.append((root, branches[node], ids[node], values[node]))
+                self.seen.append((root, branches[node], ids[node], logits[node]))
         self.recording.answer += accepted.tokens[0]
-        self.kind.observe(self.drafter, rows, draft, logits, accepted)
+        super().observe(rows, draft, self._first(candidates), accepted)
 
     def finish(self) -> None:
         """Put everything into the recording."""
         one = self.recording
         one.prompt_ids, one.prompt_logits = map(np.concatenate, zip(*self.prompts))
-        found = {along(one.answer, root, branch): rows for root, branch, *rows in self.nodes}
+        found = {along(one.answer, root, branch): rows for root, branch, *rows in self.seen}
         one.places = {place: row for row, place in enumerate(found)}
         one.ids, one.logits = map(np.stack, zip(*found.values()))
 
 
-def best(logits: Tensor) -> tuple[Any, Any]:
-    """Return the best tokens of logits [n, V], int32 [n, c], and their logits, float16 [n, c]."""
-    values, ids = top_k(logits, CANDIDATES)
-    return ids.numpy().astype(np.int32), (values - values[:, :1]).half().numpy()
+def noted(candidates: Candidates) -> tuple[Any, Any]:
+    """Return the candidates of the only row: int32 [n, c], and log p, float16, less the largest."""
+    p = np.log(np.maximum(candidates.probabilities[0], 1e-30))
+    return candidates.ids[0].astype(np.int32), (p - p[:, :1]).astype(np.float16)
 
 
 def along(answer: list[int], root: int, branch: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -116,9 +128,9 @@ def main(
 ) -> None:
     """Record answers."""
     torch.set_num_threads(threads)
-    recycler = TokenRecycling.from_pretrained(
-        model, device="cpu", tree=f"ranked-{nodes}", warm=False
-    )
+    first = TokenRecycling.from_pretrained(model, device="cpu", warm=False)
+    watch = Watch(first.matrix, nodes)
+    recycler = TokenRecycling(first.model, first.tokenizer, drafter=watch, warm=False)
     recycler.target.prompt_fraction = 1.0  # all tokens of a prompt, not only the last ones
     found: list[Recording] = torch.load(out, weights_only=False) if out.exists() else []
     done = {one.name for one in found}
@@ -134,7 +146,7 @@ def main(
         )
         (sequence,) = call.sequences
         recording = Recording(question.name, question.category, list(sequence.tokens))
-        watch = Watch(recycler, recording)
+        watch.begin(recording)
         for step in recycler.steps(call.sequences, call.accept):
             if not recording.answer:
                 recording.answer += step.tokens[0]  # of the prefill

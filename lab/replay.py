@@ -19,10 +19,11 @@ import torch
 
 from record import CANDIDATES, Recording, along
 from token_recycling import TokenRecycling, defaults
+from token_recycling.accept import Accepted
 from token_recycling.drafters import AdaptiveDrafter
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.model.target import TreeTarget
-from token_recycling.ranking import top_k
+from token_recycling.ranking import Candidates, top_k
 from token_recycling.tree import DraftTree
 
 # A node, by the last token that it shares with the answer, and the tokens that follow that one.
@@ -143,17 +144,18 @@ class Answers:
             ids = np.zeros((1, len(places), k), np.int64)
             p = np.zeros((1, len(places), k), np.float32)
             real = np.flatnonzero(valid)
-            found, logits, known = self.candidates(one, [places[node] for node in real])
-            ids[0, real], p[0, real] = found[:, :k], softmax(logits, k)
+            best, logits, known = self.candidates(one, [places[node] for node in real])
+            ids[0, real], p[0, real] = best[:, :k], softmax(logits, k)
             teaches = valid.copy()
             teaches[real] = known
             result.unknown += int((~known).sum())
             emitted = answer[done : reached + 2]
             if keep and draft.scores is not None:
                 result.drafts.append((draft.scores[0].numpy().copy(), on_path))
-            drafter.observe_candidates(
-                rows, draft, (ids, p, teaches[None]), torch.tensor([emitted])
-            )
+            found = Candidates(ids, p, teaches[None])
+            tokens = torch.tensor([emitted])
+            accepted = Accepted(torch.zeros_like(tokens), tokens, torch.tensor([len(emitted)]))
+            drafter.observe(rows, draft, found, accepted)
             result.lengths.append(len(emitted))
             result.nodes += int(valid.sum()) - 1
             done += len(emitted)

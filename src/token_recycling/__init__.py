@@ -9,7 +9,6 @@ print(recycler.generate("Once upon a time").text)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from token_recycling import _moved
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.version import __version__
 
@@ -62,6 +61,3 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(f"token_recycling.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'token_recycling' has no attribute {name!r}")
-
-
-_moved.install()

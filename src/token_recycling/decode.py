@@ -18,6 +18,7 @@ from token_recycling.graph.decoder import GraphDecoder
 from token_recycling.metrics import Step
 from token_recycling.model.target import OnProgress, Target
 from token_recycling.modes import without_autocast
+from token_recycling.ranking import best_candidates
 from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree, root_only
 
@@ -70,7 +71,8 @@ def read_prompts(
 
     def learn_prompt(tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
         with without_autocast(target.device):
-            drafter.learn_prompt(tokens, logits, mask)
+            ranked = best_candidates(logits[..., : target.vocab_size], drafter.k)
+            drafter.learn_prompt(tokens, ranked, mask)
 
     prompts = [list(sequence.tokens) for sequence in sequences]
     logits = target.prefill(
@@ -146,7 +148,10 @@ class Decoding:
             self.hooks.check()
             with self.target.inference_context():
                 step = self._advance()
-            self.size.record(step, self.sequences)
+            emitting = sum(map(bool, step.tokens))
+            emitted = sum(map(len, step.tokens)) / max(emitting, 1)
+            rows = len(step.tokens)
+            self.size.record(rows, rows * (step.nodes - 1), emitted, sum(step.seconds))
             yield step
 
     @property
@@ -155,7 +160,7 @@ class Decoding:
 
     def load(self, texts: list[list[int]]) -> None:
         """Start the draft-size policy and the drafter with these tokens per row."""
-        self.size.begin(self.sequences)
+        self.size.begin(len(texts), max(map(len, texts)))
         with without_autocast(self.target.device):
             self.drafter.load(self.rows, texts)
 
@@ -179,7 +184,8 @@ class Decoding:
         if self.hooks.on_draft is not None:
             self.hooks.on_draft(self.rows, draft, accepted)
         with without_autocast(target.device):
-            drafter.observe(self.rows, draft, logits, accepted)
+            candidates = best_candidates(logits[..., : target.vocab_size], drafter.k)
+            drafter.observe(self.rows, draft, candidates, accepted)
         timestamps.append(perf_counter())
         target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
         timestamps.append(perf_counter())
@@ -192,8 +198,7 @@ class Decoding:
         roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device="cpu")
         with without_autocast(self.target.device):
             draft = self.drafter.propose(self.rows, roots, self.size.limit()).to("cpu")
-            draft = draft.first(self.size.choose(draft, self.sequences))
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device="cpu"))
-        return draft.compact()
+        return draft.first(self.size.choose(draft)).compact()

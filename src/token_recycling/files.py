@@ -134,14 +134,14 @@ def _partial(place: Path) -> Path:
 
 def _remove_abandoned(place: Path) -> None:
     """Remove partial files and folders for ``place`` whose writers no longer run."""
-    prefix, older = _prefix(place), f"{place.name}."  # naming scheme of older versions
+    prefix = _prefix(place)
     everywhere = prefix[: prefix.index("-") + 1]
     for file in place.parent.iterdir():
-        if not (file.name.startswith((everywhere, older)) and file.name.endswith(PARTIAL)):
+        if not (file.name.startswith(everywhere) and file.name.endswith(PARTIAL)):
             continue
         with suppress(OSError, ValueError):
-            if file.name.startswith((prefix, older)):
-                own = file.name.removeprefix(prefix).removeprefix(older).removesuffix(PARTIAL)
+            if file.name.startswith(prefix):
+                own = file.name.removeprefix(prefix).removesuffix(PARTIAL)
                 gone = not _runs(int(own.split("-")[0]))
             else:
                 gone = time.time() - file.stat().st_mtime > ABANDONED

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,13 +14,6 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.modes import ordinary_tensors
 from token_recycling.tree import TreeTemplate
-
-GRAPHS = {"auto": None, "fused": True, "readable": False}  # values of the deprecated option engine
-# (old name, new name, conversion of the old value)
-RENAMED: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    ("engine", "graph", lambda value: _graph(value)),
-    ("exact_logits", "float32_logits", lambda value: value),
-)
 
 
 @dataclass(frozen=True)
@@ -69,29 +60,24 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
-        """Check ``given`` options and build from them; old names give a ``DeprecationWarning``.
+        """Check ``given`` options and build from them.
 
         Raises:
             TokenRecyclingError: a value has the wrong type.
             TypeError: there is no such option.
         """
-        values = dict(given)
-        for old, new, convert in RENAMED:
-            if old in values:
-                warnings.warn(f"the option {old} is now {new}", DeprecationWarning, stacklevel=3)
-                values.setdefault(new, convert(values.pop(old)))
-        names = [one.name for one in fields(cls)]
-        for name in values:
+        names = cls.names()
+        for name in given:
             if name not in names:
                 raise TypeError(f"unknown option {name!r}; choose from {', '.join(names)}")
-        options = cls(**values)
+        options = cls(**given)
         options._check()
         return options
 
     @classmethod
-    def names(cls) -> set[str]:
-        """Return the names of all options, including deprecated ones."""
-        return {one.name for one in fields(cls)} | {old for old, _, _ in RENAMED}
+    def names(cls) -> list[str]:
+        """Return the names of all options."""
+        return [one.name for one in fields(cls)]
 
     def _check(self) -> None:
         if not isinstance(self.drafter, str | Drafter):
@@ -165,9 +151,3 @@ class Options:
     def automatic(self) -> bool:
         """True when the draft size is chosen while decoding."""
         return self.tree is None or self.tree == defaults.TREE
-
-
-def _graph(engine: Any) -> bool | None:
-    if engine not in GRAPHS:
-        raise TokenRecyclingError(f"engine is {engine!r}; set graph to True, False or None")
-    return GRAPHS[engine]

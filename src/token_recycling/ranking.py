@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -155,28 +155,44 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.from_numpy(_ids(_rows(logits), 1)).view(logits.shape[:-1])
 
 
-def best_candidates(logits: Tensor, k: int) -> tuple[Any, Any, Any]:
-    """Return the k best tokens after each node and their softmax over these k, on the host.
+class Candidates(NamedTuple):
+    """The k best tokens after each node, as arrays on the host.
 
-    A softmax over the whole vocabulary would cost more than it gains.
+    Attributes:
+        ids: int64 [..., k], best first.
+        probabilities: float32 [..., k], their softmax over these k tokens: one over the whole
+            vocabulary would cost more than it gains.
+        finite: bool [...], False where the logits have overflowed.
+    """
+
+    ids: Any
+    probabilities: Any
+    finite: Any
+
+    def at(self, index: Any) -> Candidates:
+        """Return the candidates at ``index`` of the leading dimensions."""
+        return Candidates(self.ids[index], self.probabilities[index], self.finite[index])
+
+
+def best_candidates(logits: Tensor, k: int) -> Candidates:
+    """Return the k best tokens after each node.
 
     Args:
         logits: [..., V], on any device.
-        k: at most V.
-
-    Returns:
-        Arrays int64 [..., k], float32 [..., k] and bool [...], the last one False where logits have
-        overflowed and the probabilities are not finite.
+        k: at most V; 0: nothing is computed, and the arrays are empty.
     """
     shape = logits.shape[:-1]
+    if not k:
+        ids, p = np.empty((*shape, 0), np.int64), np.empty((*shape, 0), np.float32)
+        return Candidates(ids, p, np.ones(shape, np.bool_))
     if logits.device.type == "cpu":
         rows = _rows(logits)
         ids = _ids(rows, k)
         p, finite = np.empty(ids.shape, np.float32), np.empty(len(ids), np.bool_)
         _softmax(rows, ids, p, finite)
-        return ids.reshape(*shape, k), p.reshape(*shape, k), finite.reshape(shape)
+        return Candidates(ids.reshape(*shape, k), p.reshape(*shape, k), finite.reshape(shape))
     values, tokens = top_k(logits, k)
     # One transfer for both; float64 holds every token and every float32 value.
     both = torch.stack([tokens.double(), values.softmax(dim=-1).double()]).cpu().numpy()
     p = both[1].astype(np.float32)
-    return both[0].astype(np.int64), p, np.isfinite(p).all(axis=-1)
+    return Candidates(both[0].astype(np.int64), p, np.isfinite(p).all(axis=-1))

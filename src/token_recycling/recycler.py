@@ -24,7 +24,6 @@ from token_recycling.draft_size.costs import find
 from token_recycling.draft_size.tune import measure_quickly
 from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter, make_drafter
 from token_recycling.drafters.kernels.prepare import compile_kernels
-from token_recycling.drafters.legacy import adapted
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, GraphError, can_capture
 from token_recycling.hf_generate.request import DecodingMethod, Request
@@ -126,7 +125,7 @@ class TokenRecycling(DecodingMethod):
         if isinstance(self.target, PlainTarget):
             return NoDrafter(), FixedSize()
         if not isinstance(given.drafter, str):
-            return adapted(given.drafter), FixedSize()
+            return given.drafter, FixedSize()
         drafter = make_drafter(given.drafter, self.matrix, self.template)
         if not (given.automatic and drafter.acceptance):
             return drafter, FixedSize()
@@ -210,7 +209,7 @@ class TokenRecycling(DecodingMethod):
         Raises:
             TokenRecyclingError: the checkpoint cannot be loaded, or as in ``__init__``.
         """
-        own = {name: options.pop(name) for name in Options.names() & options.keys()}
+        own = {name: options.pop(name) for name in Options.names() if name in options}
         model, tokenizer = load_checkpoint(name_or_path, device, dtype, **options)
         return cls(model, tokenizer, on_progress=on_progress, **own)
 
@@ -437,9 +436,10 @@ class TokenRecycling(DecodingMethod):
         if not (self._wants_graphs and isinstance(self.target, TreeTarget)):
             return None
         if self._graph is None or self._graph.drafter is not self.drafter:
-            size = self.draft_size.for_graph()
             try:
-                self._graph = GraphDecoder(self.target, self.drafter, size, self.compiling)
+                self._graph = GraphDecoder(
+                    self.target, self.drafter, self.draft_size, self.compiling
+                )
             except GraphError:
                 return None
         return self._graph

@@ -157,8 +157,7 @@ class TreeTemplate:
             data = {"paths": data}
         about = {key: str(data.get(key, "")) for key in ("description", "provenance")}
         name = str(data.get("name") or path.stem)
-        acceptance = data.get("acceptance", data.get("shares"))  # "shares": older files
-        return cls.from_paths(name, data.get("paths"), acceptance, **about)
+        return cls.from_paths(name, data.get("paths"), data.get("acceptance"), **about)
 
     @property
     def nodes(self) -> int:

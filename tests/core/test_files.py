@@ -135,8 +135,6 @@ def test_what_a_killed_save_leaves_is_removed(tmp_path):
         matrix().save(file)
         assert len(list(tmp_path.iterdir())) == 2
         process.send_signal(signal.SIGKILL)
-    older = tmp_path / f"{file.name}.{process.pid}.partial"  # as earlier versions named it
-    older.write_text("half of it")
     elsewhere = tmp_path / "other.partial"
     elsewhere.write_text("not ours")
     matrix().save(file)

@@ -101,17 +101,16 @@ def test_a_file_of_bare_paths(tmp_path):
     assert (tree.name, tree.paths) == ("mine", ((0,), (1,), (0, 2)))
 
 
-@pytest.mark.parametrize("key", ["acceptance", "shares"])  # the second in older files
-def test_acceptance_probabilities_order_the_paths_of_a_file(key, tmp_path):
+def test_acceptance_probabilities_order_the_paths_of_a_file(tmp_path):
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"paths": [[0], [0, 0], [1]], key: [0.6, 0.1, 0.3]}))
+    file.write_text(json.dumps({"paths": [[0], [0, 0], [1]], "acceptance": [0.6, 0.1, 0.3]}))
     tree = TreeTemplate.load(file)
     assert (tree.paths, tree.acceptance) == (((0,), (1,), (0, 0)), (0.6, 0.3, 0.1))
     for wrong, message in (
         ([0.6, 0.1], "one non-negative number per path"),
         ([0.1, 0.6, 0.3], r"path \[0, 0\]"),
     ):
-        file.write_text(json.dumps({"paths": [[0], [0, 0], [1]], key: wrong}))
+        file.write_text(json.dumps({"paths": [[0], [0, 0], [1]], "acceptance": wrong}))
         with pytest.raises(TokenRecyclingError, match=message):
             TreeTemplate.load(file)
 

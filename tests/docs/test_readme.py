@@ -3,7 +3,6 @@
 import io
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -88,8 +87,7 @@ def test_links_between_documents():
 
 
 def test_the_results_are_those_of_the_summaries():
-    """docs/results.md is what the tool writes from bench/results."""
-    sys.path.insert(0, str(ROOT / "tools"))
+    """docs/results.md is what the tool writes from lab/results."""
     from write_results import render
 
     assert (ROOT / "docs/results.md").read_text("utf-8") == render()
@@ -99,6 +97,6 @@ def test_every_figure_has_its_command():
     """Each section with measured figures names the command that produced them."""
     for section in re.split(r"^## ", README, flags=re.MULTILINE):
         if re.search(r"tokens/s|MAT \d|\d\.\d+[x×]", section):
-            assert re.search(r"`make \w+|make demo|tools/\w+\.py|token-recycling \w+", section), (
+            assert re.search(r"`make \w+|make demo|lab/\w+\.py|token-recycling \w+", section), (
                 section[:80]
             )

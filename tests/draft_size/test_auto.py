@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from token_recycling.draft_size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize, StepCosts
+from token_recycling.draft_size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize
 from token_recycling.draft_size.costs import SIZES, CostCurve
-from token_recycling.metrics import Step
-from token_recycling.sequence import Sequence
+from token_recycling.draft_size.step_costs import StepCosts
 from token_recycling.tree import DraftTree
 
 # Of a tree of 80 nodes on text that repeats itself.
@@ -73,8 +72,7 @@ class Simulation:
         """``told``: the time that the policy is told of a step."""
         self.policy, self.rows, self.scores, self.told = policy, rows, scores, told
         self.random = random.Random(seed)
-        self.sequences = [Sequence([1] * 100) for _ in range(rows)]
-        policy.begin(self.sequences)
+        policy.begin(rows, 100)
         self.sizes: list[int] = []
         self.limits: list[int] = []
 
@@ -85,17 +83,14 @@ class Simulation:
         for i in range(steps):
             limit = self.policy.limit()
             scores = p if self.scores else None
-            n = self.policy.choose(draft_of(limit, self.rows, scores), self.sequences)
+            n = self.policy.choose(draft_of(limit, self.rows, scores))
             assert 1 <= n <= limit
             mean = sum(p[: n - 1])
-            emitted = [[5] * (1 + self._accepted(mean)) for _ in range(self.rows)]
+            emitted = 1 + sum(self._accepted(mean) for _ in range(self.rows)) / self.rows
             true = cost(self.rows * n)
             noise = self.random.uniform(0.92, 1.08) * (1.5 if self.random.random() < 0.03 else 1)
-            spent = (self.told(n, true * noise), 0.0, 0.0, 0.0, 0.0)
-            nothing = [None] * self.rows
-            self.policy.record(
-                Step(emitted, nothing, [n - 1] * self.rows, n, spent), self.sequences
-            )
+            seconds_told = self.told(n, true * noise)
+            self.policy.record(self.rows, self.rows * (n - 1), emitted, seconds_told)
             self.sizes.append(n)
             self.limits.append(limit)
             if i >= steps // 2:
@@ -190,7 +185,7 @@ def test_pauses_grow_while_drafts_fail_and_shrink_after_success():
     simulation.run(cost, 1.0, 3000)
     later = simulation.sizes[taken + LONGEST_COOLDOWN + 500 :]
     assert later.count(1) == 0
-    assert simulation.policy._cooldown == COOLDOWN
+    assert simulation.policy._pause.cooldown == COOLDOWN
     assert simulation.usual() >= 4
 
 
@@ -272,7 +267,7 @@ def test_pauses_end_though_rows_join_and_leave(scores):
     def decode(scale, changes):
         for _ in range(changes):
             for run in runs.values():
-                policy.begin(run.sequences)
+                policy.begin(run.rows, 100)
                 run.run(cost, scale, 4)
 
     decode(0.02, 20)
@@ -285,15 +280,14 @@ def test_pauses_end_though_rows_join_and_leave(scores):
 def test_every_draft_has_its_own_size():
     """Likely nodes are verified, unlikely ones are not."""
     policy = AutoSize(ACCEPTANCE, curve(COSTS["middling"]))
-    sequences = [Sequence([1] * 100)]
-    policy.begin(sequences)
+    policy.begin(1, 100)
     likely, unlikely = [0.5] * 7, [0.01] * 7
-    assert policy.choose(draft_of(8, 1, likely), sequences) == 8
-    assert policy.choose(draft_of(8, 1, unlikely), sequences) <= 2
-    assert policy.choose(draft_of(8, 1, likely[:3] + unlikely[3:]), sequences) == 4
+    assert policy.choose(draft_of(8, 1, likely)) == 8
+    assert policy.choose(draft_of(8, 1, unlikely)) <= 2
+    assert policy.choose(draft_of(8, 1, likely[:3] + unlikely[3:])) == 4
     control = AutoSize(ACCEPTANCE, curve(COSTS["steep"]))
-    control.begin(sequences)
-    assert control.choose(draft_of(8, 1, likely), sequences) == 1
+    control.begin(1, 100)
+    assert control.choose(draft_of(8, 1, likely)) == 1
 
 
 def test_costs_learn_the_slope_and_not_the_height():
@@ -301,9 +295,27 @@ def test_costs_learn_the_slope_and_not_the_height():
     for truth in (0.0, 0.2):
         costs = StepCosts(curve(COSTS["middling"]))
         for n in 50 * [1, 2, 4, 8, 16]:
-            costs.record(n, 100.0, 7.0 * (1 + truth * (n - 1)))
-        costs.record(8, 100.0, 1e9)  # an interrupted step
-        found = costs.of([1, 4, 16], 100.0)
+            costs.record(n, n > 1, 100.0, 7.0 * (1 + truth * (n - 1)))
+        costs.record(8, True, 100.0, 1e9)  # an interrupted step
+        found = costs.of(np.arange(1, 17), 100.0)[[0, 3, 15]]
         wanted = np.array([1.0, 1 + truth * 3, 1 + truth * 15])
         assert found / found[0] == pytest.approx(wanted, rel=0.2)
-    assert StepCosts(curve(COSTS["middling"])).slope == 0.0
+    assert StepCosts(curve(COSTS["middling"])).line() == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("jump", [0.0, 0.5])
+def test_costs_learn_what_all_steps_with_drafts_take_longer(jump):
+    """An engine prepares drafts in a way of its own; from few plain steps, of another batch."""
+    costs = StepCosts(CostCurve.assumed("cuda"))
+    for step in range(60):
+        n = (8, 12, 16, 24)[step % 4] if step > 4 else 4
+        costs.record(n, step > 4, 0.0, 1 + jump * (step > 4))
+    found = costs.of(np.arange(4, 17), 0.0)
+    assert found[8] / found[0] == pytest.approx(1 + jump, rel=0.15)
+
+
+def test_the_first_step_of_every_size_teaches_nothing():
+    costs = StepCosts(CostCurve.assumed("cuda"))
+    costs.record(8, True, 0.0, 9.0)
+    assert costs.spread == 0.0
+    assert costs.line() == (0.0, 0.0, 0.0)

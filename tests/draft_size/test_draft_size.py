@@ -124,8 +124,8 @@ def test_batches_with_any_sizes_are_lossless():
         def limit(self):
             return random.randrange(1, self.most)
 
-        def choose(self, draft, sequences):
-            super().choose(draft, sequences)
+        def choose(self, draft):
+            super().choose(draft)
             return random.randint(1, draft.nodes)
 
     random.seed(3)

@@ -20,6 +20,7 @@ from test_kernels import run
 from token_recycling import AdjacencyMatrix
 from token_recycling.accept import Accepted, accept_choices, step_summary
 from token_recycling.drafters import AdaptiveDrafter
+from token_recycling.ranking import best_candidates
 from token_recycling.tokens import NO_TOKEN
 
 pytest.importorskip("triton")
@@ -93,7 +94,7 @@ class Both:
         choices = torch.from_numpy(self.rng.integers(0, 4, (self.batch, draft.nodes)))
         accepted = accept_choices(draft, choices)
         self.compare_accepted(draft, choices, accepted, roots)
-        self.host.observe(self.rows, draft, logits, accepted)
+        self.host.observe(self.rows, draft, best_candidates(logits, self.host.k), accepted)
         parts = (accepted.path, accepted.emitted, accepted.counts)
         moved = Accepted(*(part.to(DEVICE) for part in parts))
         self.device.observe(draft.to(DEVICE), logits.to(DEVICE), moved)

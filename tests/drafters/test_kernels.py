@@ -66,7 +66,7 @@ class Both:
             self.compare(draft, tree)
         logits = torch.from_numpy(self.rng.normal(size=(1, draft.nodes, V))).float() * 2
         logits[0, self.rng.random(draft.nodes) < 0.1] = torch.nan  # is not learnt
-        ids, p, finite = best_candidates(logits, self.k)
+        candidates = ids, p, finite = best_candidates(logits, self.k)
         rows = {
             node: dict(zip(ids[0, node].tolist(), p[0, node].astype(float).tolist()))
             for node in range(draft.nodes)
@@ -74,7 +74,7 @@ class Both:
         }
         found = torch.tensor([[*emitted, NO_TOKEN]])
         accepted = Accepted(torch.zeros_like(found), found, torch.tensor([len(emitted)]))
-        self.drafter.observe(self.rows, draft, logits, accepted)
+        self.drafter.observe(self.rows, draft, candidates, accepted)
         self.plain.observe(self.text, tree, rows, emitted)
         self.text += emitted[:-1]
         assert self.rows.context.tokens[0, : len(self.text)].tolist() == self.text

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from token_recycling.accept import Accepted
 from token_recycling.drafters import PromptLookupDrafter
 from token_recycling.drafters.ngram import ROOM, Context
+from token_recycling.ranking import best_candidates
 from token_recycling.tokens import NO_TOKEN
 
 texts_of_rows = st.lists(
@@ -98,7 +99,8 @@ def test_rows_grow(capacity, steps):
             draft = drafter.propose(rows, torch.tensor([roots[0], 0]))
         else:
             draft = check(drafter, rows, texts, roots)
-        drafter.observe(rows, draft, torch.zeros(2, draft.nodes, 3), emitted(pieces))
+        nothing = best_candidates(torch.zeros(2, draft.nodes, 3), 0)
+        drafter.observe(rows, draft, nothing, emitted(pieces))
         texts = [[*text, root, *piece[:-1]] for text, root, piece in zip(texts, roots, pieces)]
         roots = [piece[-1] if piece else None for piece in pieces]
         assert held(rows)[0] == texts[0]

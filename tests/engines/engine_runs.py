@@ -27,7 +27,7 @@ LIMIT = 500  # seconds of a run
 
 def widened(folder: Path) -> Path:
     """The bundled model with four heads over two KV heads: the same text."""
-    from token_recycling.bench.widen import widen
+    from widen import widen
 
     if (folder / "model").exists():
         return folder / "model"

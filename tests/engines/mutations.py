@@ -97,9 +97,11 @@ def vary_sizes(worker) -> None:
     """Choose sizes and pauses by turns, not by times; check the texts that the drafter has."""
     from itertools import count
 
-    steps, size, draft_of = count(), worker.EngineDraftSize, worker.Worker._draft
-    size.drafts = lambda self, requests: next(steps) // 3 % 3 > 0
-    size.choose_common = lambda self, scores, valid: next(steps) * 7 % (scores.shape[1] + 1)
+    from token_recycling.draft_size.auto import AutoSize
+
+    steps, draft_of = count(), worker.Worker._draft
+    AutoSize.pays = property(lambda self: next(steps) // 3 % 3 > 0)
+    AutoSize.choose = lambda self, draft: 1 + next(steps) * 7 % draft.nodes
 
     def draft_and_check(self, batch):
         draft = draft_of(self, batch)

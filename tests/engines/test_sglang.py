@@ -151,11 +151,6 @@ def test_preempted_requests(folder, plain, sizes):
             OURS,
             "max_step_tokens is 'lots'; it must be a whole number",
         ),
-        (
-            {"TOKEN_RECYCLING_BUDGET": "0"},
-            OURS,
-            "the option budget is now max_step_tokens",
-        ),
         ({}, OURS | {"page_size": 16}, "page_size(16) > 1"),
     ],
 )

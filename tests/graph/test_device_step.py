@@ -15,9 +15,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from gpu_launches import Launches
-
 from architectures import make
+from gpu_launches import Launches
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.graph import decoder, kernels, tensors

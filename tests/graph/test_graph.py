@@ -16,12 +16,11 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.accept import GreedyAcceptor
-from token_recycling.draft_size import gate
+from token_recycling.draft_size.auto import COOLDOWN, PATIENCE
 from token_recycling.draft_size.costs import CostCurve
 from token_recycling.drafters import Drafter, Rows
 from token_recycling.graph import decoder
 from token_recycling.graph.step import GraphStep
-from token_recycling.metrics import Step
 from token_recycling.sequence import Sequence, at_most
 from token_recycling.tree import DraftTree, chains
 
@@ -274,44 +273,15 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
         for price, costs in curves.items():
             steps = []
             recycler = recycling(llama, tree="auto", costs=costs)
-            size = recycler.draft_size
-            size._usual, size._plain_left = 1, 0  # begins with 8 tokens, however expensive
+            recycler.draft_size.typical = lambda now=0: 8  # however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids
             sizes[price] = [step.nodes for step in steps[1:]]
         assert set(sizes["cheap"]) == {8}
         plainly = sizes["dear"].index(1)
-        assert plainly == gate.TRIAL
-        assert set(sizes["dear"][plainly : plainly + gate.COOLDOWN]) == {1}
-        assert sizes["dear"][plainly + gate.COOLDOWN] == 8
-
-
-def test_the_cooldown_grows_until_drafts_pay():
-    rows = 10
-    speculation = gate.SpeculationGate(8, CostCurve((rows, 8 * rows), (64,), ((1.0, 2.0),)))
-    sequences = [Sequence([5] * 64) for _ in range(rows)]
-    speculation.begin(sequences)
-
-    def emitted(mean):
-        """A step that emits ``mean`` tokens a row; it may have one decimal."""
-        more = round(rows * mean) - rows
-        counts = [1 + more // rows + (row < more % rows) for row in range(rows)]
-        assert sum(counts) == pytest.approx(rows * mean)
-        nodes, nothing = speculation.limit(), [None] * rows
-        return Step([[5] * n for n in counts], nothing, [nodes - 1] * rows, nodes, (0.0,) * 5)
-
-    def taken(mean, steps):
-        found = []
-        for _ in range(steps):
-            found.append(speculation.limit())
-            speculation.record(emitted(mean if found[-1] > 1 else 1.0), sequences)
-        return found
-
-    trial, cooldown = [8] * gate.TRIAL, gate.COOLDOWN
-    cycle = [*trial, *[1] * cooldown, *trial, *[1] * 2 * cooldown]
-    assert taken(1.9, len(cycle)) == cycle
-    assert taken(2.1, 100) == [8] * 100
-    assert 1 in taken(1.0, 100)
+        assert plainly == PATIENCE
+        assert set(sizes["dear"][plainly : plainly + COOLDOWN]) == {1}
+        assert sizes["dear"][plainly + COOLDOWN] == 8
 
 
 @dataclass
@@ -324,7 +294,7 @@ class Read(Rows):
 class Prophet(Drafter[Read]):
     """Drafts the next eight tokens of texts that it knows."""
 
-    name, capturable = "prophet", True
+    name = "prophet"
 
     def __init__(self, texts):
         longest = max(map(len, texts))
@@ -341,7 +311,7 @@ class Prophet(Drafter[Read]):
         draft = chains(torch.cat([roots[:, None], self.texts.gather(1, places)], dim=1))
         return draft.first(nodes)
 
-    def observe(self, rows, draft, logits, accepted):
+    def observe(self, rows, draft, candidates, accepted):
         rows.counts.add_(accepted.counts)
 
 
@@ -443,18 +413,6 @@ def test_another_default_device(llama):
 def test_an_unknown_choice_is_refused(llama):
     with pytest.raises(TokenRecyclingError, match="it must be True, False or None"):
         TokenRecycling(llama, graph="rocket")
-
-
-def test_the_old_option_still_works(llama):
-    for old, new in (("auto", None), ("fused", True), ("readable", False)):
-        with pytest.warns(DeprecationWarning, match="the option engine is now graph"):
-            recycler = TokenRecycling(llama, tree=TREE, engine=old)
-        assert recycler.options.graph is new
-    with (
-        pytest.warns(DeprecationWarning, match="is now graph"),
-        pytest.raises(TokenRecyclingError, match="set graph to True, False or None"),
-    ):
-        TokenRecycling(llama, engine="rocket")
 
 
 def test_without_a_choice_a_cpu_has_no_graph(llama):

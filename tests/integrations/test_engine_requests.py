@@ -16,11 +16,12 @@ from token_recycling.accept import accept_choices, greedy
 from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
 from token_recycling.drafters.ngram import Context
 from token_recycling.integrations.engines import versions
-from token_recycling.integrations.engines.answers import Answers
 from token_recycling.integrations.engines.chains import accept_chains
 from token_recycling.integrations.engines.options import ServingOptions
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
+from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.sglang.trees import full_masks, links
+from token_recycling.ranking import best_candidates
 from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree, TreeTemplate
 from toy import VOCABULARY, ToyTarget, next_logits
@@ -60,7 +61,7 @@ class Engine:
         slots = torch.tensor([slot])
         self.drafter.begin(slots, [prompt[:-1]])
         self.drafter.propose(slots, torch.tensor([prompt[-1]]), 1)
-        answers = Answers(next_logits(prompt)[None], [1])
+        answers = StepLogits(next_logits(prompt)[None], [1])
         self.drafter.observe(slots, answers, [0], [1], torch.tensor([[first]]))
         self.prompts[slot], self.texts[slot] = prompt, [*prompt, first]
 
@@ -81,7 +82,7 @@ class Engine:
         flat = torch.cat([row[:count] for row, count in zip(logits.flip(0), counts)])
         rows = list(range(len(live)))[::-1]
         nodes = scheduled.tolist()
-        self.drafter.observe(slots, Answers(flat, counts), rows, nodes, accepted.emitted)
+        self.drafter.observe(slots, StepLogits(flat, counts), rows, nodes, accepted.emitted)
         for slot, emitted in zip(live, accepted.emitted.tolist()):
             self.texts[slot] += [token for token in emitted if token != NO_TOKEN]
         self.rows += len(live)
@@ -132,7 +133,7 @@ def alone(steps, drafter, prompt):
         target.prefill([text[:-1]])
         logits = target.verify(draft)
         accepted = accept_choices(draft, greedy(logits))
-        drafter.observe(rows, draft, logits, accepted)
+        drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
         text += [token for token in accepted.emitted[0].tolist() if token != NO_TOKEN]
     return found
 
@@ -153,7 +154,7 @@ def test_a_request_is_drafted_for_as_if_alone(mixed):
         target.prefill([text[:-1]])
         logits = target.verify(draft)
         accepted = accept_choices(draft, greedy(logits))
-        answers = Answers(logits[0], [draft.nodes])
+        answers = StepLogits(logits[0], [draft.nodes])
         requests.observe(slot, answers, [0], [draft.nodes], accepted.emitted)
         text += [token for token in accepted.emitted[0].tolist() if token != NO_TOKEN]
     assert (found == expected) is not mixed
@@ -264,10 +265,6 @@ def test_drafts_shrink_with_the_batch():
         ({"trees": "paper"}, "no option 'trees'"),
         ({"max_step_tokens": "many"}, "max_step_tokens is 'many'; it must be a whole number"),
         ({"max_step_tokens": 0}, "max_step_tokens is 0; it must be 1 or more"),
-        (
-            {"budget": "many"},
-            "max_step_tokens is 'many'; it must be a whole number",
-        ),  # its old name
         ({"context": 10}, "it must be 256 or more"),
     ],
 )
@@ -326,18 +323,6 @@ def test_options_come_from_the_environment(monkeypatch, caplog):
     options = ServingOptions.from_environment()
     assert (options.drafter, options.max_step_tokens, options.tree) == ("paper", 99, None)
     assert not caplog.text
-
-
-def test_the_old_name_of_an_option_is_read_with_a_warning(monkeypatch, caplog):
-    said = "the option budget is now max_step_tokens"
-    assert ServingOptions.parse({"budget": "64"}).max_step_tokens == 64
-    assert caplog.text.count(said) == 1
-    monkeypatch.setenv("TOKEN_RECYCLING_BUDGET", "99")
-    assert ServingOptions.from_environment().max_step_tokens == 99
-    assert caplog.text.count(said) == 2
-    # Where both are given, the new name wins.
-    monkeypatch.setenv("TOKEN_RECYCLING_MAX_STEP_TOKENS", "98")
-    assert ServingOptions.from_environment().max_step_tokens == 98
 
 
 def grown(batch, seed=0):

@@ -116,7 +116,7 @@ def level(module: str) -> int:
 
 def climbing(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
     """Imports of a module in a higher room."""
-    package = {".", "_moved"}
+    package = {"."}
     return [
         (module, other)
         for module, others in edges.items()

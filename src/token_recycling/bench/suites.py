@@ -32,7 +32,6 @@ class Question:
     kind: str  # the report groups by it
     category: str  # as given in the file
     turns: tuple[str, ...]
-    answers: tuple[str, ...] = ()  # recorded answers to the first turns
 
     @property
     def name(self) -> str:
@@ -145,13 +144,10 @@ def _question(suite: str, number: int, line: bytes) -> Question:
     if len(keys) != 1:
         raise TokenRecyclingError(f"expected exactly one of {', '.join(TURNS)}; found {len(keys)}")
     turns = _texts(row, keys[0], TURNS[keys[0]])
-    answers = _texts(row, "answer", list | str) if "answer" in row else ()
-    if len(answers) > len(turns):
-        raise TokenRecyclingError(f"there are {len(answers)} answers to {len(turns)} turns")
     category = _label(row, "category", "kind", default=suite)
     kind = "mt_bench" if suite == "spec-bench" and category in MT_BENCH else category
     identity = _label(row, "question_id", "id", default=str(number))
-    return Question(suite, identity, kind, category, turns, answers)
+    return Question(suite, identity, kind, category, turns)
 
 
 def _texts(row: dict[str, Any], key: str, form: Any) -> tuple[str, ...]:

@@ -15,19 +15,16 @@ import typer
 
 from token_recycling.cli import (
     bench,
-    bench_serving,
     chat,
     check,
     demo,
     fetch_model,
     generate,
     matrix,
-    replay,
     serve,
     tree,
     tune,
     warm,
-    widen,
 )
 from token_recycling.cli.stdin import piped
 from token_recycling.errors import BAD_INPUT, TokenRecyclingError, printable
@@ -46,12 +43,9 @@ app.command("check")(check.check)
 app.command("demo")(demo.demo)
 app.command("fetch-model")(fetch_model.fetch_model)
 app.command("bench")(bench.bench)
-app.command("bench-serving")(bench_serving.bench_serving)
-app.command("replay")(replay.replay)
 app.command("serve")(serve.serve)
 app.command("tune")(tune.tune)
 app.command("warm")(warm.warm)
-app.command("widen")(widen.widen)
 app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")
 VERBS = {str(one.name) for one in app.registered_commands}

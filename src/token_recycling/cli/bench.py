@@ -61,7 +61,6 @@ def bench(
     device: o.Device = None,
     dtype: o.Dtype = None,
     float32_logits: o.Float32Logits = False,
-    exact_logits: o.ExactLogits = False,
     warm: o.Warm = None,
     threads: o.Threads = None,
     tune: Annotated[
@@ -100,7 +99,7 @@ def bench(
         device,
         dtype,
         threads=threads,
-        float32_logits=o.renamed(float32_logits, exact_logits),
+        float32_logits=float32_logits,
         warm=warm,
     ).open()
     run = _Run(recycler, model or "the bundled model", questions, variants)
@@ -114,7 +113,7 @@ def bench(
         "seed": seed,
         "raw": raw,
         "warm": warm,
-        "float32_logits": float32_logits or exact_logits,
+        "float32_logits": float32_logits,
     }
     summary = run.execute(out, resume=resume, tune=tune)
     from token_recycling.bench.charts import drawable

@@ -28,7 +28,6 @@ def check(
     device: o.Device = None,
     dtype: o.Dtype = None,
     float32_logits: o.Float32Logits = False,
-    exact_logits: o.ExactLogits = False,
     graph: o.Graph = None,
     tree: o.Tree = defaults.TREE,
     drafter: o.Drafter = defaults.DRAFTER,
@@ -57,7 +56,7 @@ def check(
         drafter,
         threads=threads,
         strict=strict,
-        float32_logits=o.renamed(float32_logits, exact_logits),
+        float32_logits=float32_logits,
         graph=graph,
         warm=warm,
     )

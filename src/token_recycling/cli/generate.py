@@ -39,7 +39,6 @@ def generate(
     device: o.Device = None,
     dtype: o.Dtype = None,
     float32_logits: o.Float32Logits = False,
-    exact_logits: o.ExactLogits = False,
     graph: o.Graph = None,
     tree: o.Tree = defaults.TREE,
     drafter: o.Drafter = defaults.DRAFTER,
@@ -78,7 +77,7 @@ def generate(
         cold,
         threads,
         strict,
-        o.renamed(float32_logits, exact_logits),
+        float32_logits,
         graph,
         warm,
     )

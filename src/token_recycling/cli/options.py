@@ -67,7 +67,6 @@ Strict = Annotated[bool, typer.Option("--strict", help="Fail if tree attention c
 Float32Logits = Annotated[
     bool, typer.Option("--float32-logits", help="LM head in float32, for half precision.")
 ]
-ExactLogits = Annotated[bool, typer.Option("--exact-logits", hidden=True)]
 Graph = Annotated[
     bool | None,
     typer.Option("--graph/--no-graph", help="Run each step as one graph; default: on CUDA."),
@@ -156,13 +155,6 @@ class Loading:
         """Save the matrix to the file given by ``--matrix``, if any."""
         if self.matrix is not None:
             recycler.matrix.save(self.matrix)
-
-
-def renamed(float32_logits: bool, exact_logits: bool) -> bool:
-    """Return the value of ``--float32-logits``; warn if it was given by its old name."""
-    if exact_logits:
-        show.note("warning: the option --exact-logits is now --float32-logits")
-    return float32_logits or exact_logits
 
 
 def sampling_options(

@@ -30,7 +30,6 @@ def tune(
     device: o.Device = None,
     dtype: o.Dtype = None,
     float32_logits: o.Float32Logits = False,
-    exact_logits: o.ExactLogits = False,
     threads: o.Threads = None,
     as_json: o.Json = False,
 ) -> None:
@@ -52,7 +51,7 @@ def tune(
         device,
         dtype,
         threads=threads,
-        float32_logits=o.renamed(float32_logits, exact_logits),
+        float32_logits=float32_logits,
         warm=False,
     ).open()
     from token_recycling.draft_size import tune as tuning

@@ -6,22 +6,21 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from token_recycling.metrics import Step
-from token_recycling.sequence import Sequence
 from token_recycling.tree import DraftTree
 
 
 class DraftSize(ABC):
     """Chooses how many nodes of each draft are verified.
 
-    The decoding loop calls ``begin`` whenever it calls ``Drafter.load``, then ``limit``,
-    ``choose`` and ``record`` once per step.
+    Who decodes calls ``begin`` when rows join, leave or start, and once per step ``limit``,
+    ``choose`` and ``record``. A graph, whose drafts have one size, asks for ``typical`` instead of
+    ``limit`` and ``choose``.
     """
 
     pays = True  # False while drafts are not verified; the drafter then skips the prompts
 
-    def begin(self, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Start with new texts."""
+    def begin(self, rows: int, context: int = 0) -> None:  # noqa: B027
+        """Go on with so many rows, and at most ``context`` tokens in the cache of each."""
 
     @abstractmethod
     def limit(self) -> int | None:
@@ -31,26 +30,30 @@ class DraftSize(ABC):
             1: a root-only draft. None: as many nodes as the drafter proposes.
         """
 
-    def choose(self, draft: DraftTree, sequences: list[Sequence]) -> int:
+    @abstractmethod
+    def typical(self, now: int = 0) -> int | None:
+        """Return one size for the next steps (see ``limit``); ``now`` if that is nearly as good."""
+
+    def choose(self, draft: DraftTree) -> int:
         """Return n, to verify the first n nodes of ``draft``.
 
         Args:
-            draft: at most ``limit`` nodes per row.
-            sequences: the rows that it continues.
+            draft: at most ``limit`` nodes per row, on the host; rows without a valid root have
+                ended.
         """
         return draft.nodes
 
-    def record(self, step: Step, sequences: list[Sequence]) -> None:  # noqa: B027
-        """Learn from the tokens and the time of a step.
+    def record(  # noqa: B027
+        self, rows: int, drafted: int, emitted: float, seconds: float | None
+    ) -> None:
+        """Learn from a step.
 
         Args:
-            step: the step that verified the draft.
-            sequences: the rows after the step.
+            rows: of the batch.
+            drafted: nodes that were verified, over all rows, roots not included.
+            emitted: mean tokens of the rows that had not ended.
+            seconds: time of the step; None: it says nothing, because of what else was done in it.
         """
-
-    def for_graph(self) -> DraftSize:
-        """Return the policy for graph steps, where every size is a graph of its own."""
-        return self
 
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt from texts, without times, for ``restore``."""
@@ -68,5 +71,9 @@ class FixedSize(DraftSize):
         self.nodes = nodes
 
     def limit(self) -> int | None:
+        """Return the fixed number of nodes."""
+        return self.nodes
+
+    def typical(self, now: int = 0) -> int | None:
         """Return the fixed number of nodes."""
         return self.nodes

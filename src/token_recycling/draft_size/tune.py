@@ -20,6 +20,7 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.machine import synchronize
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.model.target import Target, TreeTarget
+from token_recycling.ranking import best_candidates
 from token_recycling.sequence import Sequence as Text
 
 CONTEXTS = (128, 512, 1024, 2048, 4096)
@@ -205,7 +206,8 @@ class _Bench:
             draft = self.drafter.propose(self.rows, root, size)
             logits = target.verify(draft)
             accepted = self.accept(draft, logits, [Text(self.prompt)])
-            self.drafter.observe(self.rows, draft, logits, accepted)
+            candidates = best_candidates(logits, self.drafter.k)
+            self.drafter.observe(self.rows, draft, candidates, accepted)
             target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
             synchronize(target.device)
             seconds = perf_counter() - begin

@@ -7,13 +7,10 @@ entry point is a callable ``(matrix, template) -> Drafter``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
 
 from token_recycling.drafters.adaptive import AdaptiveDrafter
 from token_recycling.drafters.base import AnyDrafter, Drafter, Rows
-from token_recycling.drafters.legacy import adapted
 from token_recycling.drafters.none import NoDrafter
 from token_recycling.drafters.paper import PaperDrafter
 from token_recycling.drafters.prompt_lookup import PromptLookupDrafter
@@ -35,20 +32,11 @@ __all__ = [
 
 Factory = Callable[[AdjacencyMatrix, TreeTemplate], AnyDrafter]
 GROUP = "token_recycling.drafters"
-# Options that turn off one part of the adaptive drafter, for ablation studies.
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "pairs": {"pairs": 0, "triples": 0},
-    "triples": {"triples": 0},
-    "averages": {"old_weight": 0.0},
-    "chain": {"chain": 0},
-    "calibration": {"calibrate": False},
-    "learning": {"learning_rate": 0.0},
-}
 
 
-def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate, **options: Any) -> AnyDrafter:
+def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate) -> AnyDrafter:
     """Make an adaptive drafter; only the number of nodes is taken from ``template``."""
-    return AdaptiveDrafter(matrix, len(template.paths), **options)
+    return AdaptiveDrafter(matrix, len(template.paths))
 
 
 BUILT_IN: dict[str, Factory] = {
@@ -56,10 +44,6 @@ BUILT_IN: dict[str, Factory] = {
     PaperDrafter.name: PaperDrafter,
     PromptLookupDrafter.name: lambda matrix, template: PromptLookupDrafter(),
     NoDrafter.name: lambda matrix, template: NoDrafter(),
-    **{
-        f"{AdaptiveDrafter.name}-no-{part}": partial(_adaptive, **options)
-        for part, options in ABLATIONS.items()
-    },
 }
 
 
@@ -83,5 +67,5 @@ def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> 
         except Exception as error:  # whatever the other package raises while it is imported
             line = f"{type(error).__name__}: {one_line(error, 200)}"
             raise TokenRecyclingError(f"cannot load the drafter {name!r}: {line}") from error
-        return adapted(factory(matrix, template))
+        return factory(matrix, template)
     raise TokenRecyclingError(f"unknown drafter {name!r}; choose from {', '.join(names())}")

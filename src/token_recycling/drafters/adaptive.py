@@ -17,7 +17,7 @@ from token_recycling.drafters.kernels import host
 from token_recycling.drafters.ngram import Chains, Context
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.ranking import best_candidates
+from token_recycling.ranking import Candidates
 from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree, root_only
 
@@ -57,7 +57,6 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     name = "adaptive"
     matrix: AdjacencyMatrix
     logits: Any  # float64 [f], log odds of the calibrated rates, computed from the evidence
-    needs_logits = True
 
     def __init__(
         self,
@@ -147,14 +146,13 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         """Select tokens without a row, each at its last occurrence."""
         return self.matrix.unseen(tokens)
 
-    def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
+    def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
         """Store rows of prompt tokens; none for pairs, as the preceding tokens are unknown here."""
-        ids, p, finite = best_candidates(logits[..., : self.matrix.vocab_size], self.matrix.k)
-        valid = mask.cpu() & torch.from_numpy(finite)
+        valid = mask.cpu() & torch.from_numpy(candidates.finite)
         self.matrix.update(
             tokens.cpu().flatten(),
-            torch.from_numpy(ids).flatten(0, 1),
-            torch.from_numpy(p).flatten(0, 1),
+            torch.from_numpy(candidates.ids).flatten(0, 1),
+            torch.from_numpy(candidates.probabilities).flatten(0, 1),
             valid.flatten(),
         )
 
@@ -224,28 +222,10 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         return found
 
     def observe(
-        self, rows: AdaptiveRows, draft: DraftTree, logits: Tensor, accepted: Accepted
+        self, rows: AdaptiveRows, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Count right candidates, average the rows of all nodes, and extend the context."""
-        best = best_candidates(logits[..., : self.matrix.vocab_size], self.matrix.k)
-        self.observe_candidates(rows, draft, best, accepted.emitted)
-
-    def observe_candidates(
-        self,
-        rows: AdaptiveRows,
-        draft: DraftTree,
-        best: tuple[Any, Any, Any],
-        emitted: Tensor,
-    ) -> None:
-        """Do what ``observe`` does, where the candidates at the nodes are known already.
-
-        Args:
-            rows: B rows.
-            draft: the verified draft; only its valid nodes count.
-            best: of all nodes, from ``best_candidates`` over the matrix's tokens.
-            emitted: int64 [B, t], padded with ``NO_TOKEN``.
-        """
-        rows.context.reserve(emitted.shape[1])
+        rows.context.reserve(accepted.emitted.shape[1])
         host.observe(
             rows.context.tokens.numpy(),
             rows.context.lengths.numpy(),
@@ -255,8 +235,8 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             as_array(draft.tokens),
             as_array(draft.parents),
             as_array(draft.valid),
-            *best,
-            as_array(emitted),
+            *candidates,
+            as_array(accepted.emitted),
             self._tables(),
             self.old_weight,
             self.learning_rate,

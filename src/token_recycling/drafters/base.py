@@ -11,6 +11,7 @@ from torch import Tensor
 
 from token_recycling.accept import Accepted
 from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.ranking import Candidates
 from token_recycling.tree import DraftTree
 
 Self = TypeVar("Self", bound="Rows")
@@ -64,7 +65,7 @@ R = TypeVar("R", bound=Rows)
 
 
 class Drafter(ABC, Generic[R]):
-    """Proposes a draft tree for every row of a batch and learns from the target's logits.
+    """Proposes a draft tree for every row of a batch and learns from the target's candidates.
 
     The decoding loop calls ``new_rows`` once, ``load`` before the prompts are read and again
     after graph steps, ``prompt_mask`` and ``learn_prompt`` for every chunk of the prompts, then
@@ -74,11 +75,11 @@ class Drafter(ABC, Generic[R]):
 
     name: str
     matrix: AdjacencyMatrix | None = None
-    needs_logits = False  # True: learns from logits, not only from emitted tokens
-    # True: ``propose`` and ``observe`` have fixed shapes, write in place and never read from the
-    # device, so that they can be captured in a graph. Rows with a ``capacity`` must then never
-    # replace their tensors; ``load`` refills them.
-    capturable = False
+
+    @property
+    def k(self) -> int:
+        """Candidates per node to learn from: those that a row of the matrix keeps, or none."""
+        return 0 if self.matrix is None else self.matrix.k
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -108,9 +109,9 @@ class Drafter(ABC, Generic[R]):
         """
 
     def prompt_mask(self, tokens: Tensor) -> Tensor | None:
-        """Select the prompt tokens whose logits ``learn_prompt`` is to get.
+        """Select the prompt tokens whose candidates ``learn_prompt`` is to get.
 
-        Computing logits and learning from them both cost time.
+        Computing them and learning from them both cost time.
 
         Args:
             tokens: int64 [B, c], a chunk of the prompts.
@@ -120,12 +121,12 @@ class Drafter(ABC, Generic[R]):
         """
         return None
 
-    def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
+    def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
         """Learn from the columns of a chunk in which ``prompt_mask`` selected a token.
 
         Args:
             tokens: int64 [B, w].
-            logits: [B, w, V], the target's logits after each token.
+            candidates: [B, w, k], what the target ranks best after each token.
             mask: bool [B, w]; False where the token was not selected or is padding.
         """
 
@@ -143,14 +144,16 @@ class Drafter(ABC, Generic[R]):
         """Return the source of each node of the first row; called before ``observe``."""
         return [self.name] * draft.nodes
 
-    def observe(self, rows: R, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        """Learn from the target's logits at every node, including rejected ones.
+    def observe(
+        self, rows: R, draft: DraftTree, candidates: Candidates, accepted: Accepted
+    ) -> None:
+        """Learn from the target's candidates at every node, including rejected ones.
 
         Args:
             rows: B rows; the emitted tokens are appended to their texts, except for the last one,
                 which is the next root.
             draft: the verified draft; only its valid nodes count.
-            logits: [B, n, V].
+            candidates: [B, n, k], what the target ranks best after each node.
             accepted: what was accepted and emitted.
         """
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from token_recycling.accept import Accepted
 from token_recycling.drafters.base import AnyDrafter, Drafter, Rows
+from token_recycling.ranking import Candidates
 from token_recycling.tree import DraftTree, joined
 
 
@@ -34,7 +34,12 @@ class GroupedDrafter(Drafter[GroupedRows]):
             for member in self._members
         ]
         first = drafters[0]
-        self.name, self.needs_logits = first.name, first.needs_logits
+        self.name, self._k = first.name, first.k
+
+    @property
+    def k(self) -> int:
+        """That of the first drafter."""
+        return self._k
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -64,9 +69,8 @@ class GroupedDrafter(Drafter[GroupedRows]):
         return joined(drafts, self._rows)
 
     def observe(
-        self, rows: GroupedRows, draft: DraftTree, logits: Tensor, accepted: Accepted
+        self, rows: GroupedRows, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Let each drafter learn from its own rows."""
         for member, own, index in zip(self._members, rows.groups, self._rows):
-            there = torch.tensor(index, device=logits.device)
-            member.observe(own, draft.select(index), logits[there], accepted.select(index))
+            member.observe(own, draft.select(index), candidates.at(index), accepted.select(index))

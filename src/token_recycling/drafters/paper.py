@@ -10,7 +10,7 @@ from token_recycling.compiled import as_array
 from token_recycling.drafters.base import Drafter, Rows
 from token_recycling.drafters.kernels import host
 from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.ranking import top_k
+from token_recycling.ranking import Candidates
 from token_recycling.tree import DraftTree, TreeShape, TreeTemplate, root_only
 
 
@@ -23,7 +23,6 @@ class PaperDrafter(Drafter[Rows]):
 
     name = "paper"
     matrix: AdjacencyMatrix
-    needs_logits = True
 
     def __init__(
         self, matrix: AdjacencyMatrix, template: TreeTemplate, *, learn_prompts: bool = True
@@ -53,9 +52,9 @@ class PaperDrafter(Drafter[Rows]):
         """Select tokens without a row, each at its last occurrence."""
         return self.matrix.unseen(tokens) if self.learn_prompts else None
 
-    def learn_prompt(self, tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
+    def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
         """Store the candidates of prompt tokens."""
-        self._recycle(tokens, logits, mask)
+        self._recycle(tokens, candidates, mask)
 
     def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
         """Fill the tree by look-ups in the matrix."""
@@ -73,17 +72,17 @@ class PaperDrafter(Drafter[Rows]):
         )
         return self.shape.draft(tokens, valid).first(nodes)
 
-    def observe(self, rows: Rows, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+    def observe(
+        self, rows: Rows, draft: DraftTree, candidates: Candidates, accepted: Accepted
+    ) -> None:
         """Store the candidates of every node."""
-        self._recycle(draft.tokens, logits, draft.valid)
+        self._recycle(draft.tokens, candidates, draft.valid)
 
-    def _recycle(self, tokens: Tensor, logits: Tensor, valid: Tensor) -> None:
-        values, ids = top_k(logits[..., : self.matrix.vocab_size], self.matrix.k)
-        valid = valid.cpu() & values[..., 0].isfinite().cpu()  # skip overflowed logits
+    def _recycle(self, tokens: Tensor, candidates: Candidates, valid: Tensor) -> None:
         host.replace_rows(
             as_array(tokens.cpu().flatten()),
-            as_array(valid.flatten()),
-            as_array(ids.cpu().flatten(0, -2)),
+            (as_array(valid.cpu()) & candidates.finite).reshape(-1),
+            candidates.ids.reshape(-1, self.k),
             self.matrix.candidates.numpy(),
             self.matrix.probabilities.view(torch.uint16).numpy(),
         )

@@ -9,6 +9,7 @@ from token_recycling.accept import Accepted
 from token_recycling.drafters.base import Drafter
 from token_recycling.drafters.kernels import host
 from token_recycling.drafters.ngram import Context
+from token_recycling.ranking import Candidates
 from token_recycling.tree import DraftTree, TreeShape, TreeTemplate, root_only
 
 
@@ -51,6 +52,8 @@ class PromptLookupDrafter(Drafter[Context]):
         )
         return self.shape.draft(tokens, valid).first(nodes)
 
-    def observe(self, rows: Context, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+    def observe(
+        self, rows: Context, draft: DraftTree, candidates: Candidates, accepted: Accepted
+    ) -> None:
         """Append the accepted tokens."""
         rows.append_accepted(accepted)

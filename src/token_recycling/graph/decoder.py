@@ -244,7 +244,8 @@ class GraphDecoder:
         Args:
             target: the model.
             drafter: see ``can_draft``.
-            size: draft-size policy; should change sizes rarely, since each is a graph of its own.
+            size: draft-size policy. Each size is a graph of its own, so all drafts have one, which
+                is looked at when an answer begins.
             compiling: context entered while a step is compiled, which may take minutes the first
                 time.
 
@@ -266,15 +267,15 @@ class GraphDecoder:
         self._failed: dict[Any, GraphError] = {}
         self._addresses: list[Any] = []
         with ordinary_tensors():
-            device = target.device if drafter.capturable else "cpu"
-            roots = torch.zeros(1, dtype=torch.long, device=device)
+            roots = torch.zeros(1, dtype=torch.long, device="cpu")
             rows = drafter.new_rows(1, SMALLEST)
             self._whole = drafter.propose(rows, roots).nodes
+        self._drafted = size.typical() or self._whole
 
     @property
     def nodes(self) -> int:
         """Tokens that the next step should verify, including the root."""
-        return self.size.limit() or self._whole
+        return self._drafted if self.size.pays else 1
 
     def _captured_addresses(self) -> list[Any]:
         """Return the addresses that captured steps read, and the modes they were captured in.
@@ -345,7 +346,8 @@ class GraphDecoder:
             check: raises when the target has been used for something else.
         """
         sampled = accept if isinstance(accept, FollowAcceptor) else None
-        self.size.begin(sequences)
+        self.size.begin(len(sequences), max(len(sequence.tokens) for sequence in sequences))
+        self._drafted = self.size.typical(self._drafted) or self._whole
         while any(sequence.active for sequence in sequences):
             try:
                 longest = max(len(sequence.tokens) for sequence in sequences)
@@ -404,7 +406,10 @@ class GraphDecoder:
                     on_device[row] += sum(token != NO_TOKEN for token in emitted)
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
                 done = Step(tokens, reasons, drafted, step.nodes, seconds)
-                self.size.record(done, sequences)
+                emitting = sum(map(bool, tokens))
+                emitted_mean = sum(map(len, tokens)) / max(emitting, 1)
+                rows = len(tokens)
+                self.size.record(rows, rows * (step.nodes - 1), emitted_mean, sum(seconds))
                 yield done
                 begun = perf_counter()
         finally:

@@ -1,4 +1,4 @@
-"""Drafting within a compiled step: by kernels, traced, or on the host as custom operations."""
+"""Drafting within a compiled step: by kernels, or on the host as custom operations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from token_recycling.drafters.adaptive import AdaptiveDrafter
 from token_recycling.drafters.base import AnyDrafter
 from token_recycling.drafters.kernels.choice import has_device_kernels
 from token_recycling.modes import ordinary_tensors
+from token_recycling.ranking import best_candidates
 from token_recycling.tokens import NO_TOKEN
 from token_recycling.tree import DraftTree
 
@@ -49,7 +50,7 @@ class Drafting(Protocol):
 
 def can_draft(drafter: AnyDrafter, device: torch.device) -> bool:
     """Return True if ``drafter`` can be part of a step on ``device``."""
-    return device.type == "cpu" or drafter.capturable or _has_kernels(drafter, device)
+    return device.type == "cpu" or _has_kernels(drafter, device)
 
 
 def _has_kernels(drafter: AnyDrafter, device: torch.device) -> bool:
@@ -60,8 +61,6 @@ def make_drafting(
     drafter: AnyDrafter, batch: int, capacity: int, nodes: int | None, device: torch.device
 ) -> Drafting:
     """Return ``drafter`` and new rows for steps on ``device`` (see ``HostDrafting``)."""
-    if drafter.capturable:
-        return TracedDrafting(drafter, batch, capacity, nodes, device)
     if _has_kernels(drafter, device):
         from token_recycling.drafters.on_device import DeviceDrafting  # imports Triton
 
@@ -156,42 +155,12 @@ def _observe(
     with ordinary_tensors():
         texts = [[token for token in row if token != NO_TOKEN] for row in emitted.tolist()]
         accepted = Accepted(path, emitted, counts, texts)
-        drafting.drafter.observe(drafting.rows, draft, logits, accepted)
+        drafter = drafting.drafter
+        vocabulary = drafter.matrix.vocab_size if drafter.matrix else logits.shape[-1]
+        candidates = best_candidates(logits[..., :vocabulary], drafter.k)
+        drafter.observe(drafting.rows, draft, candidates, accepted)
 
 
 @_observe.register_fake
 def _(*args: Any) -> None:
     return None
-
-
-class TracedDrafting:
-    """A ``capturable`` drafter and its rows, whose operations become part of the step."""
-
-    def __init__(
-        self,
-        drafter: AnyDrafter,
-        batch: int,
-        capacity: int,
-        nodes: int | None,
-        device: torch.device,
-    ) -> None:
-        """Make rows on ``device`` (see ``HostDrafting``)."""
-        self.drafter, self.rows = drafter, drafter.new_rows(batch, capacity)
-        roots = torch.zeros(batch, dtype=torch.long, device=device)
-        draft = drafter.propose(self.rows, roots, nodes)
-        self.nodes, self.max_depth = draft.nodes, draft.max_depth
-
-    def begin(self, texts: list[list[int]]) -> None:
-        """Load the texts, without the next roots."""
-        self.drafter.load(self.rows, texts)
-
-    def end(self) -> None:
-        """Do nothing: the drafter has learnt directly."""
-
-    def propose(self, roots: Tensor) -> DraftTree:
-        """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
-        return self.drafter.propose(self.rows, roots, self.nodes)
-
-    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        """Learn from a step (see ``Drafter.observe``)."""
-        self.drafter.observe(self.rows, draft, logits, accepted)

@@ -16,6 +16,7 @@ from token_recycling.drafters.paper import PaperDrafter
 from token_recycling.drafters.prompt_lookup import PromptLookupDrafter
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.modes import ordinary_tensors
+from token_recycling.ranking import best_candidates
 from token_recycling.sequence import Sequence
 from token_recycling.tree import TreeTemplate, root_only
 
@@ -49,5 +50,5 @@ def _take_steps(drafter: AnyDrafter) -> None:
         draft = drafter.propose(rows, roots, nodes)
         logits = torch.zeros((1, draft.nodes, V), dtype=torch.float32, device="cpu")
         accepted: Accepted = GreedyAcceptor()(draft, logits, [sequence])
-        drafter.observe(rows, draft, logits, accepted)
+        drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
     GreedyAcceptor()(root_only(roots), logits, [sequence])

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from token_recycling import defaults
+from token_recycling.draft_size.auto import AutoSize
+from token_recycling.draft_size.costs import CostCurve
 from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, make_drafter
 from token_recycling.drafters.kernels.prepare import compile_kernels
 from token_recycling.errors import TokenRecyclingError, one_line
@@ -21,8 +23,10 @@ from token_recycling.warm.store import find_by_files
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
 MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
+# Steps of more tokens verify a multiple of it: kernels are prepared for every number of tokens, and
+# graphs are captured for some.
+MULTIPLE = 8
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-RENAMED = {"budget": "max_step_tokens"}
 logger = logging.getLogger(__name__)
 
 
@@ -39,7 +43,7 @@ class ServingOptions:
             ``save_minutes``. If it exists and ``matrix`` is None, the server starts with it.
         save_minutes: see ``save_matrix``.
         automatic: draft only what pays, by the times of the engine's steps (see
-            ``EngineDraftSize``); False: whole drafts.
+            ``AutoSize``); False: whole drafts.
         context: tokens of each request that are searched.
         max_step_tokens: maximum tokens verified per step, over all requests; larger batches get
             smaller drafts, down to the root alone.
@@ -65,10 +69,6 @@ class ServingOptions:
         known = {one.name: one for one in fields(cls)}
         drafter = given.get("drafter", cls.drafter)
         values = {"candidates": defaults.candidates_for(drafter), **given}
-        for old, new in RENAMED.items():
-            if old in values:
-                logger.warning("Token Recycling: the option %s is now %s", old, new)
-                values.setdefault(new, values.pop(old))
         for name in values:
             if name not in known:
                 raise TokenRecyclingError(
@@ -102,8 +102,7 @@ class ServingOptions:
         Raises:
             TokenRecyclingError: a value is invalid.
         """
-        names = [*(one.name for one in fields(cls)), *RENAMED]
-        found = {name: os.environ.get(prefix + name.upper()) for name in names}
+        found = {one.name: os.environ.get(prefix + one.name.upper()) for one in fields(cls)}
         return cls.parse({name: value for name, value in found.items() if value})
 
     def make(
@@ -175,6 +174,12 @@ class ServingOptions:
             raise TokenRecyclingError(f"the drafter {drafter.name} has no matrix to save")
         drafter.matrix.save(self.save_matrix)  # fails here, not after hours
         return MatrixKeeper(drafter.matrix, self.save_matrix, self.save_minutes)
+
+    def size(self, drafter: AnyDrafter, device_type: str) -> AutoSize | None:
+        """Return the draft-size policy; None: drafts are verified whole."""
+        if not (self.automatic and drafter.acceptance):
+            return None
+        return AutoSize(drafter.acceptance, CostCurve.assumed(device_type), multiple=MULTIPLE)
 
     def nodes_for(self, requests: int, most: int) -> int:
         """Return the nodes of each draft, root included, in a step of ``requests`` requests."""

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from token_recycling.accept import Accepted
 from token_recycling.compiled import as_array
-from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, Rows
+from token_recycling.drafters import AnyDrafter, Rows
 from token_recycling.drafters.kernels import host
-from token_recycling.integrations.engines.answers import Answers
 from token_recycling.integrations.engines.options import CONTEXT
-from token_recycling.ranking import argmax
+from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.tree import DraftTree, chains
 
 
@@ -146,7 +145,7 @@ class RequestDrafter:
     def observe(
         self,
         slots: Tensor,
-        answers: Answers,
+        logits: StepLogits,
         rows: list[int],
         nodes: list[int],
         emitted: Tensor,
@@ -155,28 +154,30 @@ class RequestDrafter:
 
         Args:
             slots: int64 [B], on the host.
-            answers: the target's logits in the step.
-            rows: of the requests in ``answers``.
+            logits: the target's, in the step.
+            rows: of the requests in ``logits``.
             nodes: how many nodes of the last draft of each request were verified, root included.
             emitted: int64 [B, t], on the host, new tokens of each request, padded with
                 ``NO_TOKEN``.
         """
         live = self._take(slots)
         draft = self._verified(live, slots, nodes)
-        if isinstance(self.drafter, AdaptiveDrafter):
-            matrix = self.drafter.matrix
-            best = answers.best_padded(rows, nodes, matrix.k, matrix.vocab_size)
-            self.drafter.observe_candidates(live.rows, draft, best, emitted)
-            return
+        candidates = logits.best_padded(rows, nodes, *self._ranked(logits))
         accepted = Accepted(torch.zeros_like(emitted), emitted, (emitted >= 0).sum(dim=1))
-        self.drafter.observe(live.rows, draft, answers.padded(rows, nodes), accepted)
+        self.drafter.observe(live.rows, draft, candidates, accepted)
 
-    def choices(self, answers: Answers) -> Any:
+    def choices(self, logits: StepLogits) -> Any:
         """Return the target's best token after every node, an array int64 [sum of counts]."""
-        if isinstance(self.drafter, AdaptiveDrafter):
-            matrix = self.drafter.matrix
-            return answers.best(matrix.k, matrix.vocab_size)[0][:, 0].copy()
-        return argmax(answers.logits).numpy()
+        return logits.best(*self._ranked(logits)).ids[:, 0].copy()
+
+    def _ranked(self, logits: StepLogits) -> tuple[int, int]:
+        """Return how many candidates are ranked after every node, and among how many tokens.
+
+        One at least, for ``choices``: all calls of a step share them.
+        """
+        matrix = self.drafter.matrix
+        vocabulary = logits.logits.shape[-1] if matrix is None else matrix.vocab_size
+        return max(self.drafter.k, 1), vocabulary
 
     def _verified(self, live: _Live, slots: Tensor, nodes: list[int]) -> DraftTree:
         """Return the part of the last drafts that was verified."""

@@ -18,11 +18,9 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
-from token_recycling.draft_size.costs import ASSUMED, ASSUMED_ELSEWHERE
-from token_recycling.integrations.engines.answers import Answers
-from token_recycling.integrations.engines.draft_size import EngineDraftSize
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
+from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.engines.versions import check_signature
 from token_recycling.integrations.sglang.sampled import draw_on_cpus
 from token_recycling.integrations.sglang.trees import full_masks, links
@@ -110,8 +108,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self._keeper = self.options.keeper(drafter) if first else None
         # Ranks measure different times, but must verify the same trees.
         alone = group is None or group.world_size == 1
-        slope = ASSUMED.get(self.model_runner.device, ASSUMED_ELSEWHERE)
-        self.size = EngineDraftSize(slope) if self.options.automatic and alone else None
+        self.size = self.options.size(drafter, self.model_runner.device) if alone else None
         self._paused: set[int] = set()  # slots whose requests have been decoded without drafter
         self._ended, self._requests = perf_counter(), list[str]()
 
@@ -131,15 +128,16 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         captured = self._captured(rows)
         size = None if captured else self.size
         most = self.width if captured else self.options.nodes_for(rows, self.width)
-        self._drafting = most > 1 and (size is None or size.drafts(rows))
+        if size is not None:
+            size.begin(rows)
+        self._drafting = most > 1 and (size is None or size.pays)
         if not self._drafting:
             self._paused.update(slots.tolist())
             return root_only(roots)
         self._resume(batch, slots, tokens, lengths)
         draft = self.requests.propose(slots, roots, most)
         if size is not None and draft.scores is not None:
-            scores, valid = draft.scores.numpy()[:, 1:], draft.valid.numpy()[:, 1:]
-            most = size.choose_common(scores, valid) + 1
+            most = size.choose(draft)
         # A drafter with few candidates may propose fewer nodes; SGLang requires ``most``.
         draft = self.requests.drafts(slots).first(most)
         draft = same_on_all_ranks(get_parallel().tp_group, draft)
@@ -248,8 +246,10 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         now = perf_counter()
         seconds, before = now - self._ended, self._requests
         self._ended, self._requests = now, [request.rid for request in batch.reqs]
-        if self.size is not None and before == self._requests and self._drafting is (n > 1):
-            self.size.record(len(before), len(before) * (n - 1), tokens, seconds)
+        if self.size is not None:
+            rows = len(self._requests)
+            timed = before == self._requests and self._drafting is (n > 1)
+            self.size.record(rows, rows * (n - 1), tokens / rows, seconds if timed else None)
 
     def _learn(self, slots: Tensor, result: GenerationBatchResult, lengths: Tensor, n: int) -> None:
         """Learn from the target's logits at every node and from the accepted tokens.
@@ -260,9 +260,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         tokens = result.next_token_ids.view(rows, n).long().cpu()
         behind = torch.arange(n, device="cpu") >= lengths[:, None]
         assert self._watched.logits is not None
-        answers = Answers(self._watched.logits, [n] * rows)
+        logits = StepLogits(self._watched.logits, [n] * rows)
         emitted = tokens.masked_fill(behind, NO_TOKEN)
-        self.requests.observe(slots, answers, list(range(rows)), answers.counts, emitted)
+        self.requests.observe(slots, logits, list(range(rows)), logits.counts, emitted)
         if self._keeper is not None:
             self._keeper.tick()
 
@@ -287,8 +287,8 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         if logits is None or len(logits) != len(batch.reqs) or not _untouched(batch):
             return
         emitted = result.next_token_ids.long().cpu()[index][:, None]
-        answers = Answers(logits, [1] * len(logits))
-        self.requests.observe(slots, answers, read, [1] * len(read), emitted)
+        found = StepLogits(logits, [1] * len(logits))
+        self.requests.observe(slots, found, read, [1] * len(read), emitted)
 
     def _widened(self, result: GenerationBatchResult, n: int) -> GenerationBatchResult:
         """Pad the output of a step with fewer nodes to the width that SGLang expects."""

@@ -20,7 +20,7 @@ def sample(proposer: StepDrafter, step: VerifiedStep, metadata: Any) -> Any:
         step: in which every request takes the best token.
         metadata: vLLM's draft metadata.
     """
-    choices = proposer.requests.choices(step.answers)
+    choices = proposer.requests.choices(step.logits)
     drafted = as_array(metadata.draft_token_ids)
     emitted = accept_chains(drafted, choices, step.counts, metadata.max_spec_len + 1)
     return SamplerOutput(sampled_token_ids=torch.from_numpy(emitted), logprobs_tensors=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -14,10 +15,8 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
-from token_recycling.draft_size.costs import ASSUMED, ASSUMED_ELSEWHERE
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.integrations.engines.chains import compile_acceptance
-from token_recycling.integrations.engines.draft_size import EngineDraftSize
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.versions import VLLM, check_version
@@ -94,10 +93,9 @@ class Proposer:
         self.step: VerifiedStep | None = None  # the one to learn from, during ``sample_tokens``
         # Ranks measure different times, but must verify the same trees.
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        slope = ASSUMED.get(self.device.type, ASSUMED_ELSEWHERE)
-        automatic = self.options.automatic and (ranks == 1 or not self.tree)
-        self.size = EngineDraftSize(slope) if automatic else None
-        self._ended, self._requests = perf_counter(), list[str]()
+        alone = ranks == 1 or not self.tree
+        self.size = self.options.size(self.requests.drafter, self.device.type) if alone else None
+        self._began, self._requests = perf_counter(), list[str]()
 
     def load_model(self, model: Any) -> None:
         """Do nothing: there is no draft model."""
@@ -146,12 +144,13 @@ class Proposer:
         self._forget(step)
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         emitted = [sampled_token_ids[row] for row in rows]
+        if not rows:
+            return drafts
+        self._record(step, rows, emitted)
         nodes = self.options.nodes_for(len(rows), self.nodes)
-        drafting = bool(rows) and nodes > 1 and (self.size is None or self.size.drafts(len(rows)))
-        if drafting:
+        if nodes > 1 and (self.size is None or self.size.pays):
             lengths = [int(num_tokens_no_spec[row]) for row in rows]
             self._learn_and_draft(step, rows, emitted, lengths, token_ids_cpu, nodes, drafts)
-        self._record(step, rows, emitted, drafting)
         return drafts
 
     @torch.inference_mode(False)
@@ -183,7 +182,7 @@ class Proposer:
             self._begin(new, step)
         slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
         nodes_read = [step.nodes[row] for row in rows]
-        self.requests.observe(slots, step.answers, rows, nodes_read, _padded(emitted))
+        self.requests.observe(slots, step.logits, rows, nodes_read, _padded(emitted))
         if self._keeper is not None:
             self._keeper.tick()
         for row, found in zip(rows, self._draft(slots, emitted, nodes, may_draft)):
@@ -202,26 +201,29 @@ class Proposer:
         # Number of nodes up to the last valid one
         used = (valid * np.arange(1, valid.shape[1] + 1)).max(axis=1, initial=0)
         if self.size is not None and draft.scores is not None:
-            used = np.minimum(used, self.size.choose(draft.scores.numpy()[:, 1:], valid))
+            wanted = replace(draft, valid=torch.from_numpy(np.pad(valid, ((0, 0), (1, 0)))))
+            used = np.minimum(used, self.size.choose_each(wanted))
         return [
             tokens[:count]
             for tokens, count in zip(draft.tokens.numpy()[:, 1:].tolist(), used.tolist())
         ]
 
-    def _record(
-        self, step: VerifiedStep, rows: list[int], emitted: list[list[int]], drafting: bool
-    ) -> None:
-        """Tell the draft-size policy what the step has cost, if it followed another directly."""
+    def _record(self, step: VerifiedStep, rows: list[int], emitted: list[list[int]]) -> None:
+        """Tell the draft-size policy what the step brought, and how many rows there are now.
+
+        The time between two calls is that of drafting and of the step itself. It counts if the same
+        requests took part in both, and no prompt was read.
+        """
         now = perf_counter()
-        seconds, before = now - self._ended, self._requests
-        self._ended, self._requests = now, step.requests
-        whole = step.decoding and len(rows) == len(step.requests)
-        if self.size is None or not whole or before != step.requests:
+        seconds, before = now - self._began, self._requests
+        self._began, self._requests = now, step.requests
+        if self.size is None:
             return
+        same = step.decoding and len(rows) == len(step.requests) and before == step.requests
         drafted = sum(step.counts) - len(step.counts)
-        if drafting is not bool(drafted):
-            return
-        self.size.record(len(rows), drafted, sum(map(len, emitted)), seconds)
+        mean = sum(map(len, emitted)) / len(rows)
+        self.size.record(len(rows), drafted, mean, seconds if same else None)
+        self.size.begin(len(rows))
 
     def _may_draft(self, step: VerifiedStep, row: int) -> bool:
         """Return False if a draft of this row could not be verified."""

@@ -14,8 +14,8 @@ from vllm.v1.sample.logits_processor import (
     MinTokensLogitsProcessor,
 )
 
-from token_recycling.integrations.engines.answers import Answers
 from token_recycling.integrations.engines.requests import RequestDrafter
+from token_recycling.integrations.engines.step_logits import StepLogits
 
 PLACEHOLDER = -1  # vLLM's draft token for requests that have just joined a decoding batch
 
@@ -58,7 +58,7 @@ class VerifiedStep:
         requests: request ids by row of the batch.
         counts: number of logits vectors of each row.
         nodes: how many of these belong to a draft of ours, root included.
-        answers: the logits, before a grammar or penalty changes them.
+        logits: of all nodes, before a grammar or penalty changes them.
         scheduled: tokens that the step has read, prompts included.
         constrained: whether a grammar restricts what may be chosen.
     """
@@ -87,12 +87,12 @@ class VerifiedStep:
             self.counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
             for row in drafted(runner, metadata):
                 self.nodes[row] = self.counts[row]
-        self.answers = Answers(logits, self.counts)
+        self.logits = StepLogits(logits, self.counts)
 
     @property
     def starts(self) -> list[int]:
         """Index of each row's first logits."""
-        return self.answers.starts
+        return self.logits.starts
 
     @property
     def decoding(self) -> bool:

@@ -61,12 +61,12 @@ def walked(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
         yield logits, metadata
         return
     step = VerifiedStep(runner, logits, metadata)
-    answers = step.answers.padded(rows, [step.counts[row] for row in rows])
-    draft = proposer.requests.drafts(slots_of(runner, proposer, rows)).first(answers.shape[1])
+    found = step.logits.padded(rows, [step.counts[row] for row in rows])
+    draft = proposer.requests.drafts(slots_of(runner, proposer, rows)).first(found.shape[1])
     draft = draft.to(logits.device)
     counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)
     draft = draft.up_to(counts)
-    path, lengths = draft.best_branch(answers)
+    path, lengths = draft.best_branch(found)
     tokens = draft.tokens.gather(1, path).tolist()
     paths = [nodes[:length] for nodes, length in zip(path.tolist(), lengths.tolist())]
     keep_paths(runner, metadata, paths, rows)

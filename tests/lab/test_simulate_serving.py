@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from token_recycling.bench.serving.simulate import (
+from simulate_serving import (
     MeasuredSteps,
     RooflineSteps,
     acceptance,

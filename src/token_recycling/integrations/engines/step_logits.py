@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from token_recycling.ranking import best_candidates
+from token_recycling.ranking import Candidates, best_candidates
 
 
-class Answers:
+class StepLogits:
     """Logits at the root and the nodes of each request, concatenated.
 
     Attributes:
@@ -24,23 +24,12 @@ class Answers:
     def __init__(self, logits: Tensor, counts: list[int]) -> None:
         """Keep ``logits``, which nobody may change before the last call."""
         self.logits, self.counts = logits, counts
-        self._best: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self._best: dict[tuple[int, int], Candidates] = {}
 
     @cached_property
     def starts(self) -> list[int]:
         """Index of each request's first vector."""
         return [0, *accumulate(self.counts)][:-1]
-
-    def best(self, k: int, vocabulary: int) -> tuple[Any, Any, Any]:
-        """Return the k best of the first ``vocabulary`` tokens after every node.
-
-        Returns:
-            See ``best_candidates``; of shape [sum of counts, …]. Computed once.
-        """
-        key = (k, vocabulary)
-        if key not in self._best:
-            self._best[key] = best_candidates(self.logits[:, :vocabulary], k)
-        return self._best[key]
 
     def padded(self, rows: list[int], nodes: list[int]) -> Tensor:
         """Return the logits [B, n, V] at the first ``nodes`` of ``rows``; padding is arbitrary."""
@@ -48,16 +37,24 @@ class Answers:
             return self.logits.view(len(rows), -1, self.logits.shape[-1])
         return self.logits[torch.from_numpy(self._index(rows, nodes)).to(self.logits.device)]
 
-    def best_padded(
-        self, rows: list[int], nodes: list[int], k: int, vocabulary: int
-    ) -> tuple[Any, Any, Any]:
-        """Return ``best`` at the first ``nodes`` of ``rows``, of shape [B, n, …]."""
-        ids, p, finite = self.best(k, vocabulary)
+    def best(self, k: int, vocabulary: int) -> Candidates:
+        """Return the k best of the first ``vocabulary`` tokens after every node, [sum of counts].
+
+        Computed once.
+        """
+        key = (k, vocabulary)
+        if key not in self._best:
+            self._best[key] = best_candidates(self.logits[:, :vocabulary], k)
+        return self._best[key]
+
+    def best_padded(self, rows: list[int], nodes: list[int], k: int, vocabulary: int) -> Candidates:
+        """Return ``best`` at the first ``nodes`` of ``rows``, [B, n]; padding is arbitrary."""
+        best = self.best(k, vocabulary)
         if self._are_all(rows, nodes):
-            batch = len(rows)
-            return ids.reshape(batch, -1, k), p.reshape(batch, -1, k), finite.reshape(batch, -1)
-        index = self._index(rows, nodes)
-        return ids[index], p[index], finite[index]
+            shape = (len(rows), -1)
+            ids, p, finite = best
+            return Candidates(ids.reshape(*shape, k), p.reshape(*shape, k), finite.reshape(shape))
+        return best.at(self._index(rows, nodes))
 
     def _are_all(self, rows: list[int], nodes: list[int]) -> bool:
         """Return whether these are all vectors, in order, and of one number per request."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,12 +16,10 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from typer.testing import CliRunner
 
 from models import plain, random_prompts
 from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
-from token_recycling.bench.widen import SHAPES, Shape, widen
-from token_recycling.cli.widen import widen as verb
+from widen import SHAPES, Shape, main, widen
 
 pytestmark = pytest.mark.slow
 
@@ -354,22 +351,19 @@ def test_the_checkpoint_is_whole(tokenizer, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
 
 
-def test_verb(tmp_path):
-    app = typer.Typer()
-    app.command()(verb)
+def test_main(tmp_path, capsys):
     (tmp_path / "out").mkdir()  # an empty folder is as good as none
     asked = str(config_file(tmp_path, BUNDLED_SHAPES["raised kv"]))
     arguments = ["bundled", "--to", asked, str(tmp_path / "out"), "--dtype", "bfloat16"]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0
+    main(arguments)
     size = load(tmp_path / "out").num_parameters()
-    assert result.output.splitlines() == [
-        f"wrote {tmp_path / 'out'}: {size:,} parameters, {2 * size:,} bytes of bfloat16",
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote {tmp_path / 'out'}: {size:,} parameters, {2 * size:,} bytes",
         f"differences from the shape of {asked}: num_attention_heads 16 instead of 14; "
         "num_key_value_heads 4 instead of 2",
     ]
     with pytest.raises(TokenRecyclingError, match="already exists"):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        main(arguments)
 
 
 SMALLER = {

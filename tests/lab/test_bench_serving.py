@@ -4,13 +4,17 @@ import json
 import sys
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from command import call
+import bench_serving
+import script
+from engine_bench import drive_vllm
+from engine_bench import measure as measuring
+from engine_bench.drive_vllm import Gaps, arguments
+from engine_bench.load import Arrivals, Load, Pass
+from engine_bench.measure import check, measure, summary, table, to_dict
 from token_recycling import TokenRecyclingError
-from token_recycling.bench.serving import measure as measuring
-from token_recycling.bench.serving.drive_vllm import Gaps, arguments
-from token_recycling.bench.serving.load import Arrivals, Load, Pass
-from token_recycling.bench.serving.measure import check, measure, summary, table, to_dict
 
 LOAD = Load(
     model="folder",
@@ -55,8 +59,6 @@ def test_times_of_a_request():
 
 def test_gaps_are_between_logits_and_forwards(monkeypatch):
     import torch
-
-    from token_recycling.bench.serving import drive_vllm
 
     class Model(torch.nn.Identity):
         def compute_logits(self, hidden):
@@ -161,6 +163,15 @@ def test_wrong_engines_and_modes(engine, modes, says):
         check(engine, modes)
 
 
+def refused(*given):
+    """Run the script; return what it refuses."""
+    app = typer.Typer()
+    app.command()(bench_serving.main)
+    refusal = CliRunner().invoke(app, given).exception
+    assert isinstance(refusal, TokenRecyclingError)
+    return str(refusal)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -169,11 +180,8 @@ def test_wrong_engines_and_modes(engine, modes, says):
         (["--engine", "vllm", "--modes", "x"], "no mode"),
     ],
 )
-def test_wrong_input_is_one_line(given, says):
-    code, _, error = call("bench-serving", *given)
-    assert code == 2
-    assert says in error
-    assert len(error.strip().splitlines()) == 1
+def test_wrong_engines(given, says):
+    assert says in refused(*given)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +197,14 @@ def test_wrong_input_is_one_line(given, says):
 )
 def test_wrong_options(monkeypatch, given, says):
     monkeypatch.setattr(measuring, "find_spec", lambda name: True)
-    code, _, error = call("bench-serving", "--engine", "vllm", *given)
-    assert code == 2
-    assert says in error
+    assert says in refused("--engine", "vllm", *given)
+
+
+def test_wrong_input_of_a_script_is_one_line(capsys):
+    def main():
+        raise TokenRecyclingError("no such thing")
+
+    with pytest.raises(SystemExit) as ended:
+        script.run(main)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: no such thing\n"

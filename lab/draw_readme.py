@@ -1,6 +1,6 @@
 """Draw the pictures of the README: the idea, the measured speed and a terminal.
 
-python tools/draw_readme.py [--out docs/images] [idea] [speed] [terminal]
+python lab/draw_readme.py [--out docs/images] [idea] [speed] [terminal]
 
 Each picture has a ground of its own that is white in light mode and GitHub's dark in dark mode, so
 that its text stays readable even where the page and the reader's system disagree.
@@ -481,7 +481,7 @@ def speed() -> str:
         line(
             high - 28,
             f"{machine['cpu']} with {', '.join(machine['instructions'])}; torch "
-            f"{machine['torch']}, transformers {machine['transformers']}. Files: bench/results.",
+            f"{machine['torch']}, transformers {machine['transformers']}. Files: lab/results.",
             color=MUTED[0],
         )
         buffer = io.StringIO()

@@ -1,7 +1,7 @@
 """The server under load: errors, memory, second turns, and beside `transformers serve`.
 
 make build/clients/ready  # what `transformers serve` needs
-PYTHONPATH=build/clients python tools/measure_server.py [--minutes 10] [--rounds 3] [--out FILE]
+PYTHONPATH=build/clients python lab/measure_server.py [--minutes 10] [--rounds 3] [--out FILE]
 
 1. Second turns: time to the first token of a conversation of some 1,500 tokens, first and second
    turn, over one connection.
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench/results/server-bundled.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "lab/results/server-bundled.json")
     given = parser.parse_args()
     lines = (given.data / "gsm8k_test.jsonl").read_text().splitlines()
     questions = [json.loads(line)["question"] for line in lines[:QUESTIONS]]

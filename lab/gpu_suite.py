@@ -1,7 +1,7 @@
 """Measure captured steps on a GPU; one command, which continues where it was stopped.
 
-python bench/gpu_suite.py --out FILE.json [--models NAME,…] [--dtypes NAME,…] [--parts NAME,…]
-python bench/gpu_suite.py --dry-run            the same on a CPU, with a tiny model
+python lab/gpu_suite.py --out FILE.json [--models NAME,…] [--dtypes NAME,…] [--parts NAME,…]
+python lab/gpu_suite.py --dry-run            the same on a CPU, with a tiny model
 
 A model is a shape: "random-llama-8b" has random weights, "llama-7b" is the bundled model widened to
 that shape, which answers with its text at the shape's cost. Parts, each for every model and dtype:
@@ -42,16 +42,16 @@ if "--dry-run" in sys.argv:  # Triton reads this when the kernels are defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+
+from engine_bench.load import ENGINES, WARM_UP, Load
+from engine_bench.measure import measure, summary
 from gpu_parts import DRAFTED, PARTS, RANDOM, REPEATS, Bench, Deadline, bandwidth, load
 from gpu_table import table
-
-from token_recycling.bench.serving.load import ENGINES, WARM_UP, Load
-from token_recycling.bench.serving.measure import measure, summary
-from token_recycling.bench.widen import SHAPES, widen
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.files import write_text
 from token_recycling.graph import decoder
 from token_recycling.machine import describe
+from widen import SHAPES, widen
 
 MODELS = ("random-qwen2.5-0.5b", "random-llama-1b", "random-llama-8b", "llama-1b", "llama-7b")
 DTYPES = ("bfloat16", "float32")

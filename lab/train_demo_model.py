@@ -1,6 +1,6 @@
 """Train the bundled demonstration model: a small Llama with its own BPE tokenizer.
 
-    python tools/train_demo_model.py --data ../shared/data --out build/demo-model
+    python lab/train_demo_model.py --data ../shared/data --out build/demo-model
 
 Corpora: public-domain stories (books.txt.xz), GSM8K (MIT) and the functions of the running
 Python's standard library (PSF licence). The run resumes from its last checkpoint, shows its

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every figure of docs/results.md and the README: runs that were interrupted are continued.
-#   bench/run.sh [NAME ...]      all runs, or those named; results in bench/results/NAME.json
+#   lab/run.sh [NAME ...]      all runs, or those named; results in lab/results/NAME.json
 # DATA is the folder of the public question files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,14 +20,14 @@ wanted() {
     return 1
 }
 
-# run NAME OPTIONS...: a benchmark; its summary goes to bench/results
+# run NAME OPTIONS...: a benchmark; its summary goes to lab/results
 run() {
     local name=$1
     shift
     wanted "$name" || return 0
     echo "== $name"
     token-recycling bench "$@" --threads "$THREADS" --out "build/bench/$name" --resume
-    cp "build/bench/$name/summary.json" "bench/results/$name.json"
+    cp "build/bench/$name/summary.json" "lab/results/$name.json"
 }
 
 # real NAME OPTIONS...: the real model on Spec-Bench, GSM8K and MBPP
@@ -55,5 +55,5 @@ run bundled --no-tune --decoders "generate,generate-pld,paper,auto,auto+graph"
 
 if wanted demo; then
     echo "== demo"
-    token-recycling demo -m "$MODEL" > bench/results/demo.txt
+    token-recycling demo -m "$MODEL" > lab/results/demo.txt
 fi

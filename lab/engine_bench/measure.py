@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from token_recycling.bench.serving.load import ENGINES, MODES, Load, Pass
+from engine_bench.load import ENGINES, MODES, Load, Pass
 from token_recycling.errors import TokenRecyclingError, one_line
 
 LIMIT = 3600.0
@@ -81,10 +82,15 @@ def _live(engine: str, load: Load, limit: float) -> list[Pass]:
     with tempfile.TemporaryDirectory() as folder:
         asked, out = Path(folder) / "load.json", Path(folder) / "passes.json"
         load.save(asked)
-        driver = f"token_recycling.bench.serving.drive_{engine}"
-        command = [sys.executable, "-m", driver, str(asked), str(out)]
+        command = [sys.executable, "-m", f"engine_bench.drive_{engine}", str(asked), str(out)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit)
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=limit, env=environment
+            )
             return [Pass(**one) for one in json.loads(out.read_text(encoding="utf-8"))]
         except subprocess.CalledProcessError as error:
             lines = [line for line in error.stderr.splitlines() if line.strip()] or ["no output"]

@@ -12,17 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import gpu_kernels
 import torch
-from gpu_launches import Launches
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import gpu_kernels
+from gpu_launches import Launches
 from token_recycling import TokenRecycling
 from token_recycling.accept import accept_choices
 from token_recycling.bench.compare import plain_generate
 from token_recycling.bench.prompts import DEMO
-from token_recycling.bench.widen import SHAPES
 from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter
 from token_recycling.drafters.kernels.choice import has_device_kernels
 from token_recycling.graph import decoder
@@ -31,10 +30,12 @@ from token_recycling.graph.step import GraphStep
 from token_recycling.machine import synchronize
 from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.modes import ordinary_tensors
+from token_recycling.ranking import best_candidates
 from token_recycling.sequence import Sequence
 from token_recycling.text import as_conversation, encode
 from token_recycling.tree import DraftTree, chains
 from token_recycling.warm.fill import fill
+from widen import SHAPES
 
 NODES = (1, 5, 17, 33, 65, 81)
 DRAFTED = (17, 33, 65, 81)  # nodes of drafts without a model
@@ -439,7 +440,7 @@ class Bench:
             draft = drafter.propose(rows, roots, nodes).padded(nodes)
             moved = draft.to(self.device)
             accepted = accept_choices(draft, draft.tokens)  # on the host: one token is emitted
-            drafter.observe(rows, draft, logits, accepted)
+            drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
             return moved
 
         return run

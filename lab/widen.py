@@ -9,6 +9,7 @@ the small model does not have), other weights compensate for it, up to rounding.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from script import run
 from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.errors import TokenRecyclingError, one_line
 
@@ -484,3 +486,20 @@ def _write_remaining(folder: Path, source: Path, changes: dict[str, Any]) -> Non
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Pad a small Llama to the shape of a larger one: the same text at the larger model's cost."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("small", help='folder of a plain Llama, or "bundled"')
+    parser.add_argument("out", type=Path, help="folder to write; new or empty")
+    parser.add_argument("--to", required=True, help=f"{', '.join(SHAPES)}, or a config.json")
+    parser.add_argument("--dtype", default="float32", help=", ".join(DTYPES))
+    asked = parser.parse_args(arguments)
+    made = widen(asked.small, asked.to, asked.out, dtype=asked.dtype)
+    print(f"wrote {asked.out}: {made.parameters:,} parameters, {made.bytes:,} bytes")
+    print(f"differences from the shape of {asked.to}: " + ("; ".join(made.differs) or "none"))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,6 +1,6 @@
 """Serves a load with vLLM, in a process of its own.
 
-python -m token_recycling.bench.serving.drive_vllm LOAD.json OUT.json
+python -m engine_bench.drive_vllm LOAD.json OUT.json
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from token_recycling.bench.serving.load import Arrivals, Load, Pass
+from engine_bench.load import Arrivals, Load, Pass
 
 
 def arguments(load: Load) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The figures of gpu_suite.py as Markdown.
 
-python bench/gpu_table.py FILE.json
+python lab/gpu_table.py FILE.json
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from token_recycling.bench.serving.measure import table as table_of
+from engine_bench.measure import table as table_of
 
 
 def table(found: dict[str, Any]) -> str:

@@ -1,4 +1,8 @@
-"""`token-recycling bench-serving`: measure vLLM or SGLang with and without the plug-in."""
+"""Measure vLLM or SGLang with and without the plug-in, in the environment of the engine.
+
+    python lab/bench_serving.py --engine vllm --modes plain,ngram,chain --concurrency 1,8 \
+        --suite ../shared/data/gsm8k_test.jsonl --questions 16
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,25 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from transformers import AutoConfig, AutoTokenizer
 
+from engine_bench.load import WARM_UP, Load
+from engine_bench.measure import check, measure, summary, table, to_dict
+from script import run
+from token_recycling.bench.suites import load_all
+from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.cli import options as o
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.files import write_text
+from token_recycling.machine import describe
+from token_recycling.text import as_conversation, encode
+
+RANDOM_LENGTH = 64  # tokens of a random prompt
 
 
-def bench_serving(
+def main(
     engine: Annotated[str, typer.Option("--engine", help="vllm or sglang.")],
     model: o.Model = None,
     modes: Annotated[
@@ -48,17 +64,9 @@ def bench_serving(
 ) -> None:
     """Serve the same prompts in several modes, restarting the engine for each in turn.
 
-    Run it in the environment of the engine. Reports throughput, time per output token and to the
-    first token, the time between two forwards (vLLM), tokens per draft, and whether the text is
-    that of the first mode.
+    Reports throughput, time per output token and to the first token, the time between two forwards
+    (vLLM), tokens per draft, and whether the text is that of the first mode.
     """
-    import torch
-
-    from token_recycling.bench.serving.load import WARM_UP, Load
-    from token_recycling.bench.serving.measure import check, measure, summary, table, to_dict
-    from token_recycling.files import write_text
-    from token_recycling.machine import describe
-
     names = [name.strip() for name in modes.split(",") if name.strip()]
     check(engine, names)
     if rounds < 1 or questions < 1 or max_tokens < 2:
@@ -95,8 +103,6 @@ def bench_serving(
 
 
 def _folder(model: str | None) -> str:
-    from token_recycling.checkpoint.load import BUNDLED_MODEL
-
     return str(BUNDLED_MODEL) if model is None else model
 
 
@@ -122,12 +128,6 @@ def _numbers(name: str, text: str) -> list[int]:
 
 def _prompts(model: str, suites: list[str], count: int, random: bool) -> list[list[int]]:
     """Return ``count`` prompts as token ids."""
-    import torch
-    from transformers import AutoConfig, AutoTokenizer
-
-    from token_recycling.bench.suites import load_all
-    from token_recycling.text import as_conversation, encode
-
     if random:
         vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
         draws = torch.Generator().manual_seed(0)
@@ -143,4 +143,5 @@ def _prompts(model: str, suites: list[str], count: int, random: bool) -> list[li
     ]
 
 
-RANDOM_LENGTH = 64  # tokens of a random prompt
+if __name__ == "__main__":
+    run(lambda: typer.run(main))

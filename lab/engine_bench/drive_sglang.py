@@ -1,6 +1,6 @@
 """Serves a load with SGLang, in a process of its own.
 
-python -m token_recycling.bench.serving.drive_sglang LOAD.json OUT.json
+python -m engine_bench.drive_sglang LOAD.json OUT.json
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from token_recycling.bench.serving.load import Arrivals, Load, Pass
+from engine_bench.load import Arrivals, Load, Pass
 
 
 def arguments(load: Load) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Write docs/results.md from the summaries in bench/results and the text in results.md.j2.
+"""Write docs/results.md from the summaries in lab/results and the text in results.md.j2.
 
-python tools/write_results.py
+python lab/write_results.py
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def demo() -> str:
 
 
 def enabled() -> str:
-    """What tools/measure_enable.py found."""
+    """What lab/measure_enable.py found."""
     found = json.loads((RESULTS / "cpu-enable.json").read_text("utf-8"))
 
     def ratio(name: str) -> str:
@@ -100,7 +100,7 @@ def enabled() -> str:
 
     rounds = found["rounds"] - 1  # the first one is the warm-up
     return (
-        f"`tools/measure_enable.py`, bundled model, {found['tokens']} tokens, {rounds} rounds of "
+        f"`lab/measure_enable.py`, bundled model, {found['tokens']} tokens, {rounds} rounds of "
         "eight prompts in turn.\nRatio of medians, and quartiles of the ratios of the rounds:\n\n"
         "| | ratio |\n|---|---|\n"
         "| time of `model.generate` after `enable`, to `recycler.generate` with the same matrix | "
