@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from token_recycling import defaults
 from token_recycling.accept import Acceptor
 from token_recycling.answers import Chunk, Generation
 from token_recycling.call import Call, CallOptions, prepare_call
@@ -62,7 +63,7 @@ class TokenRecycling(DecodingMethod):
         matrix: the adjacency matrix.
         drafter: proposes the drafts.
         draft_size: the draft-size policy.
-        template: the requested tree.
+        template: the tree that the drafter fills; None if it shapes its own.
         warm_rows: the rows that the matrix starts with (see ``options.Options.warm``); None if it
             is to start empty.
         stats: the sum over all answers.
@@ -126,8 +127,11 @@ class TokenRecycling(DecodingMethod):
             return NoDrafter(), FixedSize()
         if not isinstance(given.drafter, str):
             return given.drafter, FixedSize()
-        drafter = make_drafter(given.drafter, self.matrix, self.template)
-        if not (given.automatic and drafter.acceptance):
+        most = min(given.nodes or defaults.MOST_NODES, defaults.LARGEST_DRAFT)
+        drafter = make_drafter(given.drafter, self.matrix, self.template, most)
+        if given.nodes is not None:
+            return drafter, FixedSize(given.nodes + 1)
+        if not drafter.acceptance:
             return drafter, FixedSize()
         costs = given.costs or find(self.model, device)
         # Captured steps cost less than the eager ones that would be measured.

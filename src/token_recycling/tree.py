@@ -21,7 +21,6 @@ Paths = tuple[tuple[int, ...], ...]
 FOLDER = Path(__file__).parent / "trees"
 MAX_DEPTH = 200
 CHAIN = re.compile(r"chain-([1-9]\d*)")
-RANKED = re.compile(r"ranked-([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,14 @@ class TreeTemplate:
 
     @classmethod
     def load(cls, name: str | Path, k: int = defaults.CANDIDATES) -> TreeTemplate:
-        """Return a shipped tree, ``chain-N``, ``ranked-N``, or the tree of a JSON file.
+        """Return a shipped tree, ``chain-N``, or the tree of a JSON file.
 
         The file contains a list of paths, or an object with ``paths`` and optionally
         ``acceptance``, ``name``, ``description`` and ``provenance``.
 
         Args:
             name: the tree's name or file.
-            k: candidates per token. ``ranked-N`` has the N best paths whose ranks are below ``k``.
+            k: candidates per token. The ranked tree has the paths whose ranks are below ``k``.
 
         Raises:
             TokenRecyclingError: there is no such tree or file, the file is not JSON or not a valid
@@ -132,12 +131,10 @@ class TreeTemplate:
             raise TokenRecyclingError(f"k is {k}; it must be 1 or more")
         if chain := CHAIN.fullmatch(str(name)):
             tree = cls.chain(int(chain[1]))
-        elif ranked := RANKED.fullmatch(str(name)):
-            tree = cls._read(FOLDER / "ranked.json").limited(k).first(int(ranked[1]))
         else:
             path = FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
             if not is_file(path):
-                known = ", ".join([*shipped(), "ranked-N", "chain-N"])
+                known = ", ".join([*shipped(), "chain-N"])
                 raise TokenRecyclingError(
                     f"unknown tree {name}: not a file, and not one of {known}"
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
+from token_recycling import defaults
 from token_recycling.drafters.adaptive import AdaptiveDrafter
 from token_recycling.drafters.base import AnyDrafter, Drafter, Rows
 from token_recycling.drafters.none import NoDrafter
@@ -25,6 +26,7 @@ __all__ = [
     "NoDrafter",
     "PaperDrafter",
     "PromptLookupDrafter",
+    "SHAPE_THEIR_OWN",
     "Rows",
     "make_drafter",
     "names",
@@ -34,33 +36,42 @@ Factory = Callable[[AdjacencyMatrix, TreeTemplate], AnyDrafter]
 GROUP = "token_recycling.drafters"
 
 
-def _adaptive(matrix: AdjacencyMatrix, template: TreeTemplate) -> AnyDrafter:
-    """Make an adaptive drafter; only the number of nodes is taken from ``template``."""
-    return AdaptiveDrafter(matrix, len(template.paths))
-
-
-BUILT_IN: dict[str, Factory] = {
-    AdaptiveDrafter.name: _adaptive,
-    PaperDrafter.name: PaperDrafter,
-    PromptLookupDrafter.name: lambda matrix, template: PromptLookupDrafter(),
-    NoDrafter.name: lambda matrix, template: NoDrafter(),
-}
+# Drafters that shape every draft themselves, and take no template.
+SHAPE_THEIR_OWN = (AdaptiveDrafter.name, PromptLookupDrafter.name, NoDrafter.name)
 
 
 def names() -> list[str]:
     """Return the names of all drafters, the built-in ones first."""
     registered = (point.name for point in entry_points(group=GROUP))
-    return list(dict.fromkeys([*BUILT_IN, *registered]))
+    return list(dict.fromkeys([*SHAPE_THEIR_OWN[:1], PaperDrafter.name, *SHAPE_THEIR_OWN[1:], *registered]))
 
 
-def make_drafter(name: str, matrix: AdjacencyMatrix, template: TreeTemplate) -> AnyDrafter:
+def make_drafter(
+    name: str,
+    matrix: AdjacencyMatrix,
+    template: TreeTemplate | None = None,
+    nodes: int = defaults.MOST_NODES,
+) -> AnyDrafter:
     """Create the drafter named ``name``.
+
+    Args:
+        name: see ``names``.
+        matrix: that it learns into, if it uses one.
+        template: the tree that it fills; None for those in ``SHAPE_THEIR_OWN``.
+        nodes: most nodes of a draft below the root, for the adaptive drafter.
 
     Raises:
         TokenRecyclingError: there is no drafter of that name, or it cannot be loaded.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name](matrix, template)
+    if name == AdaptiveDrafter.name:
+        return AdaptiveDrafter(matrix, nodes)
+    if name == PromptLookupDrafter.name:
+        return PromptLookupDrafter()
+    if name == NoDrafter.name:
+        return NoDrafter()
+    template = template or TreeTemplate.load(PaperDrafter.name, matrix.k)
+    if name == PaperDrafter.name:
+        return PaperDrafter(matrix, template)
     for point in entry_points(group=GROUP, name=name):
         try:
             factory: Factory = point.load()

@@ -26,7 +26,6 @@ PAIRS, TRIPLES = 32749, 131071
 OLD_WEIGHT = 0.4  # weight of the old row in an average
 CHAIN = 16  # longest chain
 DEEPER = 6  # levels that a tree may have below the chain's end
-LARGEST_DRAFT = 256
 THREAD_NODES = 128  # nodes of all rows from which a thread of its own is faster
 SOURCES = ("token", "pair", "triple")  # by level of the row
 
@@ -86,8 +85,8 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         Raises:
             TokenRecyclingError: ``nodes`` is not within 1..256.
         """
-        if not 1 <= nodes <= LARGEST_DRAFT:
-            raise TokenRecyclingError(f"nodes is {nodes}; it must be between 1 and {LARGEST_DRAFT}")
+        if not 1 <= nodes <= defaults.LARGEST_DRAFT:
+            raise TokenRecyclingError(f"nodes is {nodes}; it must be between 1 and {defaults.LARGEST_DRAFT}")
         self.matrix, self.nodes, self.old_weight = matrix, nodes, old_weight
         self.learning_rate = learning_rate if calibrate else -1.0
         self.chain_length = chain

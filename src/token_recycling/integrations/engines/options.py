@@ -36,7 +36,8 @@ class ServingOptions:
 
     Attributes:
         drafter: name of the drafter.
-        tree: name or file of its tree; None: as many nodes as the engine allows.
+        tree: name or file of the tree that the drafter fills, if it is of that kind; None: as many
+            of the paths that text takes most often as the engine has room for.
         candidates: k of the matrix.
         matrix: file of a matrix to start with.
         save_matrix: file in which what the server learns is saved, when it ends and every
@@ -142,15 +143,16 @@ class ServingOptions:
             name = "" if self.save_matrix is None else fingerprint(tokenizer(), vocab_size)
             k = min(self.candidates, vocab_size)
             matrix = AdjacencyMatrix(vocab_size, k, fingerprint=name)
-        most = len(TreeTemplate.load("ranked", matrix.k).paths)
-        template = TreeTemplate.load(self.tree or f"ranked-{min(nodes, most)}", matrix.k)
+        template = TreeTemplate.load(self.tree or "ranked", matrix.k)
+        if self.tree is None:
+            template = template.first(min(nodes, len(template.paths)))
         if len(template.paths) > nodes:
             raise TokenRecyclingError(
                 f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
                 f"the engine has room for {nodes}"
             )
         compile_kernels()
-        drafter = make_drafter(self.drafter, matrix, template)
+        drafter = make_drafter(self.drafter, matrix, template, min(nodes, defaults.LARGEST_DRAFT))
         if isinstance(drafter, AdaptiveDrafter):
             kept = find_by_files(checkpoint, revision, vocab_size, matrix.k)
             if kept is not None:
