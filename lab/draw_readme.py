@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from token_recycling.metrics import Stats
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
+RESULTS = ROOT / "lab" / "results"
 
 # what is written in light mode, and what stands for it in dark mode
 PAGE = ("#ffffff", "#0d1117")

@@ -16,7 +16,7 @@ from token_recycling.bench import tables
 from token_recycling.files import write_text
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
+RESULTS = ROOT / "lab" / "results"
 
 
 def load(name: str) -> dict[str, Any]:

@@ -126,8 +126,8 @@ def test_spec_bench_groups_the_categories_of_mt_bench(own):
 def test_gsm8k_is_numbered_by_line(own):
     path = own('{"question": "1+1?", "answer": "#### 2"}\n\n{"question": "2+2?", "answer": "4"}\n')
     assert load(f"gsm8k={path}") == [
-        Question("gsm8k", "1", "gsm8k", "gsm8k", ("1+1?",), ("#### 2",)),
-        Question("gsm8k", "3", "gsm8k", "gsm8k", ("2+2?",), ("4",)),
+        Question("gsm8k", "1", "gsm8k", "gsm8k", ("1+1?",)),
+        Question("gsm8k", "3", "gsm8k", "gsm8k", ("2+2?",)),
     ]
 
 
@@ -149,10 +149,10 @@ def test_a_public_suite_needs_a_path(name, equals):
         ({"turns": ["a", "b"], "kind": "k"}, Question("mine", "1", "k", "k", ("a", "b"))),
         ({"prompt": "p", "category": "math"}, Question("mine", "1", "math", "math", ("p",))),
         ({"prompt": "p", "question_id": 0}, Question("mine", "0", "mine", "mine", ("p",))),
-        ({"prompt": "p", "answer": "a"}, Question("mine", "1", "mine", "mine", ("p",), ("a",))),
+        ({"prompt": "p", "answer": "a"}, Question("mine", "1", "mine", "mine", ("p",))),
         (
             {"turns": ["a", "b"], "answer": ["c", "d"], "else": None},
-            Question("mine", "1", "mine", "mine", ("a", "b"), ("c", "d")),
+            Question("mine", "1", "mine", "mine", ("a", "b")),
         ),
     ],
 )

@@ -223,23 +223,6 @@ def test_bench_without_matplotlib(capsys, monkeypatch, tmp_path):
     assert "<svg" not in (out / "report.html").read_text()
 
 
-class TestReplay:
-    @pytest.fixture
-    def answers(self, tmp_path):
-        suite, answers = tmp_path / "suite.jsonl", tmp_path / "answers.jsonl"
-        rows = [{"question_id": i, "category": "a", "turns": [f"Say {i}."]} for i in range(3)]
-        suite.write_text("\n".join(map(json.dumps, rows)))
-        said = {"question_id": 1, "choices": [{"turns": ["one two three one two three"]}]}
-        answers.write_text(json.dumps(said))
-        return suite, answers
-
-    def test_draft_only_by_itself(self, capsys, answers):
-        suite, file = answers
-        code, out, err = call(capsys, "replay", "--suite", suite, "--answers", file, "--draft-only")
-        assert (code, "prompt-lookup" in out) == (0, True)
-        assert "2 of 3 questions have no recorded answer; skipped" in err
-
-
 class Interrupting:
     """Sends this process an interrupt while an answer is written."""
 

@@ -3,7 +3,6 @@
 import io
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,6 @@ def test_links_between_documents():
 
 def test_the_results_are_those_of_the_summaries():
     """docs/results.md is what the tool writes from lab/results."""
-    sys.path.insert(0, str(ROOT / "tools"))
     from write_results import render
 
     assert (ROOT / "docs/results.md").read_text("utf-8") == render()

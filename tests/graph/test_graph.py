@@ -415,18 +415,6 @@ def test_an_unknown_choice_is_refused(llama):
         TokenRecycling(llama, graph="rocket")
 
 
-def test_the_old_option_still_works(llama):
-    for old, new in (("auto", None), ("fused", True), ("readable", False)):
-        with pytest.warns(DeprecationWarning, match="the option engine is now graph"):
-            recycler = TokenRecycling(llama, tree=TREE, engine=old)
-        assert recycler.options.graph is new
-    with (
-        pytest.warns(DeprecationWarning, match="is now graph"),
-        pytest.raises(TokenRecyclingError, match="set graph to True, False or None"),
-    ):
-        TokenRecycling(llama, engine="rocket")
-
-
 def test_without_a_choice_a_cpu_has_no_graph(llama):
     recycler = TokenRecycling(llama, strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)

@@ -24,8 +24,8 @@ from token_recycling import (
     TokenRecycling,
     TokenRecyclingError,
     enable,
-    masks,
 )
+from token_recycling.model.limits import AttentionWindow
 
 [PROMPT] = random_prompts([12])
 PROMPTS = random_prompts([12, 7, 9, 12], seed=3)
@@ -326,7 +326,7 @@ class TestOtherConfigurations:
         """The control: a target that forgets them is refused."""
         monkeypatch.setattr(
             "token_recycling.model.target.attention_windows",
-            lambda config: {"sliding_attention": masks.AttentionWindow("full")},
+            lambda config: {"sliding_attention": AttentionWindow("full")},
         )
         with pytest.raises(TokenRecyclingError, match="differ"):
             TokenRecycling(make("mistral"), strict=True)

@@ -310,7 +310,7 @@ def test_templates_without_tool_calls_take_none(recycler):
 
 
 def test_the_bundled_template_is_the_one_that_training_writes():
-    source = (Path(__file__).parents[2] / "tools" / "train_demo_model.py").read_text()
+    source = (Path(__file__).parents[2] / "lab" / "train_demo_model.py").read_text()
     (block,) = re.findall(r"^CHAT_TEMPLATE = (\(.*?^\)|\"\"\".*?\"\"\")", source, re.M | re.S)
     written = eval(block)  # a literal
     assert (BUNDLED_MODEL / "chat_template.jinja").read_text() == written
