@@ -42,7 +42,7 @@ Make = Callable[[], AdaptiveDrafter]
 def opened(model: str, path: Path, data: Path) -> tuple[Answers, list[Recording], list[Recording]]:
     """Return the recordings, and those of the two halves."""
     torch.set_num_threads(2)
-    recycler = TokenRecycling.from_pretrained(model, device="cpu", tree="ranked-4", warm=False)
+    recycler = TokenRecycling.from_pretrained(model, device="cpu", nodes=4, warm=False)
     answers = Answers(path, recycler)
     by_name = {one.name: one for one in answers.recordings}
     asked = questions(data)

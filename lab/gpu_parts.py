@@ -218,8 +218,8 @@ class Bench:
         epsilon times the largest logit).
         """
         ways = {
-            "graph": self._way(graph=True, tree="ranked-31"),
-            "eager": self._way(graph=False, tree="ranked-31"),
+            "graph": self._way(graph=True, nodes=31),
+            "eager": self._way(graph=False, nodes=31),
             "generate": self._generate(),
         }
         found: dict[str, Any] = {"prompts": 0, "eager": 0, "generate": 0, "again": 0, "parted": []}
@@ -243,7 +243,7 @@ class Bench:
         if self.device.type != "cuda":
             return {"not counted": "there is no CUDA device"}
         recycler = TokenRecycling(
-            self.recycler.model, self.recycler.tokenizer, tree="ranked-16", warm=False
+            self.recycler.model, self.recycler.tokenizer, nodes=16, warm=False
         )
         counts: list[dict[str, float]] = []
         steps = []
@@ -361,7 +361,7 @@ class Bench:
             "generate, static compiled cache": self._generate(cache_implementation="static"),
             "default": self._way(graph=True, warm=None),
             "default, eager": self._way(graph=False, warm=None),
-            **{f"{n} nodes": self._way(graph=True, tree=f"ranked-{n - 1}") for n in (17, 33, 65)},
+            **{f"{n} nodes": self._way(graph=True, nodes=n - 1) for n in (17, 33, 65)},
         }
         taken: dict[str, list[list[float]]] = {name: [] for name in ways}
         failed: dict[str, str] = {}

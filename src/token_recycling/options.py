@@ -22,7 +22,7 @@ class Options:
 
     Attributes:
         drafter: "adaptive", "paper", "prompt-lookup", "none", a registered name, or a ``Drafter``.
-        nodes: nodes below the root of every draft. None: as many as pay off, chosen for every draft.
+        nodes: nodes of every draft, below the root; None: as many as pay off, draft by draft.
         tree: for drafters that fill a tree of fixed shape ("paper" and registered ones): a shipped
             tree, "chain-N", a JSON file or a template. None: the published tree, or if ``nodes`` is
             given that many of the paths that text takes most often.

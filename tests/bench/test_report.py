@@ -47,7 +47,7 @@ def decoder(speedup, drafter="paper", kinds=KINDS):
     return {
         "about": {
             "drafter": drafter,
-            "tree": drafter and "small-16",
+            "tree": None,
             "k": drafter and 8,
             "temperature": 0.0,
             "baseline": "generate",

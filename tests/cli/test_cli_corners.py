@@ -401,7 +401,7 @@ class TestSeam:
     def test_a_turn_reads_only_what_is_new(self, tokenizer, bundled):
         from token_recycling import TokenRecycling
 
-        recycler = TokenRecycling(bundled.model, tokenizer, tree="ranked-8")
+        recycler = TokenRecycling(bundled.model, tokenizer, nodes=8)
         talk, kept, read = Conversation(tokenizer), [], []
         for question in ("Tell me a story.", "And then?", "How does it end?"):
             prompt = talk.prompt(question)

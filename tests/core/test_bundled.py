@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models import TREES
+from models import DRAFTS
 from token_recycling import TokenRecycling
 from token_recycling.bench.compare import plain_generate
 from token_recycling.bench.prompts import DEMO
@@ -39,8 +39,8 @@ def check_identity(recyclers, questions, n):
 @pytest.fixture(scope="module")
 def recyclers(bundled):
     return {
-        name: TokenRecycling(bundled.model, bundled.tokenizer, tree=name, strict=True)
-        for name in TREES
+        str(drafts): TokenRecycling(bundled.model, bundled.tokenizer, strict=True, **drafts)
+        for drafts in DRAFTS
     }
 
 

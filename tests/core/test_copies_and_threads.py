@@ -32,7 +32,7 @@ def pickled(thing):
 class TestShallowCopy:
     """``copy.copy`` shares the model, as two recyclers of one model do."""
 
-    @pytest.mark.parametrize("options", [{}, {"drafter": "paper", "tree": "paper"}])
+    @pytest.mark.parametrize("options", [{}, {"drafter": "paper"}])
     def test_in_the_middle_of_a_stream(self, options):
         model = make("llama")
         recycler = TokenRecycling(model, **options)
@@ -235,7 +235,7 @@ class TestTwoRecyclersOfOneModel:
     def test_no_setting_is_flipped_while_a_forward_runs(self, monkeypatch):
         """Seen from inside of the attention function, and from inside of a linear layer."""
         model = make("qwen3", attn_implementation="sdpa")
-        recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
+        recycler = TokenRecycling(model, nodes=8, float32_logits=True)
         outside = self.settings(model)
         seen = []
         for name in ("scaled_dot_product_attention", "cpu.attend"):  # whichever is used here
@@ -283,7 +283,7 @@ class TestTwoRecyclersOfOneModel:
 def test_a_patch_of_another_library_survives(monkeypatch):
     """Put in during a forward, as one that counts operations would."""
     model = make("llama")
-    recycler = TokenRecycling(model, tree="ranked-4")
+    recycler = TokenRecycling(model, nodes=4)
     stock = functional.linear
     products = []
 
@@ -344,7 +344,7 @@ class TestAdapters:
         model = make("llama")
         if not late:
             adapter = self.adapted(model, peft)
-        recycler = TokenRecycling(model, tree="ranked-8", graph=True)
+        recycler = TokenRecycling(model, nodes=8, graph=True)
         if late:
             recycler.generate(PROMPT, max_new_tokens=10)
             assert isinstance(recycler._graph, GraphDecoder)

@@ -60,7 +60,7 @@ def test_it_is_fetched_converted_and_kept(bundled, cache):
     assert (folder / "LICENSE").read_text() == "the licence"
     assert "Q4_1" in (folder / "README.md").read_text()
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
-    recycler = TokenRecycling.from_pretrained(folder, device="cpu", warm=False, tree="ranked-8")
+    recycler = TokenRecycling.from_pretrained(folder, device="cpu", warm=False, nodes=8)
     assert recycler.model.dtype == torch.float32
     for one, other in zip(recycler.model.parameters(), bundled.model.parameters()):
         torch.testing.assert_close(one, other.float(), rtol=0, atol=0)

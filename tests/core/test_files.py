@@ -201,7 +201,7 @@ def test_tensors_of_another_shape(tmp_path, change):
 def test_what_an_older_version_learnt_of_overflows_is_left_out(tmp_path):
     """Files of before may hold NaN; with them half of the calls failed."""
     file, model = tmp_path / "m", make("llama")
-    recycler = TokenRecycling(model, tree="ranked-8")
+    recycler = TokenRecycling(model, nodes=8)
     recycler.generate(PROMPT, max_new_tokens=20)
     recycler.matrix.save(file)
     tensors = load_file(file)
@@ -209,7 +209,7 @@ def test_what_an_older_version_learnt_of_overflows_is_left_out(tmp_path):
     for name in names:
         tensors[name][:] = float("nan")
     save_file(tensors, file, metadata={"format": FORMAT})
-    again = TokenRecycling(model, tree="ranked-8", matrix=file)
+    again = TokenRecycling(model, nodes=8, matrix=file)
     assert again.generate(PROMPT, max_new_tokens=20).token_ids == plain(model, PROMPT, 20)
     for name in ("all_probabilities", "evidence", "weights"):
         assert getattr(again.matrix, name).isfinite().all(), name

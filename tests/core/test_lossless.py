@@ -3,7 +3,7 @@
 import pytest
 
 from architectures import make
-from models import SUPPORTED, TREES, plain, random_prompts
+from models import DRAFTS, SUPPORTED, plain, random_prompts
 from token_recycling import TokenRecycling
 
 PROMPTS = random_prompts([20, 7, 33, 1, 12])
@@ -17,12 +17,12 @@ def test_greedy_is_identical(name):
     model = make(name)
     expected = [plain(model, prompt, NEW) for prompt in PROMPTS]
     assert len(set(map(tuple, expected))) > 1  # a constant answer would prove little
-    for tree in TREES:
-        recycler = TokenRecycling(model, tree=tree, strict=True)
+    for drafts in DRAFTS:
+        recycler = TokenRecycling(model, **drafts, strict=True)
         answers = [recycler.generate(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-        assert [a.token_ids for a in answers] == expected, tree
+        assert [a.token_ids for a in answers] == expected, drafts
         batch = recycler.generate(PROMPTS, max_new_tokens=NEW)
-        assert [a.token_ids for a in batch] == expected, f"{tree}, batch"
+        assert [a.token_ids for a in batch] == expected, f"{drafts}, batch"
         assert sum(a.stats.accepted for a in answers) > 0
 
 
@@ -45,7 +45,7 @@ def test_breaking_the_commit_turns_this_red(monkeypatch):
 
     model = make("llama")
     expected = [plain(model, prompt, NEW) for prompt in PROMPTS]
-    recycler = TokenRecycling(model, tree="paper", strict=True)  # its probe would notice
+    recycler = TokenRecycling(model, nodes=80, strict=True)  # its probe would notice
     monkeypatch.setattr(RecyclingCache, "commit", forgetful)
     found = [recycler.generate(p, max_new_tokens=NEW).token_ids for p in PROMPTS]
     assert found != expected
@@ -54,7 +54,7 @@ def test_breaking_the_commit_turns_this_red(monkeypatch):
 def test_up_to_the_end_of_the_context():
     """GPT-2 has a table of positions: drafting beyond it must neither fail nor emit."""
     model = make("gpt2", n_positions=64)
-    recycler = TokenRecycling(model, tree="paper", strict=True)
+    recycler = TokenRecycling(model, nodes=80, strict=True)
     for length in (40, 55, 63):
         prompt = random_prompts([length])[0]
         answer = recycler.generate(prompt, max_new_tokens=100)

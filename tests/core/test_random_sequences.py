@@ -70,7 +70,7 @@ class Play:
             self.model,
             TOKENIZER,
             drafter=self.rng.choice(["adaptive", "adaptive", "paper", "prompt-lookup"]),
-            tree=self.rng.choice(["auto", "ranked-8", "ranked-16", "paper"]),
+            nodes=self.rng.choice([None, 8, 16, 80]),
         )
         self.read = self.ids(self.rng.randint(1, 30))  # what the last answer has read and written
         self.open = []  # streams that nobody goes on with

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from models import TREES
+from models import DRAFTS
 from stories import load_model, load_tokens, text_of
 from token_recycling import TokenRecycling
 
@@ -19,10 +19,10 @@ def story_model(shared_data):
     return load_model(folder / "stories260K.bin"), load_tokens(folder / "tok512.bin")
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_the_published_story(story_model, tree):
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_the_published_story(story_model, drafts):
     model, tokens = story_model
-    recycler = TokenRecycling(model, tree=tree, strict=True)
+    recycler = TokenRecycling(model, **drafts, strict=True)
     for _ in range(2):  # cold, then hot
         answer = recycler.generate([1], max_new_tokens=TOKENS)
         story = text_of(tokens, answer.token_ids)

@@ -450,8 +450,8 @@ class TestRecycler:
         assert answer.token_ids == plain(recycler.model, PROMPT, 40)
 
     def test_the_first_answer_of_the_bundled_model_takes_fewer_steps(self, bundled):
-        cold = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", warm=False)
-        warm = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", warm=True)
+        cold = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16, warm=False)
+        warm = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16, warm=True)
         steps = []
         for recycler in (cold, warm):
             answer = recycler.generate("The king and the queen", max_new_tokens=60)
@@ -506,7 +506,7 @@ class TestRecycler:
         assert recycler.warm_rows.rows.candidates[4].tolist() != [0, 1, 2, 3, 4]
 
     def test_reset_returns_to_the_warm_state(self):
-        recycler = TokenRecycling(make("llama"), tree="ranked-8", warm=True)
+        recycler = TokenRecycling(make("llama"), nodes=8, warm=True)
         rows = recycler.matrix.clone()
         first = recycler.generate(PROMPT, max_new_tokens=30).stats.steps
         assert not same(recycler.matrix, rows)
@@ -558,7 +558,7 @@ class TestRecycler:
         assert forwards == []
 
     def test_more_on_request(self):
-        recycler = TokenRecycling(make("llama"), tree="ranked-8", warm=None)
+        recycler = TokenRecycling(make("llama"), nodes=8, warm=None)
         assert recycler.warm_rows.rows.rows_seen == 0
         cold = recycler.generate(PROMPT, max_new_tokens=30)
         recycler.reset()
@@ -577,7 +577,7 @@ class TestRecycler:
         assert TokenRecycling(make("llama")).matrix.rows_seen == VOCABULARY
 
     def test_a_conversation_goes_on_after_it(self, forwards):
-        recycler = TokenRecycling(make("llama"), tree="ranked-8")
+        recycler = TokenRecycling(make("llama"), nodes=8)
         first = recycler.generate(PROMPT, max_new_tokens=20, keep_context=True)
         longer = [*PROMPT, *first.token_ids, 7, 8]
         assert recycler.warm(60.0).complete
@@ -587,7 +587,7 @@ class TestRecycler:
         assert answer.token_ids == plain(recycler.model, longer, 20)
 
     def test_an_answer_waits_for_no_more_than_a_batch(self):
-        recycler = TokenRecycling(make("llama"), tree="ranked-8")
+        recycler = TokenRecycling(make("llama"), nodes=8)
         asked, begun = Event(), Event()
 
         def stop():

@@ -208,17 +208,17 @@ def mat(recycler, prompts, expected, **options):
 def test_it_drafts_better_than_the_paper_and_every_part_helps(bundled, greedy):
     """Sixteen good nodes are worth the paper's eighty."""
 
-    def run(drafter, tree):
-        made = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, tree=tree)
+    def run(drafter, nodes=None):
+        made = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, nodes=nodes)
         mat(made, *greedy)
         return mat(made, *greedy)
 
-    paper, few, many = run("paper", "paper"), run("adaptive", "ranked-16"), run("adaptive", "paper")
+    paper, few, many = run("paper"), run("adaptive", 16), run("adaptive", 80)
     assert few > paper
     assert many > 1.25 * paper
     for without in ({"pairs": 0, "triples": 0}, {"chain": 0}):
         matrix = AdjacencyMatrix(bundled.matrix.vocab_size, bundled.matrix.k)
-        assert run(AdaptiveDrafter(matrix, 16, **without), None) < few
+        assert run(AdaptiveDrafter(matrix, 16, **without)) < few
 
 
 @pytest.mark.slow
@@ -226,8 +226,8 @@ def test_a_poisoned_matrix_recovers(bundled, greedy):
     """Random rows and counts: the same text, and soon the same speed."""
     torch.manual_seed(1)
     more = asked(bundled, DEMO[4:])
-    clean = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
-    poisoned = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+    clean = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
+    poisoned = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
     matrix = poisoned.matrix
     matrix.all_candidates.random_(0, matrix.vocab_size)
     matrix.all_probabilities.copy_(torch.randn(matrix.all_probabilities.shape).softmax(dim=1))
@@ -292,7 +292,7 @@ def test_wrong_parents_turn_this_red(bundled, greedy, monkeypatch):
 
     monkeypatch.setattr(host, "propose", wrong)
     prompts, expected = greedy
-    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
     found = [recycler.generate(p, max_new_tokens=80).token_ids for p in prompts]
     assert found != expected
 
@@ -309,7 +309,7 @@ def explaining(recycler, steps):
 
 def test_explained_steps_say_what_was_drafted(bundled):
     """Every node accepted is marked, sources are named, and the text is the same."""
-    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
     prompt = "Once upon a time there was a fox. The fox said: Once upon"
     for _ in range(2):
         expected = recycler.generate(prompt, max_new_tokens=40).token_ids
@@ -330,7 +330,7 @@ def test_explained_steps_say_what_was_drafted(bundled):
 
 def test_what_was_promised_comes(bundled, greedy):
     """The sum of the scores is the MAT, corrected by what came of such sums before."""
-    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
     for _ in range(2):
         mat(recycler, *greedy)
     steps = []
@@ -344,7 +344,7 @@ def test_what_was_promised_comes(bundled, greedy):
 
 
 def learnt(bundled, prompts):
-    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
     for prompt in prompts:
         recycler.generate(prompt, max_new_tokens=60)
     return recycler.matrix
@@ -360,7 +360,7 @@ def test_one_file_holds_all_that_was_learnt(bundled, greedy, tmp_path):
         assert again.state()[name].equal(tensor), name
     steps = []
     for made in (matrix, again):
-        recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", matrix=made)
+        recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16, matrix=made)
         answer = recycler.generate(prompts[0], max_new_tokens=80)
         assert answer.token_ids == expected[0]
         steps.append(answer.stats.steps)
@@ -386,9 +386,7 @@ def test_two_are_merged(bundled, greedy):
     for prompt in (prompts[0], prompts[2]):
 
         def steps(matrix, prompt=prompt):
-            recycler = TokenRecycling(
-                bundled.model, bundled.tokenizer, tree="ranked-16", matrix=matrix
-            )
+            recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16, matrix=matrix)
             return recycler.generate(prompt, max_new_tokens=60).stats.steps
 
         assert steps(merged.clone()) < steps(None)
@@ -512,7 +510,7 @@ def test_an_older_file_is_loaded_and_drafts(bundled, greedy, tmp_path):
     assert old.candidates.equal(matrix.candidates)
 
     def steps(matrix):
-        recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", matrix=matrix)
+        recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16, matrix=matrix)
         answer = recycler.generate(prompts[0], max_new_tokens=60)
         assert answer.token_ids == expected[0][:60]
         return answer.stats.steps
@@ -526,12 +524,12 @@ def test_an_older_file_is_loaded_and_drafts(bundled, greedy, tmp_path):
 def test_a_file_of_the_papers_drafter_can_be_continued(bundled, greedy, tmp_path):
     """Rows without probabilities are worth their ranks."""
     prompts, expected = greedy
-    paper = TokenRecycling(bundled.model, bundled.tokenizer, drafter="paper", tree="paper")
+    paper = TokenRecycling(bundled.model, bundled.tokenizer, drafter="paper")
     assert paper.generate(prompts[0], max_new_tokens=80).token_ids == expected[0]
     paper.matrix.save(tmp_path / "m.safetensors")
 
     def steps(matrix):
-        recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", matrix=matrix)
+        recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16, matrix=matrix)
         answer = recycler.generate(prompts[0], max_new_tokens=80)
         assert answer.token_ids == expected[0]
         return answer.stats.steps

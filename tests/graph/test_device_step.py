@@ -34,7 +34,7 @@ TOKENS = 14
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_step_launches_few_kernels_around_the_forward(architecture, batch):
     model = make(architecture)
-    recycler = TokenRecycling(model, tree="ranked-15", graph=False)
+    recycler = TokenRecycling(model, nodes=15, graph=False)
     prompts = random_prompts([9, 5, 12][:batch])
     recycler.generate(prompts, max_new_tokens=3)
     step = GraphStep(recycler.target, recycler.drafter, batch, 256, 16)
@@ -72,7 +72,7 @@ def _traced(monkeypatch):
 
 def answers(model, prompts, *, graph=True, **options):
     """Two answers per prompt, of which the second has drafts to accept, and their statistics."""
-    recycler = TokenRecycling(model, tree="ranked-5", graph=graph, strict=True, warm=False)
+    recycler = TokenRecycling(model, nodes=5, graph=graph, strict=True, warm=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the graph must be used
         found = [recycler.generate(prompts, max_new_tokens=TOKENS, **options) for _ in range(2)]

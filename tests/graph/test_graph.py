@@ -25,7 +25,7 @@ from token_recycling.sequence import Sequence, at_most
 from token_recycling.tree import DraftTree, chains
 
 PROMPTS = random_prompts([20, 7, 33, 1])
-TREE = "ranked-15"
+NODES = 15
 SAMPLED = {
     "temperature": {"temperature": 0.7},
     "top-k": {"temperature": 1.0, "top_k": 5},
@@ -49,7 +49,7 @@ several = pytest.mark.slow
 
 
 def recycling(model, **options):
-    return TokenRecycling(model, **({"tree": TREE, "graph": True, "strict": True} | options))
+    return TokenRecycling(model, **({"nodes": NODES, "graph": True, "strict": True} | options))
 
 
 def runners(recycler):
@@ -272,7 +272,7 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
         sizes = {}
         for price, costs in curves.items():
             steps = []
-            recycler = recycling(llama, tree="auto", costs=costs)
+            recycler = recycling(llama, nodes=None, costs=costs)
             recycler.draft_size.typical = lambda now=0: 8  # however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids
@@ -462,7 +462,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_graph_that_differs_from_an_eager_step_is_not_used(llama, monkeypatch, sampled):
     options = {"temperature": 0.7, "seed": 3} if sampled else {}
-    expected = TokenRecycling(llama, tree=TREE, graph=False).generate(
+    expected = TokenRecycling(llama, nodes=NODES, graph=False).generate(
         PROMPTS[0], max_new_tokens=30, **options
     )
     run = decoder.GraphRunner._run

@@ -23,7 +23,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def recycler(model):
-    return TokenRecycling(model, tree="paper", strict=True)
+    return TokenRecycling(model, nodes=80, strict=True)
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -50,7 +50,7 @@ def model():
 
 @pytest.fixture
 def recycler(model):
-    return TokenRecycling(model, tree="ranked-8")
+    return TokenRecycling(model, nodes=8)
 
 
 class TestEndOfSequence:
@@ -175,7 +175,7 @@ class TestWhatIsServed:
             recycler.generate(PROMPTS, max_new_tokens=20, **options)
 
     def test_stop_strings_of_the_models_own_configuration(self, bundled):
-        recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-8")
+        recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=8)
         whole = recycler.generate("Once upon a time", max_new_tokens=40)
         stop = whole.text.split()[4]
         recycler.model.generation_config.stop_strings = [stop]
@@ -239,7 +239,7 @@ def test_criteria_that_look_at_the_whole_batch_are_asked_column_by_column(kind, 
         return found, criterion.seen, torch.rand(2)
 
     expected, asked, state = run(lambda **options: stock(model, **options))
-    with enable(model, strict=True, tree="ranked-16") as enabled:
+    with enable(model, strict=True, nodes=16) as enabled:
         run(model.generate)
         found, seen, after = run(model.generate)
         assert enabled.stats.accepted > 0 or sample
@@ -269,7 +269,7 @@ def test_without_an_end_a_row_goes_on_until_all_have_ended(sample):
         return found, criterion.seen, torch.rand(2)
 
     expected, asked, state = run(lambda **options: stock(model, **options))
-    with enable(model, strict=True, tree="ranked-16"):
+    with enable(model, strict=True, nodes=16):
         run(model.generate)
         found, seen, after = run(model.generate)
     assert torch.equal(found, expected)

@@ -37,7 +37,7 @@ def make(name, requests=8, chain=False, context=256):
     elif name == "prompt-lookup":
         drafter = PromptLookupDrafter()
     else:
-        drafter = PaperDrafter(matrix, TreeTemplate.load(f"ranked-{NODES - 1}", K))
+        drafter = PaperDrafter(matrix, TreeTemplate.load("ranked", K).first(NODES - 1))
     return RequestDrafter(drafter, requests, NODES, context=context, chain=chain)
 
 
@@ -275,7 +275,9 @@ def test_bad_options_are_refused(given, says):
 
 def test_bad_drafters_are_refused(tmp_path):
     with pytest.raises(TokenRecyclingError, match="room for 7"):
-        ServingOptions(tree="ranked-8").make(VOCABULARY, 7)
+        ServingOptions(drafter="paper", tree="chain-8").make(VOCABULARY, 7)
+    with pytest.raises(TokenRecyclingError, match="shapes its own trees"):
+        ServingOptions(tree="chain-4").make(VOCABULARY, 7)
     with pytest.raises(TokenRecyclingError, match="unknown drafter 'oracle'"):
         ServingOptions(drafter="oracle").make(VOCABULARY, 7)
     AdjacencyMatrix(VOCABULARY + 1, 8).save(tmp_path / "matrix")

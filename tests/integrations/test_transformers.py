@@ -512,7 +512,7 @@ class TestRefusals:
 class TestEnable:
     def test_nests_and_ends(self, model, single):
         outer = enable(model)
-        with enable(model, tree="ranked-4") as inner:
+        with enable(model, nodes=4) as inner:
             model.generate(**single, max_new_tokens=20)
             assert inner.stats.new_tokens == 20
             assert outer.stats.new_tokens == 0

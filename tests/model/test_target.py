@@ -17,7 +17,7 @@ from token_recycling.model.probe import open_target, probe
 from token_recycling.model.target import TreeTarget, prompt_fraction
 from token_recycling.tree import TreeShape, TreeTemplate
 
-TEMPLATE = TreeTemplate.load("ranked-8")
+TEMPLATE = TreeTemplate.load("ranked").first(8)
 
 
 def tree_difference(model, target, prompts, prepare=lambda draft: draft):

@@ -46,7 +46,8 @@ def bench(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            "--sweep", help="k=2,4 or tree=A,B or temperature=0,0.7 or start=cold,hot. Repeatable."
+            "--sweep",
+            help="k=2,4, nodes=8,16, tree=A,B, temperature=0,0.7 or start=cold,hot. Repeatable.",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Runs of each question per decoder.")] = 1,
@@ -79,7 +80,7 @@ def bench(
     run, repeat the command with --resume.
     """
     from token_recycling.bench import suites
-    from token_recycling.bench.variants import AUTO, DEFAULT, expand
+    from token_recycling.bench.variants import DEFAULT, expand
 
     if rounds < 1 or max_tokens < 2:
         raise TokenRecyclingError(
@@ -92,8 +93,8 @@ def bench(
     _check_sampling(temp, seed)
     variants = expand(specs, _sweeps(sweep or ()), temperature=temp, cold=cold)
     for variant in variants:
-        if variant.drafter and variant.tree != AUTO:
-            variant.template()  # report an invalid tree before loading a model
+        if variant.drafter:  # report an invalid tree before loading a model
+            variant.options().template(variant.k)
     recycler = o.Loading(
         model,
         device,
@@ -214,7 +215,8 @@ class _Run:
         from token_recycling.bench.runner import digest
         from token_recycling.draft_size.costs import identity
 
-        files = {variant.tree for variant in self.variants if Path(variant.tree).is_file()}
+        trees = {variant.tree for variant in self.variants if variant.tree is not None}
+        files = {tree for tree in trees if Path(tree).is_file()}
         return {
             "model": self.name,
             "machine": identity(self.recycler.model, self.recycler.target.device),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import show
 from token_recycling.cli.generate import as_prompt
@@ -32,7 +31,7 @@ def demo(
         ),
     ] = None,
     max_tokens: o.MaxTokens = 96,
-    tree: o.Tree = defaults.TREE,
+    nodes: o.Nodes = None,
     graph: o.Graph = None,
     warm: o.Warm = None,
     threads: o.Threads = None,
@@ -47,7 +46,7 @@ def demo(
     from token_recycling.bench.compare import compare
     from token_recycling.bench.prompts import CHAT, DEMO
 
-    loading = o.Loading(source, "cpu", None, tree, threads=threads, graph=graph, warm=warm)
+    loading = o.Loading(source, "cpu", None, nodes, threads=threads, graph=graph, warm=warm)
     recycler = loading.open()
     size = sum(weight.numel() for weight in recycler.model.parameters()) / 1e6
     kind = str(recycler.model.dtype).removeprefix("torch.")
@@ -71,7 +70,7 @@ def demo(
             f"{'' if result.identical else '  DIFFERENT'}",
             flush=True,
         )
-    print(f"\n{_summary(results)} (tree {recycler.template.name})")
+    print(f"\n{_summary(results)} ({recycler.options.size(recycler.template)})")
     if not all(result.identical for result in results):
         raise SystemExit(1)
 

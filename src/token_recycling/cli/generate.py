@@ -40,7 +40,8 @@ def generate(
     dtype: o.Dtype = None,
     float32_logits: o.Float32Logits = False,
     graph: o.Graph = None,
-    tree: o.Tree = defaults.TREE,
+    nodes: o.Nodes = None,
+    tree: o.Tree = None,
     drafter: o.Drafter = defaults.DRAFTER,
     top_k_candidates: o.Candidates = None,
     matrix: o.Matrix = None,
@@ -70,6 +71,7 @@ def generate(
         model,
         device,
         dtype,
+        nodes,
         tree,
         drafter,
         top_k_candidates,
@@ -125,7 +127,10 @@ def _answer(
     if as_json:
         answer = recycler.generate(prompt, **options)
         assert not isinstance(answer, list)
-        about = {"drafter": recycler.drafter.name, "tree": recycler.template.name}
+        about = {
+            "drafter": recycler.drafter.name,
+            "drafts": recycler.options.size(recycler.template),
+        }
         result = {**vars(answer), "stats": answer.stats.to_dict(), **about}
         print(json.dumps(result, ensure_ascii=False))
         return

@@ -35,9 +35,14 @@ Model = Annotated[
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, auto.")]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", help="Nodes of every draft; default: as many as pay off.")
+]
 Tree = Annotated[
-    str,
-    typer.Option("--tree", help="auto, a shipped tree, ranked-N, chain-N or a file; see `tree`."),
+    str | None,
+    typer.Option(
+        "--tree", help="For --drafter paper: a shipped tree, chain-N or a file; see `tree`."
+    ),
 ]
 Drafter = Annotated[str, typer.Option("--drafter", help="adaptive, paper, prompt-lookup or none.")]
 Candidates = Annotated[
@@ -82,7 +87,8 @@ class Loading:
     model: str | None
     device: str | None
     dtype: str | None
-    tree: str = defaults.TREE
+    nodes: int | None = None
+    tree: str | None = None
     drafter: str = defaults.DRAFTER
     candidates: int | None = None
     matrix: Path | None = None
@@ -107,15 +113,7 @@ class Loading:
             raise TokenRecyclingError(
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
-        if self.tree != defaults.TREE:  # report an invalid tree before loading a model
-            from token_recycling.tree import TreeTemplate
-
-            k = (
-                defaults.candidates_for(self.drafter)
-                if self.candidates is None
-                else self.candidates
-            )
-            TreeTemplate.load(self.tree, k)
+        self._check()
         with busy_shown(f"loading {self.model or 'the bundled model'}"):
             import torch
             from transformers.utils import logging
@@ -138,6 +136,7 @@ class Loading:
                 tokenizer,
                 on_progress=on_progress,
                 drafter=self.drafter,
+                nodes=self.nodes,
                 tree=self.tree,
                 k=self.candidates,
                 matrix=self.matrix if self.matrix and self.matrix.exists() else None,
@@ -150,6 +149,14 @@ class Loading:
             show.note(recycler.warm_rows.line)
         recycler.compiling = partial(busy_shown, "compiling the step (once per model)")
         return recycler
+
+    def _check(self) -> None:
+        """Report wrong options of the drafts before a model is loaded."""
+        from token_recycling.options import Options
+
+        given = Options.of({"drafter": self.drafter, "nodes": self.nodes, "tree": self.tree})
+        k = defaults.candidates_for(self.drafter) if self.candidates is None else self.candidates
+        given.template(k)
 
     def save(self, recycler: TokenRecycling) -> None:
         """Save the matrix to the file given by ``--matrix``, if any."""

@@ -97,7 +97,8 @@ def serve(
     ] = False,
     device: o.Device = None,
     dtype: o.Dtype = None,
-    tree: o.Tree = defaults.TREE,
+    nodes: o.Nodes = None,
+    tree: o.Tree = None,
     drafter: o.Drafter = defaults.DRAFTER,
     top_k_candidates: o.Candidates = None,
     graph: o.Graph = None,
@@ -127,6 +128,7 @@ def serve(
         model,
         device,
         dtype,
+        nodes,
         tree,
         drafter,
         candidates=top_k_candidates,
@@ -189,7 +191,8 @@ def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:
     if recycler.options.drafter == "none":
         return recycler, "off: the drafter is none"
     name = getattr(recycler.drafter, "name", "custom")
-    return recycler, f"on (drafter {name}, tree {recycler.template.name})"
+    size = recycler.options.size(recycler.template)
+    return recycler, f"on (drafter {name}, {size})"
 
 
 def _name(model: str | None) -> str:

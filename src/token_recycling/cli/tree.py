@@ -14,7 +14,7 @@ from token_recycling.cli import show as output
 from token_recycling.errors import printable
 
 app = typer.Typer(help="List, show and check draft trees.", rich_markup_mode=None)
-Name = Annotated[str, typer.Argument(help="A shipped tree, ranked-N, chain-N or a JSON file.")]
+Name = Annotated[str, typer.Argument(help="A shipped tree, chain-N or a JSON file.")]
 
 
 @app.command("list")
@@ -44,7 +44,6 @@ def list_trees(as_json: o.Json = False) -> None:
                 f"{row['description']}"
             )
         )
-    print("ranked-N     the first N nodes of ranked")
     print("chain-N      N nodes, depth N: one branch, always the best candidate")
 
 

@@ -1,4 +1,4 @@
-"""`token-recycling tune`: measure step costs on this machine for `--tree auto`."""
+"""`token-recycling tune`: measure step costs on this machine, by which drafts are sized."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tune(
     threads: o.Threads = None,
     as_json: o.Json = False,
 ) -> None:
-    """Measure step costs on this machine for `--tree auto`.
+    """Measure step costs on this machine, by which drafts are sized.
 
     Times steps that verify 1, 2, 4 … 81 tokens. The result applies to this model's shape and
     dtype, the device and the number of threads. It is saved in $TOKEN_RECYCLING_CACHE, or in
@@ -70,7 +70,7 @@ def tune(
         print(json.dumps({**asdict(curve), "kept": kept, "begins_with": size}))
         return
     print(table(curve))
-    print(f"--tree auto starts with {size} tokens per step")
+    print(f"drafts start with {size} tokens per step")
     show.note(f"saved in {kept}" + (f"; wrote {out}" if out else ""))
 
 

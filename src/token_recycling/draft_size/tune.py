@@ -165,7 +165,7 @@ def measure_quickly(target: TreeTarget) -> CostCurve | None:
 
 
 def save_curve(recycler: HasTarget, curve: CostCurve) -> str:
-    """Save the curve where ``tree="auto"`` looks for it; return the path."""
+    """Save the curve where automatic draft sizes look for it; return the path."""
     assert isinstance(recycler.target, TreeTarget)
     path = cached_path(identity(recycler.target.model, recycler.target.device))
     curve.save(path)

@@ -20,13 +20,13 @@ from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.tree import TreeTemplate
 
 __all__ = [
+    "SHAPE_THEIR_OWN",
     "AdaptiveDrafter",
     "AnyDrafter",
     "Drafter",
     "NoDrafter",
     "PaperDrafter",
     "PromptLookupDrafter",
-    "SHAPE_THEIR_OWN",
     "Rows",
     "make_drafter",
     "names",
@@ -42,8 +42,9 @@ SHAPE_THEIR_OWN = (AdaptiveDrafter.name, PromptLookupDrafter.name, NoDrafter.nam
 
 def names() -> list[str]:
     """Return the names of all drafters, the built-in ones first."""
+    adaptive, *others = SHAPE_THEIR_OWN
     registered = (point.name for point in entry_points(group=GROUP))
-    return list(dict.fromkeys([*SHAPE_THEIR_OWN[:1], PaperDrafter.name, *SHAPE_THEIR_OWN[1:], *registered]))
+    return list(dict.fromkeys([adaptive, PaperDrafter.name, *others, *registered]))
 
 
 def make_drafter(

@@ -86,7 +86,9 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             TokenRecyclingError: ``nodes`` is not within 1..256.
         """
         if not 1 <= nodes <= defaults.LARGEST_DRAFT:
-            raise TokenRecyclingError(f"nodes is {nodes}; it must be between 1 and {defaults.LARGEST_DRAFT}")
+            raise TokenRecyclingError(
+                f"nodes is {nodes}; it must be between 1 and {defaults.LARGEST_DRAFT}"
+            )
         self.matrix, self.nodes, self.old_weight = matrix, nodes, old_weight
         self.learning_rate = learning_rate if calibrate else -1.0
         self.chain_length = chain

@@ -11,7 +11,7 @@ from typing import Any
 from token_recycling import defaults
 from token_recycling.draft_size.auto import AutoSize
 from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, make_drafter
+from token_recycling.drafters import SHAPE_THEIR_OWN, AdaptiveDrafter, AnyDrafter, make_drafter
 from token_recycling.drafters.kernels.prepare import compile_kernels
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.files import is_file
@@ -143,15 +143,8 @@ class ServingOptions:
             name = "" if self.save_matrix is None else fingerprint(tokenizer(), vocab_size)
             k = min(self.candidates, vocab_size)
             matrix = AdjacencyMatrix(vocab_size, k, fingerprint=name)
-        template = TreeTemplate.load(self.tree or "ranked", matrix.k)
-        if self.tree is None:
-            template = template.first(min(nodes, len(template.paths)))
-        if len(template.paths) > nodes:
-            raise TokenRecyclingError(
-                f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
-                f"the engine has room for {nodes}"
-            )
         compile_kernels()
+        template = self._template(matrix.k, nodes)
         drafter = make_drafter(self.drafter, matrix, template, min(nodes, defaults.LARGEST_DRAFT))
         if isinstance(drafter, AdaptiveDrafter):
             kept = find_by_files(checkpoint, revision, vocab_size, matrix.k)
@@ -163,6 +156,24 @@ class ServingOptions:
                     kept.path,
                 )
         return drafter
+
+    def _template(self, k: int, nodes: int) -> TreeTemplate | None:
+        """Return the tree that the drafter fills; None if it shapes its own."""
+        if self.drafter in SHAPE_THEIR_OWN:
+            if self.tree is not None:
+                raise TokenRecyclingError(
+                    f"the drafter {self.drafter} shapes its own trees; remove the option tree"
+                )
+            return None
+        template = TreeTemplate.load(self.tree or "ranked", k)
+        if self.tree is None:
+            return template.first(min(nodes, len(template.paths)))
+        if len(template.paths) > nodes:
+            raise TokenRecyclingError(
+                f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
+                f"the engine has room for {nodes}"
+            )
+        return template
 
     def keeper(self, drafter: AnyDrafter) -> MatrixKeeper | None:
         """Return what saves the drafter's matrix; None if nothing is to be saved.
