@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.text import Text
 
-    from token_recycling.metrics import Stats
+    from token_recycling.decoding.metrics import Stats
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "lab" / "results"

@@ -26,10 +26,10 @@ from record import Recording
 from replay import Answers, Run, mat, run
 from token_recycling import TokenRecycling
 from token_recycling.checkpoint.load import load_tokenizer
-from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.drafters.kernels import host
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.tree import FOLDER, TreeTemplate
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.templates import FOLDER, TreeTemplate
 
 app = typer.Typer(pretty_exceptions_enable=False)
 SIZES = (7, 15, 60)

@@ -19,21 +19,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import gpu_kernels
 from gpu_launches import Launches
 from token_recycling import TokenRecycling
-from token_recycling.accept import accept_choices
 from token_recycling.bench.compare import plain_generate
 from token_recycling.bench.prompts import DEMO
-from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter
-from token_recycling.drafters.kernels.choice import has_device_kernels
+from token_recycling.decoding.accept import accept_choices
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.decoding.text import as_conversation, encode
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.kernels.choice import has_device_kernels
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.none import NoDrafter
 from token_recycling.graph import decoder
 from token_recycling.graph.decoder import GraphRunner
 from token_recycling.graph.step import GraphStep
-from token_recycling.machine import synchronize
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.modes import ordinary_tensors
-from token_recycling.ranking import best_candidates
-from token_recycling.sequence import Sequence
-from token_recycling.text import as_conversation, encode
-from token_recycling.tree import DraftTree, chains
+from token_recycling.util.machine import synchronize
+from token_recycling.util.modes import ordinary_tensors
 from token_recycling.warm.fill import fill
 from widen import SHAPES
 
@@ -446,7 +448,7 @@ class Bench:
         return run
 
     def _device_drafting(self, nodes: int, logits: Tensor) -> Callable[[], Any]:
-        from token_recycling.drafters.on_device import DeviceDrafting
+        from token_recycling.drafting.on_device import DeviceDrafting
         from token_recycling.graph import kernels
 
         drafting = DeviceDrafting(self._drafter(nodes), 1, 1024, nodes, self.device)

@@ -17,9 +17,9 @@ import transformers
 
 from token_recycling import TokenRecycling, enable
 from token_recycling.bench.prompts import DEMO
-from token_recycling.files import write_atomically
-from token_recycling.machine import describe
-from token_recycling.text import encode
+from token_recycling.decoding.text import encode
+from token_recycling.util.files import write_atomically
+from token_recycling.util.machine import describe
 
 NODES = 16  # an automatic size could choose other sizes on the two sides
 

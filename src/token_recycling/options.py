@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from token_recycling import defaults
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import SHAPE_THEIR_OWN, AnyDrafter, Drafter
+from token_recycling.drafting.base import AnyDrafter, Drafter
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.registry import SHAPE_THEIR_OWN
+from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.modes import ordinary_tensors
-from token_recycling.tree import TreeTemplate
+from token_recycling.util.modes import ordinary_tensors
 
 
 @dataclass(frozen=True)

@@ -14,33 +14,35 @@ import torch
 from torch import Tensor
 
 from token_recycling import defaults
-from token_recycling.accept import Acceptor
-from token_recycling.answers import Chunk, Generation
-from token_recycling.call import Call, CallOptions, prepare_call
 from token_recycling.checkpoint.load import load_checkpoint
-from token_recycling.decode import Decoding, Hooks, OnDraft
-from token_recycling.draft_size.auto import AutoSize
-from token_recycling.draft_size.base import DraftSize, FixedSize
-from token_recycling.draft_size.costs import find
-from token_recycling.draft_size.tune import measure_quickly
-from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter, make_drafter
-from token_recycling.drafters.kernels.prepare import compile_kernels
+from token_recycling.decoding.accept import Acceptor
+from token_recycling.decoding.answers import Chunk, Generation
+from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
+from token_recycling.decoding.metrics import Stats, Step
+from token_recycling.decoding.prepare import compile_kernels
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.decoding.text import Prompt, is_batch
+from token_recycling.decoding.tune import find, measure_quickly
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.drafting.registry import make_drafter
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.base import DraftSize, FixedSize
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, GraphError, can_capture
-from token_recycling.hf_generate.request import DecodingMethod, Request
-from token_recycling.hf_generate.serve import patch_generate, serve
-from token_recycling.lock import FairLock
-from token_recycling.matrix import AdjacencyMatrix, fingerprint
-from token_recycling.metrics import Stats, Step
+from token_recycling.hf.call import Call, CallOptions, prepare_call
+from token_recycling.hf.request import DecodingMethod, Request
+from token_recycling.hf.serve import patch_generate, serve
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.prefix_cache import PrefixCache
 from token_recycling.model.probe import open_target
 from token_recycling.model.target import OnProgress, TreeTarget
 from token_recycling.model.unwrap import model_inside
-from token_recycling.modes import ordinary_tensors
 from token_recycling.options import Options
-from token_recycling.sequence import Sequence
-from token_recycling.text import Prompt, is_batch
+from token_recycling.util.lock import FairLock
+from token_recycling.util.modes import ordinary_tensors
 from token_recycling.warm.fill import lay
 from token_recycling.warm.start import WarmRows, go_on, kept_rows, warm_up
 

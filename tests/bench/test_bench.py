@@ -18,7 +18,8 @@ from architectures import make
 from command import call, write_suite
 from letters import letters
 from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
-from token_recycling.bench import answers, measures, runner, tables
+from token_recycling.bench import answer_files as answers
+from token_recycling.bench import measures, runner, tables
 from token_recycling.bench.decoders import Decoder, Turn
 from token_recycling.bench.journal import Journal
 from token_recycling.bench.memory import PeakMemory

@@ -6,17 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies import templates
-from token_recycling.accept import (
+from token_recycling.decoding.accept import (
     FollowAcceptor,
     GreedyAcceptor,
     accept_and_append,
     accept_choices,
     longest_paths,
 )
-from token_recycling.samplers import RowSampler
-from token_recycling.sequence import Sequence, at_token
-from token_recycling.tokens import NO_TOKEN
-from token_recycling.tree import TreeShape, TreeTemplate
+from token_recycling.decoding.samplers import RowSampler
+from token_recycling.decoding.sequence import Sequence, at_token
+from token_recycling.drafting.templates import TreeShape, TreeTemplate
+from token_recycling.util.tokens import NO_TOKEN
 
 
 def walk(draft, row, choices):

@@ -17,10 +17,10 @@ PACKAGE = Path(token_recycling.__file__).parent
 DRAFT = """
 import json, sys
 import torch
-from token_recycling.accept import Accepted
-from token_recycling.drafters import PromptLookupDrafter
-from token_recycling.drafters.kernels import host
-from token_recycling import ranking
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting import candidates as ranking
 
 drafter = PromptLookupDrafter(length=3)
 rows = drafter.new_rows(1)
@@ -100,7 +100,7 @@ def test_without_a_home(copy):
     known = {name: value for name, value in os.environ.items() if "NUMBA" not in name}
     for name in ("HOME", "XDG_CACHE_HOME"):
         known.pop(name, None)
-    code = "import token_recycling.drafters.kernels.host as host; host.class_of(3, host.RUNS)"
+    code = "import token_recycling.drafting.kernels.host as host; host.class_of(3, host.RUNS)"
     known["PYTHONPATH"] = str(copy.parent)
     subprocess.run([sys.executable, "-c", code], env=known, check=True, cwd=copy.parent)
     assert list(copy.rglob("*.nbi"))

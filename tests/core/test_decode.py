@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 
 from oracle import Oracle
 from strategies import templates
-from token_recycling.accept import GreedyAcceptor
-from token_recycling.decode import Decoding
-from token_recycling.draft_size.base import FixedSize
-from token_recycling.drafters import NoDrafter, PaperDrafter, PromptLookupDrafter
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.sequence import Sequence, at_most, at_token
-from token_recycling.tree import TreeTemplate
+from token_recycling.decoding.accept import GreedyAcceptor
+from token_recycling.decoding.loop import Decoding
+from token_recycling.decoding.sequence import Sequence, at_most, at_token
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.drafting.paper import PaperDrafter
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.size.base import FixedSize
+from token_recycling.drafting.templates import TreeTemplate
 from toy import VOCABULARY, ScriptedDrafter, ToyTarget, next_logits, plain_greedy
 
 

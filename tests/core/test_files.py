@@ -21,12 +21,13 @@ from safetensors.torch import load_file, save_file
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
-from token_recycling.draft_size.costs import CostCurve, cached_path, find, identity
-from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.files import write_text
+from token_recycling.decoding.tune import cached_path, find, identity
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.matrix import FORMAT
+from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
-from token_recycling.matrix import FORMAT
-from token_recycling.tree import TreeTemplate
+from token_recycling.util.files import write_text
 
 [PROMPT] = random_prompts([12])
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs modes and links")
@@ -115,7 +116,7 @@ def test_four_threads_save_one_path(tmp_path):
 KILLED = """
 import sys, time
 from pathlib import Path
-from token_recycling.files import write_atomically
+from token_recycling.util.files import write_atomically
 def write(partial):
     partial.write_text("half of it")
     print("writing", flush=True)

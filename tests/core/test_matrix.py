@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
-from token_recycling.matrix import fingerprint
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.drafting.matrix import fingerprint
+from token_recycling.util.tokens import NO_TOKEN
 
 
 def test_a_new_matrix_proposes_nothing():
@@ -88,7 +88,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         name.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("token_recycling.matrix.save_file", fail)
+    monkeypatch.setattr("token_recycling.drafting.matrix.save_file", fail)
     with pytest.raises(TokenRecyclingError, match="disk full"):
         AdjacencyMatrix(50, 4).save(path)
     assert path.read_bytes() == before

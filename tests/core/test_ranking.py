@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from token_recycling import ranking
-from token_recycling.ranking import BLOCK, top_k
+from token_recycling.drafting import candidates as ranking
+from token_recycling.drafting.candidates import BLOCK, top_k
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Few values, so that there are ties; both zeros; values that differ after rounding only in float64.

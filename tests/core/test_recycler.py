@@ -6,8 +6,8 @@ from models import plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.bench.compare import plain_generate
 from token_recycling.bench.prompts import DEMO
+from token_recycling.decoding.text import encode
 from token_recycling.model.prefix_cache import REREAD
-from token_recycling.text import encode
 
 QUESTION = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many has he now?"}]
 

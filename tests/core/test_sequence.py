@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from token_recycling.sequence import Sequence, at_most, at_token
-from token_recycling.text import TextStream
+from token_recycling.decoding.sequence import Sequence, at_most, at_token
+from token_recycling.decoding.text import TextStream
 
 
 def test_tokens_are_appended_until_a_rule_ends_the_row():

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from token_recycling import TokenRecyclingError
-from token_recycling.text import TextStream, encode, is_batch
+from token_recycling.decoding.text import TextStream, encode, is_batch
 
 
 def feed(tokenizer, text, stop=()):

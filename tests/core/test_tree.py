@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from strategies import templates
 from token_recycling import TokenRecyclingError, TreeTemplate
-from token_recycling.tree import TreeShape, chains, shipped
+from token_recycling.drafting.draft import chains
+from token_recycling.drafting.templates import TreeShape, shipped
 
 
 def test_the_papers_tree():
@@ -123,7 +124,7 @@ def test_the_drawing_shows_every_node():
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_the_picture(kind, tmp_path):
     pytest.importorskip("matplotlib")
-    from token_recycling.plot import plot_tree
+    from token_recycling.bench.plot import plot_tree
 
     out = tmp_path / f"tree.{kind}"
     plot_tree(TreeTemplate.load("paper"), out)

@@ -25,12 +25,12 @@ from token_recycling import (
     defaults,
     enable,
 )
-from token_recycling.drafters import AdaptiveDrafter
+from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.integrations.engines.options import ServingOptions
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.probe import open_target
 from token_recycling.model.target import TreeTarget
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.util.tokens import NO_TOKEN
 from token_recycling.warm import context as contexts
 from token_recycling.warm import fill as filling
 from token_recycling.warm import store
@@ -264,7 +264,7 @@ class TestContext:
         assert decoded == ["", "<|begin|>", "\n", "<|assistant|>"]
         assert contexts.contexts(None, 4096) == [contexts.NOTHING]
         assert [one.name for one in contexts.contexts(letters(), VOCABULARY)] == ["nothing", "bos"]
-        assert contexts.contexts(bundled.tokenizer, 1)[1:] == [contexts.Context("bos", (0,))]
+        assert contexts.contexts(bundled.tokenizer, 1)[1:] == [contexts.WarmPrefix("bos", (0,))]
 
     def test_a_template_that_fails_or_has_no_header(self, bundled):
         tokenizer = copy.deepcopy(bundled.tokenizer)
@@ -275,7 +275,7 @@ class TestContext:
     def test_the_one_that_predicts_best_is_chosen(self):
         tokenizer = letters()
         context, scores = contexts.choose(StubTarget(alone=2), tokenizer, 1, 10**6)
-        assert context == contexts.Context("bos", (1,))
+        assert context == contexts.WarmPrefix("bos", (1,))
         assert scores == {"nothing": 0.0, "bos": 1.0}
 
     def test_a_tie_is_nothing(self):
@@ -430,7 +430,7 @@ class TestCache:
 
     def test_the_context_is_recorded_and_used_again(self, monkeypatch, clock):
         target = target_of()
-        bos = contexts.Context("bos", (1,))
+        bos = contexts.WarmPrefix("bos", (1,))
         monkeypatch.setattr("token_recycling.warm.start.choose", lambda *a: (bos, {}))
         assert warm_up(target, letters(), K, 3.5).context == "bos"
         monkeypatch.delattr("token_recycling.warm.start.choose")

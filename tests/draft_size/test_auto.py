@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from token_recycling.draft_size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize
-from token_recycling.draft_size.costs import SIZES, CostCurve
-from token_recycling.draft_size.step_costs import StepCosts
-from token_recycling.tree import DraftTree
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.size.auto import COOLDOWN, LONGEST_COOLDOWN, PROBE, AutoSize
+from token_recycling.drafting.size.costs import SIZES, CostCurve
+from token_recycling.drafting.size.step_costs import StepCosts
 
 # Of a tree of 80 nodes on text that repeats itself.
 # fmt: off

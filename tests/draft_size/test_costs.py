@@ -8,8 +8,9 @@ import torch
 from architectures import make
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.cli import main
-from token_recycling.draft_size import tune as tuning
-from token_recycling.draft_size.costs import SIZES, CostCurve, cached_path, find, identity
+from token_recycling.decoding import tune as tuning
+from token_recycling.decoding.tune import cached_path, find, identity
+from token_recycling.drafting.size.costs import SIZES, CostCurve
 
 CURVE = CostCurve((1, 2, 4), (100, 300), ((1.0, 2.0, 3.0), (3.0, 4.0, 5.0)), about={"model": "m"})
 

@@ -5,19 +5,22 @@ import random
 import pytest
 
 from models import random_prompts
-from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError, TreeTemplate
-from token_recycling.accept import GreedyAcceptor
-from token_recycling.decode import Decoding
-from token_recycling.draft_size.auto import AutoSize
-from token_recycling.draft_size.base import FixedSize
-from token_recycling.draft_size.costs import SIZES, CostCurve
-from token_recycling.drafters import (
-    AdaptiveDrafter,
-    NoDrafter,
-    PaperDrafter,
-    PromptLookupDrafter,
+from token_recycling import (
+    AdjacencyMatrix,
+    TokenRecycling,
+    TokenRecyclingError,
+    TreeTemplate,
 )
-from token_recycling.sequence import Sequence, at_most
+from token_recycling.decoding.accept import GreedyAcceptor
+from token_recycling.decoding.loop import Decoding
+from token_recycling.decoding.sequence import Sequence, at_most
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.drafting.paper import PaperDrafter
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.base import FixedSize
+from token_recycling.drafting.size.costs import SIZES, CostCurve
 from toy import VOCABULARY, ToyTarget, next_logits, plain_greedy
 
 RANKED = TreeTemplate.load("ranked", 8).first(80)
@@ -63,7 +66,7 @@ def simulate(monkeypatch):
 
     def run(cost, *, known=None, logits=by_last, n=250, size=None):
         clock = Clock(cost)
-        monkeypatch.setattr("token_recycling.decode.perf_counter", clock)
+        monkeypatch.setattr("token_recycling.decoding.loop.perf_counter", clock)
         target = TimedTarget(clock, logits)
         drafter = PaperDrafter(AdjacencyMatrix(VOCABULARY, 8), RANKED)
         if size is None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from token_recycling.draft_size.auto import TIMED, AutoSize
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.tree import DraftTree
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.size.auto import TIMED, AutoSize
+from token_recycling.drafting.size.costs import CostCurve
 
 NODES = 8
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from token_recycling.draft_size.auto import COOLDOWN, AutoSize
-from token_recycling.draft_size.base import FixedSize
-from token_recycling.draft_size.costs import CostCurve
+from token_recycling.drafting.size.auto import COOLDOWN, AutoSize
+from token_recycling.drafting.size.base import FixedSize
+from token_recycling.drafting.size.costs import CostCurve
 
 ACCEPTANCE = tuple(0.34 * node**-0.95 for node in range(1, 33))
 SIZES = (1, 2, 4, 8, 16, 33)

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from token_recycling.drafters.kernels import device
+from token_recycling.drafting.kernels import device
 from token_recycling.graph import kernels
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]

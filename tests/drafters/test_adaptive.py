@@ -12,16 +12,16 @@ from safetensors.torch import save_file
 
 from models import plain
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
-from token_recycling.accept import Accepted
 from token_recycling.bench.prompts import DEMO
-from token_recycling.draft_size.auto import AutoSize
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.drafters.kernels import host
-from token_recycling.explain import drafted_nodes, lines
-from token_recycling.matrix import NO_KEY
-from token_recycling.ranking import best_candidates
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.decoding.explain import drafted_nodes, lines
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.matrix import NO_KEY
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.util.tokens import NO_TOKEN
 
 V, K = 12, 3
 PARTS = ("tokens", "parents", "depths", "ancestors", "valid", "scores")

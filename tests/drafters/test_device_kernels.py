@@ -18,10 +18,11 @@ from test_kernels import Both as WithOracle
 from test_kernels import run
 
 from token_recycling import AdjacencyMatrix
-from token_recycling.accept import Accepted, accept_choices, step_summary
-from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.ranking import best_candidates
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.decoding.accept import accept_choices, step_summary
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.util.tokens import NO_TOKEN
 
 pytest.importorskip("triton")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
@@ -29,8 +30,8 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
 
 import triton.language as tl
 
-from token_recycling.drafters.kernels import device, host
-from token_recycling.drafters.on_device import DeviceDrafting
+from token_recycling.drafting.kernels import device, host
+from token_recycling.drafting.on_device import DeviceDrafting
 from token_recycling.graph import kernels
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")

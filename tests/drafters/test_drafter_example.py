@@ -13,8 +13,8 @@ import pytest
 from token_recycling import TokenRecycling, drafters
 from token_recycling.bench.prompts import DEMO
 from token_recycling.cli import main
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.tree import TreeTemplate
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.templates import TreeTemplate
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from plain_drafter import DEPTHS, LEVELS, RUNS, PlainDrafter, half, match
 from token_recycling import AdjacencyMatrix
-from token_recycling.accept import Accepted
-from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.drafters.kernels import host
-from token_recycling.ranking import best_candidates
-from token_recycling.tokens import NO_TOKEN
-from token_recycling.tree import DraftTree
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.kernels import host
+from token_recycling.util.tokens import NO_TOKEN
 
 V = 11
 LENGTHS, DEPTH_CLASSES = list(RUNS), list(DEPTHS)

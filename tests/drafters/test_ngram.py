@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from token_recycling.accept import Accepted
-from token_recycling.drafters import PromptLookupDrafter
-from token_recycling.drafters.ngram import ROOM, Context
-from token_recycling.ranking import best_candidates
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.ngram import ROOM, Context
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.util.tokens import NO_TOKEN
 
 texts_of_rows = st.lists(
     st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=3

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from token_recycling import AdjacencyMatrix
-from token_recycling.drafters import AdaptiveDrafter, Rows
-from token_recycling.drafters.ngram import Chains, Context
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import Rows
+from token_recycling.drafting.ngram import Chains, Context
+from token_recycling.util.tokens import NO_TOKEN
 
 
 @dataclass

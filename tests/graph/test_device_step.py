@@ -19,12 +19,12 @@ from architectures import make
 from gpu_launches import Launches
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.draft import chains
 from token_recycling.graph import decoder, kernels, tensors
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.limits import AttentionWindow
-from token_recycling.modes import ordinary_tensors
-from token_recycling.sequence import Sequence
-from token_recycling.tree import chains
+from token_recycling.util.modes import ordinary_tensors
 
 MOST_LAUNCHES = 20
 TOKENS = 14

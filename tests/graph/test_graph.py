@@ -15,14 +15,14 @@ from torch._dynamo.utils import counters
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.accept import GreedyAcceptor
-from token_recycling.draft_size.auto import COOLDOWN, PATIENCE
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import Drafter, Rows
+from token_recycling.decoding.accept import GreedyAcceptor
+from token_recycling.decoding.sequence import Sequence, at_most
+from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.size.auto import COOLDOWN, PATIENCE
+from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import decoder
 from token_recycling.graph.step import GraphStep
-from token_recycling.sequence import Sequence, at_most
-from token_recycling.tree import DraftTree, chains
 
 PROMPTS = random_prompts([20, 7, 33, 1])
 NODES = 15

@@ -481,7 +481,7 @@ class TestThreads:
         assert [answer.token_ids for answer in self.run(slow)] == expected
 
     def test_the_lock_comes_in_the_order_of_asking(self):
-        from token_recycling.lock import FairLock
+        from token_recycling.util.lock import FairLock
 
         lock, order = FairLock(), []
         asked = threading.Event()

@@ -12,18 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
-from token_recycling.accept import accept_choices, greedy
-from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
-from token_recycling.drafters.ngram import Context
+from token_recycling.decoding.accept import accept_choices, greedy
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.ngram import Context
+from token_recycling.drafting.paper import PaperDrafter
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.integrations.engines import versions
 from token_recycling.integrations.engines.chains import accept_chains
 from token_recycling.integrations.engines.options import ServingOptions
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.sglang.trees import full_masks, links
-from token_recycling.ranking import best_candidates
-from token_recycling.tokens import NO_TOKEN
-from token_recycling.tree import DraftTree, TreeTemplate
+from token_recycling.util.tokens import NO_TOKEN
 from toy import VOCABULARY, ToyTarget, next_logits
 
 NODES = 13
@@ -426,7 +429,7 @@ def test_untested_versions_are_refused(installed, anyway, refused, monkeypatch):
 
     monkeypatch.setattr(versions, "version", version)
     monkeypatch.setenv(versions.ANY, anyway)
-    engine = versions.Engine("Engine", ("engine", "engine-cpu"), ("0.32",))
+    engine = versions.EngineRelease("Engine", ("engine", "engine-cpu"), ("0.32",))
     if not refused:
         versions.check_version(engine)
         return

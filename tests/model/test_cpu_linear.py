@@ -152,7 +152,7 @@ NARROWER = {
 
 @pytest.mark.parametrize("name", NARROWER)
 def test_narrower_vectors(name):
-    from token_recycling.machine import instructions
+    from token_recycling.util.machine import instructions
 
     cpu, features, lanes = NARROWER[name]
     if {"AVX2": "avx2", "AVX-512": "avx512f"}[name] not in instructions():

@@ -8,7 +8,7 @@ import torch
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, enable
-from token_recycling.accept import greedy
+from token_recycling.decoding.accept import greedy
 
 DRAFTERS = ("adaptive", "paper", "prompt-lookup")
 [PROMPT] = random_prompts([24])

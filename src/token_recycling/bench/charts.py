@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from token_recycling.metrics import PHASES
+from token_recycling.decoding.metrics import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from token_recycling.bench.compare import stock_generate
+from token_recycling.decoding.text import Prompt, encode
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.recycler import TokenRecycling
-from token_recycling.text import Prompt, encode
 
 Verdict = Literal["lossless", "near-tie", "WRONG"]
 # A differing token is a near-tie if plain decoding preferred its own token by at most this many

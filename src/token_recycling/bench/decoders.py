@@ -11,11 +11,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from token_recycling.bench.compare import plain_generate, timed
 from token_recycling.bench.variants import LOOKUP_TOKENS, Variant
-from token_recycling.draft_size.auto import AutoSize
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import AdaptiveDrafter
+from token_recycling.decoding.metrics import PHASES, Step
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.metrics import PHASES, Step
 from token_recycling.recycler import TokenRecycling
 
 

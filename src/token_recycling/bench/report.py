@@ -13,8 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from token_recycling.bench.charts import compared, draw, drawable, number, numbers, relative
 from token_recycling.bench.variants import NOT_RECYCLED
-from token_recycling.files import write_text
-from token_recycling.metrics import PHASES
+from token_recycling.decoding.metrics import PHASES
+from token_recycling.util.files import write_text
 
 NOTHING = "–"
 SHOWN = 12  # losing prompts shown; the others are collapsed

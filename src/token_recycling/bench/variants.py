@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from token_recycling import defaults
-from token_recycling.drafters import SHAPE_THEIR_OWN, names
+from token_recycling.drafting.registry import SHAPE_THEIR_OWN, names
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.options import Options
 

@@ -18,7 +18,7 @@ from token_recycling.errors import TokenRecyclingError
 if TYPE_CHECKING:
     from token_recycling.bench.suites import Question
     from token_recycling.bench.variants import Variant
-    from token_recycling.draft_size.costs import CostCurve
+    from token_recycling.drafting.size.costs import CostCurve
     from token_recycling.recycler import TokenRecycling
 
 TOKENS = 128
@@ -161,10 +161,11 @@ class _Run:
 
     def execute(self, out: Path, *, resume: bool, tune: bool) -> dict[str, Any]:
         """Run the remaining questions, write all files and return the summary."""
-        from token_recycling.bench import answers, report, runner, tables
+        from token_recycling.bench import answer_files as answers
+        from token_recycling.bench import report, runner, tables
         from token_recycling.bench.journal import Journal
         from token_recycling.bench.summary import summarise
-        from token_recycling.files import write_text
+        from token_recycling.util.files import write_text
 
         tokens, raw = self.settings["max_new_tokens"], self.settings["raw"]
         fits, left_out = runner.fitting(self.recycler, self.questions, tokens, raw)
@@ -213,7 +214,7 @@ class _Run:
     def _plan(self, questions: list[Question]) -> dict[str, Any]:
         """Return everything that must be unchanged when a run is resumed."""
         from token_recycling.bench.runner import digest
-        from token_recycling.draft_size.costs import identity
+        from token_recycling.decoding.tune import identity
 
         trees = {variant.tree for variant in self.variants if variant.tree is not None}
         files = {tree for tree in trees if Path(tree).is_file()}
@@ -228,8 +229,9 @@ class _Run:
 
     def _costs(self, out: Path, tune: bool, *, anew: bool) -> CostCurve | None:
         """Return the step costs stored by this run, else those on file or newly measured."""
-        from token_recycling.draft_size import tune as tuning
-        from token_recycling.draft_size.costs import CostCurve, find
+        from token_recycling.decoding import tune as tuning
+        from token_recycling.decoding.tune import find
+        from token_recycling.drafting.size.costs import CostCurve
         from token_recycling.model.target import TreeTarget
 
         target = self.recycler.target
@@ -251,7 +253,7 @@ class _Run:
     ) -> dict[str, Any]:
         from token_recycling.bench import measures
         from token_recycling.bench.summary import describe_model
-        from token_recycling.machine import describe
+        from token_recycling.util.machine import describe
 
         first = self.variants[0].name
         return {

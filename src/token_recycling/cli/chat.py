@@ -17,7 +17,7 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError, printable
 
 if TYPE_CHECKING:
-    from token_recycling.answers import Chunk
+    from token_recycling.decoding.answers import Chunk
     from token_recycling.recycler import TokenRecycling
 
 COMMAND = re.compile(r"/\w*")

@@ -15,10 +15,10 @@ from token_recycling.cli import progress, show, stdin
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.accept import Accepted
+    from token_recycling.decoding.text import Prompt
+    from token_recycling.drafting.accepted import Accepted
+    from token_recycling.drafting.draft import DraftTree
     from token_recycling.recycler import TokenRecycling
-    from token_recycling.text import Prompt
-    from token_recycling.tree import DraftTree
 
 
 def generate(
@@ -116,7 +116,7 @@ def _question(text: str | None, prompt: str | None) -> str:
 
 def as_prompt(recycler: TokenRecycling, question: str, raw: bool) -> Prompt:
     """Return the question as a chat if the model has a chat template, unless ``raw``."""
-    from token_recycling.text import as_conversation
+    from token_recycling.decoding.text import as_conversation
 
     return as_conversation(recycler.tokenizer, [question], raw)
 
@@ -142,7 +142,7 @@ def _answer(
 
 def _explaining(recycler: TokenRecycling) -> Callable[..., None]:
     """Return an ``on_draft`` callback that shows on stderr what every step drafted."""
-    from token_recycling.explain import drafted_nodes, lines
+    from token_recycling.decoding.explain import drafted_nodes, lines
 
     def text(token: int) -> str:
         return repr(recycler.tokenizer.decode([token]))

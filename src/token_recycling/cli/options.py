@@ -119,7 +119,7 @@ class Loading:
             from transformers.utils import logging
 
             from token_recycling.checkpoint.load import load_checkpoint
-            from token_recycling.drafters.kernels.prepare import compile_kernels, is_compiled
+            from token_recycling.decoding.prepare import compile_kernels, is_compiled
             from token_recycling.recycler import TokenRecycling
 
             logging.set_verbosity_error()

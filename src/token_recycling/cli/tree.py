@@ -20,7 +20,7 @@ Name = Annotated[str, typer.Argument(help="A shipped tree, chain-N or a JSON fil
 @app.command("list")
 def list_trees(as_json: o.Json = False) -> None:
     """List the trees shipped with the package."""
-    from token_recycling.tree import TreeTemplate, shipped
+    from token_recycling.drafting.templates import TreeTemplate, shipped
 
     rows = []
     for name in shipped():
@@ -55,11 +55,11 @@ def show(
     ] = None,
 ) -> None:
     """Draw a tree: each node with its rank among its parent's candidates."""
-    from token_recycling.tree import TreeTemplate
+    from token_recycling.drafting.templates import TreeTemplate
 
     tree = TreeTemplate.load(name)
     if out is not None:
-        from token_recycling.plot import plot_tree
+        from token_recycling.bench.plot import plot_tree
 
         plot_tree(tree, out)
         output.note(f"wrote {printable(out)}")
@@ -72,7 +72,7 @@ def show(
 @app.command("check")
 def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
     """Check a tree file; the error names the invalid path."""
-    from token_recycling.tree import TreeTemplate
+    from token_recycling.drafting.templates import TreeTemplate
 
     k = defaults.CANDIDATES if top_k_candidates is None else top_k_candidates
     tree = TreeTemplate.load(name, k)

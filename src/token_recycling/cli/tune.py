@@ -14,7 +14,7 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.draft_size.costs import CostCurve
+    from token_recycling.drafting.size.costs import CostCurve
 
 
 def tune(
@@ -54,14 +54,14 @@ def tune(
         float32_logits=float32_logits,
         warm=False,
     ).open()
-    from token_recycling.draft_size import tune as tuning
+    from token_recycling.decoding import tune as tuning
     from token_recycling.recycler import TokenRecycling
 
     with progress.progress_shown("measuring") as on_progress:
         curve = tuning.measure(recycler, contexts=lengths, rounds=rounds, on_progress=on_progress)
     kept = tuning.save_curve(recycler, curve)
     if out is not None:
-        from token_recycling.plot import plot_costs
+        from token_recycling.bench.plot import plot_costs
 
         plot_costs(curve, out)
     begins = TokenRecycling(recycler.model, recycler.tokenizer, costs=curve, warm=False).draft_size

@@ -14,25 +14,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from token_recycling.accept import (
+from token_recycling.decoding.accept import (
     Acceptor,
     FollowAcceptor,
     GreedyAcceptor,
     Processors,
     append_emitted,
 )
-from token_recycling.draft_size.base import DraftSize
-from token_recycling.drafters.base import AnyDrafter
+from token_recycling.decoding.metrics import Step
+from token_recycling.decoding.samplers import RowSampler, are_node_wise
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.matrix import STATE
+from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.graph.drafting import can_draft
 from token_recycling.graph.step import LAG, GraphStep
-from token_recycling.matrix import STATE
-from token_recycling.metrics import Step
 from token_recycling.model.target import TreeTarget
-from token_recycling.modes import ordinary_tensors
-from token_recycling.samplers import RowSampler, are_node_wise
-from token_recycling.sequence import Sequence
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.tokens import NO_TOKEN
 
 SMALLEST = 256  # slots of the smallest cache; larger ones are this times powers of two
 AHEAD = 64  # spare slots of a new cache beyond the first step

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Processors, greedy, overflowed
-from token_recycling.drafters.base import AnyDrafter
-from token_recycling.drafters.kernels.choice import has_device_kernels
+from token_recycling.decoding.accept import Processors, greedy, overflowed
+from token_recycling.decoding.samplers import NodeSampler
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.graph import tensors
 from token_recycling.graph.drafting import make_drafting
 from token_recycling.model.attention import pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
-from token_recycling.samplers import NodeSampler
-from token_recycling.sequence import Sequence
-from token_recycling.tree import DraftTree
 
 LAG = 1  # steps by which the host may be behind
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from token_recycling.decoding.metrics import Stats
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.hf_generate.serve import streamer_ended, warn_plain
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.metrics import Stats
+from token_recycling.hf.serve import streamer_ended, warn_plain
 from token_recycling.model.override import Override
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from token_recycling import defaults
+from token_recycling.drafting.draft import DraftTree
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
 from token_recycling.model.cpu.linear import CpuLinear
@@ -33,7 +34,6 @@ from token_recycling.model.limits import (
 from token_recycling.model.lm_head import Float32Head, StockHead
 from token_recycling.model.masks import additive_masks
 from token_recycling.model.training import is_repeatable, mode, train_time_behaviour
-from token_recycling.tree import DraftTree
 
 # tokens [B, c] of a chunk of the prompts -> bool [B, c], which to learn from, or None for none
 PromptMask = Callable[[Tensor], Tensor | None]

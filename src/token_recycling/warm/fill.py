@@ -9,12 +9,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import one_line
-from token_recycling.machine import synchronize
-from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.model.target import TreeTarget
-from token_recycling.modes import ordinary_tensors
-from token_recycling.ranking import best_candidates
+from token_recycling.util.machine import synchronize
+from token_recycling.util.modes import ordinary_tensors
 
 FIRST_BATCH = 32  # tokens
 BATCH_SECONDS = 0.25  # batches grow while two of them take less

@@ -9,15 +9,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from token_recycling import defaults
-from token_recycling.draft_size.auto import AutoSize
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import SHAPE_THEIR_OWN, AdaptiveDrafter, AnyDrafter, make_drafter
-from token_recycling.drafters.kernels.prepare import compile_kernels
+from token_recycling.decoding.prepare import compile_kernels
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
+from token_recycling.drafting.registry import SHAPE_THEIR_OWN, make_drafter
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.files import is_file
 from token_recycling.integrations.engines.keep import MatrixKeeper
-from token_recycling.matrix import AdjacencyMatrix, fingerprint
-from token_recycling.tree import TreeTemplate
+from token_recycling.util.files import is_file
 from token_recycling.warm.fill import lay
 from token_recycling.warm.store import find_by_files
 

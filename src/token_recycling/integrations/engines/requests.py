@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Accepted
-from token_recycling.compiled import as_array
-from token_recycling.drafters import AnyDrafter, Rows
-from token_recycling.drafters.kernels import host
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.base import AnyDrafter, Rows
+from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.kernels import host
 from token_recycling.integrations.engines.options import CONTEXT
 from token_recycling.integrations.engines.step_logits import StepLogits
-from token_recycling.tree import DraftTree, chains
+from token_recycling.util.compiled import as_array
 
 
 @dataclass

@@ -18,15 +18,15 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
+from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.engines.versions import check_signature
 from token_recycling.integrations.sglang.sampled import draw_on_cpus
 from token_recycling.integrations.sglang.trees import full_masks, links
-from token_recycling.modes import ordinary_tensors
-from token_recycling.tokens import NO_TOKEN
-from token_recycling.tree import DraftTree, root_only
+from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.tokens import NO_TOKEN
 
 
 class Worker(NGRAMWorker):  # type: ignore[misc]
