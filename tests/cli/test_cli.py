@@ -13,7 +13,7 @@ import pytest
 from token_recycling import AdjacencyMatrix
 from token_recycling.cli import main
 
-TREES = Path(__file__).parents[2] / "src/token_recycling/trees"
+TREES = Path(__file__).parents[2] / "src/token_recycling/drafting/trees"
 
 
 def call(capsys, *arguments):

@@ -40,7 +40,7 @@ class Kept:
     """
 
     rows: AdjacencyMatrix
-    context: Context
+    context: WarmPrefix
     complete: bool
     name: str
     path: Path

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that are not here; print registers and shared memory.
 
-python tests/drafters/compile_device_kernels.py    (make test-device-kernels)
+python tests/drafting/compile_device_kernels.py    (make test-device-kernels)
 
 Exits with 1 if a kernel does not compile or keeps registers in memory (spills).
 """
