@@ -252,7 +252,6 @@ def wrong_calls(folder):
              folder / "out.safetensors"],
             "4096",
         ),
-        (["tree", "show", "paper", "-o", folder / "tree.bmp"], ".png"),
         (["tree"], "command"),
         (["warm", "--seconds", 0], "--seconds is 0"),
         (["warm", "--seconds", 1, "--force"], "--force"),

@@ -121,17 +121,6 @@ def test_the_drawing_shows_every_node():
     assert drawing == "root\n├─0\n│ ├─0\n│ └─3\n└─1"
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_the_picture(kind, tmp_path):
-    pytest.importorskip("matplotlib")
-    from token_recycling.bench.plot import plot_tree
-
-    out = tmp_path / f"tree.{kind}"
-    plot_tree(TreeTemplate.load("paper"), out)
-    head = out.read_bytes()[:5]
-    assert head == {"png": b"\x89PNG\r", "svg": b"<?xml"}[kind]
-
-
 def test_padding_is_on_no_branch():
     """Nodes that hold no token, with and without themselves among their ancestors."""
     draft = chains(torch.tensor([[5, 6, 7]])).padded(6)

@@ -117,12 +117,8 @@ def bench(
         "float32_logits": float32_logits,
     }
     summary = run.execute(out, resume=resume, tune=tune)
-    from token_recycling.bench.charts import drawable
-
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
-    if not drawable():
-        show.note("the report has no charts; to add them: pip install 'token-recycling[plot]'")
 
 
 def _sweeps(texts: Iterable[str]) -> dict[str, list[Any]]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from token_recycling import defaults
 from token_recycling.cli import options as o
-from token_recycling.cli import show as output
 from token_recycling.errors import printable
 
 app = typer.Typer(help="List, show and check draft trees.", rich_markup_mode=None)
@@ -48,21 +46,11 @@ def list_trees(as_json: o.Json = False) -> None:
 
 
 @app.command("show")
-def show(
-    name: Name,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Draw it to this .png or .svg file.")
-    ] = None,
-) -> None:
+def show(name: Name) -> None:
     """Draw a tree: each node with its rank among its parent's candidates."""
     from token_recycling.drafting.templates import TreeTemplate
 
     tree = TreeTemplate.load(name)
-    if out is not None:
-        from token_recycling.bench.plot import plot_tree
-
-        plot_tree(tree, out)
-        output.note(f"wrote {printable(out)}")
     print(f"{printable(tree.name)}: {tree.nodes - 1} nodes and the root, depth {tree.max_depth}")
     for about in filter(None, (tree.description, tree.provenance)):
         print(printable(about))

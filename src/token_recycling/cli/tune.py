@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,10 +22,6 @@ def tune(
         str | None, typer.Option("--contexts", help="Context lengths, for example 128,1024.")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Measurements per length and size.")] = 7,
-    out: Annotated[
-        Path | None,
-        typer.Option("-o", "--out", help="Draw the curve to this .png or .svg file."),
-    ] = None,
     device: o.Device = None,
     dtype: o.Dtype = None,
     float32_logits: o.Float32Logits = False,
@@ -42,10 +37,6 @@ def tune(
     lengths = None if contexts is None else o.numbers("--contexts", contexts)
     if rounds < 1:
         raise TokenRecyclingError(f"--rounds is {rounds}; it must be 1 or more")
-    if out is not None and out.suffix.lower() not in (".png", ".svg"):
-        raise TokenRecyclingError(f"{out} must end in .png or .svg")
-    if out is not None and not out.parent.is_dir():
-        raise TokenRecyclingError(f"cannot write {out.name}: there is no folder {out.parent}")
     recycler = o.Loading(
         model,
         device,
@@ -60,10 +51,6 @@ def tune(
     with progress.progress_shown("measuring") as on_progress:
         curve = tuning.measure(recycler, contexts=lengths, rounds=rounds, on_progress=on_progress)
     kept = tuning.save_curve(recycler, curve)
-    if out is not None:
-        from token_recycling.bench.plot import plot_costs
-
-        plot_costs(curve, out)
     begins = TokenRecycling(recycler.model, recycler.tokenizer, costs=curve, warm=False).draft_size
     size = getattr(begins, "size", 1)
     if as_json:
@@ -71,7 +58,7 @@ def tune(
         return
     print(table(curve))
     print(f"drafts start with {size} tokens per step")
-    show.note(f"saved in {kept}" + (f"; wrote {out}" if out else ""))
+    show.note(f"saved in {kept}")
 
 
 def table(curve: CostCurve) -> str:

@@ -152,25 +152,20 @@ def test_a_model_decoded_plainly_has_nothing_to_tune():
 
 
 def test_tune_on_the_command_line(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "curve.svg"
     options = ["tune", "--contexts", "64", "--rounds", "1"]
     with pytest.raises(SystemExit) as ended:
-        main([*options, "-o", str(out)])
+        main(options)
     assert ended.value.code == 0
     shown = capsys.readouterr()
     assert "81" in shown.out
     assert "starts with" in shown.out
-    assert out.read_text().startswith("<?xml")
     assert list((tmp_path / "cache" / "costs").iterdir())
     with pytest.raises(SystemExit):
         main([*options, "--json"])
     assert json.loads(capsys.readouterr().out)["contexts"] == [64]
 
 
-@pytest.mark.parametrize(
-    "options", [["--contexts", "5,x"], ["--contexts", "0"], ["--rounds", "0"], ["-o", "x.gif"]]
-)
+@pytest.mark.parametrize("options", [["--contexts", "5,x"], ["--contexts", "0"], ["--rounds", "0"]])
 def test_bad_options_are_refused_before_loading(options, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["tune", *options])
