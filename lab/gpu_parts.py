@@ -475,7 +475,7 @@ class Bench:
         self.target.prefill([self.tokens[:context]])
         slots = decoder.slots_for(context + nodes)
         step = GraphStep(self.target, NoDrafter(), 1, slots, 1)
-        step.cache.take(self.target.cache)
+        step.cache.load(self.target.cache)
         tokens = torch.tensor([self.tokens[:nodes]], device=self.device)
         draft = chains(tokens)
         forward = torch.compile(

@@ -43,7 +43,7 @@ from token_recycling.model.unwrap import model_inside
 from token_recycling.options import Options
 from token_recycling.util.lock import FairLock
 from token_recycling.util.modes import ordinary_tensors
-from token_recycling.warm.fill import lay
+from token_recycling.warm.fill import copy_missing_rows
 from token_recycling.warm.start import WarmRows, go_on, kept_rows, warm_up
 
 Steps = Generator[Step, None, None]
@@ -112,7 +112,7 @@ class TokenRecycling(DecodingMethod):
             self.matrix = matrix
             self.drafter, self.draft_size = self._drafter_and_size()
         self.warm_rows = self._warm_rows(on_progress)
-        self._lay_warm_rows()
+        self._insert_warm_rows()
         # Context entered while a graph is compiled, which may take minutes the first time.
         self.compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.stats = Stats()
@@ -149,10 +149,10 @@ class TokenRecycling(DecodingMethod):
             return None
         return warm_up(self.target, self.tokenizer, self.matrix.k, warm, on_progress=on_progress)
 
-    def _lay_warm_rows(self) -> None:
+    def _insert_warm_rows(self) -> None:
         if self.warm_rows is not None:
             with ordinary_tensors():
-                lay(self.warm_rows.rows, self.matrix)
+                copy_missing_rows(self.warm_rows.rows, self.matrix)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the context and the graphs."""
@@ -226,7 +226,7 @@ class TokenRecycling(DecodingMethod):
         """
         with self.lock.acquired(wait=True):
             self.matrix.reset()
-            self._lay_warm_rows()
+            self._insert_warm_rows()
             self._forget_context()
 
     def warm(
@@ -267,7 +267,7 @@ class TokenRecycling(DecodingMethod):
                     stop=stop,
                     on_progress=on_progress,
                 )
-            self._lay_warm_rows()
+            self._insert_warm_rows()
         if stop is not None and found.is_due:
             Thread(target=found.keep, args=(self.model,), name="keep warm rows").start()
         return found

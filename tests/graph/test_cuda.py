@@ -38,7 +38,7 @@ def test_a_captured_step_gives_the_same_text(name, rows):
             assert [a.token_ids for a in answers] == expected
     (runner,) = recycler._graph._runners.values()
     assert runner._graph is not None
-    assert runner.step._around is kernels
+    assert runner.step._operations is kernels
     assert recycler.stats.accepted > 0
 
 

@@ -78,7 +78,7 @@ def answers(model, prompts, *, graph=True, **options):
         found = [recycler.generate(prompts, max_new_tokens=TOKENS, **options) for _ in range(2)]
     if graph:
         (runner,) = recycler._graph._runners.values()
-        assert runner.step._around is kernels
+        assert runner.step._operations is kernels
     return [[answer.token_ids for answer in each] for each in found], recycler.stats
 
 

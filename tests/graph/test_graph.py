@@ -318,7 +318,7 @@ class Prophet(Drafter[Read]):
 @pytest.mark.slow
 def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
     """It keeps the whole step that ended it, and the others' drafts stand behind that."""
-    monkeypatch.setattr(decoder, "AHEAD", 0)
+    monkeypatch.setattr(decoder, "SPARE_SLOTS", 0)
     monkeypatch.setattr(decoder, "SMALLEST", 64)
     prompts = [PROMPTS[2], PROMPTS[3]]
     full = [plain(llama, prompt, 60) for prompt in prompts]
@@ -439,7 +439,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
     recycler = recycling(llama)
     torch._dynamo.reset()  # what was compiled is not compiled again
     if what == "commit":
-        around = GraphStep(recycler.target, recycler.drafter, 1, 256, 16)._around
+        around = GraphStep(recycler.target, recycler.drafter, 1, 256, 16)._operations
         monkeypatch.setattr(around, "commit", _commits_nothing)
     else:
         breaks = _sees_everything if what == "mask" else _stands_in_a_row

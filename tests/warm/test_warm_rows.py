@@ -34,7 +34,7 @@ from token_recycling.util.tokens import NO_TOKEN
 from token_recycling.warm import context as contexts
 from token_recycling.warm import fill as filling
 from token_recycling.warm import store
-from token_recycling.warm.fill import fill, lay
+from token_recycling.warm.fill import copy_missing_rows, fill
 from token_recycling.warm.start import WarmRows, kept_rows, warm_up
 
 [PROMPT] = random_prompts([12])
@@ -54,13 +54,13 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def forwards(monkeypatch):
     """The shape of the tokens of every forward for warm rows, as they come."""
-    shapes, read = [], TreeTarget.read_apart
+    shapes, read = [], TreeTarget.read_independent
 
     def counting(self, tokens, **options):
         shapes.append(tuple(tokens.shape))
         return read(self, tokens, **options)
 
-    monkeypatch.setattr(TreeTarget, "read_apart", counting)
+    monkeypatch.setattr(TreeTarget, "read_independent", counting)
     return shapes
 
 
@@ -228,11 +228,11 @@ class TestFill:
             recycler.model, PROMPT, 20
         )
 
-    def test_lay_writes_missing_rows_only(self):
+    def test_copying_writes_missing_rows_only(self):
         rows, _ = filled(target_of())
         matrix = AdjacencyMatrix(VOCABULARY, K, pairs=7)
         matrix.update(torch.tensor([4]), torch.arange(K)[None], torch.full((1, K), 0.5))
-        lay(rows, matrix)
+        copy_missing_rows(rows, matrix)
         assert matrix.candidates[4].tolist() == list(range(K))
         others = torch.arange(VOCABULARY) != 4
         assert torch.equal(matrix.candidates[others], rows.candidates[others])
@@ -248,7 +248,7 @@ class StubTarget:
     def __init__(self, alone):
         self.alone = alone  # added to a token on its own
 
-    def read_apart(self, tokens, *, last=False):
+    def read_independent(self, tokens, *, last=False):
         ahead = torch.ones_like(tokens) if tokens.shape[1] > 1 else torch.full_like(
             tokens, self.alone
         )  # fmt: skip
@@ -542,7 +542,7 @@ class TestRecycler:
         def fails(self, tokens, **options):
             raise RuntimeError("no room")
 
-        monkeypatch.setattr(TreeTarget, "read_apart", fails)
+        monkeypatch.setattr(TreeTarget, "read_independent", fails)
         with pytest.warns(UserWarning, match="warm rows are not computed: RuntimeError: no room"):
             recycler = TokenRecycling(make("llama"), warm=True)
         with pytest.warns(UserWarning, match="no room"):
@@ -620,7 +620,7 @@ class TestRecycler:
         assert not bool(recycler.matrix.seen(torch.tensor([VOCABULARY - 1])).any())
 
     def test_an_interruption_keeps_what_was_computed(self, monkeypatch):
-        read = TreeTarget.read_apart
+        read = TreeTarget.read_independent
         calls = iter(range(100))
 
         def interrupted(self, *args, **options):
@@ -628,7 +628,7 @@ class TestRecycler:
                 raise KeyboardInterrupt
             return read(self, *args, **options)
 
-        monkeypatch.setattr(TreeTarget, "read_apart", interrupted)
+        monkeypatch.setattr(TreeTarget, "read_independent", interrupted)
         target = target_of()
         with pytest.raises(KeyboardInterrupt):
             warm_up(target, None, K)

@@ -78,7 +78,7 @@ def commit(cache: FixedCache, path: Tensor, counts: Tensor) -> None:
         path: int64 [B, p], each row's accepted nodes first.
         counts: int64 [B], number of accepted nodes.
     """
-    source = cache.place.slots[path]
+    source = cache.writes_to.slots[path]
     target = cache.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
     rows = torch.arange(cache.batch, device=path.device)[:, None]
     for entries in cache.entries:

@@ -12,8 +12,8 @@ from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.hf.criteria import looks_at_batch
 from token_recycling.hf.request import (
     KNOWN_INPUTS,
-    Collector,
     Request,
+    RequestCollector,
     asks_for_row,
     row_by_row,
 )
@@ -104,7 +104,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
         TokenRecyclingError: Transformers refuses an option, or the call cannot be recycled; the
             message gives the reason.
     """
-    collector = Collector()
+    collector = RequestCollector()
     patch_generate(model)  # a copied model may not be patched yet
     ids = torch.tensor([prompt], device=input_device(model))
     given = {"attention_mask": torch.ones_like(ids), "use_cache": True, **options}
@@ -119,7 +119,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
     own = KNOWN_INPUTS | options.keys()
     inputs = {name: value for name, value in collector.request.inputs.items() if name in own}
     request = replace(collector.request, inputs=inputs)
-    if reason := request.obstacle(None):  # no limit: answers end at the model's context
+    if reason := request.why_unservable(None):  # no limit: answers end at the model's context
         raise TokenRecyclingError(f"this call cannot be recycled: {reason}")
     if request.batch > 1:
         more = f"num_return_sequences is {request.batch}"

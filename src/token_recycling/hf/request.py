@@ -164,7 +164,7 @@ class Request:
             own.append(processor)
         return own
 
-    def obstacle(self, max_positions: int | None) -> str | None:
+    def why_unservable(self, max_positions: int | None) -> str | None:
         """Return why this call cannot be recycled, or None.
 
         If there is a reason, ``enable`` decodes the call plainly (or raises if strict), and
@@ -297,7 +297,7 @@ class DecodingMethod(ABC):
         """Decode ``request``; return what ``generate`` is to return."""
 
 
-class Collector(DecodingMethod):
+class RequestCollector(DecodingMethod):
     """Decodes nothing: it stores what ``generate`` has prepared in ``request``."""
 
     request: Request

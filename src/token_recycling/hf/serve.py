@@ -109,7 +109,7 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
                 f"{mode} is on the Hugging Face Hub; call generate without custom_generate"
             )
         if isinstance(target, TreeTarget):
-            reason = target.changed() or request.obstacle(target.max_positions)
+            reason = target.changed() or request.why_unservable(target.max_positions)
             if reason is None:
                 with recycler.lock.acquired(wait=recycler.queue) as mine:
                     if mine:

@@ -161,7 +161,7 @@ def _recycled(
 
 # Attribute of a model: the options of a call of ``generate``, and the recycler made for them. It
 # lives as long as the model, so that calls learn from each other.
-KEPT = "_token_recycling"
+ATTRIBUTE = "_token_recycling"
 
 
 def generate(
@@ -184,8 +184,8 @@ def generate(
         TypeError: there is no such option.
     """
     options = token_recycling or {}
-    kept = model.__dict__.get(KEPT)
+    kept = model.__dict__.get(ATTRIBUTE)
     if kept is None or kept[0] != options:
         kept = (options, TokenRecycling(model, **options))
-        setattr(model, KEPT, kept)
+        setattr(model, ATTRIBUTE, kept)
     return _recycled(kept[1], type(model).generate.__get__(model), *args, **kwargs)

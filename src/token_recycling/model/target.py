@@ -297,7 +297,7 @@ class TreeTarget:
         return ends
 
     @_without_gradients
-    def reread(self, tokens: list[int], begin: int) -> float:
+    def recompute(self, tokens: list[int], begin: int) -> float:
         """Read ``tokens`` of a single row again from slot ``begin`` on, and drop later entries.
 
         Returns:
@@ -323,7 +323,7 @@ class TreeTarget:
         return worst
 
     @_without_gradients
-    def read_apart(self, tokens: Tensor, *, last: bool = False) -> Tensor:
+    def read_independent(self, tokens: Tensor, *, last: bool = False) -> Tensor:
         """Read short texts, each from position 0 on; the cache is neither used nor changed.
 
         Args:

@@ -160,7 +160,7 @@ def _read(target: TreeTarget, text: Tensor) -> tuple[Tensor, Tensor]:
 
     The first token is left out, since it has no text before it.
     """
-    logits = target.read_apart(text)[0, 1:, : target.vocab_size]
+    logits = target.read_independent(text)[0, 1:, : target.vocab_size]
     return text[0, 1:], logits.argmax(dim=-1)
 
 

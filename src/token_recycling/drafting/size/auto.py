@@ -1,7 +1,7 @@
 """The automatic draft-size policy: every draft is cut where its tokens per second are greatest.
 
 The loop, graphs, the server's batches, vLLM and SGLang use this one object. A step of R rows that
-verifies t tokens is worth (1 + r · s + TEACHES · g · log2(t / R)) / cost(t): s is the sum of the
+verifies t tokens is worth (1 + r · s + LEARNING_VALUE · g · log2(t / R)) / cost(t): s is the sum of the
 scores of the drafted nodes per row, which are probabilities; r the ratio of tokens that came to
 tokens that were promised; g the mean number of drafted tokens that come, so that the last term is
 what the drafter learns from nodes that are rejected. A plain step is t = R.
@@ -22,12 +22,14 @@ from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.size.step_costs import StepCosts
 from token_recycling.errors import TokenRecyclingError
 
-TEACHES = 0.15  # value of twice the nodes for learning, in the tokens that drafts bring at present
+LEARNING_VALUE = (
+    0.15  # value of twice the nodes for learning, in the tokens that drafts bring at present
+)
 MEMORY = 100.0  # steps after which the weight of an old one is 1/e
 GAIN = 0.5  # drafted tokens that come in a step, before the first
 PRIOR = 4.0  # tokens that count as promised and as emitted before the first step
 # A draft is grown to at least so many nodes, and to so many times the largest of the last ones.
-FEWEST, AHEAD = 8, 2.0
+FEWEST, GROWTH = 8, 2.0
 REFRESH = 16  # steps for which costs are taken as constant
 # Until the sizes of steps differ by so much (see ``StepCosts.spread``), one of so many takes half
 # its best size.
@@ -89,7 +91,9 @@ class AutoSize(DraftSize):
         self._step_costs = StepCosts(costs)
         self._mean = np.array(acceptance)  # decayed mean of the scores of each node
         self._acceptance = self._mean.copy()
-        self._came = self._said = PRIOR  # decayed sums: drafted tokens that came; promised ones
+        self._accepted = self._expected = (
+            PRIOR  # decayed sums: drafted tokens that came; promised ones
+        )
         self._gain = GAIN
         self._reach = float(FEWEST)  # nodes to grow
         self._promised: float | None = None  # tokens that this step's nodes promise, if chosen
@@ -125,7 +129,7 @@ class AutoSize(DraftSize):
 
     def speeds(self) -> tuple[Any, Any]:
         """Return, per size from 1 on, the expected MAT and the expected tokens per unit of cost."""
-        mats = 1 + self._came / self._said * np.concatenate([[0.0], self._mean.cumsum()])
+        mats = 1 + self._accepted / self._expected * np.concatenate([[0.0], self._mean.cumsum()])
         return mats, mats / self._prices[:: self._rows]
 
     @property
@@ -162,8 +166,8 @@ class AutoSize(DraftSize):
 
     def _worth(self, promised: Any, at: Any) -> Any:
         """Return the tokens that each choice is worth (see ``_best``)."""
-        learnt = TEACHES * self._gain * self._doublings[at]
-        return 1 + self._came / self._said * promised + learnt
+        learnt = LEARNING_VALUE * self._gain * self._doublings[at]
+        return 1 + self._accepted / self._expected * promised + learnt
 
     def choose(self, draft: DraftTree) -> int:
         """Return the best size of these drafts, one for all rows."""
@@ -205,7 +209,7 @@ class AutoSize(DraftSize):
     def _note(self, promised: float, nodes: int) -> None:
         """Note what was chosen: the tokens that it promises per row, and nodes below the root."""
         self._promised = promised
-        self._reach = max(float(FEWEST), AHEAD * (nodes + 1), self._reach * (1 - 1 / REFRESH))
+        self._reach = max(float(FEWEST), GROWTH * (nodes + 1), self._reach * (1 - 1 / REFRESH))
         self._pause.idle = 0 if nodes else self._pause.idle + 1
         if nodes and not self._pause.probe_left:
             self._pause.cooldown = COOLDOWN
@@ -222,8 +226,8 @@ class AutoSize(DraftSize):
         self._gain += (emitted - 1 - self._gain) / MEMORY
         if self._promised:
             kept = 1 - 1 / MEMORY
-            self._said = kept * self._said + self._promised
-            self._came = kept * self._came + emitted - 1
+            self._expected = kept * self._expected + self._promised
+            self._accepted = kept * self._accepted + emitted - 1
         self._promised = None
         self._steps += 1
         if self._steps % REFRESH == 0:
@@ -245,10 +249,10 @@ class AutoSize(DraftSize):
 
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt from texts."""
-        sums = [*self._mean, self._came, self._said, self._gain]
+        sums = [*self._mean, self._accepted, self._expected, self._gain]
         return {"tokens": torch.tensor(sums, dtype=torch.float64, device="cpu")}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from a ``state``."""
-        *mean, self._came, self._said, self._gain = state["tokens"].tolist()
+        *mean, self._accepted, self._expected, self._gain = state["tokens"].tolist()
         self._mean = np.array(mean)

@@ -62,7 +62,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.grammar_tree_host: Any = None
         # In the step that runs: whether the drafter takes part, and whether SGLang runs it as
         # without speculation.
-        self._drafting = self._plainly = False
+        self._drafting = self._without_drafts = False
         self.ngram_corpus = _NoCorpus()
         self._prev_decode_rids: set[str] = set()
 
@@ -183,8 +183,8 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             return
         with ordinary_tensors():
             draft = self._draft(batch)
-        self._plainly = self._may_decode(batch)
-        if self._plainly:
+        self._without_drafts = self._may_decode(batch)
+        if self._without_drafts:
             _decode(batch, draft.tokens[:, 0])
             return
         rows, n = draft.tokens.shape
@@ -230,7 +230,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
                 self._begin(batch, result)
             self._requests = []
             return result
-        if self._plainly:
+        if self._without_drafts:
             result.next_token_ids = result.next_draft_input.accept_tokens
             self._record(batch, rows, 1)
             return result
