@@ -1,9 +1,9 @@
 """The automatic draft-size policy: every draft is cut where its tokens per second are greatest.
 
 The loop, graphs, the server's batches, vLLM and SGLang use this one object. A step of R rows that
-verifies t tokens is worth (1 + r · s + LEARNING_VALUE · g · log2(t / R)) / cost(t): s is the sum of the
+verifies t tokens is worth (1 + r · s + LEARNING · g · log2(t / R)) / cost(t): s is the sum of the
 scores of the drafted nodes per row, which are probabilities; r the ratio of tokens that came to
-tokens that were promised; g the mean number of drafted tokens that come, so that the last term is
+tokens that were expected; g the mean number of drafted tokens that come, so that the last term is
 what the drafter learns from nodes that are rejected. A plain step is t = R.
 """
 
@@ -22,9 +22,7 @@ from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.size.step_costs import StepCosts
 from token_recycling.errors import TokenRecyclingError
 
-LEARNING_VALUE = (
-    0.15  # value of twice the nodes for learning, in the tokens that drafts bring at present
-)
+LEARNING = 0.15  # value of twice the nodes for learning, in the tokens that drafts bring at present
 MEMORY = 100.0  # steps after which the weight of an old one is 1/e
 GAIN = 0.5  # drafted tokens that come in a step, before the first
 PRIOR = 4.0  # tokens that count as promised and as emitted before the first step
@@ -67,9 +65,7 @@ class Pauses:
 class AutoSize(DraftSize):
     """Verifies the nodes with the most tokens per second (see above)."""
 
-    def __init__(
-        self, acceptance: tuple[float, ...], costs: CostCurve, *, multiple: int = 1
-    ) -> None:
+    def __init__(self, acceptance: tuple[float, ...], costs: CostCurve, multiple: int = 1) -> None:
         """Choose sizes by ``costs``.
 
         Args:
@@ -91,9 +87,7 @@ class AutoSize(DraftSize):
         self._step_costs = StepCosts(costs)
         self._mean = np.array(acceptance)  # decayed mean of the scores of each node
         self._acceptance = self._mean.copy()
-        self._accepted = self._expected = (
-            PRIOR  # decayed sums: drafted tokens that came; promised ones
-        )
+        self._accepted = self._expected = PRIOR  # decayed sums of drafted tokens
         self._gain = GAIN
         self._reach = float(FEWEST)  # nodes to grow
         self._promised: float | None = None  # tokens that this step's nodes promise, if chosen
@@ -140,14 +134,10 @@ class AutoSize(DraftSize):
     def typical(self, now: int = 0) -> int:
         """Return the best size of an average draft; ``now`` if that is nearly as good."""
         promised = self._mean.cumsum()
-        worth = self._worth(promised, self._of_one_size(len(promised)))
+        worth = self._worth(promised, self._rows * np.arange(1, len(promised) + 1))
         speeds = np.concatenate([[1.0], worth]) / self._prices[:: self._rows]
         best = int(speeds.argmax()) + 1
         return now if now and speeds[best - 1] < CHANGE * speeds[now - 1] else best
-
-    def _of_one_size(self, most: int) -> Any:
-        """Return the indices into prices of steps of 1 to ``most`` nodes for every row."""
-        return self._rows * np.arange(1, most + 1)
 
     def _best(self, promised: Any, at: Any) -> int:
         """Return the number of the choice with the most tokens per second, from 1 on; 0: plain.
@@ -166,7 +156,7 @@ class AutoSize(DraftSize):
 
     def _worth(self, promised: Any, at: Any) -> Any:
         """Return the tokens that each choice is worth (see ``_best``)."""
-        learnt = LEARNING_VALUE * self._gain * self._doublings[at]
+        learnt = LEARNING * self._gain * self._doublings[at]
         return 1 + self._accepted / self._expected * promised + learnt
 
     def choose(self, draft: DraftTree) -> int:
@@ -177,7 +167,7 @@ class AutoSize(DraftSize):
         there = draft.valid.numpy()
         scores = self._scores(draft)[there[:, 0], 1:].mean(axis=0)[: self.most - 1]
         promised = scores[: scores.nonzero()[0].max(initial=-1) + 1].cumsum()
-        n = self._best(promised, self._of_one_size(len(promised)))
+        n = self._best(promised, self._rows * np.arange(1, len(promised) + 1))
         if self._steps % EXPLORE == EXPLORE - 1 and self._step_costs.spread < ENOUGH:
             n = (n + 1) // 2
         self._note(float(promised[n - 1]) if n else 0.0, n)
