@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 TOKENS = 128
 
 
+@o.expanded(loading=("model", "device", "dtype", "float32_logits", "warm", "threads"))
 def bench(
-    model: o.Model = None,
+    loading: o.Loading,
     suite: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,11 +60,6 @@ def bench(
         typer.Option("--cold/--hot", help="Forget all text before each question, or not."),
     ] = False,
     raw: o.Raw = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    float32_logits: o.Float32Logits = False,
-    warm: o.Warm = None,
-    threads: o.Threads = None,
     tune: Annotated[
         bool,
         typer.Option("--tune/--no-tune", help="Measure step costs first if none are saved."),
@@ -95,15 +91,8 @@ def bench(
     for variant in variants:
         if variant.drafter:  # report an invalid tree before loading a model
             variant.options().template(variant.k)
-    recycler = o.Loading(
-        model,
-        device,
-        dtype,
-        threads=threads,
-        float32_logits=float32_logits,
-        warm=warm,
-    ).open()
-    run = _Run(recycler, model or "the bundled model", questions, variants)
+    recycler = loading.open()
+    run = _Run(recycler, loading.model or "the bundled model", questions, variants)
     run.settings = {
         "suites": suite or ["builtin"],
         "per_kind": per_kind,
@@ -113,8 +102,8 @@ def bench(
         "temperature": temp,
         "seed": seed,
         "raw": raw,
-        "warm": warm,
-        "float32_logits": float32_logits,
+        "warm": loading.warm,
+        "float32_logits": loading.float32_logits,
     }
     summary = run.execute(out, resume=resume, tune=tune)
     _print(summary)

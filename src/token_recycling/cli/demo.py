@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp, log
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 BUNDLED = "bundled"
 
 
+@o.expanded(loading=("nodes", "graph", "warm", "threads"))
 def demo(
+    loading: o.Loading,
     model: Annotated[
         str | None,
         typer.Option(
@@ -31,10 +34,6 @@ def demo(
         ),
     ] = None,
     max_tokens: o.MaxTokens = 96,
-    nodes: o.Nodes = None,
-    graph: o.Graph = None,
-    warm: o.Warm = None,
-    threads: o.Threads = None,
 ) -> None:
     """Compare plain and recycled decoding on eight prompts.
 
@@ -46,8 +45,7 @@ def demo(
     from token_recycling.bench.compare import compare
     from token_recycling.bench.prompts import CHAT, DEMO
 
-    loading = o.Loading(source, "cpu", None, nodes, threads=threads, graph=graph, warm=warm)
-    recycler = loading.open()
+    recycler = replace(loading, model=source, device="cpu").open()
     size = sum(weight.numel() for weight in recycler.model.parameters()) / 1e6
     kind = str(recycler.model.dtype).removeprefix("torch.")
     print(f"model: {source or 'the bundled model'} ({size:.1f} M parameters, {kind})")

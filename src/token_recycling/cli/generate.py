@@ -21,34 +21,16 @@ if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
 
 
+@o.expanded(loading=(), sampling=())
 def generate(
+    loading: o.Loading,
+    sampling: o.Sampling,
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.")
     ] = None,
-    model: o.Model = None,
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
-    temp: o.Temperature = 0.0,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.Penalty = None,
-    seed: o.Seed = None,
-    stop: o.StopStrings = None,
     raw: o.Raw = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    float32_logits: o.Float32Logits = False,
-    graph: o.Graph = None,
-    nodes: o.Nodes = None,
-    tree: o.Tree = None,
-    drafter: o.Drafter = defaults.DRAFTER,
-    top_k_candidates: o.Candidates = None,
-    matrix: o.Matrix = None,
-    cold: o.Cold = False,
-    warm: o.Warm = None,
-    threads: o.Threads = None,
-    strict: o.Strict = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode plainly; compare text and speed.")
     ] = False,
@@ -67,25 +49,7 @@ def generate(
     if explain and (compare or as_json):
         raise TokenRecyclingError("--explain cannot be combined with --compare or --json")
     question = _question(text, prompt)
-    loading = o.Loading(
-        model,
-        device,
-        dtype,
-        nodes,
-        tree,
-        drafter,
-        top_k_candidates,
-        matrix,
-        cold,
-        threads,
-        strict,
-        float32_logits,
-        graph,
-        warm,
-    )
-    options = o.sampling_options(
-        max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop
-    )
+    options = sampling.options(max_tokens)
     recycler = loading.open()
     if explain:
         options["on_draft"] = _explaining(recycler)

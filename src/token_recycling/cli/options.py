@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -82,22 +84,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class Loading:
-    """Options that select the model and how to draft."""
+    """Options that select the model and how to draft; every verb has some of them."""
 
-    model: str | None
-    device: str | None
-    dtype: str | None
-    nodes: int | None = None
-    tree: str | None = None
-    drafter: str = defaults.DRAFTER
-    candidates: int | None = None
-    matrix: Path | None = None
-    cold: bool = False
-    threads: int | None = None
-    strict: bool = False
-    float32_logits: bool = False
-    graph: bool | None = None
-    warm: bool | None = None
+    model: Model = None
+    device: Device = None
+    dtype: Dtype = None
+    float32_logits: Float32Logits = False
+    graph: Graph = None
+    drafter: Drafter = defaults.DRAFTER
+    nodes: Nodes = None
+    tree: Tree = None
+    candidates: Candidates = None
+    matrix: Matrix = None
+    cold: Cold = False
+    warm: Warm = None
+    threads: Threads = None
+    strict: Strict = False
 
     def open(self) -> TokenRecycling:
         """Load the model; on a terminal, stderr shows a spinner, then the progress of warm rows.
@@ -164,26 +166,71 @@ class Loading:
             recycler.matrix.save(self.matrix)
 
 
-def sampling_options(
-    max_tokens: int,
-    temperature: float,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-) -> dict[str, Any]:
-    """Return the given options as arguments of ``TokenRecycling.generate``."""
-    options = {
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "stop": stop,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    return {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed, **given}
+@dataclass(frozen=True)
+class Sampling:
+    """Options of an answer."""
+
+    temp: Temperature = 0.0
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: Penalty = None
+    seed: Seed = None
+    stop: StopStrings = None
+
+    def options(self, max_tokens: int) -> dict[str, Any]:
+        """Return the given options as arguments of ``TokenRecycling.generate``."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        given["temperature"] = given.pop("temp")
+        return {"max_new_tokens": max_tokens, "seed": None, **given}
+
+
+def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb options that are declared once.
+
+    ``@expanded(loading=("model", "device"))`` replaces the parameter ``loading`` of the verb, which
+    is a dataclass, by its fields ``model`` and ``device``; the verb gets the dataclass.
+
+    Args:
+        **chosen: for each such parameter, the fields that become options; none: all.
+    """
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(verb, include_extras=True)
+        own: list[Parameter] = []
+        parameters: list[Parameter] = []
+        names: dict[str, tuple[str, ...]] = {}
+        for parameter in signature(verb).parameters.values():
+            if parameter.name not in chosen:
+                hint = hints[parameter.name]
+                own.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
+                continue
+            kind = hints[parameter.name]
+            types = get_type_hints(kind, include_extras=True)
+            default = {one.name: one.default for one in fields(kind)}
+            names[parameter.name] = chosen[parameter.name] or tuple(default)
+            parameters += [
+                Parameter(
+                    name, Parameter.KEYWORD_ONLY, default=default[name], annotation=types[name]
+                )
+                for name in names[parameter.name]
+            ]
+
+        parameters = [*own, *parameters]
+
+        @wraps(verb)
+        def run(**given: Any) -> None:
+            for parameter, fields_ in names.items():
+                values = {name: given.pop(name) for name in fields_}
+                given[parameter] = hints[parameter](**values)
+            verb(**given)
+
+        del run.__wrapped__  # its signature is another one
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,16 +16,13 @@ if TYPE_CHECKING:
     from token_recycling.drafting.size.costs import CostCurve
 
 
+@o.expanded(loading=("model", "device", "dtype", "float32_logits", "threads"))
 def tune(
-    model: o.Model = None,
+    loading: o.Loading,
     contexts: Annotated[
         str | None, typer.Option("--contexts", help="Context lengths, for example 128,1024.")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Measurements per length and size.")] = 7,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    float32_logits: o.Float32Logits = False,
-    threads: o.Threads = None,
     as_json: o.Json = False,
 ) -> None:
     """Measure step costs on this machine, by which drafts are sized.
@@ -37,14 +34,7 @@ def tune(
     lengths = None if contexts is None else o.numbers("--contexts", contexts)
     if rounds < 1:
         raise TokenRecyclingError(f"--rounds is {rounds}; it must be 1 or more")
-    recycler = o.Loading(
-        model,
-        device,
-        dtype,
-        threads=threads,
-        float32_logits=float32_logits,
-        warm=False,
-    ).open()
+    recycler = replace(loading, warm=False).open()
     from token_recycling.decoding import tune as tuning
     from token_recycling.recycler import TokenRecycling
 
