@@ -198,7 +198,7 @@ def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(verb, include_extras=True)
         own: list[Parameter] = []
-        parameters: list[Parameter] = []
+        shared: list[Parameter] = []
         names: dict[str, tuple[str, ...]] = {}
         for parameter in signature(verb).parameters.values():
             if parameter.name not in chosen:
@@ -209,19 +209,15 @@ def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
             types = get_type_hints(kind, include_extras=True)
             default = {one.name: one.default for one in fields(kind)}
             names[parameter.name] = chosen[parameter.name] or tuple(default)
-            parameters += [
-                Parameter(
-                    name, Parameter.KEYWORD_ONLY, default=default[name], annotation=types[name]
-                )
-                for name in names[parameter.name]
-            ]
-
-        parameters = [*own, *parameters]
+            for name in names[parameter.name]:
+                one = Parameter(name, Parameter.KEYWORD_ONLY, default=default[name])
+                shared.append(one.replace(annotation=types[name]))
+        parameters = [*own, *shared]
 
         @wraps(verb)
         def run(**given: Any) -> None:
-            for parameter, fields_ in names.items():
-                values = {name: given.pop(name) for name in fields_}
+            for parameter, chosen_names in names.items():
+                values = {name: given.pop(name) for name in chosen_names}
                 given[parameter] = hints[parameter](**values)
             verb(**given)
 
