@@ -27,10 +27,10 @@ demo: .venv/ready ## Fetch a real model; decode eight prompts plainly and recycl
 	$(BIN)/token-recycling demo
 
 # A part of `make test` that finishes in well under 40 seconds on two cores.
-QUICK_TESTS = layout/test_imports core/test_decode core/test_sequence core/test_tree core/test_matrix \
-	core/test_text core/test_files core/test_recycler drafters/test_ngram drafters/test_rows \
-	draft_size/test_costs model/test_target \
-	hf_generate/test_requests integrations/test_engine_requests bench/test_suites bench/test_report
+QUICK_TESTS = layout/test_imports decoding/test_decode decoding/test_sequence decoding/test_text \
+	drafting/test_tree drafting/test_matrix drafting/test_ngram drafting/test_rows drafting/size/test_costs \
+	util/test_files recycler/test_recycler model/test_target hf/test_requests \
+	integrations/test_engine_requests bench/test_suites bench/test_report
 
 quick: .venv/ready ## Run the fastest tests: what to run at every save (under 40 seconds).
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK_TESTS:%=tests/%.py)
@@ -61,9 +61,9 @@ test-models: .venv/ready ## Examine every architecture of Transformers; fails if
 	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
 
 # Files of the default suite that touch Transformers' own interfaces.
-VERSION_TESTS = model/test_target core/test_bundled core/test_stories260k core/test_recycler hf_generate \
-	integrations/test_transformers integrations/test_transformers_corners integrations/test_hub model/test_prefix_cache \
-	model/test_number_formats core/test_copies_and_threads model/test_attention
+VERSION_TESTS = model/test_target recycler hf integrations/test_transformers \
+	integrations/test_transformers_corners integrations/test_hub model/test_prefix_cache \
+	model/test_number_formats model/test_attention
 VERSIONS = $(patsubst tests/requirements/transformers-%.txt,%,$(wildcard tests/requirements/transformers-*.txt))
 
 test-versions: $(VERSIONS:%=test-version-%) ## Test with the oldest supported Transformers, and in between.
@@ -90,8 +90,8 @@ build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 
 test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and compiled; the GPU suite's dry run.
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -n 2 --dist worksteal \
-		tests/drafters/test_device_kernels.py tests/graph/test_device_step.py
-	PYTHONPATH=build/triton $(BIN)/python tests/drafters/compile_device_kernels.py
+		tests/drafting/test_device_kernels.py tests/graph/test_device_step.py
+	PYTHONPATH=build/triton $(BIN)/python tests/drafting/compile_device_kernels.py
 	rm -f build/gpu-dry-run.json
 	PYTHONPATH=build/triton $(BIN)/python lab/gpu_suite.py --dry-run --out build/gpu-dry-run.json
 

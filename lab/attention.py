@@ -19,8 +19,8 @@ from time import perf_counter
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from token_recycling.machine import describe
 from token_recycling.model.cpu.attention import attend, pack_mask
+from token_recycling.util.machine import describe
 
 SHAPES = ((9, 3, 64), (14, 2, 64), (32, 8, 128))
 TOKENS = (1, 2, 4, 8, 16, 32, 64)

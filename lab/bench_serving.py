@@ -20,10 +20,10 @@ from script import run
 from token_recycling.bench.suites import load_all
 from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.cli import options as o
+from token_recycling.decoding.text import as_conversation, encode
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.files import write_text
-from token_recycling.machine import describe
-from token_recycling.text import as_conversation, encode
+from token_recycling.util.files import write_text
+from token_recycling.util.machine import describe
 
 RANDOM_LENGTH = 64  # tokens of a random prompt
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.text import Text
 
-    from token_recycling.metrics import Stats
+    from token_recycling.decoding.metrics import Stats
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "lab" / "results"
@@ -332,7 +332,7 @@ def idea() -> str:
 # name in the results: (name in the legend, colours, marker)
 DECODERS = {
     "auto": ("auto, the default", ("#1a7f37", "#3fb950"), "o"),
-    "adaptive@ranked-8": ("8 nodes", ("#0969da", "#58a6ff"), "D"),
+    "adaptive@8": ("8 nodes", ("#0969da", "#58a6ff"), "D"),
     "generate-pld": ("Transformers' prompt lookup", ("#bf5700", "#f0883e"), "s"),
     "paper": ("paper, 80 nodes", ("#cf226e", "#ff7bac"), "X"),
 }

@@ -26,10 +26,10 @@ from record import Recording
 from replay import Answers, Run, mat, run
 from token_recycling import TokenRecycling
 from token_recycling.checkpoint.load import load_tokenizer
-from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.drafters.kernels import host
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.tree import FOLDER, TreeTemplate
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.templates import FOLDER, TreeTemplate
 
 app = typer.Typer(pretty_exceptions_enable=False)
 SIZES = (7, 15, 60)
@@ -42,7 +42,7 @@ Make = Callable[[], AdaptiveDrafter]
 def opened(model: str, path: Path, data: Path) -> tuple[Answers, list[Recording], list[Recording]]:
     """Return the recordings, and those of the two halves."""
     torch.set_num_threads(2)
-    recycler = TokenRecycling.from_pretrained(model, device="cpu", tree="ranked-4", warm=False)
+    recycler = TokenRecycling.from_pretrained(model, device="cpu", nodes=4, warm=False)
     answers = Answers(path, recycler)
     by_name = {one.name: one for one in answers.recordings}
     asked = questions(data)

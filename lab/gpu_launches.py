@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from token_recycling.modes import ordinary_tensors
+from token_recycling.util.modes import ordinary_tensors
 
 # Operations that are no views and start no kernel on a GPU either
 NOT_LAUNCHED = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")

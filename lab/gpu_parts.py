@@ -19,21 +19,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import gpu_kernels
 from gpu_launches import Launches
 from token_recycling import TokenRecycling
-from token_recycling.accept import accept_choices
 from token_recycling.bench.compare import plain_generate
 from token_recycling.bench.prompts import DEMO
-from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter
-from token_recycling.drafters.kernels.choice import has_device_kernels
+from token_recycling.decoding.accept import accept_choices
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.decoding.text import as_conversation, encode
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.kernels.choice import has_device_kernels
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.none import NoDrafter
 from token_recycling.graph import decoder
 from token_recycling.graph.decoder import GraphRunner
 from token_recycling.graph.step import GraphStep
-from token_recycling.machine import synchronize
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.modes import ordinary_tensors
-from token_recycling.ranking import best_candidates
-from token_recycling.sequence import Sequence
-from token_recycling.text import as_conversation, encode
-from token_recycling.tree import DraftTree, chains
+from token_recycling.util.machine import synchronize
+from token_recycling.util.modes import ordinary_tensors
 from token_recycling.warm.fill import fill
 from widen import SHAPES
 
@@ -218,8 +220,8 @@ class Bench:
         epsilon times the largest logit).
         """
         ways = {
-            "graph": self._way(graph=True, tree="ranked-31"),
-            "eager": self._way(graph=False, tree="ranked-31"),
+            "graph": self._way(graph=True, nodes=31),
+            "eager": self._way(graph=False, nodes=31),
             "generate": self._generate(),
         }
         found: dict[str, Any] = {"prompts": 0, "eager": 0, "generate": 0, "again": 0, "parted": []}
@@ -243,7 +245,7 @@ class Bench:
         if self.device.type != "cuda":
             return {"not counted": "there is no CUDA device"}
         recycler = TokenRecycling(
-            self.recycler.model, self.recycler.tokenizer, tree="ranked-16", warm=False
+            self.recycler.model, self.recycler.tokenizer, nodes=16, warm=False
         )
         counts: list[dict[str, float]] = []
         steps = []
@@ -361,7 +363,7 @@ class Bench:
             "generate, static compiled cache": self._generate(cache_implementation="static"),
             "default": self._way(graph=True, warm=None),
             "default, eager": self._way(graph=False, warm=None),
-            **{f"{n} nodes": self._way(graph=True, tree=f"ranked-{n - 1}") for n in (17, 33, 65)},
+            **{f"{n} nodes": self._way(graph=True, nodes=n - 1) for n in (17, 33, 65)},
         }
         taken: dict[str, list[list[float]]] = {name: [] for name in ways}
         failed: dict[str, str] = {}
@@ -446,7 +448,7 @@ class Bench:
         return run
 
     def _device_drafting(self, nodes: int, logits: Tensor) -> Callable[[], Any]:
-        from token_recycling.drafters.on_device import DeviceDrafting
+        from token_recycling.drafting.on_device import DeviceDrafting
         from token_recycling.graph import kernels
 
         drafting = DeviceDrafting(self._drafter(nodes), 1, 1024, nodes, self.device)
@@ -473,7 +475,7 @@ class Bench:
         self.target.prefill([self.tokens[:context]])
         slots = decoder.slots_for(context + nodes)
         step = GraphStep(self.target, NoDrafter(), 1, slots, 1)
-        step.cache.take(self.target.cache)
+        step.cache.load(self.target.cache)
         tokens = torch.tensor([self.tokens[:nodes]], device=self.device)
         draft = chains(tokens)
         forward = torch.compile(

@@ -48,9 +48,9 @@ from engine_bench.measure import measure, summary
 from gpu_parts import DRAFTED, PARTS, RANDOM, REPEATS, Bench, Deadline, bandwidth, load
 from gpu_table import table
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.files import write_text
 from token_recycling.graph import decoder
-from token_recycling.machine import describe
+from token_recycling.util.files import write_text
+from token_recycling.util.machine import describe
 from widen import SHAPES, widen
 
 MODELS = ("random-qwen2.5-0.5b", "random-llama-1b", "random-llama-8b", "llama-1b", "llama-7b")
@@ -167,7 +167,7 @@ def engines(source: str, bench: Bench, dtype: str) -> dict[str, Any]:
 def import_kernels() -> None:
     """Define the kernels of the device, if Triton is installed."""
     if find_spec("triton"):
-        import token_recycling.drafters.on_device
+        import token_recycling.drafting.on_device
         import token_recycling.graph.kernels  # noqa: F401
 
 

@@ -18,8 +18,8 @@ from time import perf_counter
 import torch
 from torch.nn.functional import linear
 
-from token_recycling.machine import describe
 from token_recycling.model.cpu.linear import product
+from token_recycling.util.machine import describe
 
 SHAPES = (
     (576, 576),

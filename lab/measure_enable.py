@@ -17,11 +17,11 @@ import transformers
 
 from token_recycling import TokenRecycling, enable
 from token_recycling.bench.prompts import DEMO
-from token_recycling.files import write_atomically
-from token_recycling.machine import describe
-from token_recycling.text import encode
+from token_recycling.decoding.text import encode
+from token_recycling.util.files import write_atomically
+from token_recycling.util.machine import describe
 
-TREE = "ranked-16"  # an automatic one could choose other sizes on the two sides
+NODES = 16  # an automatic size could choose other sizes on the two sides
 
 
 def prompts_of(recycler: TokenRecycling) -> list[list[int]]:
@@ -52,13 +52,13 @@ def ratio(seconds: dict, name: str, base: str) -> dict:
 
 
 def wrapper_cost(tokens: int, rounds: int) -> dict:
-    recycler = TokenRecycling.from_pretrained(device="cpu", tree=TREE)
+    recycler = TokenRecycling.from_pretrained(device="cpu", nodes=NODES)
     recycler.model.generation_config.eos_token_id = None  # every answer has all its tokens
     prompts = prompts_of(recycler)
     for prompt in prompts:
         recycler.generate(prompt, max_new_tokens=tokens)
     hot = recycler.matrix.clone()
-    with enable(recycler.model, recycler.tokenizer, tree=TREE) as enabled:
+    with enable(recycler.model, recycler.tokenizer, nodes=NODES) as enabled:
         results = [
             one_prompt(recycler, enabled.recycler, hot, prompt, tokens, rounds)
             for prompt in prompts

@@ -33,8 +33,8 @@ import httpx2 as httpx
 import torch
 
 from token_recycling.checkpoint.load import BUNDLED_MODEL
-from token_recycling.files import write_text
-from token_recycling.machine import describe
+from token_recycling.util.files import write_text
+from token_recycling.util.machine import describe
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS, AT_ONCE, TOKENS = 200, 16, 96

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from questions import questions
 from token_recycling import TokenRecycling
-from token_recycling.accept import Accepted
-from token_recycling.call import CallOptions, prepare_call
-from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.ranking import Candidates
-from token_recycling.tree import DraftTree
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.candidates import Candidates
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.hf.call import CallOptions, prepare_call
 
 CANDIDATES = 16  # kept per node
 

@@ -19,12 +19,12 @@ import torch
 
 from record import CANDIDATES, Recording, along
 from token_recycling import TokenRecycling, defaults
-from token_recycling.accept import Accepted
-from token_recycling.drafters import AdaptiveDrafter
-from token_recycling.matrix import AdjacencyMatrix
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.candidates import Candidates, top_k
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.model.target import TreeTarget
-from token_recycling.ranking import Candidates, top_k
-from token_recycling.tree import DraftTree
 
 # A node, by the last token that it shares with the answer, and the tokens that follow that one.
 Place = tuple[int, tuple[int, ...]]

@@ -41,11 +41,11 @@ real() {
 export TOKEN_RECYCLING_CACHE=$PWD/build/bench/cache
 python lab/questions.py --data "$DATA" --out "$QUESTIONS"
 
-FIXED=adaptive@ranked-8,adaptive@ranked-16
+FIXED=adaptive@8,adaptive@16
 ALL=generate,generate-pld,paper,auto,$FIXED
 real real --per-kind 3 --decoders "$ALL"                             # 45 questions, greedy
 real real-cold --cold --per-kind 1 --decoders "generate,paper,auto,$FIXED"
-real real-sampled --per-kind 1 --temp 0.8 --decoders generate,generate-pld,auto,adaptive@ranked-8
+real real-sampled --per-kind 1 --temp 0.8 --decoders generate,generate-pld,auto,adaptive@8
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere
     real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders "$ALL"
 fi

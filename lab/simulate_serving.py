@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from token_recycling.files import write_text
+from token_recycling.util.files import write_text
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # A published sweep of vLLM reached 77 % of an A100's bandwidth with one request

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from token_recycling.bench import tables
-from token_recycling.files import write_text
+from token_recycling.util.files import write_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "lab" / "results"

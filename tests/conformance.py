@@ -24,7 +24,7 @@ from models import random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.model.probe import open_target
 
-TREE = "ranked-16"
+NODES = 16
 NEW = 100  # greedy tokens of a single prompt; longer than every attention window
 BATCH_NEW, SAMPLED_NEW, REFUSED_NEW = 40, 40, 30
 SEEDS = (3, 4)
@@ -112,7 +112,7 @@ def _examine(record: Record, changes: dict[str, Any]) -> None:
     record.reason = _refusal(model)
     if record.reason:
         expected = [stock(model, prompt, REFUSED_NEW) for prompt in SINGLES]
-        recycler = TokenRecycling(model, tree=TREE)
+        recycler = TokenRecycling(model, nodes=NODES)
         record.plain = expected == [ours(recycler, prompt, REFUSED_NEW) for prompt in SINGLES]
         batch = recycler.generate(BATCH, max_new_tokens=REFUSED_NEW)
         padded = stock_batch(model, BATCH, REFUSED_NEW)
@@ -126,7 +126,7 @@ def _examine(record: Record, changes: dict[str, Any]) -> None:
         if not _refusal(other):
             record.attention.append(attention)
     expected = [stock(model, prompt, NEW) for prompt in SINGLES]
-    recycler = TokenRecycling(model, tree=TREE, strict=True)
+    recycler = TokenRecycling(model, nodes=NODES, strict=True)
     answers = [recycler.generate(prompt, max_new_tokens=NEW) for prompt in SINGLES]
     record.greedy = [answer.token_ids for answer in answers] == expected
     record.distinct = min(len(set(tokens)) for tokens in expected)

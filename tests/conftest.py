@@ -42,7 +42,7 @@ def _quiet():
 @pytest.fixture(scope="session")
 def bundled():
     """The bundled model with a tree of fixed size; reset it before use."""
-    return TokenRecycling.from_pretrained(device="cpu", tree="ranked-16", warm=False)
+    return TokenRecycling.from_pretrained(device="cpu", nodes=16, warm=False)
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,16 @@ SUPPORTED = (
 )
 # Architectures that the probe must refuse, so that they are decoded plainly.
 REFUSED = ("bloom", "mpt", "mamba", "gpt_neo", "qwen3_next")
-# Trees of every kind: prefixes of the ranked tree, the paper's, a chain, and automatic size.
-TREES = ("ranked-4", "ranked-8", "ranked-16", "ranked-32", "paper", "chain-6", "auto")
+# Drafts of every kind: of several sizes, trees of fixed shape, and of automatic size.
+DRAFTS = (
+    {"nodes": 4},
+    {"nodes": 8},
+    {"nodes": 16},
+    {"nodes": 32},
+    {"drafter": "paper"},
+    {"drafter": "paper", "tree": "chain-6"},
+    {},
+)
 
 
 def random_prompts(lengths, seed=1, vocabulary=VOCABULARY):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from token_recycling.drafters import Drafter, Rows
-from token_recycling.tree import TreeShape, TreeTemplate
+from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.templates import TreeShape, TreeTemplate
 
 VOCABULARY = 12
 

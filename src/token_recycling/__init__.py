@@ -13,28 +13,29 @@ from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.version import __version__
 
 if TYPE_CHECKING:
-    from token_recycling.answers import Chunk, Generation
     from token_recycling.checkpoint.load import BUNDLED_MODEL
-    from token_recycling.drafters import Drafter, Rows
+    from token_recycling.decoding.answers import Chunk, Generation
+    from token_recycling.decoding.metrics import Stats, Step
+    from token_recycling.drafting.base import Drafter, Rows
+    from token_recycling.drafting.draft import DraftTree
+    from token_recycling.drafting.matrix import AdjacencyMatrix
     from token_recycling.integrations.transformers import enable
-    from token_recycling.matrix import AdjacencyMatrix
-    from token_recycling.metrics import Stats, Step
     from token_recycling.recycler import TokenRecycling
-    from token_recycling.tree import DraftTree, TreeTemplate
+from token_recycling.drafting.templates import TreeTemplate
 
 # Imported on first use, so that `import token_recycling` does not import PyTorch (seconds).
 _LAZY = {
     "BUNDLED_MODEL": "checkpoint.load",
-    "AdjacencyMatrix": "matrix",
-    "Chunk": "answers",
-    "DraftTree": "tree",
-    "Drafter": "drafters",
-    "Generation": "answers",
-    "Rows": "drafters",
-    "Stats": "metrics",
-    "Step": "metrics",
+    "AdjacencyMatrix": "drafting.matrix",
+    "Chunk": "decoding.answers",
+    "DraftTree": "drafting.draft",
+    "Drafter": "drafting.base",
+    "Generation": "decoding.answers",
+    "Rows": "drafting.base",
+    "Stats": "decoding.metrics",
+    "Step": "decoding.metrics",
     "TokenRecycling": "recycler",
-    "TreeTemplate": "tree",
+    "TreeTemplate": "drafting.templates",
     "enable": "integrations.transformers",
 }
 

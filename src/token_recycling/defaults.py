@@ -3,8 +3,8 @@
 CANDIDATES = 12  # k: candidates kept per token
 PAPER_CANDIDATES = 8  # k of the paper's drafter, as published
 DRAFTER = "adaptive"
-TREE = "auto"  # draft size chosen while decoding, for machine and text
-MOST_NODES = 80  # nodes below the root with an automatic tree (the paper's number)
+MOST_NODES = 80  # nodes below the root of a draft whose size is automatic (the paper's number)
+LARGEST_DRAFT = 256  # nodes below the root
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 512  # prompt tokens per forward, over all rows of a batch
 CACHE_CHUNK = 256  # the KV cache grows by at least this many slots

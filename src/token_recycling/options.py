@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from token_recycling import defaults
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import AnyDrafter, Drafter
+from token_recycling.drafting.base import AnyDrafter, Drafter
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.registry import SHAPE_THEIR_OWN
+from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.modes import ordinary_tensors
-from token_recycling.tree import TreeTemplate
+from token_recycling.util.modes import ordinary_tensors
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class Options:
 
     Attributes:
         drafter: "adaptive", "paper", "prompt-lookup", "none", a registered name, or a ``Drafter``.
-        tree: "auto": as many nodes as pay off, chosen while decoding; or a shipped tree,
-            "ranked-N", "chain-N", a JSON file or a template. None: "auto".
+        nodes: nodes of every draft, below the root; None: as many as pay off, draft by draft.
+        tree: for drafters that fill a tree of fixed shape ("paper" and registered ones): a shipped
+            tree, "chain-N", a JSON file or a template. None: the published tree, or if ``nodes`` is
+            given that many of the paths that text takes most often.
         k: candidates kept per token; None: those of ``matrix``, or else 12, or 8 for "paper".
         matrix: the adjacency matrix to start from, or its file; a ``Drafter`` object uses its own.
-        costs: step costs on this machine, for ``tree="auto"``. None: those measured by
+        costs: step costs on this machine, for ``nodes=None``. None: those measured by
             ``token-recycling tune`` for this model and machine, else a guess. Either is corrected
             while decoding.
         graph: True: compile steps and, on a GPU, capture them as graphs; what cannot be captured
@@ -48,6 +51,7 @@ class Options:
     """
 
     drafter: str | AnyDrafter = defaults.DRAFTER
+    nodes: int | None = None
     tree: str | Path | TreeTemplate | None = None
     k: int | None = None
     matrix: AdjacencyMatrix | str | Path | None = None
@@ -83,8 +87,18 @@ class Options:
         if not isinstance(self.drafter, str | Drafter):
             kind = type(self.drafter).__name__
             raise TokenRecyclingError(f"drafter has type {kind}; it must be a name or a Drafter")
-        if not (self.k is None or (isinstance(self.k, Integral) and not isinstance(self.k, bool))):
-            raise TokenRecyclingError(f"k is {self.k!r}; it must be an integer")
+        for name in ("k", "nodes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+                raise TokenRecyclingError(f"{name} is {value!r}; it must be an integer")
+        if self.nodes is not None and not 1 <= self.nodes <= defaults.LARGEST_DRAFT:
+            raise TokenRecyclingError(
+                f"nodes is {self.nodes}; it must be between 1 and {defaults.LARGEST_DRAFT}"
+            )
+        if self.tree is not None and not self.fills_tree:
+            raise TokenRecyclingError(
+                f"the drafter {self.drafter_name} shapes its own trees; give nodes instead of tree"
+            )
         if not (self.matrix is None or isinstance(self.matrix, str | Path | AdjacencyMatrix)):
             raise TokenRecyclingError(
                 f"matrix is {self.matrix!r}; give an AdjacencyMatrix or its file"
@@ -132,22 +146,31 @@ class Options:
             raise TokenRecyclingError(f"the matrix keeps k={matrix.k} candidates, not {self.k}")
         return matrix
 
-    def template(self, k: int) -> TreeTemplate:
-        """Return the tree for ``k`` candidates per token; with "auto", the largest ranked one used.
+    def template(self, k: int) -> TreeTemplate | None:
+        """Return the tree for ``k`` candidates per token; None for drafters that shape their own.
 
         Raises:
             TokenRecyclingError: there is no such tree, or it needs more candidates.
         """
-        if self.tree is None or self.automatic:
-            ranked = TreeTemplate.load("ranked", k)
-            largest = ranked.first(min(defaults.MOST_NODES, len(ranked.paths)))
-            return replace(largest, name=defaults.TREE)
-        if not isinstance(self.tree, TreeTemplate):
-            return TreeTemplate.load(self.tree, k)
-        self.tree.check_k(k)
-        return self.tree
+        if not self.fills_tree:
+            return None
+        if isinstance(self.tree, TreeTemplate):
+            self.tree.check_k(k)
+            return self.tree
+        return TreeTemplate.load(self.tree or ("paper" if self.nodes is None else "ranked"), k)
 
     @property
-    def automatic(self) -> bool:
-        """True when the draft size is chosen while decoding."""
-        return self.tree is None or self.tree == defaults.TREE
+    def drafter_name(self) -> str:
+        """The drafter's name."""
+        return self.drafter if isinstance(self.drafter, str) else self.drafter.name
+
+    @property
+    def fills_tree(self) -> bool:
+        """True if the drafter fills a tree of fixed shape."""
+        return isinstance(self.drafter, str) and self.drafter not in SHAPE_THEIR_OWN
+
+    def size(self, template: TreeTemplate | None) -> str:
+        """Return the size or tree of the drafts, for people."""
+        if self.nodes is not None:
+            return f"{self.nodes} nodes"
+        return "as many nodes as pay off" if template is None else f"tree {template.name}"

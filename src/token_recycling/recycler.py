@@ -13,34 +13,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Acceptor
-from token_recycling.answers import Chunk, Generation
-from token_recycling.call import Call, CallOptions, prepare_call
+from token_recycling import defaults
 from token_recycling.checkpoint.load import load_checkpoint
-from token_recycling.decode import Decoding, Hooks, OnDraft
-from token_recycling.draft_size.auto import AutoSize
-from token_recycling.draft_size.base import DraftSize, FixedSize
-from token_recycling.draft_size.costs import find
-from token_recycling.draft_size.tune import measure_quickly
-from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, NoDrafter, make_drafter
-from token_recycling.drafters.kernels.prepare import compile_kernels
+from token_recycling.decoding.accept import Acceptor
+from token_recycling.decoding.answers import Chunk, Generation
+from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
+from token_recycling.decoding.metrics import Stats, Step
+from token_recycling.decoding.prepare import compile_kernels
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.decoding.text import Prompt, is_batch
+from token_recycling.decoding.tune import find, measure_quickly
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.drafting.registry import make_drafter
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.base import DraftSize, FixedSize
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, GraphError, can_capture
-from token_recycling.hf_generate.request import DecodingMethod, Request
-from token_recycling.hf_generate.serve import patch_generate, serve
-from token_recycling.lock import FairLock
-from token_recycling.matrix import AdjacencyMatrix, fingerprint
-from token_recycling.metrics import Stats, Step
+from token_recycling.hf.call import Call, CallOptions, prepare_call
+from token_recycling.hf.request import DecodingMethod, Request
+from token_recycling.hf.serve import patch_generate, serve
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.prefix_cache import PrefixCache
 from token_recycling.model.probe import open_target
 from token_recycling.model.target import OnProgress, TreeTarget
 from token_recycling.model.unwrap import model_inside
-from token_recycling.modes import ordinary_tensors
 from token_recycling.options import Options
-from token_recycling.sequence import Sequence
-from token_recycling.text import Prompt, is_batch
-from token_recycling.warm.fill import lay
+from token_recycling.util.lock import FairLock
+from token_recycling.util.modes import ordinary_tensors
+from token_recycling.warm.fill import copy_missing_rows
 from token_recycling.warm.start import WarmRows, go_on, kept_rows, warm_up
 
 Steps = Generator[Step, None, None]
@@ -62,7 +65,7 @@ class TokenRecycling(DecodingMethod):
         matrix: the adjacency matrix.
         drafter: proposes the drafts.
         draft_size: the draft-size policy.
-        template: the requested tree.
+        template: the tree that the drafter fills; None if it shapes its own.
         warm_rows: the rows that the matrix starts with (see ``options.Options.warm``); None if it
             is to start empty.
         stats: the sum over all answers.
@@ -109,7 +112,7 @@ class TokenRecycling(DecodingMethod):
             self.matrix = matrix
             self.drafter, self.draft_size = self._drafter_and_size()
         self.warm_rows = self._warm_rows(on_progress)
-        self._lay_warm_rows()
+        self._insert_warm_rows()
         # Context entered while a graph is compiled, which may take minutes the first time.
         self.compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.stats = Stats()
@@ -126,8 +129,11 @@ class TokenRecycling(DecodingMethod):
             return NoDrafter(), FixedSize()
         if not isinstance(given.drafter, str):
             return given.drafter, FixedSize()
-        drafter = make_drafter(given.drafter, self.matrix, self.template)
-        if not (given.automatic and drafter.acceptance):
+        most = min(given.nodes or defaults.MOST_NODES, defaults.LARGEST_DRAFT)
+        drafter = make_drafter(given.drafter, self.matrix, self.template, most)
+        if given.nodes is not None:
+            return drafter, FixedSize(given.nodes + 1)
+        if not drafter.acceptance:
             return drafter, FixedSize()
         costs = given.costs or find(self.model, device)
         # Captured steps cost less than the eager ones that would be measured.
@@ -143,10 +149,10 @@ class TokenRecycling(DecodingMethod):
             return None
         return warm_up(self.target, self.tokenizer, self.matrix.k, warm, on_progress=on_progress)
 
-    def _lay_warm_rows(self) -> None:
+    def _insert_warm_rows(self) -> None:
         if self.warm_rows is not None:
             with ordinary_tensors():
-                lay(self.warm_rows.rows, self.matrix)
+                copy_missing_rows(self.warm_rows.rows, self.matrix)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the context and the graphs."""
@@ -220,7 +226,7 @@ class TokenRecycling(DecodingMethod):
         """
         with self.lock.acquired(wait=True):
             self.matrix.reset()
-            self._lay_warm_rows()
+            self._insert_warm_rows()
             self._forget_context()
 
     def warm(
@@ -261,7 +267,7 @@ class TokenRecycling(DecodingMethod):
                     stop=stop,
                     on_progress=on_progress,
                 )
-            self._lay_warm_rows()
+            self._insert_warm_rows()
         if stop is not None and found.is_due:
             Thread(target=found.keep, args=(self.model,), name="keep warm rows").start()
         return found

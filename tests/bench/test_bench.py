@@ -18,7 +18,8 @@ from architectures import make
 from command import call, write_suite
 from letters import letters
 from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
-from token_recycling.bench import answers, measures, runner, tables
+from token_recycling.bench import answer_files as answers
+from token_recycling.bench import measures, runner, tables
 from token_recycling.bench.decoders import Decoder, Turn
 from token_recycling.bench.journal import Journal
 from token_recycling.bench.memory import PeakMemory
@@ -39,7 +40,7 @@ QUESTIONS = [
     Question("own", str(i), kind, kind, turns)
     for i, (turns, kind) in enumerate(zip(TEXTS, KINDS), start=1)
 ]
-FIXED = "prompt-lookup,paper@ranked-8,adaptive@ranked-8"  # the sizes of auto follow the time
+FIXED = "prompt-lookup,paper@8,adaptive@8"  # the sizes of auto follow the time
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +98,11 @@ def forget_nothing(monkeypatch):
     [
         ("generate", Variant("generate")),
         ("generate-pld", Variant("generate-pld", lookup=True)),
-        ("auto", Variant("auto", "adaptive", tree="auto")),
-        ("paper", Variant("paper", "paper", tree="paper", k=8)),
-        ("paper@auto", Variant("paper@auto", "paper", tree="auto", k=8)),
+        ("auto", Variant("auto", "adaptive")),
+        ("adaptive", Variant("adaptive", "adaptive", nodes=80)),
+        ("adaptive@8", Variant("adaptive@8", "adaptive", nodes=8)),
+        ("paper", Variant("paper", "paper", k=8)),
+        ("paper@8", Variant("paper@8", "paper", nodes=8, k=8)),
         ("paper@chain-3", Variant("paper@chain-3", "paper", tree="chain-3", k=8)),
         ("paper@a@b.json", Variant("paper@a@b.json", "paper", tree="a@b.json", k=8)),
         ("prompt-lookup", Variant("prompt-lookup", "prompt-lookup")),
@@ -125,7 +128,8 @@ def test_no_decoder_is_named_with_those_that_there_are(spec):
         ("k= 4 ,2,,4", ("k", [4, 2])),
         ("temperature=0,0.7,1", ("temperature", [0.0, 0.7, 1.0])),
         ("start=cold,hot", ("start", ["cold", "hot"])),
-        ("tree=paper,auto,a=b.json", ("tree", ["paper", "auto", "a=b.json"])),
+        ("tree=paper,a=b.json", ("tree", ["paper", "a=b.json"])),
+        ("nodes=8,16", ("nodes", [8, 16])),
     ],
 )
 def test_a_sweep_is_read(text, expected):
@@ -133,7 +137,8 @@ def test_a_sweep_is_read(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k", "k=", "k=,", "k=x", "k=2.5", "k=0", "k=-1", "K=2", "size=3", "start=warm",
+    "text", ["", "k", "k=", "k=,", "k=x", "k=2.5", "k=0", "k=-1", "K=2", "nodes=0",
+             "nodes=x", "size=3", "start=warm",
              "temperature=nan", "temperature=-1", "temperature=inf", "temperature=1e-9",
              "temperature=cold"],
 )  # fmt: skip
@@ -143,7 +148,7 @@ def test_a_wrong_sweep_is_named(text):
 
 
 def shown(variants):
-    return {v.name: (v.tree, v.k, v.temperature, v.start, v.baseline) for v in variants}
+    return {v.name: (v.nodes, v.tree, v.k, v.temperature, v.start, v.baseline) for v in variants}
 
 
 def test_sweeps_make_every_combination_of_what_they_concern():
@@ -153,13 +158,23 @@ def test_sweeps_make_every_combination_of_what_they_concern():
         "generate", "paper k=2 cold", "paper k=2 hot", "paper k=4 cold", "paper k=4 hot",
         "prompt-lookup", "generate-pld",
     ]  # fmt: skip
-    assert shown(found)["paper k=4 cold"] == ("paper", 4, 0.0, "cold", "generate")
+    assert shown(found)["paper k=4 cold"] == (None, None, 4, 0.0, "cold", "generate")
 
 
-def test_a_sweep_of_trees_takes_the_place_of_the_drafters_tree():
-    found = expand(["adaptive", "auto", "none"], {"tree": ["chain-2", "auto"]})
-    assert [v.name for v in found] == ["generate", "adaptive@chain-2", "auto", "none"]
-    assert found[2] == parse("auto")
+def test_a_sweep_takes_the_place_of_the_drafters_nodes_or_tree():
+    found = expand(["adaptive", "paper", "none"], {"nodes": [2, 8]})
+    names = ["generate", "adaptive@2", "adaptive@8", "paper@2", "paper@8", "none"]
+    assert [v.name for v in found] == names
+    assert found[2] == parse("adaptive@8")
+    found = expand(["adaptive", "paper+graph"], {"tree": ["chain-2", "ranked"]})
+    names = ["generate", "adaptive", "paper@chain-2+graph", "paper@ranked+graph"]
+    assert [v.name for v in found] == names
+    assert found[2] == parse("paper@chain-2+graph")
+
+
+def test_a_drafter_that_shapes_its_trees_takes_none():
+    with pytest.raises(TokenRecyclingError, match="write adaptive@NODES"):
+        parse("adaptive@paper")
 
 
 def test_every_temperature_has_a_baseline_of_its_own():
@@ -172,18 +187,18 @@ def test_every_temperature_has_a_baseline_of_its_own():
 
 def test_the_same_decoder_twice_is_one_and_two_of_one_name_are_refused():
     assert len(expand(["paper", "paper", "generate"], {})) == 2
-    assert len(expand(["auto", "adaptive"], {"tree": ["auto"]})) == 2
+    assert len(expand(["adaptive", "adaptive@8"], {"nodes": [8]})) == 2
     with pytest.raises(TokenRecyclingError, match=r"both be called generate T=0.7"):
         expand(["none"], {"temperature": [0.7, 0.70000001]})
 
 
 def test_a_tree_is_cut_to_the_candidates(tmp_path):
     (tmp_path / "t.json").write_text("[[3], [0], [0, 3], [0, 0]]")
-    tree = Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).template()
+    tree = Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).options().tree
     assert tree.paths == ((0,), (0, 0))
     (tmp_path / "t.json").write_text("[[3]]")
     with pytest.raises(TokenRecyclingError, match=r"tree .*t.json has no nodes left with k=2"):
-        Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).template()
+        Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).options()
 
 
 def test_no_two_variants_share_an_answer_file():
@@ -505,17 +520,17 @@ def test_the_warm_up_leaves_no_rows(bundled, monkeypatch):
     names = ["generate", *FIXED.split(",")]
     assert warmed[:4] == [(name, runner.WARM_UP_TOKENS) for name in names]
     assert sorted(warmed[4:]) == sorted((name, 4) for name in names)
-    assert rows_before(records, "paper@ranked-8") == [0]
-    assert rows_before(records, "adaptive@ranked-8") == [0]
-    assert running.decoders["paper@ranked-8"].recycler.matrix.rows_seen > 0
+    assert rows_before(records, "paper@8") == [0]
+    assert rows_before(records, "adaptive@8") == [0]
+    assert running.decoders["paper@8"].recycler.matrix.rows_seen > 0
     forget_nothing(monkeypatch)  # control
     records, _ = decode(bundled, questions=QUESTIONS[:1], max_new_tokens=4)
-    assert rows_before(records, "paper@ranked-8") > [0]
+    assert rows_before(records, "paper@8") > [0]
 
 
 @pytest.mark.slow
 def test_rounds_do_the_same_work(bundled, monkeypatch):
-    name = "paper@ranked-8"
+    name = "paper@8"
     single, _ = decode(bundled, name, QUESTIONS[:3])
     thrice, _ = decode(bundled, name, QUESTIONS[:3], rounds=3)
     for round_ in range(3):
@@ -529,7 +544,7 @@ def test_rounds_do_the_same_work(bundled, monkeypatch):
 
 @pytest.mark.slow
 def test_no_decoder_learns_from_another(bundled, monkeypatch):
-    name = "paper@ranked-8"
+    name = "paper@8"
     alone, _ = decode(bundled, name, QUESTIONS[:3])
     bundled.reset()
     several = f"generate-pld,auto,{name},none,prompt-lookup"
@@ -550,13 +565,13 @@ def test_no_decoder_learns_from_another(bundled, monkeypatch):
             self.recycler.drafter.matrix = self.recycler.matrix = first.matrix
 
     monkeypatch.setattr(Decoder, "__init__", shared)
-    among, _ = decode(bundled, f"paper@ranked-16,{name}", QUESTIONS[:3])
+    among, _ = decode(bundled, f"paper@16,{name}", QUESTIONS[:3])
     bundled.reset()
     assert lengths(among, name) != lengths(alone, name)
 
 
 def test_cold_begins_every_question_without_rows(bundled):
-    name, cats = "paper@ranked-8", [QUESTIONS[0], QUESTIONS[4], QUESTIONS[0]]
+    name, cats = "paper@8", [QUESTIONS[0], QUESTIONS[4], QUESTIONS[0]]
     records, _ = decode(bundled, f"{name},none", cats, sweeps={"start": ["cold", "hot"]})
     assert rows_before(records, f"{name} cold") == [0] * 3
     hot = rows_before(records, f"{name} hot")
@@ -590,7 +605,7 @@ def test_samples_are_those_of_generate_at_the_same_temperature(bundled, monkeypa
 
 
 def test_the_times_cover_the_whole_call(bundled):
-    decoders = "generate-pld,prompt-lookup,paper@ranked-8"
+    decoders = "generate-pld,prompt-lookup,paper@8"
     records, _ = decode(bundled, decoders, QUESTIONS[:3], max_new_tokens=20)
     for found in records:
         for name, row in found["variants"].items():
@@ -688,8 +703,8 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
     folder, out = finished
     found = contents(folder)
     assert found["files"] == sorted(
-        ["answers", "answers/adaptive@ranked-8.jsonl", "answers/generate.jsonl",
-         "answers/paper@ranked-8.jsonl",
+        ["answers", "answers/adaptive@8.jsonl", "answers/generate.jsonl",
+         "answers/paper@8.jsonl",
          "answers/prompt-lookup.jsonl", "costs.json", "journal.jsonl", "plan.json", "report.html",
          "state-5.safetensors", "summary.json", "tables.md"]
     )  # fmt: skip
@@ -706,8 +721,8 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
         assert entry["overall"]["identical"] == 1
         kept = still(folder / "answers" / f"{name}.jsonl")
         assert [line["question_id"] for line in kept] == [1, 2, 3, 4, 5]
-    assert summary["decoders"]["paper@ranked-8"]["about"]["nodes"] == 9
-    assert summary["decoders"]["paper@ranked-8"]["matrix_bytes"] == 4096 * 8 * 6
+    assert summary["decoders"]["paper@8"]["about"]["nodes"] == 9
+    assert summary["decoders"]["paper@8"]["matrix_bytes"] == 4096 * 8 * 6
 
 
 def spec_bench_speed(path, base):
@@ -1072,7 +1087,7 @@ def test_models_that_are_decoded_plainly(name, tmp_path):
         Question("own", str(i), "k", "k", turns)
         for i, turns in enumerate([("abe,bi. ",), ("fo", "da")])
     ]
-    records, running = decode(first, "none,paper@ranked-4,auto", questions=questions)
+    records, running = decode(first, "none,paper@4,auto", questions=questions)
     figures = all_figures(records, running)
     assert all(entry["overall"]["identical"] == 1 for entry in figures["decoders"].values())
     assert figures["decoders"]["auto"]["overall"]["mat"] == 1

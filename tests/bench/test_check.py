@@ -71,7 +71,7 @@ class TestCheck:
         def forgetful(self, path, counts):
             self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
 
-        recycler = TokenRecycling(make("llama"), tree="paper")
+        recycler = TokenRecycling(make("llama"), nodes=80)
         monkeypatch.setattr(RecyclingCache, "commit", forgetful)
         results = list(check(recycler, PROMPTS, 40))
         assert overall(results) == "WRONG"

@@ -13,7 +13,7 @@ import pytest
 from token_recycling import AdjacencyMatrix
 from token_recycling.cli import main
 
-TREES = Path(__file__).parents[2] / "src/token_recycling/trees"
+TREES = Path(__file__).parents[2] / "src/token_recycling/drafting/trees"
 
 
 def call(capsys, *arguments):
@@ -106,8 +106,10 @@ def test_trees(capsys, tmp_path):
     mine.write_text("[[0], [1], [0, 0]]")
     assert "3 nodes, levels 2/1" in call(capsys, "tree", "check", mine)[1]
     assert "└─1" in call(capsys, "tree", "show", mine)[1]
-    code, out, _ = call(capsys, "The king", "-n", 20, "--raw", "--json", "--tree", mine)
-    assert json.loads(out)["tree"] == "mine"
+    code, out, _ = call(
+        capsys, "The king", "-n", 20, "--raw", "--json", "--drafter", "paper", "--tree", mine
+    )
+    assert json.loads(out)["drafts"] == "tree mine"
     default = call(capsys, "The king", "-n", 20, "--raw", "--json")[1]
     assert json.loads(out)["text"] == json.loads(default)["text"]
 
@@ -158,7 +160,7 @@ class TestWarm:
         assert err.startswith("error: the rows are not kept: cannot write")
 
     def test_an_answer_says_what_was_computed_and_only_then(self, capsys):
-        prompt = ["The king", "-n", 20, "--raw", "--tree", "ranked-8"]
+        prompt = ["The king", "-n", 20, "--raw", "--nodes", 8]
         code, cold, err = call(capsys, *prompt, "--no-warm")
         assert (code, "warm rows" in err) == (0, False)
         code, out, err = call(capsys, *prompt, "--warm")
@@ -212,13 +214,15 @@ def wrong_calls(folder):
         ([p, "-n", "many"], "--max-tokens"),
         ([p, "--temp", -1], "temperature"),
         ([p, "--temp", 1, "--top-p", 7], "top_p"),
-        ([p, "--tree", "no-such-tree"], "no-such-tree"),
-        ([p, "--tree", folder / "orphan.json"], "[0, 1, 2]"),
+        ([p, "--drafter", "paper", "--tree", "no-such-tree"], "no-such-tree"),
+        ([p, "--tree", "paper"], "shapes its own trees; give nodes instead of tree"),
+        ([p, "--nodes", 0], "nodes is 0; it must be between 1 and 256"),
+        ([p, "--drafter", "paper", "--tree", folder / "orphan.json"], "[0, 1, 2]"),
         (["tree", "check", folder / "twice.json"], "[0] appears twice"),
         (["tree", "check", folder / "empty.json"], "no paths"),
         (["tree", "show", folder / "broken.json"], "as JSON"),
-        ([p, "--tree", folder / "high.json"], "rank 12"),
-        ([p, "--tree", "paper", "--top-k-candidates", 4], "k=4"),
+        ([p, "--drafter", "paper", "--tree", folder / "high.json"], "uses rank 12"),
+        ([p, "--drafter", "paper", "--top-k-candidates", 4], "k=4"),
         ([p, "--top-k-candidates", 0], "k is 0"),
         ([p, "--drafter", "oracle"], "oracle"),
         ([p, "--device", "warp"], "warp"),
@@ -248,7 +252,6 @@ def wrong_calls(folder):
              folder / "out.safetensors"],
             "4096",
         ),
-        (["tree", "show", "paper", "-o", folder / "tree.bmp"], ".png"),
         (["tree"], "command"),
         (["warm", "--seconds", 0], "--seconds is 0"),
         (["warm", "--seconds", 1, "--force"], "--force"),

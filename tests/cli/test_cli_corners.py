@@ -161,7 +161,6 @@ class TestArguments:
             (["bench", "--decoders", ""], "--decoders is ''"),
             (["x y", "-m", "/no/such/folder"], "no such file or folder"),
             (["x y", "-m", ""], "no such file or folder"),
-            (["tune", "-o", "/no/such/folder/x.svg"], "no folder"),
             (["x y", "-n", 0], "it must be 1 or more"),
         ],
     )
@@ -212,17 +211,6 @@ class TestStdin:
 
 
 @pytest.mark.slow
-def test_bench_without_matplotlib(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    out = tmp_path / "out"
-    code, _, err = call(
-        capsys, "bench", "--per-kind", 1, "-n", 4, "--decoders", "generate,paper", "-o", out
-    )
-    assert code == 0
-    assert "pip install 'token-recycling[plot]'" in err
-    assert "<svg" not in (out / "report.html").read_text()
-
-
 class Interrupting:
     """Sends this process an interrupt while an answer is written."""
 
@@ -401,7 +389,7 @@ class TestSeam:
     def test_a_turn_reads_only_what_is_new(self, tokenizer, bundled):
         from token_recycling import TokenRecycling
 
-        recycler = TokenRecycling(bundled.model, tokenizer, tree="ranked-8")
+        recycler = TokenRecycling(bundled.model, tokenizer, nodes=8)
         talk, kept, read = Conversation(tokenizer), [], []
         for question in ("Tell me a story.", "And then?", "How does it end?"):
             prompt = talk.prompt(question)

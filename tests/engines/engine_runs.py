@@ -83,11 +83,11 @@ def mat(found: dict) -> float:
     return tokens / (found["steps"] - requests)
 
 
-def library_mat(requests: list[dict], tree: str) -> float:
+def library_mat(requests: list[dict], nodes: int) -> float:
     """The library's own, request by request."""
     from token_recycling import TokenRecycling
 
-    recycler = TokenRecycling.from_pretrained(str(MODEL), tree=tree, graph=False)
+    recycler = TokenRecycling.from_pretrained(str(MODEL), nodes=nodes, graph=False)
     accepted = steps = 0
     for request in requests:
         stats = recycler.generate(request["prompt"], max_new_tokens=request["tokens"]).stats

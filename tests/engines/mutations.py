@@ -97,7 +97,7 @@ def vary_sizes(worker) -> None:
     """Choose sizes and pauses by turns, not by times; check the texts that the drafter has."""
     from itertools import count
 
-    from token_recycling.draft_size.auto import AutoSize
+    from token_recycling.drafting.size.auto import AutoSize
 
     steps, draft_of = count(), worker.Worker._draft
     AutoSize.pays = property(lambda self: next(steps) // 3 % 3 > 0)

@@ -58,7 +58,7 @@ def test_the_plug_in_is_loaded_again_in_a_new_scheduler(plain, ours):
 def test_it_accepts_what_the_library_accepts(plain, ours):
     assert same(plain["one by one"], ours["one by one"]) == COUNT
     requests = sets(str(MODEL))["one by one"]["requests"]
-    library = library_mat(requests, f"ranked-{NODES - 1}")
+    library = library_mat(requests, NODES - 1)
     found = mat(ours["one by one"])
     print(f"\nMAT: library {library:.3f}, sglang {found:.3f}")
     assert found == pytest.approx(library, rel=0.03)
@@ -87,7 +87,7 @@ def test_faults_show(folder, plain, fault):
         {"MAX_STEP_TOKENS": "40"},  # 8 requests get 5 nodes each, and 1 alone 25
         # 8 get roots only; a chain has fewer nodes than 25
         {"MAX_STEP_TOKENS": "6", "CANDIDATES": "1"},
-        {"DRAFTER": "paper", "TREE": "ranked-15"},
+        {"DRAFTER": "paper"},
         {"AUTOMATIC": "true"},
         {"AUTOMATIC": "true", "TEST_FAULT": "varied sizes"},
     ],

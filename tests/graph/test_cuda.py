@@ -29,7 +29,7 @@ def test_a_captured_step_gives_the_same_text(name, rows):
     model = make(name)
     prompts = PROMPTS[:rows]
     expected = [plain(model, prompt, 100) for prompt in prompts]
-    recycler = TokenRecycling(model.cuda(), tree="ranked-15", strict=True)
+    recycler = TokenRecycling(model.cuda(), nodes=15, strict=True)
     with warnings.catch_warnings():
         # Of all warnings only this one: Inductor's advises TensorFloat32 for float32 models.
         warnings.filterwarnings("error", message="decoding without a graph")
@@ -38,12 +38,12 @@ def test_a_captured_step_gives_the_same_text(name, rows):
             assert [a.token_ids for a in answers] == expected
     (runner,) = recycler._graph._runners.values()
     assert runner._graph is not None
-    assert runner.step._around is kernels
+    assert runner.step._operations is kernels
     assert recycler.stats.accepted > 0
 
 
 def test_the_host_waits_only_for_the_output():
-    recycler = TokenRecycling(make("llama").cuda(), tree="ranked-15", strict=True)
+    recycler = TokenRecycling(make("llama").cuda(), nodes=15, strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)
     (runner,) = recycler._graph._runners.values()
     torch.cuda.set_sync_debug_mode("error")
@@ -59,8 +59,8 @@ def test_the_host_waits_only_for_the_output():
 def test_sampled_text_is_that_of_the_eager_loop():
     model = make("llama").cuda()
     options = {"max_new_tokens": 60, "temperature": 0.9, "seed": 4}
-    eager = TokenRecycling(model, tree="ranked-15", graph=False)
-    captured = TokenRecycling(model, tree="ranked-15")
+    eager = TokenRecycling(model, nodes=15, graph=False)
+    captured = TokenRecycling(model, nodes=15)
     expected = [a.token_ids for a in eager.generate(PROMPTS, **options)]
     assert [a.token_ids for a in captured.generate(PROMPTS, **options)] == expected
 
@@ -70,7 +70,7 @@ def test_the_matrix_has_learnt_what_the_eager_loop_learns():
     model = make("llama").cuda()
     found = []
     for graph in (True, False):
-        recycler = TokenRecycling(model, tree="ranked-15", graph=graph, warm=False)
+        recycler = TokenRecycling(model, nodes=15, graph=graph, warm=False)
         recycler.generate(PROMPTS[2], max_new_tokens=100)
         found.append(recycler.matrix)
     captured, eager = found
@@ -98,7 +98,7 @@ def test_a_failed_capture_is_one_line_and_the_text_goes_on(monkeypatch):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     monkeypatch.setattr(decoder.GraphRunner, "_capture", fails)
-    recycler = TokenRecycling(model.cuda(), tree="ranked-15", strict=True)
+    recycler = TokenRecycling(model.cuda(), nodes=15, strict=True)
     with pytest.warns(UserWarning, match=r"decoding without a graph: .*not permitted") as caught:
         answer = recycler.generate(PROMPTS[0], max_new_tokens=40)
     assert answer.token_ids == expected

@@ -19,12 +19,12 @@ from architectures import make
 from gpu_launches import Launches
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.draft import chains
 from token_recycling.graph import decoder, kernels, tensors
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.limits import AttentionWindow
-from token_recycling.modes import ordinary_tensors
-from token_recycling.sequence import Sequence
-from token_recycling.tree import chains
+from token_recycling.util.modes import ordinary_tensors
 
 MOST_LAUNCHES = 20
 TOKENS = 14
@@ -34,7 +34,7 @@ TOKENS = 14
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_step_launches_few_kernels_around_the_forward(architecture, batch):
     model = make(architecture)
-    recycler = TokenRecycling(model, tree="ranked-15", graph=False)
+    recycler = TokenRecycling(model, nodes=15, graph=False)
     prompts = random_prompts([9, 5, 12][:batch])
     recycler.generate(prompts, max_new_tokens=3)
     step = GraphStep(recycler.target, recycler.drafter, batch, 256, 16)
@@ -72,13 +72,13 @@ def _traced(monkeypatch):
 
 def answers(model, prompts, *, graph=True, **options):
     """Two answers per prompt, of which the second has drafts to accept, and their statistics."""
-    recycler = TokenRecycling(model, tree="ranked-5", graph=graph, strict=True, warm=False)
+    recycler = TokenRecycling(model, nodes=5, graph=graph, strict=True, warm=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the graph must be used
         found = [recycler.generate(prompts, max_new_tokens=TOKENS, **options) for _ in range(2)]
     if graph:
         (runner,) = recycler._graph._runners.values()
-        assert runner.step._around is kernels
+        assert runner.step._operations is kernels
     return [[answer.token_ids for answer in each] for each in found], recycler.stats
 
 

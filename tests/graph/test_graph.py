@@ -15,17 +15,17 @@ from torch._dynamo.utils import counters
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.accept import GreedyAcceptor
-from token_recycling.draft_size.auto import COOLDOWN, PATIENCE
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import Drafter, Rows
+from token_recycling.decoding.accept import GreedyAcceptor
+from token_recycling.decoding.sequence import Sequence, at_most
+from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.size.auto import COOLDOWN, PATIENCE
+from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import decoder
 from token_recycling.graph.step import GraphStep
-from token_recycling.sequence import Sequence, at_most
-from token_recycling.tree import DraftTree, chains
 
 PROMPTS = random_prompts([20, 7, 33, 1])
-TREE = "ranked-15"
+NODES = 15
 SAMPLED = {
     "temperature": {"temperature": 0.7},
     "top-k": {"temperature": 1.0, "top_k": 5},
@@ -49,7 +49,7 @@ several = pytest.mark.slow
 
 
 def recycling(model, **options):
-    return TokenRecycling(model, **({"tree": TREE, "graph": True, "strict": True} | options))
+    return TokenRecycling(model, **({"nodes": NODES, "graph": True, "strict": True} | options))
 
 
 def runners(recycler):
@@ -272,7 +272,7 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
         sizes = {}
         for price, costs in curves.items():
             steps = []
-            recycler = recycling(llama, tree="auto", costs=costs)
+            recycler = recycling(llama, nodes=None, costs=costs)
             recycler.draft_size.typical = lambda now=0: 8  # however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids
@@ -318,7 +318,7 @@ class Prophet(Drafter[Read]):
 @pytest.mark.slow
 def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
     """It keeps the whole step that ended it, and the others' drafts stand behind that."""
-    monkeypatch.setattr(decoder, "AHEAD", 0)
+    monkeypatch.setattr(decoder, "SPARE_SLOTS", 0)
     monkeypatch.setattr(decoder, "SMALLEST", 64)
     prompts = [PROMPTS[2], PROMPTS[3]]
     full = [plain(llama, prompt, 60) for prompt in prompts]
@@ -439,7 +439,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
     recycler = recycling(llama)
     torch._dynamo.reset()  # what was compiled is not compiled again
     if what == "commit":
-        around = GraphStep(recycler.target, recycler.drafter, 1, 256, 16)._around
+        around = GraphStep(recycler.target, recycler.drafter, 1, 256, 16)._operations
         monkeypatch.setattr(around, "commit", _commits_nothing)
     else:
         breaks = _sees_everything if what == "mask" else _stands_in_a_row
@@ -462,7 +462,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_graph_that_differs_from_an_eager_step_is_not_used(llama, monkeypatch, sampled):
     options = {"temperature": 0.7, "seed": 3} if sampled else {}
-    expected = TokenRecycling(llama, tree=TREE, graph=False).generate(
+    expected = TokenRecycling(llama, nodes=NODES, graph=False).generate(
         PROMPTS[0], max_new_tokens=30, **options
     )
     run = decoder.GraphRunner._run

@@ -71,7 +71,7 @@ class TestPeft:
         assert torch.equal(found, expected)
 
     def test_adapters_that_are_switched_and_merged_between_turns(self, adapted):
-        recycler = TokenRecycling(adapted, tree="ranked-8")
+        recycler = TokenRecycling(adapted, nodes=8)
         model = recycler.model
         read = list(PROMPT)
         texts = set()
@@ -106,14 +106,14 @@ class TestPeft:
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
         model = make("llama").bfloat16()
-        recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
+        recycler = TokenRecycling(model, nodes=8, float32_logits=True)
         before = recycler.generate(PROMPT, max_new_tokens=16).token_ids
         adapted = peft.get_peft_model(model, config)
         adapted.merge_adapter()
         merged = recycler.generate(PROMPT, max_new_tokens=16).token_ids
         fresh = make("llama").bfloat16()
         fresh.lm_head.weight.data.copy_(model.lm_head.base_layer.weight.data)
-        expected = TokenRecycling(fresh, tree="ranked-8", float32_logits=True)
+        expected = TokenRecycling(fresh, nodes=8, float32_logits=True)
         assert merged == expected.generate(PROMPT, max_new_tokens=16).token_ids != before
         adapted.unmerge_adapter()
         assert recycler.target.lm_head.weight is not None
@@ -121,7 +121,7 @@ class TestPeft:
     def test_no_graph_with_adapters(self, adapted, monkeypatch):
         monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
         torch._dynamo.reset()
-        recycler = TokenRecycling(adapted, tree="ranked-8", graph=True)
+        recycler = TokenRecycling(adapted, nodes=8, graph=True)
         for _ in range(2):
             with pytest.warns(UserWarning, match="adapters"):
                 answer = recycler.generate(PROMPT, max_new_tokens=20)

@@ -12,18 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
-from token_recycling.accept import accept_choices, greedy
-from token_recycling.drafters import AdaptiveDrafter, PaperDrafter, PromptLookupDrafter
-from token_recycling.drafters.ngram import Context
+from token_recycling.decoding.accept import accept_choices, greedy
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.ngram import Context
+from token_recycling.drafting.paper import PaperDrafter
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.integrations.engines import versions
 from token_recycling.integrations.engines.chains import accept_chains
 from token_recycling.integrations.engines.options import ServingOptions
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.sglang.trees import full_masks, links
-from token_recycling.ranking import best_candidates
-from token_recycling.tokens import NO_TOKEN
-from token_recycling.tree import DraftTree, TreeTemplate
+from token_recycling.util.tokens import NO_TOKEN
 from toy import VOCABULARY, ToyTarget, next_logits
 
 NODES = 13
@@ -37,7 +40,7 @@ def make(name, requests=8, chain=False, context=256):
     elif name == "prompt-lookup":
         drafter = PromptLookupDrafter()
     else:
-        drafter = PaperDrafter(matrix, TreeTemplate.load(f"ranked-{NODES - 1}", K))
+        drafter = PaperDrafter(matrix, TreeTemplate.load("ranked", K).first(NODES - 1))
     return RequestDrafter(drafter, requests, NODES, context=context, chain=chain)
 
 
@@ -275,7 +278,9 @@ def test_bad_options_are_refused(given, says):
 
 def test_bad_drafters_are_refused(tmp_path):
     with pytest.raises(TokenRecyclingError, match="room for 7"):
-        ServingOptions(tree="ranked-8").make(VOCABULARY, 7)
+        ServingOptions(drafter="paper", tree="chain-8").make(VOCABULARY, 7)
+    with pytest.raises(TokenRecyclingError, match="shapes its own trees"):
+        ServingOptions(tree="chain-4").make(VOCABULARY, 7)
     with pytest.raises(TokenRecyclingError, match="unknown drafter 'oracle'"):
         ServingOptions(drafter="oracle").make(VOCABULARY, 7)
     AdjacencyMatrix(VOCABULARY + 1, 8).save(tmp_path / "matrix")
@@ -424,7 +429,7 @@ def test_untested_versions_are_refused(installed, anyway, refused, monkeypatch):
 
     monkeypatch.setattr(versions, "version", version)
     monkeypatch.setenv(versions.ANY, anyway)
-    engine = versions.Engine("Engine", ("engine", "engine-cpu"), ("0.32",))
+    engine = versions.EngineRelease("Engine", ("engine", "engine-cpu"), ("0.32",))
     if not refused:
         versions.check_version(engine)
         return

@@ -24,9 +24,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from architectures import make
 from models import random_prompts
-from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError, enable
+from token_recycling import (
+    PlainDecodingWarning,
+    TokenRecycling,
+    TokenRecyclingError,
+    enable,
+)
 from token_recycling.checkpoint.load import BUNDLED_MODEL
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.util.tokens import NO_TOKEN
 
 TEXTS = ["Once upon a time there was a king", "The fox", "Tom has 12 marbles. He", "A"]
 
@@ -116,7 +121,7 @@ def test_the_same_script_with_and_without(model, tokenizer, batch, single):
 
 
 def test_a_wrong_acceptor_turns_it_red(model, batch, monkeypatch):
-    from token_recycling import accept
+    from token_recycling.decoding import accept
 
     expected = model.generate(**batch, max_new_tokens=60)
     right, changed = accept._walk, []
@@ -139,7 +144,7 @@ def test_a_wrong_acceptor_turns_it_red(model, batch, monkeypatch):
 
 
 def test_a_wrong_block_of_random_numbers_turns_it_red(model, batch, monkeypatch):
-    from token_recycling.samplers import BatchSampler
+    from token_recycling.decoding.samplers import BatchSampler
 
     torch.manual_seed(0)
     expected = model.generate(**batch, max_new_tokens=30, do_sample=True)
@@ -512,7 +517,7 @@ class TestRefusals:
 class TestEnable:
     def test_nests_and_ends(self, model, single):
         outer = enable(model)
-        with enable(model, tree="ranked-4") as inner:
+        with enable(model, nodes=4) as inner:
             model.generate(**single, max_new_tokens=20)
             assert inner.stats.new_tokens == 20
             assert outer.stats.new_tokens == 0

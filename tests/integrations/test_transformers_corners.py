@@ -23,7 +23,12 @@ from transformers.generation.streamers import BaseStreamer
 from architectures import make
 from letters import letters
 from models import random_prompts
-from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError, enable
+from token_recycling import (
+    PlainDecodingWarning,
+    TokenRecycling,
+    TokenRecyclingError,
+    enable,
+)
 from token_recycling.model.fallback import PlainTarget
 
 IDS = torch.tensor(random_prompts([12]))

@@ -64,7 +64,7 @@ def test_steps_pack_and_prompts_do_not(graph, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", watched)
     torch._dynamo.reset()
     [prompt] = random_prompts([20])
-    recycler = TokenRecycling(model, tree="ranked-8", graph=graph)
+    recycler = TokenRecycling(model, nodes=8, graph=graph)
     seen.clear()  # the probe's
     answer = recycler.generate(prompt, max_new_tokens=12)
     packed = [n for n in seen if n > 0 and seen.count(n) > seen.count(-n)]

@@ -175,7 +175,7 @@ def in_another_process(fault="", **env):
 
 @pytest.mark.parametrize("name", NARROWER)
 def test_narrower_vectors(name):
-    from token_recycling.machine import instructions
+    from token_recycling.util.machine import instructions
 
     cpu, features, lanes = NARROWER[name]
     if {"AVX2": "avx2", "AVX-512": "avx512f"}[name] not in instructions():
@@ -267,7 +267,7 @@ def calls(monkeypatch):
 def test_where_it_is_used(calls):
     """In steps, not in prompts, and not in the caller's own forwards."""
     model, prompts = make("llama", attn_implementation="sdpa"), random_prompts([200, 12])
-    answers = TokenRecycling(model, tree="ranked-16").generate(prompts, max_new_tokens=20)
+    answers = TokenRecycling(model, nodes=16).generate(prompts, max_new_tokens=20)
     assert {call[0].shape[2] for call in calls} <= set(range(1, 18))
     assert calls
     calls.clear()
@@ -281,7 +281,7 @@ def test_without_it_the_text_is_the_same(dtype, calls, monkeypatch):
     if dtype == torch.float32:
         monkeypatch.setattr(attention, "openmp", lambda: None)
     model, (prompt,) = make("llama", attn_implementation="sdpa").to(dtype), random_prompts([30])
-    answer = TokenRecycling(model, tree="ranked-16").generate(prompt, max_new_tokens=20)
+    answer = TokenRecycling(model, nodes=16).generate(prompt, max_new_tokens=20)
     assert answer.token_ids == plain(model, prompt, 20)
     assert not calls
 
@@ -320,8 +320,8 @@ def test_compiled_steps_use_it_too(monkeypatch):
             ),
         )
     model, (prompt,) = make("llama", attn_implementation="sdpa"), random_prompts([30])
-    recycler = TokenRecycling(model, tree="ranked-8", graph=True)
-    eager = TokenRecycling(model, tree="ranked-8").generate(prompt, max_new_tokens=20)
+    recycler = TokenRecycling(model, nodes=8, graph=True)
+    eager = TokenRecycling(model, nodes=8).generate(prompt, max_new_tokens=20)
     seen.clear()
     with monkeypatch.context() as patch:  # were a step decoded eagerly, it would raise
         patch.setattr(recycler.target, "verify", None)

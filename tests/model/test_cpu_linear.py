@@ -152,7 +152,7 @@ NARROWER = {
 
 @pytest.mark.parametrize("name", NARROWER)
 def test_narrower_vectors(name):
-    from token_recycling.machine import instructions
+    from token_recycling.util.machine import instructions
 
     cpu, features, lanes = NARROWER[name]
     if {"AVX2": "avx2", "AVX-512": "avx512f"}[name] not in instructions():
@@ -474,7 +474,7 @@ def test_a_library_without_the_entry(monkeypatch):
 def test_an_answer_uses_the_faster_way(wins, calls, monkeypatch):
     monkeypatch.setattr(linear, "_ratio", lambda *a: 0.5 if wins else 2.0)
     model, (prompt,) = make("llama"), random_prompts([12])
-    answer = TokenRecycling(model, tree="ranked-16").generate(prompt, max_new_tokens=20)
+    answer = TokenRecycling(model, nodes=16).generate(prompt, max_new_tokens=20)
     assert answer.token_ids == plain(model, prompt, 20)
     assert bool(calls) == wins
     before = len(calls)
@@ -487,8 +487,8 @@ def test_half_precision_gives_the_text_of_our_own_plain_steps(calls):
     model, prompts = make("llama").to(torch.bfloat16), random_prompts([12, 7, 30])
     for prompt in prompts:
         texts = [
-            TokenRecycling(model, tree=tree).generate(prompt, max_new_tokens=20).token_ids
-            for tree in ("ranked-1", "ranked-16")
+            TokenRecycling(model, nodes=nodes).generate(prompt, max_new_tokens=20).token_ids
+            for nodes in (1, 16)
         ]
         assert texts[0] == texts[1]
     assert calls

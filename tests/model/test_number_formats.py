@@ -8,7 +8,7 @@ import torch
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, enable
-from token_recycling.accept import greedy
+from token_recycling.decoding.accept import greedy
 
 DRAFTERS = ("adaptive", "paper", "prompt-lookup")
 [PROMPT] = random_prompts([24])
@@ -27,10 +27,10 @@ def eager_graphs(monkeypatch):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("tree", ["auto", "ranked-16"])
-def test_autocast_around_a_call(drafter, tree, bundled):
+@pytest.mark.parametrize("nodes", [None, 16])
+def test_autocast_around_a_call(drafter, nodes, bundled):
     """Drafting is not for half precision; the model's own forward is."""
-    recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, tree=tree)
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, nodes=nodes)
     for text in ("Once upon a time there was a king", "Tom has 12 marbles. He buys 3 bags."):
         ids = bundled.tokenizer(text, return_tensors="pt").input_ids
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -43,10 +43,10 @@ def test_autocast_around_a_call(drafter, tree, bundled):
 
 
 def test_autocast_around_a_call_as_a_graph(bundled, eager_graphs):
-    recycler = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16", graph=True)
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16, graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         answer = recycler.generate("Once upon a time there was a king", max_new_tokens=40)
-        readable = TokenRecycling(bundled.model, bundled.tokenizer, tree="ranked-16")
+        readable = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
         expected = readable.generate("Once upon a time there was a king", max_new_tokens=40)
     assert answer.token_ids[:8] == expected.token_ids[:8]
     assert recycler._graph is not None
@@ -83,7 +83,7 @@ def test_float64_logits_tie_as_in_generate():
         even = model.lm_head.weight[::2]
         model.lm_head.weight[1::2] = even * (1 + 1e-13)
     expected = plain(model, PROMPT, 40)
-    recycler = TokenRecycling(model, tree="ranked-8")
+    recycler = TokenRecycling(model, nodes=8)
     assert recycler.generate(PROMPT, max_new_tokens=40).token_ids == expected
     assert all(token % 2 == 0 for token in expected)  # the control: there were ties
 
@@ -108,7 +108,7 @@ class Spoiled(torch.nn.Module):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_logits_that_are_not_finite_are_not_learnt(value, drafter):
     model = make("llama")
-    recycler = TokenRecycling(model, drafter=drafter, tree="ranked-8")
+    recycler = TokenRecycling(model, drafter=drafter, nodes=8)
     expected = plain(model, PROMPT, 40)
     norm = model.model.norm
     for every in (1, 3):
@@ -123,7 +123,7 @@ def test_logits_that_are_not_finite_are_not_learnt(value, drafter):
 
 def test_all_logits_not_finite_emit_what_generate_emits():
     model = make("llama")
-    recycler = TokenRecycling(model, tree="ranked-8")
+    recycler = TokenRecycling(model, nodes=8)
     model.lm_head.weight.data[5] = float("inf")
     model.lm_head.weight.data[6] = float("nan")
     found = recycler.generate(PROMPT, max_new_tokens=10)
@@ -141,7 +141,7 @@ def test_a_drafted_token_that_overflows_spoils_nothing(value, graph, batch, eage
     written = {token for prompt in prompts for token in plain(model, prompt, 40)}
     used = written.union(*prompts) | {0}
     poison = next(token for token in range(3, 96) if token not in used)
-    recycler = TokenRecycling(model, tree="ranked-8", graph=graph)
+    recycler = TokenRecycling(model, nodes=8, graph=graph)
     recycler.generate(prompts if batch > 1 else prompts[0], max_new_tokens=5)
     model.get_input_embeddings().weight.data[poison] = value
     expected = [plain(model, prompt, 40) for prompt in prompts]
@@ -159,7 +159,7 @@ def test_a_drafted_token_that_overflows_spoils_nothing(value, graph, batch, eage
 def test_what_fills_up_a_batch_spoils_no_row(value):
     model = make("llama")
     prompts = [[t or 3 for t in prompt] for prompt in random_prompts([5, 9, 12], seed=3)]
-    recycler = TokenRecycling(model, tree="ranked-8")
+    recycler = TokenRecycling(model, nodes=8)
     model.get_input_embeddings().weight.data[0] = value
     expected = [plain(model, prompt, 20) for prompt in prompts]
     found = recycler.generate(prompts, max_new_tokens=20)
@@ -181,7 +181,7 @@ def test_a_projection_wider_than_the_vocabulary(drafter, embeddings):
         wide.weight.data[:96] = model.model.embed_tokens.weight.data
         model.model.embed_tokens = wide
     expected = plain(model, PROMPT, 40)
-    recycler = TokenRecycling(model, drafter=drafter, tree="ranked-8")
+    recycler = TokenRecycling(model, drafter=drafter, nodes=8)
     for _ in range(2):
         assert recycler.generate(PROMPT, max_new_tokens=40).token_ids == expected
     assert (max(expected) >= 96) == (embeddings > 96)

@@ -66,7 +66,7 @@ def after_a_turn():
     """A model with an adapter, its recycler after an answer, and a prompt that goes on from it."""
     model = make("llama")
     adapted(model)
-    recycler = TokenRecycling(model, tree="ranked-8")
+    recycler = TokenRecycling(model, nodes=8)
     first = recycler.generate(FIRST, max_new_tokens=20)
     return model, recycler, [*FIRST, *first.token_ids, 7, 8]
 
@@ -111,7 +111,7 @@ def test_a_change_that_only_the_last_tokens_show(monkeypatch):
 
 def test_learned_positions_that_were_rewritten():
     model = make("gpt2")
-    recycler = TokenRecycling(model, tree="ranked-8")
+    recycler = TokenRecycling(model, nodes=8)
     first = recycler.generate(FIRST, max_new_tokens=5)
     longer = [*FIRST, *first.token_ids, 7]
     model.transformer.wpe.weight.data[:20] *= -2
@@ -122,10 +122,10 @@ def test_learned_positions_that_were_rewritten():
 
 def test_float32_logits_of_another_projection():
     model = make("llama").to(torch.bfloat16)
-    recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
+    recycler = TokenRecycling(model, nodes=8, float32_logits=True)
     model.set_output_embeddings(torch.nn.Linear(32, 96, bias=False).to(torch.bfloat16))
     found = recycler.generate(FIRST, max_new_tokens=20).token_ids
-    fresh = TokenRecycling(copy.deepcopy(model), tree="ranked-8", float32_logits=True)
+    fresh = TokenRecycling(copy.deepcopy(model), nodes=8, float32_logits=True)
     assert found == fresh.generate(FIRST, max_new_tokens=20).token_ids
     with recycler.target.lm_head:
         assert model(torch.tensor([FIRST])).logits.dtype == torch.float32
@@ -135,7 +135,7 @@ def test_float32_logits_of_another_projection():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_not_taken_for_a_change(name, dtype):
     model = make(name).to(dtype)
-    recycler = TokenRecycling(model, tree="ranked-8")
+    recycler = TokenRecycling(model, nodes=8)
     first = recycler.generate(FIRST, max_new_tokens=20)
     read = [*FIRST, *first.token_ids]
     kept = recycler._prefix
@@ -146,7 +146,7 @@ def test_rounding_is_not_taken_for_a_change(name, dtype):
 def test_an_untouched_copy_of_the_weights_is_no_reason():
     """``load_state_dict`` of the same values: the versions say changed, so it is read anew."""
     model = make("llama")
-    recycler = TokenRecycling(model, tree="ranked-8")
+    recycler = TokenRecycling(model, nodes=8)
     first = recycler.generate(FIRST, max_new_tokens=20)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     longer = [*FIRST, *first.token_ids, 7]
@@ -158,7 +158,7 @@ def test_an_untouched_copy_of_the_weights_is_no_reason():
 def test_float32_logits_see_a_merged_projection(begin):
     """Merged and unmerged through ``.data``, as peft does it: no version changes."""
     model = make("llama").to(torch.bfloat16)
-    recycler = TokenRecycling(model, tree="ranked-8", float32_logits=True)
+    recycler = TokenRecycling(model, nodes=8, float32_logits=True)
     if begin:
         recycler.generate(FIRST, max_new_tokens=5)
     before = recycler.generate(FIRST, max_new_tokens=20).token_ids
@@ -166,6 +166,6 @@ def test_float32_logits_see_a_merged_projection(begin):
     version = model.lm_head.weight._version
     model.lm_head.weight.data += delta
     assert model.lm_head.weight._version == version
-    fresh = TokenRecycling(copy.deepcopy(model), tree="ranked-8", float32_logits=True)
+    fresh = TokenRecycling(copy.deepcopy(model), nodes=8, float32_logits=True)
     expected = fresh.generate(FIRST, max_new_tokens=20).token_ids
     assert recycler.generate(FIRST, max_new_tokens=20).token_ids == expected != before

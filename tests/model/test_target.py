@@ -11,13 +11,13 @@ import torch
 from architectures import make
 from models import REFUSED, SUPPORTED, plain, random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError
+from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.masks import additive_masks
 from token_recycling.model.probe import open_target, probe
 from token_recycling.model.target import TreeTarget, prompt_fraction
-from token_recycling.tree import TreeShape, TreeTemplate
 
-TEMPLATE = TreeTemplate.load("ranked-8")
+TEMPLATE = TreeTemplate.load("ranked").first(8)
 
 
 def tree_difference(model, target, prompts, prepare=lambda draft: draft):

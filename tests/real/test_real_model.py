@@ -17,9 +17,9 @@ from conformance import break_masks
 from models import plain
 from questions import questions
 from serving import running
+from token_recycling.decoding.text import encode
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.prefix_cache import PrefixCache
-from token_recycling.text import encode
 
 pytestmark = pytest.mark.real
 

@@ -79,7 +79,9 @@ def test_from_start_to_end(tmp_path):
         )
         line = f"matrix     {matrix} not there yet; saved every 0.01 minutes and at the end\n"
         assert line in text
-        assert re.search(r"^recycling +on \(drafter adaptive, tree auto\)", text, re.M)
+        assert re.search(
+            r"^recycling +on \(drafter adaptive, as many nodes as pay off\)", text, re.M
+        )
         line = re.search(r"^try +(curl .*)$", text, re.M)[1]
         found = subprocess.run(["sh", "-c", f"{line} -sS"], capture_output=True, timeout=120)
         assert json.loads(found.stdout)["choices"][0]["message"]["content"], found.stderr

@@ -24,8 +24,8 @@ def usage(served, headers):
 @pytest.fixture
 def recycler():
     """With fixed draft sizes, so that steps do not depend on the machine's speed."""
-    made = TokenRecycling.from_pretrained(device="cpu", warm=False, tree="ranked-40")
-    assert made.template.name == "ranked-40"
+    made = TokenRecycling.from_pretrained(device="cpu", warm=False, nodes=40)
+    assert made.options.nodes == 40
     return made
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from token_recycling.bench.compare import stock_generate
+from token_recycling.decoding.text import Prompt, encode
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.recycler import TokenRecycling
-from token_recycling.text import Prompt, encode
 
 Verdict = Literal["lossless", "near-tie", "WRONG"]
 # A differing token is a near-tie if plain decoding preferred its own token by at most this many
@@ -93,12 +93,12 @@ def check(
         ids = encode(recycler.tokenizer, prompt)
         answer = recycler.generate(ids, max_new_tokens=max_new_tokens)
         assert not isinstance(answer, list)
-        plain, logits, noise = _plainly(recycler, ids, max_new_tokens)
+        plain, logits, noise = _without_drafts(recycler, ids, max_new_tokens)
         yield Result(len(plain), _first_difference(plain, answer.token_ids, logits), noise)
 
 
 @torch.no_grad()
-def _plainly(
+def _without_drafts(
     recycler: TokenRecycling, prompt: list[int], max_new_tokens: int
 ) -> tuple[list[int], Tensor, float]:
     """Return the plain answer of t tokens, its logits float32 [t, V] and their noise."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from token_recycling.hf_generate.prepare import generate_options
-from token_recycling.machine import synchronize
-from token_recycling.metrics import Stats
+from token_recycling.decoding.metrics import Stats
+from token_recycling.decoding.text import Prompt, encode
+from token_recycling.hf.prepare import generate_options
 from token_recycling.model.limits import check_prompts
 from token_recycling.recycler import TokenRecycling
-from token_recycling.text import Prompt, encode
+from token_recycling.util.machine import synchronize
 
 ROUNDS = 3
 

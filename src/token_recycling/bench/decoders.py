@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from token_recycling.bench.compare import plain_generate, timed
-from token_recycling.bench.variants import AUTO, LOOKUP_TOKENS, Variant
-from token_recycling.draft_size.auto import AutoSize
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import AdaptiveDrafter
+from token_recycling.bench.variants import LOOKUP_TOKENS, Variant
+from token_recycling.decoding.metrics import PHASES, Step
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.metrics import PHASES, Step
 from token_recycling.recycler import TokenRecycling
 
 
@@ -76,7 +76,9 @@ class Decoder:
         """Maximum number of tokens verified per step; None if not fixed or nothing is recycled."""
         if not self.variant.recycles or self.auto_size:
             return None
-        return self.recycler.template.nodes
+        if self.variant.nodes is not None:
+            return self.variant.nodes + 1
+        return None if self.recycler.template is None else self.recycler.template.nodes
 
     def answer(self, prompt: list[int], seed: int) -> Turn:
         """Decode ``prompt``; ``seed`` is used when sampling.
@@ -151,19 +153,17 @@ class Decoder:
 
 
 def _recycler(variant: Variant, first: TokenRecycling, costs: CostCurve | None) -> TokenRecycling:
-    options: dict[str, Any] = {"tree": AUTO, "costs": costs}
-    if variant.tree != AUTO:
-        options = {"tree": variant.template()}
-    if variant.drafter and variant.drafter.startswith(AdaptiveDrafter.name):
-        options["warm"] = first.options.warm  # not for the paper's drafter, whatever was asked for
+    adaptive = variant.drafter == AdaptiveDrafter.name
     return TokenRecycling(
         first.model,
         first.tokenizer,
-        drafter=variant.drafter or "none",
-        k=variant.k,
-        graph=variant.graph,
-        float32_logits=first.options.float32_logits,
-        **options,
+        **{
+            **vars(variant.options()),
+            "costs": costs,
+            "float32_logits": first.options.float32_logits,
+            # Not for the paper's drafter, whatever was asked for.
+            "warm": first.options.warm if adaptive else None,
+        },
     )
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.files import write_atomically, write_text
+from token_recycling.util.files import write_atomically, write_text
 
 State = Mapping[str, Mapping[str, Tensor]]  # by variant (see ``Decoder.state``)
 

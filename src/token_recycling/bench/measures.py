@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from token_recycling.metrics import PHASES
+from token_recycling.decoding.metrics import PHASES
 
 RESAMPLES = 2000
 SEED = 0  # for the bootstrap

@@ -11,10 +11,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from token_recycling.bench.charts import compared, draw, drawable, number, numbers, relative
 from token_recycling.bench.variants import NOT_RECYCLED
-from token_recycling.files import write_text
-from token_recycling.metrics import PHASES
+from token_recycling.decoding.metrics import PHASES
+from token_recycling.util.files import write_text
 
 NOTHING = "–"
 SHOWN = 12  # losing prompts shown; the others are collapsed
@@ -40,7 +39,7 @@ class Table:
 
 
 def render(summary: dict[str, Any]) -> str:
-    """Return the HTML report of a benchmark's ``summary``; without matplotlib it has no charts."""
+    """Return the HTML report of a benchmark's ``summary``."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -55,8 +54,6 @@ def render(summary: dict[str, Any]) -> str:
         baseline=summary["baseline"],
         headline=_headline(summary),
         subject=_subject(summary),
-        charts=draw(summary),
-        drawable=drawable(),
         overall=_overall(summary),
         by_kind=_by_kind(summary),
         depths=_depths(summary),
@@ -83,7 +80,34 @@ def write(summary: dict[str, Any], path: Path) -> None:
     write_text(path, html)
 
 
+def compared(summary: dict[str, Any]) -> list[str]:
+    """Return the names of the decoders that are not baselines themselves."""
+    return [
+        name
+        for name, decoder in summary["decoders"].items()
+        if name not in (summary["baseline"], (decoder.get("about") or {}).get("baseline"))
+    ]
+
+
 # Numbers formatted as text
+
+
+def number(value: object) -> float:
+    """Return ``value`` as a float, or NaN if it is not a finite number."""
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return float(value)
+    return math.nan
+
+
+def numbers(values: Iterable[object] | None) -> list[float]:
+    """Return ``number`` of each value; an empty list for None."""
+    return [number(value) for value in values or ()]
+
+
+def relative(seconds: Iterable[object] | None) -> list[float]:
+    """Return ``seconds`` relative to the first value."""
+    values = numbers(seconds)
+    return [value / values[0] if values[0] else math.nan for value in values]
 
 
 def _figure(value: object, form: str = ".2f") -> str:
@@ -283,7 +307,7 @@ def _draft_size(summary: dict[str, Any]) -> Table:
         for size, mat, speed in zip(*columns)
     ]
     head = ["Tokens verified", "Expected MAT", "Expected tokens/s"]
-    return Table("Expected speed by tree size", head, rows)
+    return Table("Expected speed by draft size", head, rows)
 
 
 def _phases(summary: dict[str, Any]) -> Table:

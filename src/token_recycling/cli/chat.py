@@ -17,7 +17,7 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError, printable
 
 if TYPE_CHECKING:
-    from token_recycling.answers import Chunk
+    from token_recycling.decoding.answers import Chunk
     from token_recycling.recycler import TokenRecycling
 
 COMMAND = re.compile(r"/\w*")
@@ -27,54 +27,22 @@ HELP = """/reset   start a new conversation; keep the matrix
 ANSWER = 4  # at most 1/ANSWER of the context is reserved for the answer
 
 
+@o.expanded(loading=(), sampling=())
 def chat(
-    model: o.Model = None,
+    loading: o.Loading,
+    sampling: o.Sampling,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
-    temp: o.Temperature = 0.0,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.Penalty = None,
-    seed: o.Seed = None,
-    stop: o.StopStrings = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    tree: o.Tree = defaults.TREE,
-    drafter: o.Drafter = defaults.DRAFTER,
-    top_k_candidates: o.Candidates = None,
-    matrix: o.Matrix = None,
-    cold: o.Cold = False,
-    graph: o.Graph = None,
-    warm: o.Warm = None,
-    threads: o.Threads = None,
-    strict: o.Strict = False,
 ) -> None:
     """Chat with a model, one line per turn.
 
     /help lists the commands; /quit or the end of input ends the chat. Ctrl-C stops an answer.
     """
-    loading = o.Loading(
-        model,
-        device,
-        dtype,
-        tree,
-        drafter,
-        top_k_candidates,
-        matrix,
-        cold,
-        threads,
-        strict,
-        graph=graph,
-        warm=warm,
-    )
-    options = o.sampling_options(
-        max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop
-    )
+    options = sampling.options(max_tokens)
     recycler = loading.open()
     if not getattr(recycler.tokenizer, "chat_template", None):
         raise TokenRecyclingError("this model has no chat template; use generate")
-    talk = _Talk(recycler, system, options, cold=cold)
+    talk = _Talk(recycler, system, options, cold=loading.cold)
     talk.check()
     show.legend()
     try:

@@ -18,22 +18,30 @@ if TYPE_CHECKING:
     from token_recycling.bench.check import Result
 
 
+FIELDS = (
+    "model",
+    "device",
+    "dtype",
+    "float32_logits",
+    "graph",
+    "drafter",
+    "nodes",
+    "tree",
+    "candidates",
+    "warm",
+    "threads",
+    "strict",
+)
+
+
+@o.expanded(loading=FIELDS)
 def check(
-    model: o.Model = None,
+    loading: o.Loading,
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="Text file with one prompt per line.")
     ] = None,
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
     raw: o.Raw = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    float32_logits: o.Float32Logits = False,
-    graph: o.Graph = None,
-    tree: o.Tree = defaults.TREE,
-    drafter: o.Drafter = defaults.DRAFTER,
-    warm: o.Warm = None,
-    threads: o.Threads = None,
-    strict: o.Strict = False,
     as_json: o.Json = False,
 ) -> None:
     """Compare recycled decoding with plain decoding, prompt by prompt.
@@ -48,18 +56,6 @@ def check(
     if max_tokens < 1:
         raise TokenRecyclingError("-n must be 1 or more")
     questions = DEMO if prompts is None else _read(prompts)
-    loading = o.Loading(
-        model,
-        device,
-        dtype,
-        tree,
-        drafter,
-        threads=threads,
-        strict=strict,
-        float32_logits=float32_logits,
-        graph=graph,
-        warm=warm,
-    )
     recycler = loading.open()
     from token_recycling.bench import check as checking
 

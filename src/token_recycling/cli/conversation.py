@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from token_recycling.text import Message, render, valid_text
+from token_recycling.decoding.text import Message, render, valid_text
 
 
 class Conversation:

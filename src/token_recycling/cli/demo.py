@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp, log
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import show
 from token_recycling.cli.generate import as_prompt
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 BUNDLED = "bundled"
 
 
+@o.expanded(loading=("nodes", "graph", "warm", "threads"))
 def demo(
+    loading: o.Loading,
     model: Annotated[
         str | None,
         typer.Option(
@@ -32,10 +34,6 @@ def demo(
         ),
     ] = None,
     max_tokens: o.MaxTokens = 96,
-    tree: o.Tree = defaults.TREE,
-    graph: o.Graph = None,
-    warm: o.Warm = None,
-    threads: o.Threads = None,
 ) -> None:
     """Compare plain and recycled decoding on eight prompts.
 
@@ -47,8 +45,7 @@ def demo(
     from token_recycling.bench.compare import compare
     from token_recycling.bench.prompts import CHAT, DEMO
 
-    loading = o.Loading(source, "cpu", None, tree, threads=threads, graph=graph, warm=warm)
-    recycler = loading.open()
+    recycler = replace(loading, model=source, device="cpu").open()
     size = sum(weight.numel() for weight in recycler.model.parameters()) / 1e6
     kind = str(recycler.model.dtype).removeprefix("torch.")
     print(f"model: {source or 'the bundled model'} ({size:.1f} M parameters, {kind})")
@@ -71,7 +68,7 @@ def demo(
             f"{'' if result.identical else '  DIFFERENT'}",
             flush=True,
         )
-    print(f"\n{_summary(results)} (tree {recycler.template.name})")
+    print(f"\n{_summary(results)} ({recycler.options.size(recycler.template)})")
     if not all(result.identical for result in results):
         raise SystemExit(1)
 

@@ -15,39 +15,22 @@ from token_recycling.cli import progress, show, stdin
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.accept import Accepted
+    from token_recycling.decoding.text import Prompt
+    from token_recycling.drafting.accepted import Accepted
+    from token_recycling.drafting.draft import DraftTree
     from token_recycling.recycler import TokenRecycling
-    from token_recycling.text import Prompt
-    from token_recycling.tree import DraftTree
 
 
+@o.expanded(loading=(), sampling=())
 def generate(
+    loading: o.Loading,
+    sampling: o.Sampling,
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.")
     ] = None,
-    model: o.Model = None,
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
-    temp: o.Temperature = 0.0,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.Penalty = None,
-    seed: o.Seed = None,
-    stop: o.StopStrings = None,
     raw: o.Raw = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    float32_logits: o.Float32Logits = False,
-    graph: o.Graph = None,
-    tree: o.Tree = defaults.TREE,
-    drafter: o.Drafter = defaults.DRAFTER,
-    top_k_candidates: o.Candidates = None,
-    matrix: o.Matrix = None,
-    cold: o.Cold = False,
-    warm: o.Warm = None,
-    threads: o.Threads = None,
-    strict: o.Strict = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode plainly; compare text and speed.")
     ] = False,
@@ -66,24 +49,7 @@ def generate(
     if explain and (compare or as_json):
         raise TokenRecyclingError("--explain cannot be combined with --compare or --json")
     question = _question(text, prompt)
-    loading = o.Loading(
-        model,
-        device,
-        dtype,
-        tree,
-        drafter,
-        top_k_candidates,
-        matrix,
-        cold,
-        threads,
-        strict,
-        float32_logits,
-        graph,
-        warm,
-    )
-    options = o.sampling_options(
-        max_tokens, temp, top_p, top_k, min_p, repetition_penalty, seed, stop
-    )
+    options = sampling.options(max_tokens)
     recycler = loading.open()
     if explain:
         options["on_draft"] = _explaining(recycler)
@@ -114,7 +80,7 @@ def _question(text: str | None, prompt: str | None) -> str:
 
 def as_prompt(recycler: TokenRecycling, question: str, raw: bool) -> Prompt:
     """Return the question as a chat if the model has a chat template, unless ``raw``."""
-    from token_recycling.text import as_conversation
+    from token_recycling.decoding.text import as_conversation
 
     return as_conversation(recycler.tokenizer, [question], raw)
 
@@ -125,7 +91,10 @@ def _answer(
     if as_json:
         answer = recycler.generate(prompt, **options)
         assert not isinstance(answer, list)
-        about = {"drafter": recycler.drafter.name, "tree": recycler.template.name}
+        about = {
+            "drafter": recycler.drafter.name,
+            "drafts": recycler.options.size(recycler.template),
+        }
         result = {**vars(answer), "stats": answer.stats.to_dict(), **about}
         print(json.dumps(result, ensure_ascii=False))
         return
@@ -137,7 +106,7 @@ def _answer(
 
 def _explaining(recycler: TokenRecycling) -> Callable[..., None]:
     """Return an ``on_draft`` callback that shows on stderr what every step drafted."""
-    from token_recycling.explain import drafted_nodes, lines
+    from token_recycling.decoding.explain import drafted_nodes, lines
 
     def text(token: int) -> str:
         return repr(recycler.tokenizer.decode([token]))

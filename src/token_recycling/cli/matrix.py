@@ -23,7 +23,7 @@ def show(
     as_json: o.Json = False,
 ) -> None:
     """Show the contents of a matrix file."""
-    from token_recycling.matrix import AdjacencyMatrix
+    from token_recycling.drafting.matrix import AdjacencyMatrix
 
     matrix = AdjacencyMatrix.load(file)
     for wanted in token or ():
@@ -63,7 +63,7 @@ def merge(
     out: Annotated[Path, typer.Option("-o", "--out", help="Where to write the merged matrix.")],
 ) -> None:
     """Merge two matrix files into a third."""
-    from token_recycling.matrix import AdjacencyMatrix
+    from token_recycling.drafting.matrix import AdjacencyMatrix
 
     merged = AdjacencyMatrix.load(first).merge(AdjacencyMatrix.load(second))
     merged.save(out)

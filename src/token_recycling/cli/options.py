@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -35,9 +37,14 @@ Model = Annotated[
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, auto.")]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", help="Nodes of every draft; default: as many as pay off.")
+]
 Tree = Annotated[
-    str,
-    typer.Option("--tree", help="auto, a shipped tree, ranked-N, chain-N or a file; see `tree`."),
+    str | None,
+    typer.Option(
+        "--tree", help="For --drafter paper: a shipped tree, chain-N or a file; see `tree`."
+    ),
 ]
 Drafter = Annotated[str, typer.Option("--drafter", help="adaptive, paper, prompt-lookup or none.")]
 Candidates = Annotated[
@@ -77,21 +84,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class Loading:
-    """Options that select the model and how to draft."""
+    """Options that select the model and how to draft; every verb has some of them."""
 
-    model: str | None
-    device: str | None
-    dtype: str | None
-    tree: str = defaults.TREE
-    drafter: str = defaults.DRAFTER
-    candidates: int | None = None
-    matrix: Path | None = None
-    cold: bool = False
-    threads: int | None = None
-    strict: bool = False
-    float32_logits: bool = False
-    graph: bool | None = None
-    warm: bool | None = None
+    model: Model = None
+    device: Device = None
+    dtype: Dtype = None
+    float32_logits: Float32Logits = False
+    graph: Graph = None
+    drafter: Drafter = defaults.DRAFTER
+    nodes: Nodes = None
+    tree: Tree = None
+    candidates: Candidates = None
+    matrix: Matrix = None
+    cold: Cold = False
+    warm: Warm = None
+    threads: Threads = None
+    strict: Strict = False
 
     def open(self) -> TokenRecycling:
         """Load the model; on a terminal, stderr shows a spinner, then the progress of warm rows.
@@ -107,21 +115,13 @@ class Loading:
             raise TokenRecyclingError(
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
-        if self.tree != defaults.TREE:  # report an invalid tree before loading a model
-            from token_recycling.tree import TreeTemplate
-
-            k = (
-                defaults.candidates_for(self.drafter)
-                if self.candidates is None
-                else self.candidates
-            )
-            TreeTemplate.load(self.tree, k)
+        self._check()
         with busy_shown(f"loading {self.model or 'the bundled model'}"):
             import torch
             from transformers.utils import logging
 
             from token_recycling.checkpoint.load import load_checkpoint
-            from token_recycling.drafters.kernels.prepare import compile_kernels, is_compiled
+            from token_recycling.decoding.prepare import compile_kernels, is_compiled
             from token_recycling.recycler import TokenRecycling
 
             logging.set_verbosity_error()
@@ -138,6 +138,7 @@ class Loading:
                 tokenizer,
                 on_progress=on_progress,
                 drafter=self.drafter,
+                nodes=self.nodes,
                 tree=self.tree,
                 k=self.candidates,
                 matrix=self.matrix if self.matrix and self.matrix.exists() else None,
@@ -151,32 +152,81 @@ class Loading:
         recycler.compiling = partial(busy_shown, "compiling the step (once per model)")
         return recycler
 
+    def _check(self) -> None:
+        """Report wrong options of the drafts before a model is loaded."""
+        from token_recycling.options import Options
+
+        given = Options.of({"drafter": self.drafter, "nodes": self.nodes, "tree": self.tree})
+        k = defaults.candidates_for(self.drafter) if self.candidates is None else self.candidates
+        given.template(k)
+
     def save(self, recycler: TokenRecycling) -> None:
         """Save the matrix to the file given by ``--matrix``, if any."""
         if self.matrix is not None:
             recycler.matrix.save(self.matrix)
 
 
-def sampling_options(
-    max_tokens: int,
-    temperature: float,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-) -> dict[str, Any]:
-    """Return the given options as arguments of ``TokenRecycling.generate``."""
-    options = {
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "stop": stop,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    return {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed, **given}
+@dataclass(frozen=True)
+class Sampling:
+    """Options of an answer."""
+
+    temp: Temperature = 0.0
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: Penalty = None
+    seed: Seed = None
+    stop: StopStrings = None
+
+    def options(self, max_tokens: int) -> dict[str, Any]:
+        """Return the given options as arguments of ``TokenRecycling.generate``."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        given["temperature"] = given.pop("temp")
+        return {"max_new_tokens": max_tokens, "seed": None, **given}
+
+
+def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb options that are declared once.
+
+    ``@expanded(loading=("model", "device"))`` replaces the parameter ``loading`` of the verb, which
+    is a dataclass, by its fields ``model`` and ``device``; the verb gets the dataclass.
+
+    Args:
+        **chosen: for each such parameter, the fields that become options; none: all.
+    """
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(verb, include_extras=True)
+        own: list[Parameter] = []
+        shared: list[Parameter] = []
+        names: dict[str, tuple[str, ...]] = {}
+        for parameter in signature(verb).parameters.values():
+            if parameter.name not in chosen:
+                hint = hints[parameter.name]
+                own.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
+                continue
+            kind = hints[parameter.name]
+            types = get_type_hints(kind, include_extras=True)
+            default = {one.name: one.default for one in fields(kind)}
+            names[parameter.name] = chosen[parameter.name] or tuple(default)
+            for name in names[parameter.name]:
+                one = Parameter(name, Parameter.KEYWORD_ONLY, default=default[name])
+                shared.append(one.replace(annotation=types[name]))
+        parameters = [*own, *shared]
+
+        @wraps(verb)
+        def run(**given: Any) -> None:
+            for parameter, chosen_names in names.items():
+                values = {name: given.pop(name) for name in chosen_names}
+                given[parameter] = hints[parameter](**values)
+            verb(**given)
+
+        del run.__wrapped__  # its signature is another one
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def numbers(option: str, text: str) -> list[int]:

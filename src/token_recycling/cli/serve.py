@@ -7,13 +7,13 @@ import os
 import re
 import tempfile
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import show
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line
@@ -33,7 +33,25 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{
 EVERYWHERE = ("0.0.0.0", "::")
 
 
+FIELDS = (
+    "device",
+    "dtype",
+    "drafter",
+    "nodes",
+    "tree",
+    "candidates",
+    "matrix",
+    "graph",
+    "warm",
+    "float32_logits",
+    "threads",
+    "strict",
+)
+
+
+@o.expanded(loading=FIELDS)
 def serve(
+    loading: o.Loading,
     model: Annotated[
         str | None, typer.Argument(help="Checkpoint folder or Hub name; default: bundled.")
     ] = None,
@@ -68,7 +86,6 @@ def serve(
             f"{CONTEXTS} of the longest, at most {MOST_MIB}.",
         ),
     ] = None,
-    matrix: o.Matrix = None,
     matrix_scope: Annotated[
         str,
         typer.Option(
@@ -95,16 +112,6 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Print a line for every request.")
     ] = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    tree: o.Tree = defaults.TREE,
-    drafter: o.Drafter = defaults.DRAFTER,
-    top_k_candidates: o.Candidates = None,
-    graph: o.Graph = None,
-    warm: o.Warm = None,
-    float32_logits: o.Float32Logits = False,
-    threads: o.Threads = None,
-    strict: o.Strict = False,
 ) -> None:
     """Serve a model to OpenAI's clients: chat and completions, and a chat page.
 
@@ -115,7 +122,7 @@ def serve(
     _check_access(keys, origins)
     if served_model_name == "":
         raise TokenRecyclingError("--served-model-name is empty")
-    _check_scope(matrix_scope, matrix, keys)
+    _check_scope(matrix_scope, loading.matrix, keys)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise TokenRecyclingError(
@@ -123,20 +130,7 @@ def serve(
         )
     from token_recycling.server.run import bind, run
 
-    loading = o.Loading(
-        model,
-        device,
-        dtype,
-        tree,
-        drafter,
-        candidates=top_k_candidates,
-        matrix=matrix,
-        threads=threads,
-        strict=strict,
-        float32_logits=float32_logits,
-        graph=graph,
-        warm=warm,
-    )
+    matrix, loading = loading.matrix, replace(loading, model=model)
     known = matrix is not None and matrix.exists()
     with bind(host, port) as sock:
         recycler, recycling = _open(loading)
@@ -189,7 +183,8 @@ def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:
     if recycler.options.drafter == "none":
         return recycler, "off: the drafter is none"
     name = getattr(recycler.drafter, "name", "custom")
-    return recycler, f"on (drafter {name}, tree {recycler.template.name})"
+    size = recycler.options.size(recycler.template)
+    return recycler, f"on (drafter {name}, {size})"
 
 
 def _name(model: str | None) -> str:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from token_recycling.answers import Chunk
-    from token_recycling.metrics import Stats
+    from token_recycling.decoding.answers import Chunk
+    from token_recycling.decoding.metrics import Stats
 
 DRAFTED = "green"
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from token_recycling import defaults
 from token_recycling.cli import options as o
-from token_recycling.cli import show as output
 from token_recycling.errors import printable
 
 app = typer.Typer(help="List, show and check draft trees.", rich_markup_mode=None)
-Name = Annotated[str, typer.Argument(help="A shipped tree, ranked-N, chain-N or a JSON file.")]
+Name = Annotated[str, typer.Argument(help="A shipped tree, chain-N or a JSON file.")]
 
 
 @app.command("list")
 def list_trees(as_json: o.Json = False) -> None:
     """List the trees shipped with the package."""
-    from token_recycling.tree import TreeTemplate, shipped
+    from token_recycling.drafting.templates import TreeTemplate, shipped
 
     rows = []
     for name in shipped():
@@ -44,26 +42,15 @@ def list_trees(as_json: o.Json = False) -> None:
                 f"{row['description']}"
             )
         )
-    print("ranked-N     the first N nodes of ranked")
     print("chain-N      N nodes, depth N: one branch, always the best candidate")
 
 
 @app.command("show")
-def show(
-    name: Name,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Draw it to this .png or .svg file.")
-    ] = None,
-) -> None:
+def show(name: Name) -> None:
     """Draw a tree: each node with its rank among its parent's candidates."""
-    from token_recycling.tree import TreeTemplate
+    from token_recycling.drafting.templates import TreeTemplate
 
     tree = TreeTemplate.load(name)
-    if out is not None:
-        from token_recycling.plot import plot_tree
-
-        plot_tree(tree, out)
-        output.note(f"wrote {printable(out)}")
     print(f"{printable(tree.name)}: {tree.nodes - 1} nodes and the root, depth {tree.max_depth}")
     for about in filter(None, (tree.description, tree.provenance)):
         print(printable(about))
@@ -73,7 +60,7 @@ def show(
 @app.command("check")
 def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
     """Check a tree file; the error names the invalid path."""
-    from token_recycling.tree import TreeTemplate
+    from token_recycling.drafting.templates import TreeTemplate
 
     k = defaults.CANDIDATES if top_k_candidates is None else top_k_candidates
     tree = TreeTemplate.load(name, k)

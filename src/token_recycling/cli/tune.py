@@ -1,10 +1,9 @@
-"""`token-recycling tune`: measure step costs on this machine for `--tree auto`."""
+"""`token-recycling tune`: measure step costs on this machine, by which drafts are sized."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,26 +13,19 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.draft_size.costs import CostCurve
+    from token_recycling.drafting.size.costs import CostCurve
 
 
+@o.expanded(loading=("model", "device", "dtype", "float32_logits", "threads"))
 def tune(
-    model: o.Model = None,
+    loading: o.Loading,
     contexts: Annotated[
         str | None, typer.Option("--contexts", help="Context lengths, for example 128,1024.")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Measurements per length and size.")] = 7,
-    out: Annotated[
-        Path | None,
-        typer.Option("-o", "--out", help="Draw the curve to this .png or .svg file."),
-    ] = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    float32_logits: o.Float32Logits = False,
-    threads: o.Threads = None,
     as_json: o.Json = False,
 ) -> None:
-    """Measure step costs on this machine for `--tree auto`.
+    """Measure step costs on this machine, by which drafts are sized.
 
     Times steps that verify 1, 2, 4 … 81 tokens. The result applies to this model's shape and
     dtype, the device and the number of threads. It is saved in $TOKEN_RECYCLING_CACHE, or in
@@ -42,36 +34,21 @@ def tune(
     lengths = None if contexts is None else o.numbers("--contexts", contexts)
     if rounds < 1:
         raise TokenRecyclingError(f"--rounds is {rounds}; it must be 1 or more")
-    if out is not None and out.suffix.lower() not in (".png", ".svg"):
-        raise TokenRecyclingError(f"{out} must end in .png or .svg")
-    if out is not None and not out.parent.is_dir():
-        raise TokenRecyclingError(f"cannot write {out.name}: there is no folder {out.parent}")
-    recycler = o.Loading(
-        model,
-        device,
-        dtype,
-        threads=threads,
-        float32_logits=float32_logits,
-        warm=False,
-    ).open()
-    from token_recycling.draft_size import tune as tuning
+    recycler = replace(loading, warm=False).open()
+    from token_recycling.decoding import tune as tuning
     from token_recycling.recycler import TokenRecycling
 
     with progress.progress_shown("measuring") as on_progress:
         curve = tuning.measure(recycler, contexts=lengths, rounds=rounds, on_progress=on_progress)
     kept = tuning.save_curve(recycler, curve)
-    if out is not None:
-        from token_recycling.plot import plot_costs
-
-        plot_costs(curve, out)
     begins = TokenRecycling(recycler.model, recycler.tokenizer, costs=curve, warm=False).draft_size
     size = getattr(begins, "size", 1)
     if as_json:
         print(json.dumps({**asdict(curve), "kept": kept, "begins_with": size}))
         return
     print(table(curve))
-    print(f"--tree auto starts with {size} tokens per step")
-    show.note(f"saved in {kept}" + (f"; wrote {out}" if out else ""))
+    print(f"drafts start with {size} tokens per step")
+    show.note(f"saved in {kept}")
 
 
 def table(curve: CostCurve) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import isfinite
 from typing import Annotated
 
@@ -13,18 +14,15 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 
+@o.expanded(loading=("model", "device", "dtype", "candidates", "threads"))
 def warm(
-    model: o.Model = None,
+    loading: o.Loading,
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="Compute for at most so many seconds.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Compute all rows anew, even if they are kept.")
     ] = False,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    top_k_candidates: o.Candidates = None,
-    threads: o.Threads = None,
     as_json: o.Json = False,
 ) -> None:
     """Let a model fill the rows of its whole vocabulary, and keep them for later runs.
@@ -37,10 +35,7 @@ def warm(
         raise TokenRecyclingError(f"--seconds is {seconds:g}; it must be above 0")
     if force and seconds is not None:
         raise TokenRecyclingError("--force replaces all kept rows; leave out --seconds")
-    loading = o.Loading(
-        model, device, dtype, candidates=top_k_candidates, threads=threads, warm=False
-    )
-    recycler = loading.open()
+    recycler = replace(loading, warm=False).open()
     from token_recycling.model.target import TreeTarget
     from token_recycling.warm.start import kept_rows, warm_up
 

@@ -14,28 +14,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from token_recycling.accept import (
+from token_recycling.decoding.accept import (
     Acceptor,
     FollowAcceptor,
     GreedyAcceptor,
     Processors,
     append_emitted,
 )
-from token_recycling.draft_size.base import DraftSize
-from token_recycling.drafters.base import AnyDrafter
+from token_recycling.decoding.metrics import Step
+from token_recycling.decoding.samplers import RowSampler, are_node_wise
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.matrix import STATE
+from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.graph.drafting import can_draft
 from token_recycling.graph.step import LAG, GraphStep
-from token_recycling.matrix import STATE
-from token_recycling.metrics import Step
 from token_recycling.model.target import TreeTarget
-from token_recycling.modes import ordinary_tensors
-from token_recycling.samplers import RowSampler, are_node_wise
-from token_recycling.sequence import Sequence
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.tokens import NO_TOKEN
 
 SMALLEST = 256  # slots of the smallest cache; larger ones are this times powers of two
-AHEAD = 64  # spare slots of a new cache beyond the first step
+SPARE_SLOTS = 64  # spare slots of a new cache beyond the first step
 BACKEND = "inductor"
 WARM_UP = 3  # runs before the capture
 MOST_GRAPHS = 4  # graphs that are kept, each with its cache
@@ -81,12 +81,12 @@ class GraphRunner:
         device = step.target.device
         cuda = device.type == "cuda"
         # Streams, captures and events use the current device, so select ours.
-        self._there = partial(torch.cuda.device, device) if cuda else nullcontext
+        self._on_device = partial(torch.cuda.device, device) if cuda else nullcontext
         self.lag = LAG if cuda else 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._compiled = torch.compile(step.advance, fullgraph=True, backend=BACKEND)
         try:
-            with self._there():
+            with self._on_device():
                 self._output = output = self._capture() if cuda else self._run()
         except torch.OutOfMemoryError:
             raise
@@ -144,7 +144,7 @@ class GraphRunner:
     ) -> bool:
         step = self.step
         matrix = step.drafting.drafter.matrix
-        with self._there(), step.target.lm_head, ordinary_tensors():
+        with self._on_device(), step.target.lm_head, ordinary_tensors():
             learnt = None if matrix is None else matrix.state()
 
             def result(run: Callable[[], Tensor]) -> Tensor:
@@ -211,7 +211,7 @@ class GraphRunner:
         turn = self._turn = (self._turn + 1) % (LAG + 1)
         rows, on = self._rows[turn], self._active[turn]
         on.copy_(torch.tensor(active, device="cpu"))
-        with self._there():
+        with self._on_device():
             self.step.active.copy_(on, non_blocking=True)
             output = self._replay()
             if self._graph is None:
@@ -302,7 +302,7 @@ class GraphDecoder:
         if (addresses := self._captured_addresses()) != self._addresses:
             self._runners, self._failed, self._addresses = {}, {}, addresses
         nodes = self.nodes
-        slots = slots_for(length + nodes + AHEAD)
+        slots = slots_for(length + nodes + SPARE_SLOTS)
         key = (batch, slots, nodes, tuple(map(_name, processors or ())))
         if key in self._failed:
             raise self._failed[key]
@@ -423,7 +423,7 @@ class GraphDecoder:
                         step.sampler.rewind(row, len(sequence.tokens) - first[row])
                 with self.target.inference_context():
                     step.drafting.end()
-                    step.cache.give(cache, [len(sequence.tokens) - 1 for sequence in sequences])
+                    step.cache.store(cache, [len(sequence.tokens) - 1 for sequence in sequences])
             if overflowed:
                 with self.target.inference_context():
                     step.cache.clear()

@@ -8,14 +8,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Accepted
-from token_recycling.drafters.adaptive import AdaptiveDrafter
-from token_recycling.drafters.base import AnyDrafter
-from token_recycling.drafters.kernels.choice import has_device_kernels
-from token_recycling.modes import ordinary_tensors
-from token_recycling.ranking import best_candidates
-from token_recycling.tokens import NO_TOKEN
-from token_recycling.tree import DraftTree
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.kernels.choice import has_device_kernels
+from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.tokens import NO_TOKEN
 
 _drafting: WeakValueDictionary[str, HostDrafting] = WeakValueDictionary()
 
@@ -62,7 +62,7 @@ def make_drafting(
 ) -> Drafting:
     """Return ``drafter`` and new rows for steps on ``device`` (see ``HostDrafting``)."""
     if _has_kernels(drafter, device):
-        from token_recycling.drafters.on_device import DeviceDrafting  # imports Triton
+        from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
 
         return DeviceDrafting(cast("Any", drafter), batch, capacity, nodes, device)
     return HostDrafting(drafter, batch, capacity, nodes)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from token_recycling.accept import Accepted
-from token_recycling.drafters.kernels.device import at
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.kernels.device import at
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.limits import AttentionWindow
-from token_recycling.tree import DraftTree
 
 RULES = {"full": 0, "sliding": 1, "chunked": 2}
 SLOTS_AT_ONCE = 1024

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Processors, greedy, overflowed
-from token_recycling.drafters.base import AnyDrafter
-from token_recycling.drafters.kernels.choice import has_device_kernels
+from token_recycling.decoding.accept import Processors, greedy, overflowed
+from token_recycling.decoding.samplers import NodeSampler
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.graph import tensors
 from token_recycling.graph.drafting import make_drafting
 from token_recycling.model.attention import pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
-from token_recycling.samplers import NodeSampler
-from token_recycling.sequence import Sequence
-from token_recycling.tree import DraftTree
 
 LAG = 1  # steps by which the host may be behind
 
@@ -58,11 +58,11 @@ class GraphStep:
         self.drafting = make_drafting(drafter, batch, slots, nodes, device)
         self.nodes, self.most = self.drafting.nodes, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device)
-        self._around: Any = tensors
+        self._operations: Any = tensors
         if has_device_kernels(device):
             from token_recycling.graph import kernels  # imports Triton
 
-            self._around = kernels
+            self._operations = kernels
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
         self.sampler: NodeSampler | None = None
@@ -77,7 +77,7 @@ class GraphStep:
             sequences: the rows.
             generators: one per row if tokens are sampled, otherwise none.
         """
-        self.cache.take(self.target.cache)
+        self.cache.load(self.target.cache)
         self.drafting.begin([sequence.tokens[:-1] for sequence in sequences])
         roots = torch.tensor([sequence.tokens[-1] for sequence in sequences], device="cpu")
         self.roots.copy_(roots)
@@ -100,7 +100,7 @@ class GraphStep:
         A compiled function may work on copies of the cache and write them back at its end, whereas
         the kernel of the commit writes to addresses.
         """
-        self._around.commit(self.cache, path, counts)
+        self._operations.commit(self.cache, path, counts)
         return summary
 
     def advance(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +112,7 @@ class GraphStep:
         # Nothing is emitted, learnt or committed after an overflow (see ``Decoding._advance``).
         draft = draft.only(self.active & ~overflowed(logits))
         choices = greedy(logits) if self.sampler is None else self.sampler(draft.depths, logits)
-        accepted, summary = self._around.accept(draft, choices, self.roots)
+        accepted, summary = self._operations.accept(draft, choices, self.roots)
         with torch.autocast(device.type, enabled=False):
             self.drafting.observe(draft, logits, accepted)
         if self.sampler is not None:
@@ -122,7 +122,7 @@ class GraphStep:
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft's slots follow the longest row."""
         target = self.target
-        positions, self.cache.place.slots, masks = self._around.layout(
+        positions, self.cache.writes_to.slots, masks = self._operations.layout(
             target.windows,
             self.cache.lengths,
             draft,

@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Accepted, accept_choices, step_summary
+from token_recycling.decoding.accept import accept_choices, step_summary
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.draft import DraftTree
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.model.masks import additive_masks
-from token_recycling.tree import DraftTree
 
 
 def layout(
@@ -77,7 +78,7 @@ def commit(cache: FixedCache, path: Tensor, counts: Tensor) -> None:
         path: int64 [B, p], each row's accepted nodes first.
         counts: int64 [B], number of accepted nodes.
     """
-    source = cache.place.slots[path]
+    source = cache.writes_to.slots[path]
     target = cache.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
     rows = torch.arange(cache.batch, device=path.device)[:, None]
     for entries in cache.entries:

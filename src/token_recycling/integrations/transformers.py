@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from token_recycling.decoding.metrics import Stats
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.hf_generate.serve import streamer_ended, warn_plain
-from token_recycling.matrix import AdjacencyMatrix
-from token_recycling.metrics import Stats
+from token_recycling.hf.serve import streamer_ended, warn_plain
 from token_recycling.model.override import Override
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
@@ -161,7 +161,7 @@ def _recycled(
 
 # Attribute of a model: the options of a call of ``generate``, and the recycler made for them. It
 # lives as long as the model, so that calls learn from each other.
-KEPT = "_token_recycling"
+ATTRIBUTE = "_token_recycling"
 
 
 def generate(
@@ -184,8 +184,8 @@ def generate(
         TypeError: there is no such option.
     """
     options = token_recycling or {}
-    kept = model.__dict__.get(KEPT)
+    kept = model.__dict__.get(ATTRIBUTE)
     if kept is None or kept[0] != options:
         kept = (options, TokenRecycling(model, **options))
-        setattr(model, KEPT, kept)
+        setattr(model, ATTRIBUTE, kept)
     return _recycled(kept[1], type(model).generate.__get__(model), *args, **kwargs)

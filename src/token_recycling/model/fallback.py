@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 
+from token_recycling.drafting.draft import DraftTree
 from token_recycling.model.limits import (
     check_prompts,
     context_limit,
@@ -23,7 +24,6 @@ from token_recycling.model.target import (
     PromptMask,
     inference_context_of,
 )
-from token_recycling.tree import DraftTree
 
 # Transformers >= 5.4 slices the inputs by length, older versions by ``cache_position``.
 SLICES_BY_LENGTH = (

@@ -13,7 +13,7 @@ from token_recycling import defaults
 
 
 @dataclass
-class Extent:
+class CacheLength:
     """What the layers know of their cache: with a reference to it, a cache that is no longer
     needed would keep its memory until the next run of the garbage collector.
 
@@ -40,7 +40,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, extent: Extent) -> None:
+    def __init__(self, extent: CacheLength) -> None:
         super().__init__()
         self.extent = extent
 
@@ -92,7 +92,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, layers: int, batch: int) -> None:
-        self.extent = Extent([0] * batch)
+        self.extent = CacheLength([0] * batch)
         super().__init__(layers=[PreallocatedLayer(self.extent) for _ in range(layers)])
         # Each [g, rows, heads, capacity, size], rows at least B, with the layer attributes that are
         # views of its first B rows.
@@ -270,7 +270,7 @@ def _gather(stack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
     stack.scatter_(3, slots[None, :, None, :, None].expand(shape), stack.gather(3, source))
 
 
-class Place:
+class FixedSlots:
     """Where a forward writes; common to all layers, which must not refer to their cache.
 
     Attributes:
@@ -292,7 +292,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: FixedCache, like: PreallocatedLayer) -> None:
         super().__init__()
-        self.place, self.slots = cache.place, cache.slots
+        self.writes_to, self.slots = cache.writes_to, cache.slots
         if not like.is_initialized:  # it uses another layer's entries
             return
         self.keys, self.values = (
@@ -308,8 +308,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the states of one forward to the draft slots; return all entries."""
-        self.keys.index_copy_(2, self.place.slots, key_states)
-        self.values.index_copy_(2, self.place.slots, value_states)
+        self.keys.index_copy_(2, self.writes_to.slots, key_states)
+        self.values.index_copy_(2, self.writes_to.slots, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -339,7 +339,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         """Allocate ``slots`` entries per row, with layers like those of ``like``."""
         self.batch, self.slots = batch, slots
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.place = Place(self.lengths)
+        self.writes_to = FixedSlots(self.lengths)
         super().__init__(layers=[FixedLayer(self, layer) for layer in like.layers])
         self._filled = [n for n, layer in enumerate(self.layers) if layer.is_initialized]
         # Keys and values by shape, and the addresses of each group, int64 on the device.
@@ -360,7 +360,7 @@ class FixedCache(Cache):  # type: ignore[misc]
     def _pairs(self, cache: RecyclingCache) -> list[tuple[Any, Any]]:
         return [(self.layers[n], cache.layers[n]) for n in self._filled]
 
-    def take(self, cache: RecyclingCache) -> None:
+    def load(self, cache: RecyclingCache) -> None:
         """Copy the committed entries from ``cache``."""
         end = cache.end
         for layer, given in self._pairs(cache):
@@ -368,7 +368,7 @@ class FixedCache(Cache):  # type: ignore[misc]
             layer.values[:, :, :end] = given.values[:, :, :end]
         self.lengths.copy_(torch.tensor(cache.lengths, device="cpu"))
 
-    def give(self, cache: RecyclingCache, lengths: list[int]) -> None:
+    def store(self, cache: RecyclingCache, lengths: list[int]) -> None:
         """Copy the first ``lengths[b]`` entries of each row back to ``cache``."""
         end = max(lengths)
         cache.rewind([0] * self.batch)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.override import Override, is_covered
-from token_recycling.modes import ThreadContext, ordinary_tensors, without_autocast
+from token_recycling.util.modes import ThreadContext, ordinary_tensors, without_autocast
 
 ROWS = 4096  # weight rows compared at a time
 

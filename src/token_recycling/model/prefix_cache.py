@@ -66,4 +66,4 @@ class PrefixCache:
             return False
         begin = max(0, count - REREAD)
         tolerance = TOLERANCE.get(self.target.dtype, TOLERANCE[torch.bfloat16])
-        return self.target.reread(self.tokens[begin:count], begin) <= tolerance
+        return self.target.recompute(self.tokens[begin:count], begin) <= tolerance

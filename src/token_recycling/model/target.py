@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from token_recycling import defaults
+from token_recycling.drafting.draft import DraftTree
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
 from token_recycling.model.cpu.linear import CpuLinear
@@ -33,7 +34,6 @@ from token_recycling.model.limits import (
 from token_recycling.model.lm_head import Float32Head, StockHead
 from token_recycling.model.masks import additive_masks
 from token_recycling.model.training import is_repeatable, mode, train_time_behaviour
-from token_recycling.tree import DraftTree
 
 # tokens [B, c] of a chunk of the prompts -> bool [B, c], which to learn from, or None for none
 PromptMask = Callable[[Tensor], Tensor | None]
@@ -297,7 +297,7 @@ class TreeTarget:
         return ends
 
     @_without_gradients
-    def reread(self, tokens: list[int], begin: int) -> float:
+    def recompute(self, tokens: list[int], begin: int) -> float:
         """Read ``tokens`` of a single row again from slot ``begin`` on, and drop later entries.
 
         Returns:
@@ -323,7 +323,7 @@ class TreeTarget:
         return worst
 
     @_without_gradients
-    def read_apart(self, tokens: Tensor, *, last: bool = False) -> Tensor:
+    def read_independent(self, tokens: Tensor, *, last: bool = False) -> Tensor:
         """Read short texts, each from position 0 on; the cache is neither used nor changed.
 
         Args:

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from token_recycling.accept import Acceptor, RowAcceptor
-from token_recycling.decode import Decoding, Hooks, read_prompts
-from token_recycling.draft_size.base import DraftSize
-from token_recycling.drafters.base import AnyDrafter
-from token_recycling.drafters.grouped import GroupedDrafter
+from token_recycling.decoding.accept import Acceptor, RowAcceptor
+from token_recycling.decoding.loop import Decoding, Hooks, read_prompts
+from token_recycling.decoding.metrics import Step
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.grouped import GroupedDrafter
+from token_recycling.drafting.size.base import DraftSize
 from token_recycling.graph.decoder import GraphDecoder, can_capture
-from token_recycling.metrics import Step
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import OnProgress, Target, TreeTarget
-from token_recycling.sequence import Sequence
 
 
 @dataclass(eq=False)

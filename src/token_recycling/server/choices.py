@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from token_recycling.metrics import Stats
+from token_recycling.decoding.metrics import Stats
 from token_recycling.server.job import Ended, Likely, NewTokens
 from token_recycling.server.tools import AnswerParser, Parsed, ToolCall
 

@@ -10,10 +10,10 @@ from time import monotonic
 
 from transformers import LogitsProcessorList
 
-from token_recycling.accept import FollowAcceptor
-from token_recycling.call import prepare_call
+from token_recycling.decoding.accept import FollowAcceptor
+from token_recycling.decoding.metrics import Stats, Step
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.metrics import Stats, Step
+from token_recycling.hf.call import prepare_call
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from token_recycling.call import CallOptions
-from token_recycling.metrics import Stats
+from token_recycling.decoding.metrics import Stats
+from token_recycling.hf.call import CallOptions
 from token_recycling.server.grammar import GrammarProcessor
 
 

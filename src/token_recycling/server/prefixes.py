@@ -11,7 +11,7 @@ from token_recycling.model.kv_cache import RecyclingCache
 
 
 @dataclass(frozen=True)
-class Context:
+class CachedPrefix:
     """A text that has been read.
 
     Attributes:
@@ -33,7 +33,7 @@ class PrefixCaches:
     def __init__(self, limit: int) -> None:
         """Keep at most ``limit`` bytes; 0: nothing."""
         self._limit, self.nbytes = limit, 0
-        self._kept: OrderedDict[int, tuple[str, Context]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[str, CachedPrefix]] = OrderedDict()
         self._made = 0
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class PrefixCaches:
         while self.nbytes + size > self._limit:
             self._drop(next(iter(self._kept)))
         self._made += 1
-        self._kept[self._made] = (owner, Context(tokens, cache))
+        self._kept[self._made] = (owner, CachedPrefix(tokens, cache))
         self.nbytes += size
 
     def _drop(self, key: int) -> None:

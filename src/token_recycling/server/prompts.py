@@ -13,8 +13,9 @@ from typing import Any
 from llguidance import LLMatcher
 from transformers import LogitsProcessor
 
-from token_recycling.call import CallOptions
+from token_recycling.decoding.text import render, valid_text
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.hf.call import CallOptions
 from token_recycling.recycler import TokenRecycling
 from token_recycling.server.errors import ApiError
 from token_recycling.server.grammar import GrammarProcessor, Grammars, json_grammar
@@ -29,7 +30,6 @@ from token_recycling.server.schemas import (
     Sampling,
 )
 from token_recycling.server.tools import AnswerParser, CallParser, call_grammar, takes_tools
-from token_recycling.text import render, valid_text
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat answers end at the context
 NO_CONTEXT_TOKENS = 4096  # longest chat answer of a model without a stated context

@@ -161,7 +161,7 @@ class CalledFunction(Strict):
     arguments: str
 
 
-class Call(Strict):
+class PastToolCall(Strict):
     """A call of a tool in a message of the assistant."""
 
     id: str
@@ -176,7 +176,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[PastToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -213,7 +213,7 @@ class Message(BaseModel):
         return made
 
 
-def _arguments(call: Call) -> Any:
+def _arguments(call: PastToolCall) -> Any:
     """Return the arguments as an object, as templates write them as JSON themselves."""
     try:
         return json.loads(call.function.arguments)

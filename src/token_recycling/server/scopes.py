@@ -6,7 +6,7 @@ import copy
 from collections import OrderedDict
 from typing import Literal
 
-from token_recycling.drafters.base import AnyDrafter
+from token_recycling.drafting.base import AnyDrafter
 
 Scope = Literal["shared", "key", "request"]
 SCOPES: tuple[Scope, ...] = ("shared", "key", "request")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from token_recycling.drafting.candidates import top_k
 from token_recycling.model.target import TreeTarget
-from token_recycling.ranking import top_k
 from token_recycling.warm.fill import after, largest_batch
 
 LONGEST_HEADER = 8  # tokens; every token of a context adds to the cost of every row
@@ -41,14 +41,14 @@ TEXTS = (
 
 
 @dataclass(frozen=True)
-class Context:
+class WarmPrefix:
     """Tokens to put in front of a token: "nothing", "bos", "newline" or "assistant"."""
 
     name: str
     tokens: tuple[int, ...] = ()
 
 
-NOTHING = Context("nothing")
+NOTHING = WarmPrefix("nothing")
 
 
 def frequent_tokens(tokenizer: Any) -> list[int]:
@@ -62,18 +62,18 @@ def frequent_tokens(tokenizer: Any) -> list[int]:
     return [token for token, _ in counts.most_common()]
 
 
-def contexts(tokenizer: Any, vocab_size: int) -> list[Context]:
+def contexts(tokenizer: Any, vocab_size: int) -> list[WarmPrefix]:
     """Return the contexts that a tokenizer (or None) has, without duplicates, NOTHING first."""
     found = [NOTHING]
     if tokenizer is not None:
         bos = getattr(tokenizer, "bos_token_id", None)
         newline = tokenizer("\n", add_special_tokens=False).input_ids[-1:]
         found += [
-            Context("bos", () if bos is None else (int(bos),)),
-            Context("newline", tuple(newline)),
-            Context("assistant", _header(tokenizer)),
+            WarmPrefix("bos", () if bos is None else (int(bos),)),
+            WarmPrefix("newline", tuple(newline)),
+            WarmPrefix("assistant", _header(tokenizer)),
         ]
-    distinct: dict[tuple[int, ...], Context] = {}
+    distinct: dict[tuple[int, ...], WarmPrefix] = {}
     for one in found:
         known = all(0 <= token < vocab_size for token in one.tokens)
         if known and len(one.tokens) <= LONGEST_HEADER:
@@ -87,7 +87,7 @@ def choose(
     k: int,
     expected: int,
     stop: Callable[[], bool] | None = None,
-) -> tuple[Context, dict[str, float]] | None:
+) -> tuple[WarmPrefix, dict[str, float]] | None:
     """Choose the context whose rows predict the model's own next tokens best.
 
     The model reads ``TEXTS``. At every position the row of the token there, under each context, is
@@ -160,7 +160,7 @@ def _read(target: TreeTarget, text: Tensor) -> tuple[Tensor, Tensor]:
 
     The first token is left out, since it has no text before it.
     """
-    logits = target.read_apart(text)[0, 1:, : target.vocab_size]
+    logits = target.read_independent(text)[0, 1:, : target.vocab_size]
     return text[0, 1:], logits.argmax(dim=-1)
 
 

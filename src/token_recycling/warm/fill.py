@@ -9,12 +9,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import one_line
-from token_recycling.machine import synchronize
-from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.model.target import TreeTarget
-from token_recycling.modes import ordinary_tensors
-from token_recycling.ranking import best_candidates
+from token_recycling.util.machine import synchronize
+from token_recycling.util.modes import ordinary_tensors
 
 FIRST_BATCH = 32  # tokens
 BATCH_SECONDS = 0.25  # batches grow while two of them take less
@@ -105,7 +105,7 @@ def fill(
     return Filled(computed, complete, perf_counter() - begun, failure)
 
 
-def lay(rows: AdjacencyMatrix, matrix: AdjacencyMatrix) -> None:
+def copy_missing_rows(rows: AdjacencyMatrix, matrix: AdjacencyMatrix) -> None:
     """Copy ``rows`` to the tokens of ``matrix``, of the same shape, that have no row."""
     every = torch.arange(matrix.vocab_size, device="cpu")
     tokens = every[rows.seen(every) & ~matrix.seen(every)]
@@ -116,7 +116,7 @@ def after(target: TreeTarget, prefix: tuple[int, ...], tokens: Tensor) -> Tensor
     """Return the logits [n, V] after ``prefix`` and each of ``tokens`` (int64 [n])."""
     front = torch.tensor(prefix, dtype=torch.long, device=tokens.device)
     texts = torch.cat([front.expand(len(tokens), -1), tokens[:, None]], dim=1)
-    return target.read_apart(texts, last=True)[:, -1]
+    return target.read_independent(texts, last=True)[:, -1]
 
 
 def _missing(matrix: AdjacencyMatrix, first: Iterable[int]) -> Tensor:

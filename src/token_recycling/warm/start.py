@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from token_recycling import defaults
+from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.machine import synchronize
-from token_recycling.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.model.target import TreeTarget
-from token_recycling.modes import ordinary_tensors
+from token_recycling.util.machine import synchronize
+from token_recycling.util.modes import ordinary_tensors
 from token_recycling.warm import store
-from token_recycling.warm.context import NOTHING, Context, choose, frequent_tokens
+from token_recycling.warm.context import NOTHING, WarmPrefix, choose, frequent_tokens
 from token_recycling.warm.fill import OnProgress, fill
 
 # Rows and columns of the product that is timed to estimate the cost of a token.
@@ -91,7 +91,7 @@ class WarmRows:
             self.unkept = "the weights cannot be identified"
             return
         try:
-            context = Context(self.context, self.prefix or ())
+            context = WarmPrefix(self.context, self.prefix or ())
             self.path = store.keep(self.name, self.rows, context, self.complete)
             store.keep_alias(model, self.name)
             self.unkept = None

@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.files import cache_folder, write_atomically, write_text
-from token_recycling.matrix import AdjacencyMatrix
 from token_recycling.model.limits import config_digest
-from token_recycling.tokens import NO_TOKEN
-from token_recycling.warm.context import Context
+from token_recycling.util.files import cache_folder, write_atomically, write_text
+from token_recycling.util.tokens import NO_TOKEN
+from token_recycling.warm.context import WarmPrefix
 
 FORMAT = "token-recycling-rows-1"
 ALIAS_FORMAT = "token-recycling-rows-alias-1"
@@ -40,7 +40,7 @@ class Kept:
     """
 
     rows: AdjacencyMatrix
-    context: Context
+    context: WarmPrefix
     complete: bool
     name: str
     path: Path
@@ -97,7 +97,7 @@ def find(name: str, vocab_size: int, k: int, fingerprint: str = "") -> Kept | No
     return max(found, key=lambda kept: (kept.complete, kept.rows.rows_seen), default=None)
 
 
-def keep(name: str, rows: AdjacencyMatrix, context: Context, complete: bool) -> Path:
+def keep(name: str, rows: AdjacencyMatrix, context: WarmPrefix, complete: bool) -> Path:
     """Write rows atomically; return the path.
 
     Raises:
@@ -239,7 +239,7 @@ def _load(path: Path, vocab_size: int, k: int, fingerprint: str) -> Kept:
             ids, p = file.get_tensor("candidates"), file.get_tensor("probabilities")
         if about.get("format") != FORMAT:
             raise ValueError("another format")
-        context = Context(about["context"], tuple(map(int, json.loads(about["context_tokens"]))))
+        context = WarmPrefix(about["context"], tuple(map(int, json.loads(about["context_tokens"]))))
         complete = json.loads(about["complete"]) is True
         if (
             (ids.dtype, p.dtype, ids.ndim) != (torch.int32, torch.float16, 2)

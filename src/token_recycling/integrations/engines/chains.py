@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from token_recycling.compiled import compiled
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.util.compiled import compiled
+from token_recycling.util.tokens import NO_TOKEN
 
 
 def accept_chains(drafted: Any, choices: Any, counts: list[int], width: int) -> Any:

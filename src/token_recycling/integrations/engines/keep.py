@@ -8,8 +8,8 @@ from pathlib import Path
 from threading import Lock, Thread
 from time import monotonic
 
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.matrix import AdjacencyMatrix
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from token_recycling import defaults
-from token_recycling.draft_size.auto import AutoSize
-from token_recycling.draft_size.costs import CostCurve
-from token_recycling.drafters import AdaptiveDrafter, AnyDrafter, make_drafter
-from token_recycling.drafters.kernels.prepare import compile_kernels
+from token_recycling.decoding.prepare import compile_kernels
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
+from token_recycling.drafting.registry import SHAPE_THEIR_OWN, make_drafter
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.files import is_file
 from token_recycling.integrations.engines.keep import MatrixKeeper
-from token_recycling.matrix import AdjacencyMatrix, fingerprint
-from token_recycling.tree import TreeTemplate
-from token_recycling.warm.fill import lay
+from token_recycling.util.files import is_file
+from token_recycling.warm.fill import copy_missing_rows
 from token_recycling.warm.store import find_by_files
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
@@ -36,7 +38,8 @@ class ServingOptions:
 
     Attributes:
         drafter: name of the drafter.
-        tree: name or file of its tree; None: as many nodes as the engine allows.
+        tree: name or file of the tree that the drafter fills, if it is of that kind; None: as many
+            of the paths that text takes most often as the engine has room for.
         candidates: k of the matrix.
         matrix: file of a matrix to start with.
         save_matrix: file in which what the server learns is saved, when it ends and every
@@ -142,25 +145,37 @@ class ServingOptions:
             name = "" if self.save_matrix is None else fingerprint(tokenizer(), vocab_size)
             k = min(self.candidates, vocab_size)
             matrix = AdjacencyMatrix(vocab_size, k, fingerprint=name)
-        most = len(TreeTemplate.load("ranked", matrix.k).paths)
-        template = TreeTemplate.load(self.tree or f"ranked-{min(nodes, most)}", matrix.k)
-        if len(template.paths) > nodes:
-            raise TokenRecyclingError(
-                f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
-                f"the engine has room for {nodes}"
-            )
         compile_kernels()
-        drafter = make_drafter(self.drafter, matrix, template)
+        template = self._template(matrix.k, nodes)
+        drafter = make_drafter(self.drafter, matrix, template, min(nodes, defaults.LARGEST_DRAFT))
         if isinstance(drafter, AdaptiveDrafter):
             kept = find_by_files(checkpoint, revision, vocab_size, matrix.k)
             if kept is not None:
-                lay(kept.rows, matrix)
+                copy_missing_rows(kept.rows, matrix)
                 logger.info(
                     "Token Recycling: warm rows of %d tokens from %s",
                     kept.rows.rows_seen,
                     kept.path,
                 )
         return drafter
+
+    def _template(self, k: int, nodes: int) -> TreeTemplate | None:
+        """Return the tree that the drafter fills; None if it shapes its own."""
+        if self.drafter in SHAPE_THEIR_OWN:
+            if self.tree is not None:
+                raise TokenRecyclingError(
+                    f"the drafter {self.drafter} shapes its own trees; remove the option tree"
+                )
+            return None
+        template = TreeTemplate.load(self.tree or "ranked", k)
+        if self.tree is None:
+            return template.first(min(nodes, len(template.paths)))
+        if len(template.paths) > nodes:
+            raise TokenRecyclingError(
+                f"the tree {template.name} has {len(template.paths)} nodes below the root, but "
+                f"the engine has room for {nodes}"
+            )
+        return template
 
     def keeper(self, drafter: AnyDrafter) -> MatrixKeeper | None:
         """Return what saves the drafter's matrix; None if nothing is to be saved.

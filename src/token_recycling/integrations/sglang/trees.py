@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from token_recycling.tree import DraftTree
+from token_recycling.drafting.draft import DraftTree
 
 NONE = -1
 

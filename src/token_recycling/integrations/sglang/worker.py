@@ -18,15 +18,15 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
+from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.engines.versions import check_signature
 from token_recycling.integrations.sglang.sampled import draw_on_cpus
 from token_recycling.integrations.sglang.trees import full_masks, links
-from token_recycling.modes import ordinary_tensors
-from token_recycling.tokens import NO_TOKEN
-from token_recycling.tree import DraftTree, root_only
+from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.tokens import NO_TOKEN
 
 
 class Worker(NGRAMWorker):  # type: ignore[misc]
@@ -62,7 +62,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.grammar_tree_host: Any = None
         # In the step that runs: whether the drafter takes part, and whether SGLang runs it as
         # without speculation.
-        self._drafting = self._plainly = False
+        self._drafting = self._without_drafts = False
         self.ngram_corpus = _NoCorpus()
         self._prev_decode_rids: set[str] = set()
 
@@ -183,8 +183,8 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             return
         with ordinary_tensors():
             draft = self._draft(batch)
-        self._plainly = self._may_decode(batch)
-        if self._plainly:
+        self._without_drafts = self._may_decode(batch)
+        if self._without_drafts:
             _decode(batch, draft.tokens[:, 0])
             return
         rows, n = draft.tokens.shape
@@ -230,7 +230,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
                 self._begin(batch, result)
             self._requests = []
             return result
-        if self._plainly:
+        if self._without_drafts:
             result.next_token_ids = result.next_draft_input.accept_tokens
             self._record(batch, rows, 1)
             return result

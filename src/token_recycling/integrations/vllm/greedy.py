@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from vllm.v1.outputs import SamplerOutput
 
-from token_recycling.compiled import as_array
 from token_recycling.integrations.engines.chains import accept_chains
 from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep
+from token_recycling.util.compiled import as_array
 
 
 def sample(proposer: StepDrafter, step: VerifiedStep, metadata: Any) -> Any:

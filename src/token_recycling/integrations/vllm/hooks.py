@@ -122,7 +122,7 @@ def _sampling(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]
             return greedy.sample(proposer, step, spec_decode_metadata)
         if not proposer.tree:
             return method(self, logits, spec_decode_metadata)
-        with tree_step.walked(self, proposer, logits, spec_decode_metadata) as chain:
+        with tree_step.as_chains(self, proposer, logits, spec_decode_metadata) as chain:
             return method(self, *chain)
 
     return sample

@@ -22,7 +22,7 @@ from token_recycling.integrations.engines.requests import RequestDrafter, same_o
 from token_recycling.integrations.engines.versions import VLLM, check_version
 from token_recycling.integrations.vllm import hooks, tree_attention
 from token_recycling.integrations.vllm.step import VerifiedStep
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.util.tokens import NO_TOKEN
 
 MODES = ("chain", "tree")
 CHAIN_FROM = 16  # minimum nodes of the tree whose most likely branch is the chain

@@ -16,7 +16,7 @@ from vllm.v1.outputs import SamplerOutput
 
 from token_recycling.integrations.vllm import tree_step
 from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep, drafted
-from token_recycling.tokens import NO_TOKEN
+from token_recycling.util.tokens import NO_TOKEN
 
 
 def any_drafted(runner: Any, metadata: Any) -> bool:

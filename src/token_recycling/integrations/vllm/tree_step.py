@@ -47,7 +47,7 @@ def place(runner: Any, proposer: StepDrafter, metadata: Any) -> None:
 
 
 @contextmanager
-def walked(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) -> Iterator[Any]:
+def as_chains(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) -> Iterator[Any]:
     """Yield logits and metadata as if only the best path of every tree had been drafted.
 
     The metadata is None if no path continues below its root.

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from token_recycling.model.cpu import attention_kernel
 from token_recycling.model.cpu.threads import openmp
 from token_recycling.model.cpu.vectors import FORMS, processor
-from token_recycling.modes import without_autocast
+from token_recycling.util.modes import without_autocast
 
 # The trial of kernel and PyTorch: numbers of rows, how often each is measured, and the ratio of
 # their times below which the kernel is used.

@@ -22,7 +22,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from token_recycling.compiled import kept
 from token_recycling.model.cpu.vectors import (
     BYTES,
     F32,
@@ -36,6 +35,7 @@ from token_recycling.model.cpu.vectors import (
     source,
     take,
 )
+from token_recycling.util.compiled import kept
 
 KEYS = 128  # keys in a block
 MOST_SIZE = 256  # numbers in a key or a value

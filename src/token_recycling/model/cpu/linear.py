@@ -22,7 +22,7 @@ from token_recycling.model.cpu import linear_kernel
 from token_recycling.model.cpu.threads import openmp
 from token_recycling.model.cpu.vectors import FORMS, processor
 from token_recycling.model.override import Override, is_covered, replaceable
-from token_recycling.modes import ThreadContext, without_autocast
+from token_recycling.util.modes import ThreadContext, without_autocast
 
 MOST_ROWS = 128
 # The trial of kernel and PyTorch: numbers of rows, seconds in all, and the ratio of their times

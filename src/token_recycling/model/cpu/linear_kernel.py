@@ -20,7 +20,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from token_recycling.compiled import kept
 from token_recycling.model.cpu.vectors import (
     BFLOAT16,
     BYTES,
@@ -39,6 +38,7 @@ from token_recycling.model.cpu.vectors import (
     source,
     take,
 )
+from token_recycling.util.compiled import kept
 
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
 # at one row of x; the last is the largest tile.

@@ -1,0 +1,294 @@
+"""Lossless acceptance: the longest draft path that the target would have generated itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from token_recycling.decoding.samplers import Sampler, are_node_wise
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.accepted import Accepted, joined
+from token_recycling.drafting.candidates import argmax
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.util.compiled import as_array, compiled
+from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.tokens import NO_TOKEN
+
+
+class Acceptor(Protocol):
+    """Chooses the emitted tokens from the target's logits along the draft."""
+
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+        """Accept a path of ``draft`` by ``logits`` [B, n, V]; append its tokens to ``sequences``.
+
+        A row whose root is invalid emits nothing.
+        """
+
+
+def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the deepest node whose whole path agrees with the target's choices.
+
+    Args:
+        draft: B trees of n nodes.
+        choices: int64 [B, n], the token that the target chooses after each node.
+
+    Returns:
+        The path from the root, int64 [B, max_depth + 1], and its number of nodes, int64 [B]
+        (0 where the root is invalid). Among nodes of equal depth the first wins.
+    """
+    batch, n = draft.tokens.shape
+    wrong = (draft.tokens != choices.gather(1, draft.parents)) | ~draft.valid
+    wrong[:, 0] = ~draft.valid[:, 0]
+    cut = (draft.ancestors & wrong[:, None, :]).any(dim=2)
+    depth = draft.depths.masked_fill(cut, -1)
+    deepest, best = depth.max(dim=1, keepdim=True)
+    on_path = draft.ancestors.gather(1, best[:, :, None].expand(batch, 1, n))[:, 0]
+    return draft.path_of(on_path), deepest[:, 0] + 1
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Return the target's greedy choices, int64 [B, n], from its logits [B, n, V].
+
+    Float64 logits are rounded to float32 first, as ``generate`` does, so that ties are the same.
+    """
+    if logits.dtype == torch.float64:
+        logits = logits.float()
+    return argmax(logits)
+
+
+def overflowed(logits: Tensor) -> Tensor:
+    """Return bool [], True when non-finite hidden states have produced NaN logits [B, n, V].
+
+    The LM head spreads them over the whole vocabulary, so checking one token is enough.
+    """
+    return logits[..., :1].isnan().any()
+
+
+def accept_choices(draft: DraftTree, choices: Tensor) -> Accepted:
+    """Accept the longest path along the target's choices, int64 [B, n], on the device alone."""
+    path, counts = longest_paths(draft, choices)
+    behind = torch.arange(path.shape[1], device=path.device) >= counts[:, None]
+    return Accepted(path, choices.gather(1, path).masked_fill(behind, NO_TOKEN), counts)
+
+
+def step_summary(draft: DraftTree, accepted: Accepted) -> Tensor:
+    """Pack everything that the host reads of a step into one tensor, int64 [B, p + 1].
+
+    The first column is the number of drafted nodes; the emitted tokens follow.
+    """
+    return torch.cat([draft.valid.sum(dim=1, keepdim=True) - 1, accepted.emitted], dim=1)
+
+
+def append_emitted(
+    rows: list[list[int]], sequences: list[Sequence]
+) -> tuple[list[list[int]], list[str | None], list[int]]:
+    """Append the emitted tokens of a step to their sequences, up to where each row ends.
+
+    Args:
+        rows: the result of ``step_summary`` as lists.
+        sequences: one per row; a sequence that had ended before gets nothing.
+
+    Returns:
+        Tokens, finish reasons and drafted nodes of each row (see ``Accepted``).
+    """
+    tokens: list[list[int]] = [[] for _ in rows]
+    drafted = [0] * len(rows)
+    reasons: list[str | None] = [None] * len(rows)
+    for row, (sequence, (nodes, *emitted)) in enumerate(zip(sequences, rows)):
+        if not sequence.active:
+            continue
+        drafted[row] = max(nodes, 0)
+        for token in emitted:
+            if token == NO_TOKEN:
+                break
+            tokens[row].append(token)
+            if reason := sequence.append(token):
+                reasons[row] = reason
+                break
+    return tokens, reasons, drafted
+
+
+@compiled
+def _walk(
+    tokens: Any, parents: Any, depths: Any, valid: Any, choices: Any, path: Any, emitted: Any
+) -> None:
+    """Find the longest path of each row along the choices, as ``longest_paths`` does.
+
+    Args:
+        tokens: int64 [B, n].
+        parents: int64 [B, n].
+        depths: int64 [B, n].
+        valid: bool [B, n].
+        choices: int64 [B, n].
+        path: int64 [B, p], gets the accepted nodes, padded with 0.
+        emitted: int64 [B, p], gets the choices after them, padded with ``NO_TOKEN``.
+    """
+    path[:] = 0
+    emitted[:] = NO_TOKEN
+    for row in range(len(tokens)):
+        if not valid[row, 0]:
+            continue
+        best = 0
+        for node in range(1, tokens.shape[1]):
+            if depths[row, node] <= depths[row, best]:
+                continue
+            at = node
+            while at > 0 and valid[row, at]:
+                above = parents[row, at]
+                if tokens[row, at] != choices[row, above]:
+                    break
+                at = above
+            if at == 0:
+                best = node
+        at = best
+        for depth in range(depths[row, best], -1, -1):
+            path[row, depth] = at
+            emitted[row, depth] = choices[row, at]
+            at = parents[row, at]
+
+
+def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequence]) -> Accepted:
+    """Accept the longest path along ``choices`` and append its tokens to the sequences.
+
+    Args:
+        draft: on the host.
+        choices: int64 [B, n], the target's choice after each node.
+        sequences: one per row.
+    """
+    valid = as_array(draft.valid)
+    path = np.empty((len(choices), draft.max_depth + 1), np.int64)
+    emitted = np.empty_like(path)
+    _walk(
+        as_array(draft.tokens),
+        as_array(draft.parents),
+        as_array(draft.depths),
+        valid,
+        as_array(choices.cpu()),
+        path,
+        emitted,
+    )
+    drafted = (valid.sum(axis=1) - 1).tolist()
+    rows = [[count, *row] for count, row in zip(drafted, emitted.tolist())]
+    tokens, reasons, drafted = append_emitted(rows, sequences)
+    longest = max(1, *map(len, tokens))
+    path, emitted = path[:, :longest], emitted[:, :longest]
+    counts = (emitted != NO_TOKEN).sum(axis=1)
+    return Accepted(
+        torch.from_numpy(path),
+        torch.from_numpy(emitted),
+        torch.from_numpy(counts),
+        tokens,
+        reasons,
+        drafted,
+    )
+
+
+class GreedyAcceptor:
+    """Accepts by argmax: all rows and nodes at once, with one read by the host."""
+
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+        """Accept the longest path along the argmax tokens."""
+        return accept_and_append(draft, greedy(logits), sequences)
+
+
+# (ids int64 [1, t], logits float32 [1, V]) -> scores [1, V]
+Processors = Callable[[Tensor, Tensor], Tensor]
+# (row, logits float32 [1, V], scores float32 [1, V]), called for every chosen token in order
+OnChoice = Callable[[int, Tensor, Tensor], None]
+
+
+class FollowAcceptor:
+    """Chooses each token as plain decoding would and follows it as long as the draft contains it.
+
+    The logits processors run on the followed path only, so their calls and the random numbers
+    drawn are those of plain decoding: the same seed gives the same text, whatever the draft.
+    """
+
+    def __init__(
+        self,
+        processors: list[Processors],
+        sampler: Sampler | None,
+        on_choice: OnChoice | None = None,
+    ) -> None:
+        """Choose tokens with these processors.
+
+        Args:
+            processors: one per row, called with the row's padding, prompt and answer.
+            sampler: draws a token; None: take the argmax.
+            on_choice: called with the logits and scores of every chosen token.
+        """
+        self.processors, self.sampler, self.on_choice = processors, sampler, on_choice
+        self._node_wise = [are_node_wise(one) for one in processors]
+
+    def _choose(self, row: int, sequence: Sequence, logits: Tensor) -> int:
+        """Choose the token that follows ``sequence`` from ``logits`` float32 [1, V]."""
+        if self._node_wise[row] and self.on_choice is None:
+            scores = logits
+            for processor in cast("Any", self.processors[row]):
+                scores = processor(None, scores)
+        else:
+            logits = logits.clone()  # a processor may write to it
+            scores = self.processors[row](sequence.ids(logits.device), logits).reshape(1, -1)
+        token = scores.argmax(dim=-1) if self.sampler is None else self.sampler(row, scores)
+        if self.on_choice is not None:
+            self.on_choice(row, logits, scores)
+        return int(token)
+
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+        """Walk every row's tree from its root."""
+        with ordinary_tensors():  # processors may be third-party code
+            return self._walk(draft, logits.float(), sequences)
+
+    def _walk(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+        parents, nodes = draft.parents.tolist(), draft.tokens.tolist()
+        valid = draft.valid.tolist()
+        tokens: list[list[int]] = [[] for _ in sequences]
+        paths: list[list[int]] = [[] for _ in sequences]
+        reasons: list[str | None] = [None] * len(sequences)
+        for row, sequence in enumerate(sequences):
+            below = {
+                (parents[row][node], nodes[row][node]): node
+                for node in range(draft.nodes - 1, 0, -1)  # of equal siblings the first wins
+                if valid[row][node]
+            }
+            node: int | None = 0 if valid[row][0] else None
+            while node is not None:
+                paths[row].append(node)
+                token = self._choose(row, sequence, logits[row, node][None])
+                tokens[row].append(token)
+                if reason := sequence.append(token):
+                    reasons[row] = reason
+                    break
+                node = below.get((node, token))
+        longest = max(1, *map(len, tokens))
+        padded = [row + [NO_TOKEN] * (longest - len(row)) for row in tokens]
+        nodes_of = [row + [0] * (longest - len(row)) for row in paths]
+        emitted = torch.tensor(padded, dtype=torch.long, device="cpu")
+        path = torch.tensor(nodes_of, dtype=torch.long, device="cpu")
+        drafted = [max(sum(row) - 1, 0) for row in valid]
+        counts = torch.tensor([len(row) for row in tokens], device="cpu")
+        return Accepted(path, emitted, counts, tokens, reasons, drafted)
+
+
+class RowAcceptor:
+    """Chooses the tokens of each row with an acceptor of its own."""
+
+    def __init__(self, accepts: list[Acceptor]) -> None:
+        """Accept row b with ``accepts[b]``, an acceptor for a single row."""
+        self.accepts = accepts
+        self._greedy = all(isinstance(accept, GreedyAcceptor) for accept in accepts)
+
+    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+        """Accept row by row, or all at once if all rows are greedy."""
+        if self._greedy or len(self.accepts) == 1:
+            return self.accepts[0](draft, logits, sequences)
+        return joined(
+            [
+                accept(draft.select([row]), logits[row : row + 1], [sequence])
+                for row, (accept, sequence) in enumerate(zip(self.accepts, sequences))
+            ]
+        )

@@ -1,0 +1,45 @@
+"""The results of generation: a whole answer, or one token of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from token_recycling.decoding.metrics import Stats
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: the text without special tokens and without the stop string that ended it.
+        token_ids: all emitted tokens, including an end-of-sequence token.
+        finish_reason: "eos", "stop" (a stop string) or "length" (a limit).
+        stats: counts and times of this answer.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One token of a streamed answer.
+
+    Attributes:
+        text: the text that the token adds; empty while a character or a possible stop string is
+            incomplete.
+        token_id: the token.
+        from_draft: True when the token was drafted and accepted. The last token of every step
+            counts as the target's own.
+        finish_reason: set in the last chunk only (see ``Generation``).
+        stats: set in the last chunk only.
+    """
+
+    text: str
+    token_id: int
+    from_draft: bool
+    finish_reason: str | None = None
+    stats: Stats | None = None

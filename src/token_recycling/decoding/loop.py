@@ -1,0 +1,213 @@
+"""The decoding loop of Token Recycling: propose, verify, accept, observe, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from token_recycling.decoding.accept import Acceptor, overflowed
+from token_recycling.decoding.metrics import Step
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.draft import DraftTree, root_only
+from token_recycling.drafting.size.base import DraftSize
+from token_recycling.model.target import OnProgress, Target
+from token_recycling.util.modes import without_autocast
+
+# (rows, draft, accepted), called at every step before the drafter learns from it
+OnDraft = Callable[[Any, DraftTree, Accepted], None]
+
+
+class GraphSteps(Protocol):
+    """Runs steps as graphs (see ``graph.decoder.GraphDecoder``)."""
+
+    def steps(
+        self, sequences: list[Sequence], accept: Acceptor, check: Callable[[], None]
+    ) -> Iterator[Step]:
+        """Decode with graphs until the rows end or a graph cannot continue."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Callbacks during decoding.
+
+    Attributes:
+        check: called before every step; raises when the target has been used for something else.
+        on_progress: called while the prompts are read (see ``Target.prefill``).
+        on_draft: called with every draft and what was accepted of it; requires the eager loop.
+    """
+
+    check: Callable[[], None] = lambda: None
+    on_progress: OnProgress | None = None
+    on_draft: OnDraft | None = None
+
+
+def read_prompts(
+    target: Target,
+    drafter: AnyDrafter,
+    accept: Acceptor,
+    sequences: list[Sequence],
+    *,
+    learns: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Step:
+    """Read the prompts of ``sequences`` and choose the first tokens.
+
+    Args:
+        target: reads the prompts; for a single row, its cache holds the first ``cached`` tokens.
+        drafter: learns from the prompts.
+        accept: chooses the tokens.
+        sequences: the rows.
+        learns: False: the drafter learns nothing, which saves time.
+        on_progress: see ``Target.prefill``.
+
+    Raises:
+        TokenRecyclingError: a prompt is empty or longer than the context.
+    """
+    begin = perf_counter()
+
+    def prompt_mask(tokens: Tensor) -> Tensor | None:
+        with without_autocast(target.device):
+            return drafter.prompt_mask(tokens) if learns else None
+
+    def learn_prompt(tokens: Tensor, logits: Tensor, mask: Tensor) -> None:
+        with without_autocast(target.device):
+            ranked = best_candidates(logits[..., : target.vocab_size], drafter.k)
+            drafter.learn_prompt(tokens, ranked, mask)
+
+    prompts = [list(sequence.tokens) for sequence in sequences]
+    logits = target.prefill(
+        prompts,
+        prompt_mask=prompt_mask,
+        learn_prompt=learn_prompt,
+        on_progress=on_progress,
+        cached=sequences[0].cached,
+    )
+    ends = root_only(torch.tensor([prompt[-1] for prompt in prompts], device="cpu"))
+    accepted = accept(ends, logits[:, None], sequences)
+    seconds = (perf_counter() - begin,)
+    return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
+
+
+@dataclass
+class Decoding:
+    """One run of the decoding loop over B rows.
+
+    Attributes:
+        target: the model.
+        drafter: proposes the drafts.
+        size: the draft-size policy.
+        accept: chooses the tokens and appends them to the sequences.
+        sequences: B rows.
+        graph: runs steps as graphs as long as it can, before the eager loop; None: eager only.
+        hooks: the caller's callbacks.
+        rows: the drafter's state of each row.
+    """
+
+    target: Target
+    drafter: AnyDrafter
+    size: DraftSize
+    accept: Acceptor
+    sequences: list[Sequence]
+    graph: GraphSteps | None = None
+    hooks: Hooks = field(default_factory=Hooks)
+    rows: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.drafter.new_rows(len(self.sequences))
+
+    def steps(self) -> Generator[Step, None, None]:
+        """Read the prompts, then ``decode``; the first ``Step`` is the prefill.
+
+        Raises:
+            TokenRecyclingError: a prompt is empty or longer than the context.
+        """
+        self.load([list(sequence.tokens) for sequence in self.sequences])
+        with self.target.inference_context():
+            step = read_prompts(
+                self.target,
+                self.drafter,
+                self.accept,
+                self.sequences,
+                learns=self.size.pays,
+                on_progress=self.hooks.on_progress,
+            )
+        yield step
+        yield from self.decode()
+
+    def decode(self) -> Generator[Step, None, None]:
+        """Decode rows whose first token is chosen; yield one ``Step`` per forward.
+
+        The consumer may stop early: when a ``Step`` is yielded, all its tokens but the last of
+        each row are committed, and nothing else is in the cache.
+        """
+        if self.graph is not None:
+            yield from self.graph.steps(self.sequences, self.accept, self.hooks.check)
+            if self._active:
+                self.load([sequence.tokens[:-1] for sequence in self.sequences])
+        while self._active:
+            self.hooks.check()
+            with self.target.inference_context():
+                step = self._advance()
+            emitting = sum(map(bool, step.tokens))
+            emitted = sum(map(len, step.tokens)) / max(emitting, 1)
+            rows = len(step.tokens)
+            self.size.record(rows, rows * (step.nodes - 1), emitted, sum(step.seconds))
+            yield step
+
+    @property
+    def _active(self) -> bool:
+        return any(sequence.active for sequence in self.sequences)
+
+    def load(self, texts: list[list[int]]) -> None:
+        """Start the draft-size policy and the drafter with these tokens per row."""
+        self.size.begin(len(texts), max(map(len, texts)))
+        with without_autocast(self.target.device):
+            self.drafter.load(self.rows, texts)
+
+    def _advance(self) -> Step:
+        """Take one step; rows that have ended are computed too but emit and teach nothing."""
+        target, drafter = self.target, self.drafter
+        timestamps = [perf_counter()]
+        draft = self._propose()
+        timestamps.append(perf_counter())
+        logits = target.verify(draft)
+        if draft.nodes > 1 and bool(overflowed(logits)):
+            # A drafted token whose activations overflow makes every node of the forward NaN,
+            # since masked entries get a weight of 0 and 0 * NaN is NaN. Plain decoding would not
+            # have read that token, so verify the root alone.
+            draft = draft.first(1)
+            target.clear_drafts()
+            logits = target.verify(draft)
+        timestamps.append(perf_counter())
+        accepted = self.accept(draft, logits, self.sequences)
+        timestamps.append(perf_counter())
+        if self.hooks.on_draft is not None:
+            self.hooks.on_draft(self.rows, draft, accepted)
+        with without_autocast(target.device):
+            candidates = best_candidates(logits[..., : target.vocab_size], drafter.k)
+            drafter.observe(self.rows, draft, candidates, accepted)
+        timestamps.append(perf_counter())
+        target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
+        timestamps.append(perf_counter())
+        seconds = tuple(end - begin for begin, end in pairwise(timestamps))
+        return Step(accepted.tokens, accepted.reasons, accepted.drafted, draft.nodes, seconds)
+
+    def _propose(self) -> DraftTree:
+        """Return the draft to verify."""
+        # Rows that have ended get a root too, but their nodes are marked invalid below.
+        roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device="cpu")
+        with without_autocast(self.target.device):
+            draft = self.drafter.propose(self.rows, roots, self.size.limit()).to("cpu")
+        active = [sequence.active for sequence in self.sequences]
+        if not all(active):
+            draft = draft.only(torch.tensor(active, device="cpu"))
+        return draft.first(self.size.choose(draft)).compact()

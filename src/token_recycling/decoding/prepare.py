@@ -1,0 +1,56 @@
+"""Compilation of everything that a step runs on the host, before the first step needs it."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from token_recycling.decoding.accept import GreedyAcceptor
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.draft import root_only
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.paper import PaperDrafter
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.templates import TreeTemplate
+from token_recycling.util.modes import ordinary_tensors
+
+V, K = 8, 2
+logger = logging.getLogger(__name__)
+
+
+def is_compiled() -> bool:
+    """Return True if machine code of an earlier process is there to be loaded."""
+    folder = getattr(getattr(host.propose, "_cache", None), "cache_path", None)
+    return folder is not None and any(Path(folder).glob("host.propose-*.nbi"))
+
+
+@lru_cache
+def compile_kernels() -> None:
+    """Compile the drafters and the acceptance: seconds at first, later 0.3 s per process."""
+    if not is_compiled():
+        logger.info("Token Recycling: compiling the drafter, once per installation")
+    with ordinary_tensors():
+        _take_steps(AdaptiveDrafter(AdjacencyMatrix(V, K), 3, pairs=3, triples=3))
+        _take_steps(PaperDrafter(AdjacencyMatrix(V, K), TreeTemplate.chain(2)))
+        _take_steps(PromptLookupDrafter())
+
+
+def _take_steps(drafter: AnyDrafter) -> None:
+    """Draft and learn, with drafts and without."""
+    sequence, roots = Sequence([1, 2, 1, 2]), torch.tensor([2], device="cpu")
+    rows = drafter.new_rows(1)
+    drafter.load(rows, [[1, 2, 1]])
+    for nodes in (None, 1):
+        draft = drafter.propose(rows, roots, nodes)
+        logits = torch.zeros((1, draft.nodes, V), dtype=torch.float32, device="cpu")
+        accepted: Accepted = GreedyAcceptor()(draft, logits, [sequence])
+        drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
+    GreedyAcceptor()(root_only(roots), logits, [sequence])

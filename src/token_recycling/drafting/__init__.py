@@ -1,0 +1,1 @@
+"""Drafts: what is learnt, the drafters, and the size of their drafts."""

@@ -1,0 +1,244 @@
+"""The default drafter: best-first trees from mixed sources, which learn how reliable they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from token_recycling import defaults
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.candidates import Candidates
+from token_recycling.drafting.draft import DraftTree, root_only
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.ngram import Chains, Context
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.util.compiled import as_array, in_threads
+from token_recycling.util.tokens import NO_TOKEN
+
+# Slots for pairs and triples of tokens, prime numbers: 12.5 MiB with k = 12
+PAIRS, TRIPLES = 32749, 131071
+OLD_WEIGHT = 0.4  # weight of the old row in an average
+CHAIN = 16  # longest chain
+DEEPER = 6  # levels that a tree may have below the chain's end
+THREAD_NODES = 128  # nodes of all rows from which a thread of its own is faster
+SOURCES = ("token", "pair", "triple")  # by level of the row
+
+
+@dataclass
+class AdaptiveRows(Rows):
+    """The adaptive drafter's state of each row.
+
+    Attributes:
+        context: the tokens so far, including the root of the last draft.
+        chains: the chains of the last draft.
+    """
+
+    context: Context
+    chains: Chains
+
+
+class AdaptiveDrafter(Drafter[AdaptiveRows]):
+    """Builds the most likely tree from matrix rows and a chain copied from the context.
+
+    Beyond the paper (docs/drafting.md): rows keep probabilities and are averaged over time; pairs
+    and triples of tokens have rows of their own; the tokens that followed an earlier occurrence of
+    the last n-gram are one more branch (the chain); what these sources say of a candidate is
+    calibrated by how often its kind was right, and mixed with weights learnt online; and the tree
+    consists of the best nodes by these scores, not of a fixed shape.
+    """
+
+    name = "adaptive"
+    matrix: AdjacencyMatrix
+    logits: Any  # float64 [f], log odds of the calibrated rates, computed from the evidence
+
+    def __init__(
+        self,
+        matrix: AdjacencyMatrix,
+        nodes: int = defaults.MOST_NODES,
+        *,
+        pairs: int = PAIRS,
+        triples: int = TRIPLES,
+        old_weight: float = OLD_WEIGHT,
+        chain: int = CHAIN,
+        learning_rate: float = host.LEARNING_RATE,
+        calibrate: bool = True,
+    ) -> None:
+        """Draft from ``matrix``; slots, evidence and weights are added if it has none.
+
+        Args:
+            matrix: shared by all rows of a batch.
+            nodes: nodes below the root, 1 to 256.
+            pairs: slots for pairs of tokens; 0: none.
+            triples: slots for triples; 0: none.
+            old_weight: weight of the old row in an average; 0: the new row replaces it.
+            chain: most tokens copied from the context; 0: none.
+            learning_rate: of the weights of the sources; 0: these stay as they are.
+            calibrate: count how often candidates are right. False: rely on expected rates, and
+                learn no weights.
+
+        Raises:
+            TokenRecyclingError: ``nodes`` is not within 1..256.
+        """
+        if not 1 <= nodes <= defaults.LARGEST_DRAFT:
+            raise TokenRecyclingError(
+                f"nodes is {nodes}; it must be between 1 and {defaults.LARGEST_DRAFT}"
+            )
+        self.matrix, self.nodes, self.old_weight = matrix, nodes, old_weight
+        self.learning_rate = learning_rate if calibrate else -1.0
+        self.chain_length = chain
+        self.max_depth = min(chain + DEEPER, nodes)
+        matrix.reserve(pairs, triples)
+        matrix.assume_probabilities()
+        self._rates = host.expected_rates(matrix.k)
+        self.logits = np.zeros_like(self._rates)
+        if matrix.evidence.shape[1] != len(self._rates):
+            shape = (2, len(self._rates))
+            matrix.evidence = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        if matrix.weights.shape != (host.SETS, host.INPUTS):
+            shape = (host.SETS, host.INPUTS)
+            matrix.weights = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        self._acceptance = tuple(0.34 * node**-0.95 for node in range(1, nodes + 1))
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """What text and model bring on average, used until drafts have scores.
+
+        Fitted by lab/fit.py to the MAT of 1 to 31 nodes on 59 answers of SmolLM2-135M-Instruct,
+        each with an empty matrix.
+        """
+        return self._acceptance
+
+    def _tables(self) -> host.Tables:
+        """Return views of what has been learnt."""
+        matrix = self.matrix
+        return host.Tables(
+            matrix.vocab_size,
+            matrix.pairs,
+            matrix.triples,
+            matrix.all_candidates.numpy(),
+            matrix.all_probabilities.view(torch.uint16).numpy(),
+            matrix.keys.numpy(),
+            matrix.evidence.numpy(),
+            matrix.weights.numpy(),
+            self._rates,
+            self.logits,
+        )
+
+    def new_rows(self, batch: int, capacity: int | None = None) -> AdaptiveRows:
+        """Return empty contexts."""
+        context = Context.empty(batch, capacity, self.max_depth + 2)
+        return AdaptiveRows(context, Chains.none(batch, self.chain_length))
+
+    def load(self, rows: AdaptiveRows, texts: list[list[int]]) -> None:
+        """Load the texts as context."""
+        rows.context.load(texts)
+        rows.chains.clear()
+        if not bool(self.matrix.weights.any()):
+            self.matrix.weights.copy_(torch.from_numpy(host.initial_weights()))
+        host.refresh_logits(self._tables())
+
+    def prompt_mask(self, tokens: Tensor) -> Tensor | None:
+        """Select tokens without a row, each at its last occurrence."""
+        return self.matrix.unseen(tokens)
+
+    def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
+        """Store rows of prompt tokens; none for pairs, as the preceding tokens are unknown here."""
+        valid = mask.cpu() & torch.from_numpy(candidates.finite)
+        self.matrix.update(
+            tokens.cpu().flatten(),
+            torch.from_numpy(candidates.ids).flatten(0, 1),
+            torch.from_numpy(candidates.probabilities).flatten(0, 1),
+            valid.flatten(),
+        )
+
+    def propose(self, rows: AdaptiveRows, roots: Tensor, nodes: int | None = None) -> DraftTree:
+        """Build the tree."""
+        if nodes == 1:
+            rows.context.append_roots(roots)
+            rows.chains.clear()
+            return root_only(roots)
+        rows.context.reserve(1)
+        n = self.nodes + 1 if nodes is None else min(nodes, self.nodes + 1)
+        batch = len(roots)
+        tokens, parents, depths = np.empty((3, batch, n), np.int64)
+        ancestors, valid = np.empty((batch, n, n), np.bool_), np.empty((batch, n), np.bool_)
+        scores = np.empty((batch, n), np.float32)
+        drafts = host.Drafts(tokens, parents, depths, ancestors, valid, scores)
+        state = (
+            rows.context.tokens.numpy(),
+            rows.context.lengths.numpy(),
+            as_array(roots),
+            rows.chains.tokens.numpy(),
+            rows.chains.counts.numpy(),
+            rows.chains.runs.numpy(),
+        )
+        tables = self._tables()
+
+        def run(part: slice) -> None:
+            context, lengths, first, chain, counts, runs = (array[part] for array in state)
+            own = host.Drafts(*(array[part] for array in drafts))
+            host.propose(context, lengths, first, chain, counts, runs, tables, self.max_depth, own)
+
+        in_threads(batch, THREAD_NODES // n, run)
+        return DraftTree(
+            torch.from_numpy(tokens),
+            torch.from_numpy(parents),
+            torch.from_numpy(depths),
+            torch.from_numpy(ancestors),
+            torch.from_numpy(valid),
+            min(self.max_depth, n - 1),
+            torch.from_numpy(scores),
+        )
+
+    def sources(self, rows: AdaptiveRows, draft: DraftTree) -> list[str]:
+        """Return "root", "chain", or the longest context whose row has the token, per node."""
+        tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+        length = int(rows.context.lengths[0])
+        before = [NO_TOKEN, NO_TOKEN, *rows.context.tokens[0, :length].tolist()][-3:-1]
+        chain = rows.chains.tokens[0, : max(int(rows.chains.counts[0]), 0)].tolist()
+        tables = self._tables()
+        paths = [[*before, tokens[0]]]  # of each node: two tokens before the root, then its branch
+        found = ["root"]
+        for node in range(1, len(tokens)):
+            path = paths[parents[node]]
+            paths.append([*path, tokens[node]])
+            drafted = paths[-1][3:]
+            if drafted == chain[: len(drafted)]:
+                found.append("chain")
+                continue
+            second, first, token = path[-3:]
+            in_rows = [
+                source
+                for level, source in enumerate(SOURCES)
+                if (row := host.find(level, second, first, token, tables)) >= 0
+                and tokens[node] in tables.candidates[row]
+            ]
+            found.append(in_rows[-1] if in_rows else SOURCES[0])
+        return found
+
+    def observe(
+        self, rows: AdaptiveRows, draft: DraftTree, candidates: Candidates, accepted: Accepted
+    ) -> None:
+        """Count right candidates, average the rows of all nodes, and extend the context."""
+        rows.context.reserve(accepted.emitted.shape[1])
+        host.observe(
+            rows.context.tokens.numpy(),
+            rows.context.lengths.numpy(),
+            rows.chains.tokens.numpy(),
+            rows.chains.counts.numpy(),
+            rows.chains.runs.numpy(),
+            as_array(draft.tokens),
+            as_array(draft.parents),
+            as_array(draft.valid),
+            *candidates,
+            as_array(accepted.emitted),
+            self._tables(),
+            self.old_weight,
+            self.learning_rate,
+        )

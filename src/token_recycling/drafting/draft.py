@@ -1,0 +1,216 @@
+"""The draft of a step: a tree of tokens per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The draft of one step for B rows; node 0 of each row is its root.
+
+    Attributes:
+        tokens: int64 [B, n].
+        parents: int64 [B, n]; a parent precedes its children; the root is its own parent.
+        depths: int64 [B, n], 0 for the root.
+        ancestors: bool [B, n, n]; ``[b, i, j]`` is True if j is i or an ancestor of i.
+        valid: bool [B, n]; an invalid node is padding and never accepted. All nodes below an
+            invalid node must be invalid too.
+        max_depth: upper bound of ``depths``.
+        scores: float32 [B, n], the probability that each node is right, in descending order; None
+            if the drafter gives none.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    valid: Tensor
+    max_depth: int
+    scores: Tensor | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes per row, including the root."""
+        return self.tokens.shape[1]
+
+    def pack(self) -> Tensor:
+        """Return everything but the scores as one tensor, int64 [B, 4 + n, n]."""
+        parts = [self.tokens, self.parents, self.depths, self.valid.long()]
+        return torch.cat([torch.stack(parts, dim=1), self.ancestors.long()], dim=1).contiguous()
+
+    @classmethod
+    def unpack(cls, packed: Tensor, max_depth: int) -> DraftTree:
+        """Return the draft of a tensor made by ``pack``."""
+        tokens, parents, depths, valid = packed[:, :4].unbind(dim=1)
+        return cls(tokens, parents, depths, packed[:, 4:].bool(), valid.bool(), max_depth)
+
+    def to(self, device: torch.device | str) -> DraftTree:
+        """Return the draft on ``device``, copied in one transfer; the scores stay behind."""
+        if self.tokens.device == torch.device(device):
+            return self
+        return self.unpack(self.pack().to(device), self.max_depth)
+
+    def only(self, rows: Tensor) -> DraftTree:
+        """Return the draft with all nodes invalid in rows where ``rows`` (bool [B]) is False."""
+        return replace(self, valid=self.valid & rows[:, None])
+
+    def up_to(self, counts: Tensor) -> DraftTree:
+        """Return the draft with all but the first ``counts`` (int64 [B]) nodes of a row invalid."""
+        there = torch.arange(self.nodes, device=self.tokens.device) < counts[:, None]
+        return replace(self, valid=self.valid & there)
+
+    def path_of(self, on: Tensor) -> Tensor:
+        """Return the nodes of a path by depth, int64 [B, max_depth + 1], padded with 0.
+
+        Args:
+            on: bool [B, n], True for the nodes of one path per row.
+        """
+        batch, n = self.tokens.shape
+        # Nodes on the path go to the column of their depth, all others to an extra last column.
+        columns = self.depths.masked_fill(~on, self.max_depth + 1)
+        nodes = torch.arange(n, device=on.device).expand(batch, n)
+        path = nodes.new_zeros(batch, self.max_depth + 2).scatter_(1, columns, nodes)
+        return path[:, :-1]
+
+    def best_branch(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Follow the child that the target considers most likely from the root down.
+
+        Args:
+            logits: [B, n, V], the target's logits at every node.
+
+        Returns:
+            The nodes of the branch, int64 [B, max_depth + 1], the root first, padded with 0; and
+            their number, int64 [B], 1 where the root has no valid child.
+        """
+        batch, n = self.tokens.shape
+        nodes = torch.arange(n, device=self.tokens.device)
+        rows = torch.arange(batch, device=nodes.device)[:, None]
+        worth = logits[rows, self.parents, self.tokens].float()
+        below = self.valid.clone()
+        below[:, 0] = False
+        worth = worth.masked_fill(~below, -torch.inf)
+        # Among siblings choose the highest worth; on a tie, the first.
+        siblings = (self.parents[:, :, None] == self.parents[:, None, :]) & below[:, None, :]
+        above = worth[:, None, :] > worth[:, :, None]
+        before = (worth[:, None, :] == worth[:, :, None]) & (nodes < nodes[:, None])
+        off = ~below | (siblings & (above | before)).any(dim=2)
+        off[:, 0] = False
+        on = ~(off | (self.ancestors & off[:, None, :]).any(dim=2))
+        return self.path_of(on), on.sum(dim=1)
+
+    def first(self, nodes: int | None) -> DraftTree:
+        """Return the draft of the first ``nodes`` nodes, including the root; None: all."""
+        if nodes is None or nodes >= self.nodes:
+            return self
+        return DraftTree(
+            self.tokens[:, :nodes],
+            self.parents[:, :nodes],
+            self.depths[:, :nodes],
+            self.ancestors[:, :nodes, :nodes],
+            self.valid[:, :nodes],
+            min(self.max_depth, nodes - 1),
+            None if self.scores is None else self.scores[:, :nodes],
+        )
+
+    def select(self, rows: list[int]) -> DraftTree:
+        """Return the drafts of these rows."""
+        return DraftTree(
+            self.tokens[rows],
+            self.parents[rows],
+            self.depths[rows],
+            self.ancestors[rows],
+            self.valid[rows],
+            self.max_depth,
+            None if self.scores is None else self.scores[rows],
+        )
+
+    def padded(self, nodes: int) -> DraftTree:
+        """Return the draft with invalid nodes appended, up to ``nodes`` nodes."""
+        more = nodes - self.nodes
+        if more <= 0:
+            return self
+        return replace(
+            self,
+            tokens=pad(self.tokens, (0, more)),
+            parents=pad(self.parents, (0, more)),
+            depths=pad(self.depths, (0, more)),
+            ancestors=pad(self.ancestors, (0, more, 0, more)),
+            valid=pad(self.valid, (0, more)),
+            scores=None if self.scores is None else pad(self.scores, (0, more)),
+        )
+
+    def compact(self) -> DraftTree:
+        """Drop the nodes that are invalid in every row.
+
+        This saves time on a CPU, where every verified node costs time, above all with a cold
+        matrix. Shapes of the result depend on the data, so graph steps do not use it.
+        """
+        kept = self.valid.any(dim=0)
+        kept[0] = True
+        if bool(kept.all()):
+            return self
+        nodes = kept.nonzero()[:, 0]
+        renumbered = kept.cumsum(0) - 1
+        return DraftTree(
+            self.tokens[:, nodes],
+            # A node that is invalid in this row may have lost its parent; any index will do then.
+            renumbered.clamp(min=0)[self.parents[:, nodes]],
+            self.depths[:, nodes],
+            self.ancestors[:, nodes][:, :, nodes],
+            self.valid[:, nodes],
+            self.max_depth,
+            None if self.scores is None else self.scores[:, nodes],
+        )
+
+
+def chains(tokens: Tensor) -> DraftTree:
+    """Return single-branch drafts of ``tokens``, int64 [B, n], the roots first."""
+    batch, n = tokens.shape
+    depths = torch.arange(n, device=tokens.device)
+    ancestors = depths[:, None] >= depths
+    return DraftTree(
+        tokens,
+        (depths - 1).clamp(min=0).expand(batch, n),
+        depths.expand(batch, n),
+        ancestors.expand(batch, n, n),
+        torch.ones_like(tokens, dtype=torch.bool),
+        n - 1,
+    )
+
+
+def joined(drafts: list[DraftTree], rows: list[list[int]]) -> DraftTree:
+    """Return one draft of the rows of several; the inverse of ``DraftTree.select``.
+
+    Args:
+        drafts: of any numbers of nodes; the smaller ones get invalid nodes.
+        rows: of each draft, the rows of the result that its rows become.
+    """
+    most = max(draft.nodes for draft in drafts)
+    parts = [draft.padded(most) for draft in drafts]
+    order = torch.tensor([row for own in rows for row in own]).argsort()
+
+    def column(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors)[order]
+
+    scores = [part.scores for part in parts if part.scores is not None]
+    return DraftTree(
+        column([part.tokens for part in parts]),
+        column([part.parents for part in parts]),
+        column([part.depths for part in parts]),
+        column([part.ancestors for part in parts]),
+        column([part.valid for part in parts]),
+        max(part.max_depth for part in parts),
+        column(scores) if len(scores) == len(parts) else None,
+    )
+
+
+def root_only(tokens: Tensor) -> DraftTree:
+    """Return root-only drafts of ``tokens`` (int64 [B]), for a step of plain decoding."""
+    zeros = torch.zeros((len(tokens), 1), dtype=torch.long, device=tokens.device)
+    there = torch.ones_like(zeros, dtype=torch.bool)
+    return DraftTree(tokens[:, None], zeros, zeros, there[:, :, None], there, 0)

@@ -1,0 +1,140 @@
+"""The adaptive drafter on a GPU, for captured steps: a copy of its matrix, and its kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.kernels import device as _operations  # noqa: F401
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.matrix import STATE
+from token_recycling.util.tokens import NO_TOKEN
+
+
+class DeviceDrafting:
+    """Drafts like an ``AdaptiveDrafter``, with tensors at fixed addresses on the device.
+
+    The drafter's matrix is copied to the device when decoding begins, and back when it ends.
+
+    Attributes:
+        nodes: nodes of every draft, root included.
+        max_depth: of a draft.
+    """
+
+    def __init__(
+        self,
+        drafter: AdaptiveDrafter,
+        batch: int,
+        capacity: int,
+        nodes: int | None,
+        device: torch.device,
+    ) -> None:
+        """Make rows for ``batch`` texts of at most ``capacity`` tokens.
+
+        Args:
+            drafter: shared with other steps.
+            batch: B.
+            capacity: most tokens of a row.
+            nodes: most nodes of a draft, root included; None: as many as the drafter proposes.
+            device: of the target.
+        """
+        self.drafter = drafter
+        self.nodes = min(nodes or drafter.nodes + 1, drafter.nodes + 1)
+        self.max_depth = min(drafter.max_depth, self.nodes - 1)
+        matrix = drafter.matrix
+        self._learnt = {name: getattr(matrix, name).to(device, copy=True) for name in STATE}
+        rates = host.expected_rates(matrix.k)
+        self._rates = torch.from_numpy(rates).to(device, torch.float32)
+        self._logits = torch.zeros_like(self._rates)
+        self._classes = torch.from_numpy(host.BIN_OF).to(device, torch.int32)
+        self._context = torch.full((batch, capacity), NO_TOKEN, device=device)
+        self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self._chain = torch.zeros((batch, max(drafter.chain_length, 1)), device=device).long()
+        self._counts = torch.zeros_like(self._lengths)
+        self._runs = torch.zeros_like(self._lengths)
+        self._slots = torch.zeros((batch, self.nodes, host.LEVELS), device=device).long()
+        self._slot_keys = torch.zeros_like(self._slots)
+
+    def begin(self, texts: list[list[int]]) -> None:
+        """Copy the matrix to the device, and the texts, without the next roots."""
+        rows = self.drafter.new_rows(len(texts), self._context.shape[1])
+        self.drafter.load(rows, texts)
+        self._context.copy_(rows.context.tokens)
+        self._lengths.copy_(rows.context.lengths)
+        for name, tensor in self._learnt.items():
+            tensor.copy_(getattr(self.drafter.matrix, name))
+        self._logits.copy_(torch.from_numpy(self.drafter.logits))
+
+    def end(self) -> None:
+        """Copy the matrix back."""
+        for name, tensor in self._learnt.items():
+            getattr(self.drafter.matrix, name).copy_(tensor)
+
+    def propose(self, roots: Tensor) -> DraftTree:
+        """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
+        parts = torch.ops.token_recycling.device_propose(
+            self._context,
+            self._lengths,
+            roots,
+            self._chain,
+            self._counts,
+            self._runs,
+            self._slots,
+            self._slot_keys,
+            *self._tables,
+            self.drafter.chain_length,
+            self.drafter.max_depth,
+        )
+        tokens, parents, depths, ancestors, valid, scores = parts
+        return DraftTree(tokens, parents, depths, ancestors, valid, self.max_depth, scores)
+
+    @property
+    def _tables(self) -> tuple[Tensor | int, ...]:
+        """Arguments of the kernels that read candidates of all sources."""
+        matrix, learnt = self.drafter.matrix, self._learnt
+        return (
+            learnt["all_candidates"],
+            learnt["all_probabilities"].view(torch.int16),
+            learnt["keys"],
+            learnt["weights"],
+            self._logits,
+            self._classes,
+            matrix.vocab_size,
+            matrix.pairs,
+            matrix.triples,
+        )
+
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        """Learn from a step (see ``Drafter.observe``)."""
+        drafter, learnt = self.drafter, self._learnt
+        matrix = drafter.matrix
+        values, ids = logits[..., : matrix.vocab_size].topk(matrix.k, dim=-1)
+        torch.ops.token_recycling.device_count(
+            self._context,
+            self._lengths,
+            self._chain,
+            self._counts,
+            self._runs,
+            draft.valid,
+            accepted.emitted,
+            *self._tables[:6],
+            learnt["evidence"],
+            self._rates,
+            *self._tables[6:],
+            drafter.learning_rate,
+        )
+        torch.ops.token_recycling.device_learn(
+            self._slots,
+            self._slot_keys,
+            draft.valid,
+            values,
+            ids,
+            learnt["all_candidates"],
+            learnt["all_probabilities"].view(torch.int16),
+            learnt["keys"],
+            matrix.vocab_size,
+            drafter.old_weight,
+        )

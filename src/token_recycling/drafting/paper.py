@@ -1,0 +1,89 @@
+"""Token Recycling as published (Luo et al., ACL 2025, arXiv 2408.08696)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.candidates import Candidates
+from token_recycling.drafting.draft import DraftTree, root_only
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.templates import TreeShape, TreeTemplate
+from token_recycling.util.compiled import as_array
+
+
+class PaperDrafter(Drafter[Rows]):
+    """Fills a static tree from the adjacency matrix; uses ids only, and new rows replace old ones.
+
+    The node with path ``(…, r)`` is the candidate of rank r of its parent's token. After every
+    forward, the top-k candidates at all nodes replace the rows of their tokens.
+    """
+
+    name = "paper"
+    matrix: AdjacencyMatrix
+
+    def __init__(
+        self, matrix: AdjacencyMatrix, template: TreeTemplate, *, learn_prompts: bool = True
+    ) -> None:
+        """Draft from ``matrix`` in the shape of ``template``.
+
+        Args:
+            matrix: shared by all rows of a batch.
+            template: the tree's shape.
+            learn_prompts: also learn from prompt logits, for tokens that have no row yet. The
+                paper does not specify this; for tokens with a row it gains next to nothing.
+
+        Raises:
+            TokenRecyclingError: the template uses more candidates than the matrix keeps.
+        """
+        template.check_k(matrix.k)
+        self.matrix, self.template = matrix, template
+        self.shape = TreeShape(template, "cpu")
+        self.learn_prompts = learn_prompts
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Acceptance probabilities of the template; empty unless it is ranked."""
+        return self.template.acceptance
+
+    def prompt_mask(self, tokens: Tensor) -> Tensor | None:
+        """Select tokens without a row, each at its last occurrence."""
+        return self.matrix.unseen(tokens) if self.learn_prompts else None
+
+    def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
+        """Store the candidates of prompt tokens."""
+        self._recycle(tokens, candidates, mask)
+
+    def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
+        """Fill the tree by look-ups in the matrix."""
+        if nodes == 1:
+            return root_only(roots)
+        tokens = torch.empty((len(roots), self.shape.nodes), dtype=torch.long, device="cpu")
+        tokens[:, 0] = roots
+        valid = torch.empty_like(tokens, dtype=torch.bool)
+        host.fill_template(
+            self.matrix.candidates.numpy(),
+            self.shape.parents.numpy(),
+            self.shape.ranks.numpy(),
+            tokens.numpy(),
+            valid.numpy(),
+        )
+        return self.shape.draft(tokens, valid).first(nodes)
+
+    def observe(
+        self, rows: Rows, draft: DraftTree, candidates: Candidates, accepted: Accepted
+    ) -> None:
+        """Store the candidates of every node."""
+        self._recycle(draft.tokens, candidates, draft.valid)
+
+    def _recycle(self, tokens: Tensor, candidates: Candidates, valid: Tensor) -> None:
+        host.replace_rows(
+            as_array(tokens.cpu().flatten()),
+            (as_array(valid.cpu()) & candidates.finite).reshape(-1),
+            candidates.ids.reshape(-1, self.k),
+            self.matrix.candidates.numpy(),
+            self.matrix.probabilities.view(torch.uint16).numpy(),
+        )

@@ -1,0 +1,248 @@
+"""The automatic draft-size policy: every draft is cut where its tokens per second are greatest.
+
+The loop, graphs, the server's batches, vLLM and SGLang use this one object. A step of R rows that
+verifies t tokens is worth (1 + r · s + LEARNING · g · log2(t / R)) / cost(t): s is the sum of the
+scores of the drafted nodes per row, which are probabilities; r the ratio of tokens that came to
+tokens that were expected; g the mean number of drafted tokens that come, so that the last term is
+what the drafter learns from nodes that are rejected. A plain step is t = R.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.size.base import DraftSize
+from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.drafting.size.step_costs import StepCosts
+from token_recycling.errors import TokenRecyclingError
+
+LEARNING = 0.15  # value of twice the nodes for learning, in the tokens that drafts bring at present
+MEMORY = 100.0  # steps after which the weight of an old one is 1/e
+GAIN = 0.5  # drafted tokens that come in a step, before the first
+PRIOR = 4.0  # tokens that count as promised and as emitted before the first step
+# A draft is grown to at least so many nodes, and to so many times the largest of the last ones.
+FEWEST, GROWTH = 8, 2.0
+REFRESH = 16  # steps for which costs are taken as constant
+# Until the sizes of steps differ by so much (see ``StepCosts.spread``), one of so many takes half
+# its best size.
+ENOUGH, EXPLORE = 8.0, 16
+CHANGE = 1.1  # by how much another size must be faster for a graph of it
+# After so many drafts in a row of which none is worth verifying, drafts pause for ``COOLDOWN``
+# steps, twice as many every time, and then so many are verified whatever they promise.
+PATIENCE, PROBE, COOLDOWN, LONGEST_COOLDOWN = 16, 8, 32, 512
+# Where costs were not measured, so many plain steps are timed: at first, and after so many steps
+# with drafts, once and then always.
+TIMED, TIMED_AFTER = 4, (64, 512)
+
+
+@dataclass
+class Pauses:
+    """When drafts pause, for about so many rows."""
+
+    idle: int = 0  # drafts in a row that were not worth verifying
+    cooldown: int = COOLDOWN
+    plain_left: int = 0
+    probe_left: int = 0
+
+    def record(self) -> None:
+        """Count a step; begin and end pauses."""
+        if self.plain_left:
+            self.plain_left -= 1
+            self.probe_left = 0 if self.plain_left else PROBE
+        elif self.probe_left:
+            self.probe_left -= 1
+        elif self.idle >= PATIENCE:
+            self.plain_left, self.idle = self.cooldown, 0
+            self.cooldown = min(2 * self.cooldown, LONGEST_COOLDOWN)
+
+
+class AutoSize(DraftSize):
+    """Verifies the nodes with the most tokens per second (see above)."""
+
+    def __init__(self, acceptance: tuple[float, ...], costs: CostCurve, multiple: int = 1) -> None:
+        """Choose sizes by ``costs``.
+
+        Args:
+            acceptance: acceptance probabilities (see ``Drafter.acceptance``), for drafts without
+                scores.
+            costs: step cost by tokens verified.
+            multiple: steps of more tokens than this verify a multiple of it, or all there are:
+                engines prepare kernels for every number of tokens anew.
+
+        Raises:
+            TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
+        """
+        if not acceptance:
+            raise TokenRecyclingError(
+                "drafts of this drafter cannot be truncated; choose a fixed tree"
+            )
+        self.costs, self.multiple = costs, multiple
+        self.most = len(acceptance) + 1
+        self._step_costs = StepCosts(costs)
+        self._mean = np.array(acceptance)  # decayed mean of the scores of each node
+        self._acceptance = self._mean.copy()
+        self._accepted = self._expected = PRIOR  # decayed sums of drafted tokens
+        self._gain = GAIN
+        self._reach = float(FEWEST)  # nodes to grow
+        self._promised: float | None = None  # tokens that this step's nodes promise, if chosen
+        self._steps = self._since_plain = self._timings = 0
+        self._timed_left = 0 if costs.measured else TIMED
+        self._pauses: dict[int, Pauses] = {}
+        self._rows = 0
+        self.begin(1)
+
+    def begin(self, rows: int, context: int = 0) -> None:
+        """Go on with so many rows, and at most ``context`` tokens in the cache of each."""
+        if (rows, 0) == (self._rows, context):
+            return
+        self._rows, self._context = rows, float(context)
+        self._pause = self._pauses.setdefault(rows.bit_length(), Pauses())
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Compute the costs and the doublings of R, R + 1, … tokens."""
+        tokens = np.arange(self._rows, self._rows * self.most + 1)
+        self._prices = self._step_costs.of(tokens, self._context)
+        self._odd = (tokens > self.multiple) & (tokens % self.multiple != 0)
+        self._doublings = np.log2(tokens / self._rows)
+
+    @property
+    def pays(self) -> bool:  # type: ignore[override]
+        """False while drafts pause."""
+        return not (self._pause.plain_left or self._timed_left)
+
+    def limit(self) -> int:
+        """Return the nodes to grow in the next step."""
+        return min(self.most, int(self._reach)) if self.pays else 1
+
+    def speeds(self) -> tuple[Any, Any]:
+        """Return, per size from 1 on, the expected MAT and the expected tokens per unit of cost."""
+        mats = 1 + self._accepted / self._expected * np.concatenate([[0.0], self._mean.cumsum()])
+        return mats, mats / self._prices[:: self._rows]
+
+    @property
+    def size(self) -> int:
+        """The best size of an average draft, including the root; 1 while drafts pause."""
+        return self.typical() if self.pays else 1
+
+    def typical(self, now: int = 0) -> int:
+        """Return the best size of an average draft; ``now`` if that is nearly as good."""
+        promised = self._mean.cumsum()
+        worth = self._worth(promised, self._rows * np.arange(1, len(promised) + 1))
+        speeds = np.concatenate([[1.0], worth]) / self._prices[:: self._rows]
+        best = int(speeds.argmax()) + 1
+        return now if now and speeds[best - 1] < CHANGE * speeds[now - 1] else best
+
+    def _best(self, promised: Any, at: Any) -> int:
+        """Return the number of the choice with the most tokens per second, from 1 on; 0: plain.
+
+        Args:
+            promised: sum of the scores per row of each choice.
+            at: its index into prices.
+        """
+        if not len(promised):
+            return 0
+        speeds = self._worth(promised, at) / self._prices[at]
+        speeds[:-1][self._odd[at[:-1]]] = 0.0
+        best = int(speeds.argmax())
+        pays = self._pause.probe_left or speeds[best] > 1 / self._prices[0]
+        return best + 1 if pays else 0
+
+    def _worth(self, promised: Any, at: Any) -> Any:
+        """Return the tokens that each choice is worth (see ``_best``)."""
+        learnt = LEARNING * self._gain * self._doublings[at]
+        return 1 + self._accepted / self._expected * promised + learnt
+
+    def choose(self, draft: DraftTree) -> int:
+        """Return the best size of these drafts, one for all rows."""
+        if draft.nodes == 1:
+            self._promised = 0.0
+            return 1
+        there = draft.valid.numpy()
+        scores = self._scores(draft)[there[:, 0], 1:].mean(axis=0)[: self.most - 1]
+        promised = scores[: scores.nonzero()[0].max(initial=-1) + 1].cumsum()
+        n = self._best(promised, self._rows * np.arange(1, len(promised) + 1))
+        if self._steps % EXPLORE == EXPLORE - 1 and self._step_costs.spread < ENOUGH:
+            n = (n + 1) // 2
+        self._note(float(promised[n - 1]) if n else 0.0, n)
+        self._mean[: len(scores)] += (scores - self._mean[: len(scores)]) / MEMORY
+        return n + 1
+
+    def choose_each(self, draft: DraftTree) -> Any:
+        """Return the best number of nodes of each draft, roots not included: array int64 [B].
+
+        A node is verified if its score is among the best of all drafts.
+        """
+        scores = self._scores(draft)[:, 1:]
+        worth = np.sort(scores[scores > 0])[::-1][: (self.most - 1) * self._rows]
+        promised = worth.cumsum() / self._rows
+        n = self._best(promised, np.arange(1, len(worth) + 1))
+        self._note(float(promised[n - 1]) if n else 0.0, -(-n // self._rows))
+        if not n:
+            return np.zeros(len(scores), np.int64)
+        return (scores >= worth[n - 1]).sum(axis=1)
+
+    def _scores(self, draft: DraftTree) -> Any:
+        """Return the scores of all nodes, float [B, n]; 0 where there is none."""
+        if draft.scores is not None:
+            return draft.scores.numpy() * draft.valid.numpy()
+        known = np.concatenate([[1.0], self._acceptance[: draft.nodes - 1]])
+        known = np.pad(known, (0, draft.nodes - len(known)))
+        return known * draft.valid.numpy()
+
+    def _note(self, promised: float, nodes: int) -> None:
+        """Note what was chosen: the tokens that it promises per row, and nodes below the root."""
+        self._promised = promised
+        self._reach = max(float(FEWEST), GROWTH * (nodes + 1), self._reach * (1 - 1 / REFRESH))
+        self._pause.idle = 0 if nodes else self._pause.idle + 1
+        if nodes and not self._pause.probe_left:
+            self._pause.cooldown = COOLDOWN
+
+    def record(self, rows: int, drafted: int, emitted: float, seconds: float | None) -> None:
+        """Update costs and the ratio of tokens from a step; begin and end pauses."""
+        if drafted and self._promised is None and rows == self._rows:  # a graph's, of one size
+            nodes = min(drafted // rows, self.most - 1)
+            promised, at = self._mean[:nodes].sum(keepdims=True), np.array([rows * nodes])
+            self._note(float(promised[0]), nodes * self._best(promised, at))
+        if seconds is not None:
+            self._step_costs.record(rows + drafted, drafted > 0, self._context, seconds)
+        self._context += emitted
+        self._gain += (emitted - 1 - self._gain) / MEMORY
+        if self._promised:
+            kept = 1 - 1 / MEMORY
+            self._expected = kept * self._expected + self._promised
+            self._accepted = kept * self._accepted + emitted - 1
+        self._promised = None
+        self._steps += 1
+        if self._steps % REFRESH == 0:
+            self._refresh()
+        self._time_plain_steps(drafted > 0)
+
+    def _time_plain_steps(self, drafted: bool) -> None:
+        """Count a step; see ``TIMED``."""
+        if self._timed_left:
+            self._timed_left -= not drafted
+            self._since_plain = 0
+            if not self._timed_left:
+                self._refresh()
+            return
+        self._pause.record()
+        self._since_plain = self._since_plain + 1 if drafted else 0
+        if not self.costs.measured and self._since_plain >= TIMED_AFTER[self._timings > 0]:
+            self._timed_left, self._timings = TIMED, self._timings + 1
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was learnt from texts."""
+        sums = [*self._mean, self._accepted, self._expected, self._gain]
+        return {"tokens": torch.tensor(sums, dtype=torch.float64, device="cpu")}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Continue from a ``state``."""
+        *mean, self._accepted, self._expected, self._gain = state["tokens"].tolist()
+        self._mean = np.array(mean)

@@ -1,0 +1,285 @@
+"""Serve a prepared ``generate`` call, with draft trees or by stock decoding.
+
+``generate`` prepares everything (processors, criteria, padding, cache) and then calls a decoding
+method. A recycler is such a method; it forwards calls that it cannot serve to the method that
+``generate`` would have called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from token_recycling.decoding.accept import Acceptor, FollowAcceptor, GreedyAcceptor
+from token_recycling.decoding.metrics import Step
+from token_recycling.decoding.samplers import BatchSampler
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.hf.cache_interop import hand_out, read_padding, take_in
+from token_recycling.hf.criteria import BatchCriteria, CriteriaRule, looks_at_batch
+from token_recycling.hf.request import DecodingMethod, Request
+from token_recycling.model.override import Override, is_covered
+from token_recycling.model.target import Target, TreeTarget
+from token_recycling.util.lock import FairLock
+from token_recycling.util.modes import ordinary_tensors
+
+
+class Recycler(Protocol):
+    """What serving a call needs of a ``TokenRecycling`` object."""
+
+    model: Any
+    target: Target
+    lock: FairLock
+    warned: set[str]
+
+    @property
+    def queue(self) -> bool:
+        """See ``Options``."""
+
+    @property
+    def strict(self) -> bool:
+        """See ``Options``."""
+
+    def steps(self, sequences: list[Sequence], accept: Acceptor) -> Iterator[Step]:
+        """Decode rows."""
+
+
+def patch_generate(model: Any) -> None:
+    """Make ``generate`` pass ``streamer``, ``tokenizer`` and similar arguments to a recycler.
+
+    Transformers (at least 4.57 to 5.23) collects them but, if ``custom_generate`` is a callable,
+    replaces them with the callable's own arguments. The patched method of this model object keeps
+    them for our decoding methods.
+    """
+    name = "_extract_generation_mode_kwargs"
+    if not is_covered(model, name):
+        setattr(model, name, Override(model, name, _extract))
+
+
+def _extract(
+    stock: Callable[..., dict[str, Any]],
+    custom_generate: Any,
+    kwargs: dict[str, Any],
+    *others: Any,
+) -> dict[str, Any]:
+    if not isinstance(custom_generate, DecodingMethod):
+        return stock(custom_generate, kwargs, *others)
+    found = stock(None, kwargs, *others)
+    found["own_cache"] = kwargs.get("past_key_values") is not None
+    return found
+
+
+@contextmanager
+def streamer_ended(streamer: Any) -> Iterator[None]:
+    """End the streamer if decoding raises, since its reader would wait forever."""
+    try:
+        yield
+    except BaseException as error:
+        if streamer is not None and getattr(error, "ended", None) is not streamer:
+            with suppress(Exception):
+                error.ended = streamer  # type: ignore[attr-defined]
+                streamer.end()
+        raise
+
+
+def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Tensor | None) -> Any:
+    """Serve a prepared ``generate`` call: recycled if possible, else by stock decoding.
+
+    Returns:
+        What ``GenerationMixin._sample`` returns.
+
+    Raises:
+        TokenRecyclingError: the call cannot be recycled and the recycler is strict, or its
+            decoding method is only on the Hugging Face Hub.
+    """
+    target = recycler.target
+    with streamer_ended(streamer):
+        if "/" in GENERATION_MODES_MAPPING[request.mode]:
+            mode = request.mode.value.replace("_", " ")
+            raise TokenRecyclingError(
+                f"{mode} is on the Hugging Face Hub; call generate without custom_generate"
+            )
+        if isinstance(target, TreeTarget):
+            reason = target.changed() or request.why_unservable(target.max_positions)
+            if reason is None:
+                with recycler.lock.acquired(wait=recycler.queue) as mine:
+                    if mine:
+                        return _recycle(recycler, target, request, streamer)
+                reason = "the model is still generating another answer"
+            warn_plain(recycler, reason)
+        target.lm_head.refresh()
+        with target.lm_head:
+            return _stock(recycler.model, request, streamer, inputs_tensor)
+
+
+def warn_plain(recycler: Recycler, reason: str) -> None:
+    """Warn once per reason, or raise if the recycler is strict."""
+    message = f"this generate call cannot be recycled: {reason}"
+    if recycler.strict:
+        raise TokenRecyclingError(message)
+    if reason not in recycler.warned:
+        recycler.warned.add(reason)
+        warnings.warn(
+            f"{message}; falling back to plain decoding", PlainDecodingWarning, stacklevel=2
+        )
+
+
+def _stock(model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None) -> Any:
+    """Call the decoding method that ``generate`` would have called."""
+    method = getattr(type(model), GENERATION_MODES_MAPPING[request.mode])
+    inputs = dict(request.inputs)
+    if "inputs_tensor" in inspect.signature(method).parameters:
+        inputs["inputs_tensor"] = inputs_tensor
+    return method(
+        model,
+        request.input_ids,
+        logits_processor=request.processors,
+        stopping_criteria=request.criteria,
+        generation_config=request.config,
+        synced_gpus=request.synced_gpus,
+        streamer=streamer,
+        **inputs,
+    )
+
+
+class _Scores:
+    """Raw logits and processed scores of every token of a single row, if requested."""
+
+    def __init__(self, request: Request) -> None:
+        self.scores: tuple[Tensor, ...] | None = () if request.returns("output_scores") else None
+        self.logits: tuple[Tensor, ...] | None = () if request.returns("output_logits") else None
+        self.device = request.input_ids.device
+
+    @property
+    def wanted(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
+    def record(self, row: int, logits: Tensor, scores: Tensor) -> None:
+        if self.scores is not None:
+            self.scores += (scores.to(self.device),)
+        if self.logits is not None:
+            self.logits += (logits.to(self.device),)
+
+
+class _Output:
+    """The new tokens of a batch, padded and streamed as if rows advanced in lockstep."""
+
+    def __init__(self, request: Request, streamer: Any) -> None:
+        self.input_ids, self.streamer = request.input_ids, streamer
+        pad = request.config._pad_token_tensor
+        self.pad = 0 if pad is None else int(pad)
+        self.sequences: list[Sequence] = []
+        self.released = [0] * request.batch  # number of final new tokens of each row
+        self.ended = [False] * request.batch
+        self._streamed = 0
+
+    def release(self, row: int, ends: bool) -> None:
+        """Mark the next token of a row as final, and stream completed columns."""
+        self.released[row] += 1
+        self.ended[row] |= ends
+        while self.streamer is not None and self._next_is_known():
+            column = torch.tensor(self._column(self._streamed), device="cpu")
+            self.streamer.put(column)
+            self._streamed += 1
+
+    def _next_is_known(self) -> bool:
+        known = [count > self._streamed for count in self.released]
+        return any(known) and all(k or ended for k, ended in zip(known, self.ended))
+
+    def _column(self, at: int) -> list[int]:
+        return [
+            sequence.tokens[sequence.prompt_length + at] if at < count else self.pad
+            for sequence, count in zip(self.sequences, self.released)
+        ]
+
+    def new_tokens(self) -> list[list[int]]:
+        """Return each row's final new tokens."""
+        return [
+            sequence.new_tokens[:count] for sequence, count in zip(self.sequences, self.released)
+        ]
+
+    def ids(self) -> Tensor:
+        """Return prompts and new tokens as int64 [B, t], padded on both sides."""
+        columns = [self._column(at) for at in range(max(self.released))]
+        new = torch.tensor(columns, device=self.input_ids.device).T
+        return torch.cat([self.input_ids, new], dim=1)
+
+
+def _recycle(
+    recycler: Recycler, target: TreeTarget, request: Request, streamer: Any
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode with draft trees, using what ``generate`` has prepared for the call."""
+    config = request.config
+    scores, output = _Scores(request), _Output(request, streamer)
+    across = [one for one in request.criteria if request.batch > 1 and looks_at_batch(one)]
+    sampler = BatchSampler(request.batch, ahead=bool(across)) if config.do_sample else None
+    accept: Acceptor = GreedyAcceptor()
+    if not request.is_plain_greedy or scores.wanted:
+        processors = [request.row_processors(row) for row in range(request.batch)]
+        accept = FollowAcceptor(processors, sampler, scores.record if scores.wanted else None)
+    _make_sequences(request, across, scores, output)
+    if request.cached:
+        target.cache = take_in(request.cache, len(target.cache.layers), target.dtype)
+        output.sequences[0].cached = request.cached
+    for _ in recycler.steps(output.sequences, accept):
+        pass
+    if across:  # rows may have continued past their ends
+        read = [
+            sequence.prompt_length + count - 1
+            for sequence, count in zip(output.sequences, output.released)
+        ]
+        target.cache.rewind(read)
+        if sampler is not None:
+            sampler.rewind(max(output.released), target.device)
+    if streamer is not None:
+        streamer.end()
+    cache = None
+    if config.return_dict_in_generate or request.own_cache:
+        cache = request.cache if request.own_cache else DynamicCache()
+        read_padding(target, output.new_tokens(), output.pad)
+        hand_out(target.cache, cache)
+    if not config.return_dict_in_generate:
+        return output.ids()
+    return GenerateDecoderOnlyOutput(
+        sequences=output.ids(),
+        scores=scores.scores,
+        logits=scores.logits,
+        past_key_values=cache,
+    )
+
+
+def _make_sequences(request: Request, across: list[Any], scores: _Scores, output: _Output) -> None:
+    """Create the rows of ``output`` with the call's stopping criteria."""
+    own = CriteriaRule(
+        [one for one in request.criteria if one not in across],
+        request.input_ids.device,
+        lambda: scores.scores,
+    )
+    pad = output.pad if request.ends_rows else None
+    batch = BatchCriteria(own, across, request.input_ids, pad, output.released, output.release)
+
+    def on_append(row: int) -> Callable[[Sequence], None]:
+        def released(sequence: Sequence) -> None:
+            with ordinary_tensors():  # streamers are user code
+                output.release(row, not sequence.active)
+
+        return released
+
+    for row, (ids, prompt) in enumerate(zip(request.rows(), request.prompts())):
+        sequence = Sequence(
+            prompt,
+            [batch.rule(row) if across else own],
+            padding=ids[: max(0, len(ids) - len(prompt))],
+            unknown=max(0, len(prompt) - len(ids)),
+            on_append=None if across else on_append(row),
+        )
+        output.sequences.append(sequence)

@@ -1,0 +1,1 @@
+"""What all rooms use: files, compiled code, locks, the modes of PyTorch."""

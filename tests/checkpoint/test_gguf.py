@@ -1,0 +1,134 @@
+"""GGUF files as checkpoints, and what is wrong with some of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import struct
+
+import gguf
+import pytest
+import torch
+
+from command import call
+from gguf_files import write_gguf
+from models import plain
+from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling.checkpoint import gguf as reading
+
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def file(bundled, tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", bundled.model)
+
+
+def opened(path, **options):
+    return TokenRecycling.from_pretrained(path, device="cpu", nodes=8, warm=False, **options)
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "text"])
+def test_it_decodes_as_the_checkpoint_it_was_made_from(bundled, file, form):
+    recycler = opened({"file": file, "folder": file.parent, "text": str(file)}[form])
+    same = dict(bundled.model.named_parameters())
+    for name, parameter in recycler.model.named_parameters():
+        torch.testing.assert_close(parameter, same[name].float(), rtol=0, atol=0)
+    answer = recycler.generate(PROMPT, max_new_tokens=30)
+    assert answer.token_ids == plain(bundled.model, PROMPT, 30)
+    assert answer.stats.mat > 1
+    assert recycler.tokenizer.decode(recycler.tokenizer("The king").input_ids) == "The king"
+
+
+def test_quantised_weights_are_dequantised(bundled, tmp_path):
+    kind = gguf.GGMLQuantizationType.Q8_0
+    path = write_gguf(tmp_path / "q8.gguf", bundled.model, kind)
+    recycler = opened(path)
+    weight, original = (
+        one.model.layers[0].mlp.up_proj.weight for one in (recycler.model, bundled.model)
+    )
+    expected = gguf.quants.dequantize(
+        gguf.quants.quantize(original.detach().float().numpy(), kind), kind
+    )
+    assert torch.equal(weight, torch.from_numpy(expected))
+    assert not torch.equal(weight, original.float())
+    assert recycler.model.dtype == torch.float32
+    answer = recycler.generate(PROMPT, max_new_tokens=20)
+    assert answer.token_ids == plain(recycler.model, PROMPT, 20)
+
+
+def test_on_the_command_line(file):
+    code, out, _ = call("-m", file, "Once upon a time", "-n", 8, "--raw", "--json")
+    assert code == 0
+    assert '"token_ids"' in out
+
+
+def refusal(path):
+    with pytest.raises(TokenRecyclingError) as caught:
+        opened(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    code, out, err = call("-m", path, "Once upon a time", "-n", 2)
+    err = err.replace("\r", "\n").splitlines()  # after a progress bar that tqdm has shown, maybe
+    assert (code, out, err[-1]) == (2, "", f"error: {message}")
+    return message
+
+
+def test_several_in_a_folder(file, tmp_path):
+    for name in ("a.gguf", "b.GGUF", "c.gguf", "d.gguf"):
+        shutil.copy(file, tmp_path / name)
+    assert "has 4 GGUF files (a.gguf, b.GGUF, c.gguf and 1 more)" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("length", [6, 1000, 200_000, -1000])
+def test_cut_short(file, tmp_path, length):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(file.read_bytes()[:length])
+    assert "it may be incomplete" in refusal(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGU", b"PK\3\4" + bytes(100)])
+def test_another_kind_of_file(tmp_path, content):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    assert "it is not a GGUF file" in refusal(path)
+    other = path.rename(tmp_path / "model.bin")
+    assert "give a folder, or a GGUF file" in refusal(other)
+
+
+def test_none_there(tmp_path):
+    assert "no such file or folder" in refusal(tmp_path / "model.gguf")
+    assert "no such file or folder" in refusal("model.gguf")
+
+
+def test_an_unknown_architecture(bundled, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", bundled.model, architecture="marsupial")
+    assert "marsupial" in refusal(path)
+
+
+def test_an_unknown_quantisation(file, tmp_path):
+    data = bytearray(file.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    at = data.index(name) + len(name)  # number of dimensions, their sizes, the type
+    (dimensions,) = struct.unpack_from("<I", data, at)
+    struct.pack_into("<I", data, at + 4 + 8 * dimensions, 99)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    assert "(99) is not a valid GGMLQuantizationType" in refusal(path)
+
+
+def test_missing_tensors_are_not_made_up(bundled, tmp_path):
+    missing = [f"model.layers.{i}.mlp.up_proj.weight" for i in (2, 3)]
+    path = write_gguf(tmp_path / "model.gguf", bundled.model, without=missing)
+    assert f"it lacks 2 tensors ({', '.join(missing)})" in refusal(path)
+
+
+def test_packages_that_are_missing(file, monkeypatch):
+    monkeypatch.setattr(
+        reading,
+        "find_spec",
+        lambda name: None if name == "gguf" else importlib.util.find_spec(name),
+    )
+    message = refusal(file)
+    assert "without the packages gguf" in message
+    assert "pip install 'token-recycling[gguf]'" in message

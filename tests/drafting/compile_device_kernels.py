@@ -1,0 +1,154 @@
+"""Compile the Triton kernels for GPUs that are not here; print registers and shared memory.
+
+python tests/drafting/compile_device_kernels.py    (make test-device-kernels)
+
+Exits with 1 if a kernel does not compile or keeps registers in memory (spills).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from token_recycling.drafting.kernels import device
+from token_recycling.graph import kernels
+
+TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
+TARGETS.append(GPUTarget("hip", "gfx942", 64))
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+POINTERS = {
+    "context": "*i64",
+    "lengths": "*i64",
+    "roots": "*i64",
+    "chain": "*i64",
+    "counts": "*i64",
+    "runs": "*i64",
+    "candidates": "*i32",
+    "probabilities": "*i16",
+    "keys": "*i64",
+    "weights": "*fp64",
+    "logits": "*fp32",
+    "classes": "*i32",
+    "evidence": "*fp32",
+    "rates": "*fp32",
+    "valid": "*i1",
+    "valid_out": "*i1",
+    "ancestors": "*i1",
+    "ancestors_out": "*i1",
+    "scores_out": "*fp32",
+    "values": "*bf16",
+    "mask_out": "*bf16",
+    "like": "*bf16",
+    "learning_rate": "fp32",
+    "old_weight": "fp32",
+    "lowest": "fp32",
+    "most": "i64",
+}
+NUMBERS = (
+    "V",
+    "P",
+    "T",
+    "w",
+    "c",
+    "n",
+    "p",
+    "t",
+    "s",
+    "max_depth",
+    "longest_chain",
+    "batch",
+    "features",
+    "total",
+)
+NUMBERS += ("size", "heads")
+
+
+def variants():
+    """(name, kernel, constants, warps)"""
+    for k, n in product((8, 12, 16), (2, 17, 65, 81, 257)):
+        width, nodes = triton.next_power_of_2(k), triton.next_power_of_2(n)
+        expanded = triton.next_power_of_2(n - 1)
+        constants = {"K": k, "WIDTH": width, "NODES": nodes, "EXPANDED": expanded, "CHAIN": 16}
+        yield f"propose k={k} n={n}", device._propose, constants, device.warps(n, width)
+    for k in (8, 12, 16):
+        width = triton.next_power_of_2(k)
+        constants = {"K": k, "WIDTH": width, "STEPS": 32}
+        yield f"count k={k}", device._count, constants, device.COUNT_WARPS
+        constants = {"K": k, "WIDTH": width, "BLOCK": device.MOST_AT_ONCE}
+        yield f"learn k={k}", device._learn, constants, device.LEARN_WARPS
+        # Triton compiles an argument of 1 in.
+        constants |= {"STEPS": 32, "P": 1, "T": 1, "batch": 1}
+        del constants["BLOCK"]
+        yield f"count ones k={k}", device._count, constants, device.COUNT_WARPS
+    constants = {"K": 8, "WIDTH": 8, "NODES": 16, "EXPANDED": 16, "CHAIN": 16, "P": 1, "T": 1}
+    yield "propose ones", device._propose, constants, 4
+    for n in (2, 16, 128, 512):
+        yield f"accept n={n}", kernels._accept, {"NODES": n, "STEPS": 32}, 1
+    for rule in range(3):
+        constants = {"RULE": rule, "ROWS": 8, "BLOCK": kernels.SLOTS_AT_ONCE}
+        yield f"layout rule={rule}", kernels._layout, constants, 4
+    yield "commit", kernels._commit, {"ROWS": 8, "BLOCK": 1024}, 4
+
+
+def signature(kernel, constants):
+    """The types of a kernel's arguments."""
+    found = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            found[name] = "constexpr"
+        elif name in NUMBERS and not (kernel is kernels._layout and name == "most"):
+            found[name] = "i32"
+        else:
+            found[name] = POINTERS.get(name, "*i64")
+    return found
+
+
+def resources(compiled, target):
+    """(registers, bytes of registers kept in memory) per thread of a compiled kernel."""
+    if target.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text).group(1))
+        return registers, int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text).group(1))
+    tool = TOOLS / ("ptxas-blackwell" if target.arch >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(compiled.asm["ptx"])
+        architecture = re.search(r"^\.target (sm_\w+)", compiled.asm["ptx"], re.MULTILINE).group(1)
+        command = [tool, "-v", f"--gpu-name={architecture}", source, "-o", Path(folder) / "kernel"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", text).group(1)
+    spilled = re.search(r"(\d+) bytes spill stores", text).group(1)
+    return int(registers), int(spilled)
+
+
+def main():
+    failed = 0
+    print(f"{'kernel':22} {'target':12} {'warps':>5} {'registers':>9} {'shared':>7} {'spilled':>7}")
+    for name, kernel, constants, warps in variants():
+        for target in TARGETS:
+            options = {"num_warps": warps}
+            if target.backend == "cuda" and kernel in (device._propose, device._count):
+                options |= device.REGISTERS
+            source = ASTSource(kernel, signature(kernel, constants), constexprs=constants)
+            compiled = triton.compile(source, target=target, options=options)
+            registers, spilled = resources(compiled, target)
+            failed += spilled > 0
+            print(
+                f"{name:22} {target.backend + ' ' + str(target.arch):12} {warps:5} {registers:9} "
+                f"{compiled.metadata.shared:7} {spilled:7}"
+            )
+    if failed:
+        print(f"{failed} kernels keep registers in memory")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The drafter of docs/drafting.md: in the loop, in a graph, in the benchmark."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from token_recycling import TokenRecycling, drafters
+from token_recycling.bench.prompts import DEMO
+from token_recycling.cli import main
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.templates import TreeTemplate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """The class in the document."""
+    page = (ROOT / "docs/drafting.md").read_text("utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "Rows" in block]
+    folder = tmp_path_factory.mktemp("example")
+    (folder / "my_drafters.py").write_text(code, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        return importlib.import_module("my_drafters").RepeatDrafter
+
+
+@pytest.fixture
+def registered(example, monkeypatch):
+    """As if a package had registered it through the entry point."""
+    point = SimpleNamespace(name="repeat", load=lambda: example)
+    monkeypatch.setattr(
+        drafters, "entry_points", lambda group, name="repeat": [point] if name == "repeat" else []
+    )
+
+
+@pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_in_the_loop_and_in_a_graph(example, bundled, graph, rows, monkeypatch):
+    monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+    matrix = AdjacencyMatrix(bundled.target.vocab_size, 8)
+    drafter = example(matrix, TreeTemplate.chain(6))
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, graph=graph)
+    prompts = list(DEMO[:rows])
+    plain = TokenRecycling(bundled.model, bundled.tokenizer, drafter="none")
+    expected = plain.generate(prompts, max_new_tokens=60)
+    answers = recycler.generate(prompts, max_new_tokens=60)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
+    assert recycler.stats.accepted > 0
+    assert (recycler._graph is not None) is graph
+
+
+@pytest.mark.slow
+def test_by_name_in_the_benchmark(registered, tmp_path, capsys):
+    options = ["--per-kind", "1", "-n", "12", "--no-tune", "-o", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--suite", "builtin", "--decoders", "repeat@chain-4", *options])
+    assert ended.value.code == 0
+    summary = json.loads((tmp_path / "out/summary.json").read_text("utf-8"))
+    found = summary["decoders"]["repeat@chain-4"]["overall"]
+    assert found["identical"] == 1
+    assert found["mat"] > 1
+
+
+def test_a_registered_drafter_that_cannot_be_imported_is_one_clear_line(monkeypatch, capsys):
+    def load():
+        raise ImportError("no module named 'their_kernel'")
+
+    point = SimpleNamespace(name="broken", load=load)
+    monkeypatch.setattr(drafters, "entry_points", lambda **given: [point])
+    assert drafters.names().count("broken") == 1
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "-p", "Once", "--drafter", "broken"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "cannot load the drafter 'broken': ImportError: no module named 'their_kernel'" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,106 @@
+"""Compiled functions: machine code is kept where a folder can be written to, and needed nowhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import token_recycling
+
+PACKAGE = Path(token_recycling.__file__).parent
+DRAFT = """
+import json, sys
+import torch
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting import candidates as ranking
+
+drafter = PromptLookupDrafter(length=3)
+rows = drafter.new_rows(1)
+drafter.load(rows, [[1, 2, 3, 4, 1]])
+draft = drafter.propose(rows, torch.tensor([2]))
+ids = ranking.top_k(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), 2)[1]
+print(json.dumps({
+    "file": host.__file__,
+    "tokens": draft.tokens.tolist(),
+    "ids": ids.tolist(),
+    "kept": type(host.copy_chains._cache).__name__ != "NullCache",
+    "hits": sum(host.copy_chains.stats.cache_hits.values()),
+}))
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The package in another folder, without machine code."""
+    ignored = shutil.ignore_patterns("demo_model", "suites", "__pycache__")
+    return shutil.copytree(PACKAGE, tmp_path / "there" / "token_recycling", ignore=ignored)
+
+
+def drafted(package, **environment):
+    """What ``DRAFT`` prints in a new process that imports ``package``."""
+    known = {name: value for name, value in os.environ.items() if "NUMBA" not in name}
+    known |= {"PYTHONPATH": str(package.parent), **environment}
+    result = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", DRAFT],
+        env=known, cwd=package.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert Path(found.pop("file")).is_relative_to(package)
+    assert found.pop("tokens") == [[2, 3, 4, 1]]
+    assert found.pop("ids") == [[1, 3]]
+    return found
+
+
+@pytest.fixture
+def unwritable(copy, tmp_path):
+    """Environment in which no folder for machine code can be made, not even by root."""
+    for folder in [copy, *(path for path in copy.rglob("*") if path.is_dir())]:
+        (folder / "__pycache__").write_text("not a folder")
+    file = tmp_path / "file"
+    file.touch()
+    return {name: str(file / "below") for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
+
+
+def test_machine_code_is_kept_and_used_by_the_next_process(copy, tmp_path):
+    """The control: with a writable folder."""
+    cache = tmp_path / "cache"
+    first = drafted(copy, NUMBA_CACHE_DIR=str(cache))
+    assert first == {"kept": True, "hits": 0}
+    assert list(cache.rglob("*.nbi"))
+    assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 1}
+
+
+@pytest.mark.slow
+def test_without_a_writable_folder_every_process_compiles(copy, unwritable):
+    before = sorted(copy.parent.rglob("*"))
+    assert drafted(copy, **unwritable) == {"kept": False, "hits": 0}
+    assert sorted(copy.parent.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_only_the_folder_that_was_asked_for_cannot_be_written_to(copy, unwritable, tmp_path):
+    """Machine code is then kept next to the package or in the user's folder."""
+    home = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home" / "cache")}
+    (tmp_path / "home").mkdir()
+    assert drafted(copy, **(unwritable | home))["kept"]
+
+
+@pytest.mark.slow
+def test_without_a_home(copy):
+    """``HOME`` is not set; machine code is kept next to the package."""
+    known = {name: value for name, value in os.environ.items() if "NUMBA" not in name}
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        known.pop(name, None)
+    code = "import token_recycling.drafting.kernels.host as host; host.class_of(3, host.RUNS)"
+    known["PYTHONPATH"] = str(copy.parent)
+    subprocess.run([sys.executable, "-c", code], env=known, check=True, cwd=copy.parent)
+    assert list(copy.rglob("*.nbi"))
