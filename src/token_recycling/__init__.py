@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from token_recycling.drafting.base import Drafter, Rows
     from token_recycling.drafting.draft import DraftTree
     from token_recycling.drafting.matrix import AdjacencyMatrix
+    from token_recycling.drafting.templates import TreeTemplate
     from token_recycling.integrations.transformers import enable
     from token_recycling.recycler import TokenRecycling
-from token_recycling.drafting.templates import TreeTemplate
 
 # Imported on first use, so that `import token_recycling` does not import PyTorch (seconds).
 _LAZY = {

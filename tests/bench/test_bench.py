@@ -105,7 +105,7 @@ def forget_nothing(monkeypatch):
         ("paper@8", Variant("paper@8", "paper", nodes=8, k=8)),
         ("paper@chain-3", Variant("paper@chain-3", "paper", tree="chain-3", k=8)),
         ("paper@a@b.json", Variant("paper@a@b.json", "paper", tree="a@b.json", k=8)),
-        ("prompt-lookup", Variant("prompt-lookup", "prompt-lookup")),
+        ("prompt-lookup", Variant("prompt-lookup", "prompt-lookup", nodes=10)),
         ("none", Variant("none", "none")),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_tree_is_cut_to_the_candidates(tmp_path):
     tree = Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).options().tree
     assert tree.paths == ((0,), (0, 0))
     (tmp_path / "t.json").write_text("[[3]]")
-    with pytest.raises(TokenRecyclingError, match=r"tree .*t.json has no nodes left with k=2"):
+    with pytest.raises(TokenRecyclingError, match="tree t has no nodes left with k=2"):
         Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).options()
 
 
@@ -1140,7 +1140,7 @@ def wrong_calls(folder):
         (["--decoders", "paper@no-tree"], "no-tree"),
         (
             ["--decoders", f"paper@{folder / 'high.json'}", "--sweep", "k=2"],
-            "high.json has no nodes left with k=2",
+            "high has no nodes left with k=2",
         ),
         (["--sweep", "k=5000", "--decoders", "paper"], "5000"),
         (["--sweep", "k=2", "--sweep", "k=4"], "--sweep k is given twice"),

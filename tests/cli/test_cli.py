@@ -260,10 +260,10 @@ def wrong_calls(folder):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(44))
+@pytest.mark.parametrize("index", range(45))
 def test_wrong_input_is_one_line_and_exit_code_2(index, capsys, tmp_path):
     calls = wrong_calls(tmp_path)
-    assert len(calls) == 44
+    assert len(calls) == 45
     arguments, named = calls[index]
     before = sorted(tmp_path.rglob("*"))
     code, out, err = call(capsys, *arguments)

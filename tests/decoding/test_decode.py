@@ -64,8 +64,8 @@ def test_random_trees_and_batches(template, prompts, n):
 
 @pytest.mark.parametrize("name", ["paper", "ranked", "chain-5"])
 def test_paper_is_the_published_algorithm_draft_by_draft(name):
-    template = TreeTemplate.load(name)
     prompt, n, k = [3, 1, 4, 1, 5], 60, 8
+    template = TreeTemplate.load(name, k)
     oracle = list(
         Oracle(lambda c: next_logits(c).topk(k).indices.tolist(), template.paths, k).run(prompt, n)
     )

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from token_recycling import TokenRecycling, drafters
+from token_recycling import TokenRecycling
 from token_recycling.bench.prompts import DEMO
 from token_recycling.cli import main
+from token_recycling.drafting import registry as drafters
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.templates import TreeTemplate
 
@@ -36,7 +37,7 @@ def registered(example, monkeypatch):
     """As if a package had registered it through the entry point."""
     point = SimpleNamespace(name="repeat", load=lambda: example)
     monkeypatch.setattr(
-        drafters, "entry_points", lambda group, name="repeat": [point] if name == "repeat" else []
+        "entry_points", lambda group, name="repeat": [point] if name == "repeat" else []
     )
 
 
@@ -73,7 +74,7 @@ def test_a_registered_drafter_that_cannot_be_imported_is_one_clear_line(monkeypa
         raise ImportError("no module named 'their_kernel'")
 
     point = SimpleNamespace(name="broken", load=load)
-    monkeypatch.setattr(drafters, "entry_points", lambda **given: [point])
+    monkeypatch.setattr("entry_points", lambda **given: [point])
     assert drafters.names().count("broken") == 1
     with pytest.raises(SystemExit) as ended:
         main(["generate", "-p", "Once", "--drafter", "broken"])

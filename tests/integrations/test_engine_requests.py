@@ -311,7 +311,7 @@ def test_a_matrix_file_is_continued(tmp_path):
 
 
 def test_few_candidates_make_smaller_drafts():
-    options = ServingOptions.parse({"candidates": 1})
+    options = ServingOptions.parse({"candidates": 1, "drafter": "paper"})
     drafter = options.make(VOCABULARY, 60)
     requests = RequestDrafter(drafter, 2, 61, context=256)
     slots = torch.tensor([1])

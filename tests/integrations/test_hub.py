@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, dyna
 
 from token_recycling import PlainDecodingWarning, TokenRecyclingError, enable
 from token_recycling.checkpoint.load import BUNDLED_MODEL
-from token_recycling.integrations.transformers import KEPT
+from token_recycling.integrations.transformers import ATTRIBUTE
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +55,7 @@ def single(tokenizer):
 
 
 def recycler_of(model):
-    return model.__dict__[KEPT][1]
+    return model.__dict__[ATTRIBUTE][1]
 
 
 def test_the_folder_has_what_the_hub_expects(repository):
@@ -158,7 +158,7 @@ class TestACheckpointWithTheFolder:
         with enable(loaded, strict=True) as enabled:
             assert torch.equal(loaded.generate(**single, max_new_tokens=60), expected)
             assert enabled.stats.new_tokens == expected.shape[1] - single["input_ids"].shape[1]
-            assert KEPT not in loaded.__dict__
+            assert ATTRIBUTE not in loaded.__dict__
         assert loaded.generate is before
         assert torch.equal(loaded.generate(**single, max_new_tokens=60), expected)
 

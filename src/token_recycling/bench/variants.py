@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from token_recycling import defaults
+from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN, names
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.options import Options
@@ -108,6 +109,8 @@ def _shape(drafter: str, text: str) -> tuple[int | None, str | None]:
     """Return nodes and tree of what follows the @ in a decoder's name, which may be nothing."""
     if text.isdecimal():
         return int(text), None
+    if drafter == PromptLookupDrafter.name and not text:
+        return LOOKUP_TOKENS, None
     if drafter == defaults.DRAFTER and text != AUTO:
         if text:
             raise TokenRecyclingError(f"{drafter} shapes its own trees; write {drafter}@NODES")

@@ -36,7 +36,7 @@ from token_recycling.server.engine import DrainingError, Engine, QueueFullError
 from token_recycling.server.errors import ApiError
 from token_recycling.server.job import Ended, Event, Failed, Job, NewTokens
 from token_recycling.server.prompts import Answer, Prompts
-from token_recycling.server.schemas import ChatRequest, CompletionRequest, Sampling
+from token_recycling.server.schemas import ChatRequest, CompletionRequest, SamplingFields
 
 # Pydantic's problems with a body that is no object, its word for an object, and how it names the
 # types of a union in the place of a problem.
@@ -271,7 +271,7 @@ class Server:
     async def _answer(
         self,
         request: Request,
-        body: Sampling,
+        body: SamplingFields,
         answers: list[Answer],
         choices: list[Choice],
         top_logprobs: int | None,
@@ -320,7 +320,7 @@ class Server:
         choices: list[Choice],
         usage: Usage,
         envelope: Envelope,
-        body: Sampling,
+        body: SamplingFields,
         first: tuple[int, NewTokens | Ended],
     ) -> AsyncIterator[str]:
         """Send the answers as server-sent events."""

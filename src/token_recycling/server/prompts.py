@@ -27,7 +27,7 @@ from token_recycling.server.schemas import (
     ChatRequest,
     CompletionRequest,
     NamedTool,
-    Sampling,
+    SamplingFields,
 )
 from token_recycling.server.tools import AnswerParser, CallParser, call_grammar, takes_tools
 
@@ -212,7 +212,7 @@ class Prompts:
 
     def _choices(
         self,
-        request: Sampling,
+        request: SamplingFields,
         prompts: list[list[int]],
         limit: int | None,
         matcher: LLMatcher | None,

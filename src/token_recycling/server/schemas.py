@@ -82,7 +82,7 @@ class StreamOptions(Strict):
     include_drafts: bool | None = None
 
 
-class Sampling(Strict):
+class SamplingFields(Strict):
     """The fields that both endpoints have."""
 
     model: str | None = None
@@ -105,7 +105,7 @@ class Sampling(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
-    def _check_common(self) -> Sampling:
+    def _check_common(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "stream_options needs stream: true")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -272,7 +272,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingFields):
     """A request for ``/v1/chat/completions``."""
 
     messages: list[Message]
@@ -331,7 +331,7 @@ class ChatRequest(Sampling):
         return [tool.model_dump(exclude_none=True) for tool in tools or []]
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """A request for ``/v1/completions``."""
 
     prompt: str | list[str] | list[int] | list[list[int]]

@@ -158,7 +158,7 @@ def test_tune_on_the_command_line(tmp_path, capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr()
     assert "81" in shown.out
-    assert "starts with" in shown.out
+    assert "drafts start with" in shown.out
     assert list((tmp_path / "cache" / "costs").iterdir())
     with pytest.raises(SystemExit):
         main([*options, "--json"])
