@@ -74,7 +74,7 @@ def test_a_registered_drafter_that_cannot_be_imported_is_one_clear_line(monkeypa
         raise ImportError("no module named 'their_kernel'")
 
     point = SimpleNamespace(name="broken", load=load)
-    monkeypatch.setattr("entry_points", lambda **given: [point])
+    monkeypatch.setattr(drafters, "entry_points", lambda **given: [point])
     assert drafters.names().count("broken") == 1
     with pytest.raises(SystemExit) as ended:
         main(["generate", "-p", "Once", "--drafter", "broken"])
