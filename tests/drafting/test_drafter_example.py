@@ -37,7 +37,7 @@ def registered(example, monkeypatch):
     """As if a package had registered it through the entry point."""
     point = SimpleNamespace(name="repeat", load=lambda: example)
     monkeypatch.setattr(
-        "entry_points", lambda group, name="repeat": [point] if name == "repeat" else []
+        drafters, "entry_points", lambda group, name="repeat": [point] if name == "repeat" else []
     )
 
 
