@@ -21,7 +21,7 @@ def warm(
         float | None, typer.Option("--seconds", help="Compute for at most so many seconds.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Compute all rows anew, even if they are kept.")
+        bool, typer.Option("--force", help="Compute all rows, even those that are kept.")
     ] = False,
     as_json: o.Json = False,
 ) -> None:

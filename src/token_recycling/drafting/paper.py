@@ -9,7 +9,7 @@ from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree, root_only
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels import template as kernels
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.util.compiled import as_array
@@ -64,7 +64,7 @@ class PaperDrafter(Drafter[Rows]):
         tokens = torch.empty((len(roots), self.shape.nodes), dtype=torch.long, device="cpu")
         tokens[:, 0] = roots
         valid = torch.empty_like(tokens, dtype=torch.bool)
-        host.fill_template(
+        kernels.fill_template(
             self.matrix.candidates.numpy(),
             self.shape.parents.numpy(),
             self.shape.ranks.numpy(),
@@ -80,7 +80,7 @@ class PaperDrafter(Drafter[Rows]):
         self._recycle(draft.tokens, candidates, draft.valid)
 
     def _recycle(self, tokens: Tensor, candidates: Candidates, valid: Tensor) -> None:
-        host.replace_rows(
+        kernels.replace_rows(
             as_array(tokens.cpu().flatten()),
             (as_array(valid.cpu()) & candidates.finite).reshape(-1),
             candidates.ids.reshape(-1, self.k),

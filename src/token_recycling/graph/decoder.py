@@ -123,7 +123,7 @@ class GraphRunner:
             return self._run()
 
     def check(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
-        """Compare the first two steps with eager ones on these texts; nothing of them remains.
+        """Compare the first two steps with eager ones on these texts; restore what they changed.
 
         The second step shows what the first one has committed.
 

@@ -173,7 +173,7 @@ def generate(
         *args: as in Transformers.
         model: a Transformers ``…ForCausalLM``.
         token_recycling: options, see ``options.Options``. Other options than those of the last
-            call start anew, with an empty matrix.
+            call start with an empty matrix.
         **kwargs: as in Transformers.
 
     Returns:

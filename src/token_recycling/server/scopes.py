@@ -10,7 +10,7 @@ from token_recycling.drafting.base import AnyDrafter
 
 Scope = Literal["shared", "key", "request"]
 SCOPES: tuple[Scope, ...] = ("shared", "key", "request")
-MOST_KEYS = 16  # keys whose matrix is kept; others start anew
+MOST_KEYS = 16  # keys whose matrix is kept; others start with an empty one
 
 
 class MatrixScopes:

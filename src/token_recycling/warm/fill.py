@@ -1,4 +1,7 @@
-"""Fills rows of a matrix with what the model predicts after each token on its own."""
+"""Fills rows of a matrix with what the model predicts after each token on its own.
+
+N-Grammys (Stewart et al., arXiv 2411.03786) draft from such bigrams of the model.
+"""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def warm_up(
         tokenizer: its tokenizer, or None.
         k: candidates per token.
         warm: see ``options.Options``; False: None is returned.
-        force: compute all rows anew.
+        force: compute all rows, kept or not.
         on_progress: called after every batch with (tokens done, total tokens).
 
     Returns:

@@ -1,7 +1,7 @@
 """Drafting and learning on the host: n-gram match, look-up, growth, averaging and counting.
 
-All functions work on NumPy arrays. ``propose``, ``observe`` and the functions for the paper's
-drafter handle all rows of a batch in one call; the others are their parts. Shapes use B rows of a
+All functions work on NumPy arrays. ``propose`` and ``observe`` handle all rows of a batch in one
+call; the others are their parts. Shapes use B rows of a
 batch, n nodes, k candidates, V tokens in the vocabulary, P slots for pairs and T for triples.
 """
 
@@ -147,6 +147,9 @@ def find(level: int, before: int, last: int, token: int, tables: Tables) -> int:
 def average(ids: Array, p: Array, old_weight: float, row_ids: Array, row_p: Array) -> None:
     """Average new candidates into a row: w · old + (1 - w) · new, the k best of the union.
 
+    With w = 0.4 and k = 2, old (7: 0.5, 3: 0.5) and new (3: 0.9, 4: 0.1) give 0.74 for 3, 0.2 for 7
+    and 0.06 for 4, so the row becomes (3: 0.74, 7: 0.2).
+
     Args:
         ids: int32 [k], unique, best first.
         p: float32 [k].
@@ -223,6 +226,10 @@ def learn_node(
 @compiled
 def match(context: Array, length: int, window: int, chain: Array) -> tuple[int, int]:
     """Find the longest earlier n-gram equal to the last tokens; of equally long ones the latest.
+
+    In 5 8 9 4 8 9 6 8 9 the last two tokens, 8 9, are found twice before, preceded by 5 and by 4,
+    and not by the 6 that precedes them now. The later occurrence wins: 2 tokens agree, and the
+    chain is 6 8 9.
 
     Args:
         context: int64 [≥ length], the row's tokens.
@@ -384,8 +391,10 @@ def gather(
     """Unite the candidates of all sources at a node, and mix what these say of each.
 
     A source says how likely a candidate is by the log odds of its feature. The score's log odds are
-    a weighted sum of these (logistic mixing). The weights depend on which rows the node has and on
-    the chain.
+    a weighted sum of these: logistic mixing, from data compression (M. Mahoney, "Adaptive weighing
+    of context models for lossless data compression", Florida Tech CS-2005-16). The weights depend
+    on which rows the node has and on the chain. For example, a token row with log odds of -1 and
+    weight 0.5, a pair row with 1 and weight 0.8, and a constant of 0.1 give 0.4: a score of 0.6.
 
     Args:
         before: the token before ``last``.
@@ -479,7 +488,8 @@ def grow(
     """Grow the tree of one row best-first; a node's score is the product along its path.
 
     Pending candidates are kept sorted, and only as many as nodes are still missing. On equal
-    scores the one that was found first wins.
+    scores the one that was found first wins. If the root's candidates are A with 0.6 and B with
+    0.3, and A's are C with 0.7 and D with 0.2, the nodes are A (0.6), C (0.42), B (0.3), D (0.12).
 
     Args:
         row: its index in ``drafts``.
@@ -636,7 +646,8 @@ def count(
     """Compare the candidates along the emitted tokens of one row with these tokens.
 
     Counts hits and trials per feature, and moves the weights along the gradient of the log
-    likelihood. Candidates count whether or not they were drafted.
+    likelihood: w += rate · (hit - score) · log odds of the source (Mahoney, as in ``gather``).
+    Candidates count whether or not they were drafted.
 
     Args:
         context: int64 [≥ length], the last token is the root.
@@ -822,53 +833,6 @@ def copy_chains(context: Array, lengths: Array, window: int, tokens: Array, vali
         tokens[row, 0] = context[row, lengths[row] - 1]
         _, count = match(context[row], lengths[row], window, tokens[row, 1:])
         valid[row, : count + 1] = True
-
-
-# The paper's drafter
-
-
-@compiled
-def fill_template(
-    candidates: Array, parents: Array, ranks: Array, tokens: Array, valid: Array
-) -> None:
-    """Fill trees of a fixed shape: a node is the candidate of its rank in its parent's row.
-
-    Args:
-        candidates: int32 [V, k].
-        parents: int64 [n], each before its children.
-        ranks: int64 [n].
-        tokens: int64 [B, n]; has the roots, gets the other tokens, 0 where there is none.
-        valid: bool [B, n], gets True where there is a token.
-    """
-    for row in range(len(tokens)):
-        valid[row, 0] = True
-        for node in range(1, len(parents)):
-            above = parents[node]
-            token = np.int64(NO_TOKEN)
-            if valid[row, above]:
-                token = np.int64(candidates[tokens[row, above], ranks[node]])
-            valid[row, node] = token >= 0
-            tokens[row, node] = max(token, 0)
-
-
-@compiled
-def replace_rows(
-    tokens: Array, valid: Array, ids: Array, candidates: Array, probabilities: Array
-) -> None:
-    """Replace the rows of the valid tokens, in order, without probabilities.
-
-    Args:
-        tokens: int64 [n].
-        valid: bool [n].
-        ids: int64 [n, k].
-        candidates: int32 [V, k], modified.
-        probabilities: uint16 [V, k], modified.
-    """
-    for i in range(len(tokens)):
-        if valid[i]:
-            for rank in range(candidates.shape[1]):
-                candidates[tokens[i], rank] = ids[i, rank]
-                probabilities[tokens[i], rank] = 0
 
 
 # Branches

@@ -11,7 +11,7 @@ from token_recycling.util.tokens import NO_TOKEN
 
 
 def accept_chains(drafted: Any, choices: Any, counts: list[int], width: int) -> Any:
-    """Return each row's tokens up to the first that its chain has not foreseen.
+    """Return each row's tokens, up to the first that differs from its chain.
 
     Args:
         drafted: int32 [sum of counts - B], the drafted tokens of all rows.
