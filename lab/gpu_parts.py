@@ -32,7 +32,8 @@ from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.graph import decoder
-from token_recycling.graph.decoder import GraphRunner
+from token_recycling.graph import runner as graphs
+from token_recycling.graph.runner import GraphRunner
 from token_recycling.graph.step import GraphStep
 from token_recycling.util.machine import synchronize
 from token_recycling.util.modes import ordinary_tensors
@@ -121,12 +122,12 @@ def interpreted(device: torch.device) -> Iterator[None]:
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Compile steps with another backend of ``torch.compile``; "eager" generates no code."""
-    before = decoder.BACKEND
-    decoder.BACKEND = name
+    before = graphs.BACKEND
+    graphs.BACKEND = name
     try:
         yield
     finally:
-        decoder.BACKEND = before
+        graphs.BACKEND = before
 
 
 def load(source: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
@@ -283,7 +284,7 @@ class Bench:
         """Captured steps with code by Inductor and without, and the time to compile."""
         rows = []
         for nodes in (1, 17, 65):
-            for name in ("eager", decoder.BACKEND):
+            for name in ("eager", graphs.BACKEND):
                 if deadline.over:
                     break
                 begin = time.perf_counter()
@@ -478,9 +479,7 @@ class Bench:
         step.cache.load(self.target.cache)
         tokens = torch.tensor([self.tokens[:nodes]], device=self.device)
         draft = chains(tokens)
-        forward = torch.compile(
-            lambda: step._verify(draft), fullgraph=True, backend=decoder.BACKEND
-        )
+        forward = torch.compile(lambda: step._verify(draft), fullgraph=True, backend=graphs.BACKEND)
         with torch.no_grad():
             for _ in range(3):
                 forward()

@@ -48,7 +48,7 @@ from engine_bench.measure import measure, summary
 from gpu_parts import DRAFTED, PARTS, RANDOM, REPEATS, Bench, Deadline, bandwidth, load
 from gpu_table import table
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.graph import decoder
+from token_recycling.graph import runner
 from token_recycling.util.files import write_text
 from token_recycling.util.machine import describe
 from widen import SHAPES, widen
@@ -197,7 +197,7 @@ def main() -> None:
         if unknown := [name for name in given if name not in known]:
             parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
     if dry:
-        decoder.BACKEND = "aot_eager"  # traced, no code generated
+        runner.BACKEND = "aot_eager"  # traced, no code generated
         # The interpreter is slow: only parts about the kernels themselves use it.
         import_kernels()
         del os.environ["TRITON_INTERPRET"]

@@ -31,7 +31,8 @@ from token_recycling.drafting.registry import make_drafter
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.base import DraftSize, FixedSize
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.graph.decoder import GraphDecoder, GraphError, can_capture
+from token_recycling.graph.decoder import GraphDecoder, can_capture
+from token_recycling.graph.runner import GraphError
 from token_recycling.hf.call import Call, CallOptions, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve

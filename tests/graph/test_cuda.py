@@ -11,14 +11,14 @@ if not torch.cuda.is_available():
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.graph import decoder, kernels
+from token_recycling.graph import kernels, runner
 
 PROMPTS = random_prompts([20, 7, 33, 1])
 
 
 @pytest.fixture(params=["eager", "inductor"])
 def _backend(request, monkeypatch):
-    monkeypatch.setattr(decoder, "BACKEND", request.param)
+    monkeypatch.setattr(runner, "BACKEND", request.param)
     torch._dynamo.reset()
 
 
@@ -97,7 +97,7 @@ def test_a_failed_capture_is_one_line_and_the_text_goes_on(monkeypatch):
     def fails(self):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
-    monkeypatch.setattr(decoder.GraphRunner, "_capture", fails)
+    monkeypatch.setattr(runner.GraphRunner, "_capture", fails)
     recycler = TokenRecycling(model.cuda(), nodes=15, strict=True)
     with pytest.warns(UserWarning, match=r"decoding without a graph: .*not permitted") as caught:
         answer = recycler.generate(PROMPTS[0], max_new_tokens=40)

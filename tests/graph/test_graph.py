@@ -21,7 +21,7 @@ from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.draft import DraftTree, chains
 from token_recycling.drafting.size.auto import COOLDOWN, PATIENCE
 from token_recycling.drafting.size.costs import CostCurve
-from token_recycling.graph import decoder
+from token_recycling.graph import decoder, runner
 from token_recycling.graph.step import GraphStep
 
 PROMPTS = random_prompts([20, 7, 33, 1])
@@ -36,7 +36,7 @@ SAMPLED = {
 
 @pytest.fixture(autouse=True)
 def _backend(monkeypatch):
-    monkeypatch.setattr(decoder, "BACKEND", os.environ.get("FUSED_BACKEND", "aot_eager"))
+    monkeypatch.setattr(runner, "BACKEND", os.environ.get("FUSED_BACKEND", "aot_eager"))
 
 
 @pytest.fixture(scope="module")
@@ -193,19 +193,19 @@ def test_without_a_compiler_there_is_a_warning_and_the_same_text(llama, monkeypa
 @several
 def test_when_the_next_cache_fails_the_eager_loop_continues(llama, monkeypatch):
     monkeypatch.setattr(decoder, "SMALLEST", 64)
-    made = decoder.GraphRunner.__init__
+    made = runner.GraphRunner.__init__
     count = []
 
     def once(self, step):
         count.append(step)
         if len(count) > 1:
-            raise decoder.GraphError("out of memory")
+            raise runner.GraphError("out of memory")
         made(self, step)
 
     for options in ({}, {"temperature": 0.8, "seed": 2}):
         count.clear()
         recycler = recycling(llama)
-        monkeypatch.setattr(decoder.GraphRunner, "__init__", once)
+        monkeypatch.setattr(runner.GraphRunner, "__init__", once)
         with pytest.warns(UserWarning, match="out of memory"):
             answer = recycler.generate(PROMPTS[0], max_new_tokens=150, **options)
         eager = recycling(llama, graph=False)
@@ -365,9 +365,9 @@ def test_what_failed_is_not_tried_again(llama, monkeypatch):
 
     def failing(self, step):
         tried.append(step)
-        raise decoder.GraphError("no")
+        raise runner.GraphError("no")
 
-    monkeypatch.setattr(decoder.GraphRunner, "__init__", failing)
+    monkeypatch.setattr(runner.GraphRunner, "__init__", failing)
     recycler = recycling(llama)
     for _ in range(2):
         with pytest.warns(UserWarning, match="without a graph: no"):
@@ -465,14 +465,14 @@ def test_a_graph_that_differs_from_an_eager_step_is_not_used(llama, monkeypatch,
     expected = TokenRecycling(llama, nodes=NODES, graph=False).generate(
         PROMPTS[0], max_new_tokens=30, **options
     )
-    run = decoder.GraphRunner._run
+    run = runner.GraphRunner._run
 
     def wrong(self):
         output = run(self).clone()
         output[:, 1] = (output[:, 1] + 1) % 5
         return output
 
-    monkeypatch.setattr(decoder.GraphRunner, "_run", wrong)
+    monkeypatch.setattr(runner.GraphRunner, "_run", wrong)
     recycler = recycling(llama, strict=False)
     for _ in range(2):
         with pytest.warns(UserWarning, match="steps of the graph differ"):

@@ -119,7 +119,7 @@ class TestPeft:
         assert recycler.target.lm_head.weight is not None
 
     def test_no_graph_with_adapters(self, adapted, monkeypatch):
-        monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+        monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
         torch._dynamo.reset()
         recycler = TokenRecycling(adapted, nodes=8, graph=True)
         for _ in range(2):

@@ -59,7 +59,7 @@ def test_steps_pack_and_prompts_do_not(graph, monkeypatch):
         seen.append(query.shape[2])
         return packed_attention(stock, module, query, *others, **options)
 
-    monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+    monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
     monkeypatch.setattr("token_recycling.model.attention.install", lambda: None)
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", watched)
     torch._dynamo.reset()

@@ -306,7 +306,7 @@ def test_options_that_alter_the_scores(option, calls):
 
 def test_compiled_steps_use_it_too(monkeypatch):
     """And the kernel of linear layers."""
-    monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+    monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
     monkeypatch.setattr("token_recycling.model.cpu.linear._settled", {})
     monkeypatch.setattr("token_recycling.model.cpu.linear._ratio", lambda *a: 0.5)
     torch._dynamo.reset()

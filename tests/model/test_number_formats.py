@@ -22,7 +22,7 @@ def stock(model, ids=IDS, **options):
 
 @pytest.fixture
 def eager_graphs(monkeypatch):
-    monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+    monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
     torch._dynamo.reset()
 
 

@@ -18,7 +18,8 @@ from torch.nn import functional
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError, enable
-from token_recycling.graph.decoder import GraphDecoder, GraphError, has_adapters
+from token_recycling.graph.decoder import GraphDecoder, has_adapters
+from token_recycling.graph.runner import GraphError
 from token_recycling.model import attention
 
 [PROMPT] = random_prompts([12])
@@ -117,7 +118,7 @@ class TestCopies:
         [{}, {"float32_logits": True}, pytest.param({"graph": True}, marks=pytest.mark.slow)],
     )
     def test_a_recycler(self, copied, drafter, options, monkeypatch):
-        monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+        monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
         torch._dynamo.reset()
         model = make("llama")
         recycler = TokenRecycling(model, drafter=drafter, **options)
@@ -339,7 +340,7 @@ class TestAdapters:
     @pytest.mark.parametrize("late", [False, True])
     def test_no_graph_is_made_with_them(self, peft, late, monkeypatch):
         """A replay would not see them switched."""
-        monkeypatch.setattr("token_recycling.graph.decoder.BACKEND", "eager")
+        monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
         torch._dynamo.reset()
         model = make("llama")
         if not late:

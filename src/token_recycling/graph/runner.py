@@ -1,0 +1,187 @@
+"""One graph: a step compiled, on a GPU captured, compared with the eager step, and launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.graph.step import LAG, GraphStep
+from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.tokens import NO_TOKEN
+
+BACKEND = "inductor"
+WARM_UP = 3  # runs before the capture
+TIES = 4  # roundings of the largest logit within which tokens are all but tied
+VARIANTS = 64  # compiled variants of one function; PyTorch's default limit is 8
+
+
+class GraphError(TokenRecyclingError):
+    """The step of this model and drafter cannot be run as a graph here."""
+
+
+class GraphRunner:
+    """Runs a ``GraphStep`` repeatedly: compiled as one graph and, on a GPU, captured."""
+
+    def __init__(self, step: GraphStep) -> None:
+        """Compile and warm up, with no active rows, so that nothing is learnt or committed.
+
+        Raises:
+            GraphError: the step does not compile as one graph.
+        """
+        self.step = step
+        device = step.target.device
+        cuda = device.type == "cuda"
+        # Streams, captures and events use the current device, so select ours.
+        self._on_device = partial(torch.cuda.device, device) if cuda else nullcontext
+        self.lag = LAG if cuda else 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._compiled = torch.compile(step.advance, fullgraph=True, backend=BACKEND)
+        try:
+            with self._on_device():
+                self._output = output = self._capture() if cuda else self._run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers may raise anything
+            raise GraphError(one_line(error, 200)) from error
+        # Host buffers of outputs and inputs, one set per step in flight.
+        memory: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
+        self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **memory)
+        self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **memory)
+        self._turn = 0
+        self._agrees: bool | None = None  # with an eager step; None: not known yet
+
+    def _run(self) -> Tensor:
+        with (
+            torch._dynamo.config.patch(recompile_limit=VARIANTS),
+            self.step.target.lm_head,
+            self.step.target.linears or nullcontext(),
+            ordinary_tensors(),
+        ):
+            return self.step.finish(*self._compiled())
+
+    def _capture(self) -> Tensor:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._run()
+        current.wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
+        # A capture that fails does not leave its stream.
+        with torch.cuda.stream(current), capture:
+            return self._run()
+
+    def check(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
+        """Compare the first two steps with eager ones on these texts; restore what they changed.
+
+        The second step shows what the first one has committed.
+
+        Args:
+            sequences: the rows; the last token of each has not been read yet.
+            generators: of the sampled rows; empty: the argmax is taken.
+
+        Raises:
+            GraphError: the two differ by more than rounding explains.
+        """
+        if self._agrees is None:
+            self._agrees = self._agrees_with_eager(sequences, generators)
+        if not self._agrees:
+            raise GraphError("steps of the graph differ from the same steps without it")
+
+    def _agrees_with_eager(
+        self, sequences: list[Sequence], generators: list[torch.Generator]
+    ) -> bool:
+        step = self.step
+        matrix = step.drafting.drafter.matrix
+        with self._on_device(), step.target.lm_head, ordinary_tensors():
+            learnt = None if matrix is None else matrix.state()
+
+            def result(run: Callable[[], Tensor]) -> Tensor:
+                if matrix is not None and learnt is not None:
+                    matrix.restore(learnt)
+                step.begin(sequences, generators)
+                if step.sampler is not None:
+                    for row in range(len(sequences)):
+                        step.sampler.draw(row, 2 * step.most)
+                found = run().cpu()
+                if step.sampler is not None:
+                    for row in range(len(sequences)):
+                        step.sampler.rewind(row, 0)
+                return found
+
+            def two(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+                return lambda: torch.stack([run().cpu(), run().cpu()])
+
+            eager, captured = result(two(step)), result(two(self._replay))
+            same = captured.equal(eager)
+            if not same and step.sampler is None:
+                same = self._all_but_tied(result, eager, captured)
+            elif not same:  # rounding can change a sampled token of half precision
+                same = step.target.dtype != torch.float32
+            result(lambda: eager)  # restores the matrix
+        return same
+
+    def _replay(self) -> Tensor:
+        if self._graph is None:
+            return self._run()
+        self._graph.replay()
+        return self._output
+
+    def _all_but_tied(
+        self, result: Callable[[Callable[[], Tensor]], Tensor], eager: Tensor, captured: Tensor
+    ) -> bool:
+        """Return True if the first tokens that differ have logits that rounding can exchange."""
+        step = self.step
+        # Up to the first step that differs
+        at = 0 if not captured[0].equal(eager[0]) else 1
+        logits = result(step.logits if at == 0 else lambda: (step(), step.logits())[1])
+        eager, captured = eager[at], captured[at]
+        # What the first step has learnt is rounded too, so that the second may draft less or more.
+        drafts_differ = at == 1 and step.target.dtype != torch.float32
+        batch = torch.arange(len(eager), device="cpu")
+        for row, mine, its in zip(batch.tolist(), eager.tolist(), captured.tolist()):
+            first = next((i for i in range(1, len(mine)) if mine[i] != its[i]), None)
+            if first is None:
+                continue
+            if NO_TOKEN in (mine[first], its[first]):
+                if drafts_differ:
+                    continue  # one text is the beginning of the other
+                return False
+            own = logits[row].float()
+            gaps = (own[:, mine[first]] - own[:, its[first]]).abs()
+            noise = TIES * torch.finfo(step.target.dtype).eps * own.abs().amax(dim=1)
+            # The node is not known here, so that some node must have this tie.
+            if not bool((gaps <= noise).any()):
+                return False
+        return True
+
+    def launch(self, active: list[bool]) -> Callable[[], list[list[int]]]:
+        """Launch a step of the ``active`` rows; return a function that waits for its output."""
+        turn = self._turn = (self._turn + 1) % (LAG + 1)
+        rows, on = self._rows[turn], self._active[turn]
+        on.copy_(torch.tensor(active, device="cpu"))
+        with self._on_device():
+            self.step.active.copy_(on, non_blocking=True)
+            output = self._replay()
+            if self._graph is None:
+                rows.copy_(output)
+                return rows.tolist
+            rows.copy_(output, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+
+        def wait() -> list[list[int]]:
+            event.synchronize()
+            found: list[list[int]] = rows.tolist()
+            return found
+
+        return wait
