@@ -21,7 +21,7 @@ from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.draft import chains
-from token_recycling.graph import kernels, tensors
+from token_recycling.graph import kernels, runner, tensors
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.util.modes import ordinary_tensors
