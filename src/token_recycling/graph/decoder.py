@@ -100,7 +100,7 @@ class GraphDecoder:
             roots = torch.zeros(1, dtype=torch.long, device="cpu")
             rows = drafter.new_rows(1, SMALLEST)
             self._whole = drafter.propose(rows, roots).nodes
-        self._drafted = size.typical() or self._whole
+        self._drafted = 0  # nodes of a draft; chosen when an answer begins
 
     @property
     def nodes(self) -> int:
@@ -177,7 +177,8 @@ class GraphDecoder:
         """
         sampled = accept if isinstance(accept, FollowAcceptor) else None
         self.size.begin(len(sequences), max(len(sequence.tokens) for sequence in sequences))
-        self._drafted = self.size.typical(self._drafted) or self._whole
+        # A drafter may propose fewer nodes than it is asked for.
+        self._drafted = min(self.size.typical(self._drafted) or self._whole, self._whole)
         while any(sequence.active for sequence in sequences):
             try:
                 longest = max(len(sequence.tokens) for sequence in sequences)
