@@ -168,8 +168,7 @@ class AutoSize(DraftSize):
         scores = self._scores(draft)[there[:, 0], 1:].mean(axis=0)[: self.most - 1]
         promised = scores[: scores.nonzero()[0].max(initial=-1) + 1].cumsum()
         n = self._best(promised, self._rows * np.arange(1, len(promised) + 1))
-        if self._steps % EXPLORE == EXPLORE - 1 and self._step_costs.spread < ENOUGH:
-            n = (n + 1) // 2
+        n = self._explored(n)
         self._note(float(promised[n - 1]) if n else 0.0, n)
         self._mean[: len(scores)] += (scores - self._mean[: len(scores)]) / MEMORY
         return n + 1
@@ -182,11 +181,16 @@ class AutoSize(DraftSize):
         scores = self._scores(draft)[:, 1:]
         worth = np.sort(scores[scores > 0])[::-1][: (self.most - 1) * self._rows]
         promised = worth.cumsum() / self._rows
-        n = self._best(promised, np.arange(1, len(worth) + 1))
+        n = self._explored(self._best(promised, np.arange(1, len(worth) + 1)))
         self._note(float(promised[n - 1]) if n else 0.0, -(-n // self._rows))
         if not n:
             return np.zeros(len(scores), np.int64)
         return (scores >= worth[n - 1]).sum(axis=1)
+
+    def _explored(self, n: int) -> int:
+        """Return n, or half of it in a step that is to show the slope of the costs."""
+        explores = self._steps % EXPLORE == EXPLORE - 1 and self._step_costs.spread < ENOUGH
+        return (n + 1) // 2 if explores else n
 
     def _scores(self, draft: DraftTree) -> Any:
         """Return the scores of all nodes, float [B, n]; 0 where there is none."""

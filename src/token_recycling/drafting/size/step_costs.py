@@ -14,9 +14,9 @@ MEMORY, SIZE_MEMORY = 200.0, 100.0
 # The most by which the logarithm of a step's seconds differs from the expected one, so that a step
 # that was interrupted counts little.
 OUTLIER = 0.5
-# Weights of what is assumed: the curve's slope, in squared doublings of tokens; no jump, in plain
-# steps; the line, in steps of a size.
-TRUST_SLOPE, TRUST_JUMP, TRUST_LINE = 4.0, 1.0, 4.0
+# Weights of what is assumed: the curve's slope, measured or not, in squared doublings of tokens; no
+# jump, in plain steps; the line, in steps of a size.
+TRUST_SLOPE, TRUST_GUESS, TRUST_JUMP, TRUST_LINE = 4.0, 2.0, 1.0, 4.0
 
 
 class StepCosts:
@@ -46,7 +46,8 @@ class StepCosts:
         weight, x, d, y, xx, xd, xy, dy = self._sums
         if not weight:
             return 0.0, 0.0, 0.0
-        sxx, sdd = xx - x * x / weight + TRUST_SLOPE, d - d * d / weight + TRUST_JUMP
+        trust = TRUST_SLOPE if self.curve.measured else TRUST_GUESS
+        sxx, sdd = xx - x * x / weight + trust, d - d * d / weight + TRUST_JUMP
         sxd, sxy, sdy = xd - x * d / weight, xy - x * y / weight, dy - d * y / weight
         determinant = sxx * sdd - sxd * sxd
         slope = (sxy * sdd - sdy * sxd) / determinant
