@@ -30,8 +30,8 @@ class Options:
         k: candidates kept per token; None: those of ``matrix``, or else 12, or 8 for "paper".
         matrix: the adjacency matrix to start from, or its file; a ``Drafter`` object uses its own.
         costs: step costs on this machine, for ``nodes=None``. None: those measured by
-            ``token-recycling tune`` for this model and machine, else a guess. Either is corrected
-            while decoding.
+            ``token-recycling tune`` for this model and machine, else by a short measurement at
+            load, else a guess. All are corrected while decoding.
         graph: True: compile steps and, on a GPU, capture them as graphs; what cannot be captured
             runs in the eager loop, with the same output. False: always eager. None: True on CUDA,
             else False.
@@ -97,7 +97,8 @@ class Options:
             )
         if self.tree is not None and not self.fills_tree:
             raise TokenRecyclingError(
-                f"the drafter {self.drafter_name} shapes its own trees; give nodes instead of tree"
+                f"the drafter {self.drafter_name} takes no tree; give a number of nodes, or use "
+                'the drafter "paper"'
             )
         if not (self.matrix is None or isinstance(self.matrix, str | Path | AdjacencyMatrix)):
             raise TokenRecyclingError(

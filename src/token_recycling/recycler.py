@@ -129,7 +129,7 @@ class TokenRecycling(DecodingMethod):
         if isinstance(self.target, PlainTarget):
             return NoDrafter(), FixedSize()
         if not isinstance(given.drafter, str):
-            return given.drafter, FixedSize()
+            return given.drafter, FixedSize(None if given.nodes is None else given.nodes + 1)
         most = min(given.nodes or defaults.MOST_NODES, defaults.LARGEST_DRAFT)
         drafter = make_drafter(given.drafter, self.matrix, self.template, most)
         if given.nodes is not None:

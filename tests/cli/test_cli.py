@@ -215,7 +215,7 @@ def wrong_calls(folder):
         ([p, "--temp", -1], "temperature"),
         ([p, "--temp", 1, "--top-p", 7], "top_p"),
         ([p, "--drafter", "paper", "--tree", "no-such-tree"], "no-such-tree"),
-        ([p, "--tree", "paper"], "shapes its own trees; give nodes instead of tree"),
+        ([p, "--tree", "paper"], "takes no tree; give a number of nodes"),
         ([p, "--nodes", 0], "nodes is 0; it must be between 1 and 256"),
         ([p, "--drafter", "paper", "--tree", folder / "orphan.json"], "[0, 1, 2]"),
         (["tree", "check", folder / "twice.json"], "[0] appears twice"),

@@ -82,3 +82,26 @@ def test_a_registered_drafter_that_cannot_be_imported_is_one_clear_line(monkeypa
     error = capsys.readouterr().err
     assert "cannot load the drafter 'broken': ImportError: no module named 'their_kernel'" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [(lambda matrix, template: 3, "is a int"), (lambda matrix, template: 1 / 0, "ZeroDivision")],
+)
+def test_a_registered_factory_that_fails_is_one_clear_line(factory, says, monkeypatch, capsys):
+    point = SimpleNamespace(name="broken", load=lambda: factory)
+    monkeypatch.setattr(drafters, "entry_points", lambda **given: [point])
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "-p", "Once", "--drafter", "broken"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_number_of_nodes_holds_for_an_object_too(example, bundled):
+    drafter = example(AdjacencyMatrix(bundled.target.vocab_size, 8), TreeTemplate.chain(6))
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, nodes=2)
+    steps = []
+    recycler.generate(DEMO[0], max_new_tokens=40, on_step=steps.append)
+    assert max(step.nodes for step in steps) == 3

@@ -76,8 +76,12 @@ def make_drafter(
     for point in entry_points(group=GROUP, name=name):
         try:
             factory: Factory = point.load()
-        except Exception as error:  # whatever the other package raises while it is imported
+            drafter = factory(matrix, template)
+        except Exception as error:  # whatever the other package raises
             line = f"{type(error).__name__}: {one_line(error, 200)}"
             raise TokenRecyclingError(f"cannot load the drafter {name!r}: {line}") from error
-        return factory(matrix, template)
+        if not isinstance(drafter, Drafter):
+            kind = type(drafter).__name__
+            raise TokenRecyclingError(f"the drafter {name!r} is a {kind}; it must be a Drafter")
+        return drafter
     raise TokenRecyclingError(f"unknown drafter {name!r}; choose from {', '.join(names())}")

@@ -332,7 +332,7 @@ class FixedCache(Cache):  # type: ignore[misc]
 
     Attributes:
         lengths: int64 [B], number of committed entries per row.
-        place: of the current step's draft.
+        writes_to: where the current step's draft goes.
     """
 
     def __init__(self, like: RecyclingCache, batch: int, slots: int, device: torch.device) -> None:
