@@ -157,10 +157,8 @@ class Decoding:
             self.hooks.check()
             with self.target.inference_context():
                 step = self._advance()
-            emitting = sum(map(bool, step.tokens))
-            emitted = sum(map(len, step.tokens)) / max(emitting, 1)
             rows = len(step.tokens)
-            self.size.record(rows, rows * (step.nodes - 1), emitted, sum(step.seconds))
+            self.size.record(rows, rows * (step.nodes - 1), step.mean_emitted, sum(step.seconds))
             yield step
 
     @property

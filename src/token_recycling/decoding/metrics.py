@@ -33,6 +33,11 @@ class Step:
         """True for the first step of a run."""
         return len(self.seconds) == 1
 
+    @property
+    def mean_emitted(self) -> float:
+        """Mean number of emitted tokens of the rows that had not ended; 0 if all had."""
+        return sum(map(len, self.tokens)) / max(sum(map(bool, self.tokens)), 1)
+
 
 @dataclass
 class Stats:

@@ -237,10 +237,8 @@ class GraphDecoder:
                     on_device[row] += sum(token != NO_TOKEN for token in emitted)
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
                 done = Step(tokens, reasons, drafted, step.nodes, seconds)
-                emitting = sum(map(bool, tokens))
-                emitted_mean = sum(map(len, tokens)) / max(emitting, 1)
                 rows = len(tokens)
-                self.size.record(rows, rows * (step.nodes - 1), emitted_mean, sum(seconds))
+                self.size.record(rows, rows * (step.nodes - 1), done.mean_emitted, sum(seconds))
                 yield done
                 begun = perf_counter()
         finally:
