@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 QUESTIONS, AT_ONCE, TOKENS = 200, 16, 96
 SETTLED = 60.0  # seconds after which memory should not grow
 STORY = "The cat sat on the mat, and the dog ran to the door. "
-RECIPE = ROOT / "build" / "serve_recipe.py"
+RECIPE = ROOT / "build" / "serve" / "recipe.py"  # its folder is on its path
 
 
 def recipe() -> str:
@@ -55,7 +55,7 @@ def commands(threads: int) -> dict[str, list[str]]:
     stock = "from transformers.cli.transformers import main; main()"
     limited = f"import torch; torch.set_num_threads({threads}); "
     serve = ["serve", "--device", "cpu", "--dtype", "float32"]
-    RECIPE.parent.mkdir(exist_ok=True)
+    RECIPE.parent.mkdir(parents=True, exist_ok=True)
     RECIPE.write_text(limited + "\n" + recipe())
     plain = [sys.executable, "-c", limited + stock, *serve]
     own = [

@@ -7,9 +7,12 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from token_recycling import defaults
 from token_recycling.drafting.base import AnyDrafter, Drafter
 from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
@@ -42,8 +45,8 @@ class Options:
         warm: fill rows of the matrix before any text is read, with what the model predicts after
             each token on its own; rows that exist are kept, and ``reset`` returns to these rows.
             Computed rows are kept in the cache folder, per model. True: the whole vocabulary,
-            however long it takes. A number: compute for at most so many seconds. False: no such
-            rows. None: for drafters named "adaptive…", use the rows in the cache folder; if there
+            however long it takes. A number: most seconds to compute. False: no such
+            rows. None: for the drafter "adaptive", use the rows in the cache folder; if there
             are none, compute for at most ``defaults.WARM_SECONDS``, unless that is enough for fewer
             than ``defaults.WARM_TOKENS`` tokens only.
         strict: raise when the model or a call cannot be served by draft trees, instead of warning
@@ -95,6 +98,8 @@ class Options:
             raise TokenRecyclingError(
                 f"nodes is {self.nodes}; it must be between 1 and {defaults.LARGEST_DRAFT}"
             )
+        if self.nodes is not None and self.drafter == NoDrafter.name:
+            raise TokenRecyclingError("the drafter none drafts nothing; leave nodes out")
         if self.tree is not None and not self.fills_tree:
             raise TokenRecyclingError(
                 f"the drafter {self.drafter_name} takes no tree; give a number of nodes, or use "
@@ -116,6 +121,11 @@ class Options:
             raise TokenRecyclingError("costs must include the size 1, plain decoding")
         if self.graph not in (None, True, False):
             raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
+        for name in ("float32_logits", "queue", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise TokenRecyclingError(
+                    f"{name} is {getattr(self, name)!r}; it must be True or False"
+                )
         if not (
             self.warm is None
             or isinstance(self.warm, bool)
@@ -158,7 +168,8 @@ class Options:
         if isinstance(self.tree, TreeTemplate):
             self.tree.check_k(k)
             return self.tree
-        return TreeTemplate.load(self.tree or ("paper" if self.nodes is None else "ranked"), k)
+        shipped = "paper" if self.nodes is None else "ranked"
+        return TreeTemplate.load(shipped if self.tree is None else self.tree, k)
 
     @property
     def drafter_name(self) -> str:
@@ -170,8 +181,12 @@ class Options:
         """True if the drafter fills a tree of fixed shape."""
         return isinstance(self.drafter, str) and self.drafter not in SHAPE_THEIR_OWN
 
+    def graphs_on(self, device: torch.device) -> bool:
+        """Return whether steps on ``device`` run as graphs where they can."""
+        return device.type == "cuda" if self.graph is None else self.graph
+
     def size(self, template: TreeTemplate | None) -> str:
-        """Return the size or tree of the drafts, for people."""
+        """Return the size or tree of the drafts in words."""
         if self.nodes is not None:
             return f"{self.nodes} nodes"
         return "as many nodes as pay off" if template is None else f"tree {template.name}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,41 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling import defaults
 from token_recycling.checkpoint.load import load_checkpoint
 from token_recycling.decoding.accept import Acceptor
 from token_recycling.decoding.answers import Chunk, Generation
-from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
-from token_recycling.decoding.metrics import Stats, Step
+from token_recycling.decoding.loop import OnDraft
+from token_recycling.decoding.metrics import Stats
 from token_recycling.decoding.prepare import compile_kernels
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.decoding.text import Prompt, is_batch
-from token_recycling.decoding.tune import find, measure_quickly
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
-from token_recycling.drafting.none import NoDrafter
-from token_recycling.drafting.registry import make_drafter
-from token_recycling.drafting.size.auto import AutoSize
-from token_recycling.drafting.size.base import DraftSize, FixedSize
+from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.graph.decoder import GraphDecoder, can_capture
-from token_recycling.graph.runner import GraphError
 from token_recycling.hf.call import Call, CallOptions, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve
-from token_recycling.model.fallback import PlainTarget
-from token_recycling.model.prefix_cache import PrefixCache
+from token_recycling.model.base import OnProgress
 from token_recycling.model.probe import open_target
-from token_recycling.model.target import OnProgress, TreeTarget
+from token_recycling.model.target import TreeTarget
 from token_recycling.model.unwrap import model_inside
 from token_recycling.options import Options
+from token_recycling.runs import Runs, Steps, drafter_and_size
 from token_recycling.util.lock import FairLock
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.warm.fill import copy_missing_rows
 from token_recycling.warm.start import WarmRows, go_on, kept_rows, warm_up
-
-Steps = Generator[Step, None, None]
 
 
 class TokenRecycling(DecodingMethod):
@@ -64,8 +55,7 @@ class TokenRecycling(DecodingMethod):
         tokenizer: its tokenizer, or None.
         target: the model as the decoding loop uses it.
         matrix: the adjacency matrix.
-        drafter: proposes the drafts.
-        draft_size: the draft-size policy.
+        runs: the drafter, the draft-size policy, the context and the graphs.
         template: the tree that the drafter fills; None if it shapes its own.
         warm_rows: the rows that the matrix starts with (see ``options.Options.warm``); None if it
             is to start empty.
@@ -111,37 +101,14 @@ class TokenRecycling(DecodingMethod):
                 matrix = AdjacencyMatrix(self.target.vocab_size, k, fingerprint=name)
             matrix.check(self.target.vocab_size, name, what="this model")
             self.matrix = matrix
-            self.drafter, self.draft_size = self._drafter_and_size()
+            drafter, size = drafter_and_size(given, self.target, matrix, self.template)
+        self.runs = Runs(self.target, drafter, size, given.graphs_on(self.target.device))
         self.warm_rows = self._warm_rows(on_progress)
         self._insert_warm_rows()
-        # Context entered while a graph is compiled, which may take minutes the first time.
-        self.compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.stats = Stats()
         self.warned: set[str] = set()
         self.lock = FairLock()
-        self._graph: GraphDecoder | None = None
-        self._prefix: PrefixCache | None = None
-        self._runs = 0  # started so far; only the latest may continue
         patch_generate(self.model)
-
-    def _drafter_and_size(self) -> tuple[AnyDrafter, DraftSize]:
-        given, device = self.options, self.target.device
-        if isinstance(self.target, PlainTarget):
-            return NoDrafter(), FixedSize()
-        if not isinstance(given.drafter, str):
-            return given.drafter, FixedSize(None if given.nodes is None else given.nodes + 1)
-        most = min(given.nodes or defaults.MOST_NODES, defaults.LARGEST_DRAFT)
-        drafter = make_drafter(given.drafter, self.matrix, self.template, most)
-        if given.nodes is not None:
-            return drafter, FixedSize(given.nodes + 1)
-        if not drafter.acceptance:
-            return drafter, FixedSize()
-        costs = given.costs or find(self.model, device)
-        # Captured steps cost less than the eager ones that would be measured.
-        eager = device.type != "cuda" or not self._wants_graphs
-        if not costs.measured and eager and isinstance(self.target, TreeTarget):
-            costs = measure_quickly(self.target) or costs
-        return drafter, AutoSize(drafter.acceptance, costs)
 
     def _warm_rows(self, on_progress: OnProgress | None) -> WarmRows | None:
         warm = self.options.warm
@@ -155,20 +122,17 @@ class TokenRecycling(DecodingMethod):
             with ordinary_tensors():
                 copy_missing_rows(self.warm_rows.rows, self.matrix)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the context and the graphs."""
-        return {**self.__dict__, "_graph": None, "_prefix": None}
-
     def __copy__(self) -> TokenRecycling:
         """Share the model and nothing else."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__getstate__())
+        twin.__dict__.update(self.__dict__)
         twin.target = copy.copy(self.target)
         twin.target.reset()
         # In one call, since the drafter uses the matrix.
-        twin.matrix, twin.drafter, twin.draft_size, twin.stats = copy.deepcopy(
+        twin.matrix, drafter, size, twin.stats = copy.deepcopy(
             (self.matrix, self.drafter, self.draft_size, self.stats)
         )
+        twin.runs = replace(self.runs, target=twin.target, drafter=drafter, size=size)
         twin.warned, twin.lock = set(self.warned), FairLock()
         return twin
 
@@ -177,9 +141,14 @@ class TokenRecycling(DecodingMethod):
         patch_generate(self.model)
 
     @property
-    def _wants_graphs(self) -> bool:
-        wanted = self.options.graph
-        return self.target.device.type == "cuda" if wanted is None else wanted
+    def drafter(self) -> AnyDrafter:
+        """What proposes the drafts."""
+        return self.runs.drafter
+
+    @property
+    def draft_size(self) -> DraftSize:
+        """The draft-size policy."""
+        return self.runs.size
 
     @property
     def strict(self) -> bool:
@@ -228,7 +197,7 @@ class TokenRecycling(DecodingMethod):
         with self.lock.acquired(wait=True):
             self.matrix.reset()
             self._insert_warm_rows()
-            self._forget_context()
+            self.runs.forget()
 
     def warm(
         self,
@@ -276,12 +245,7 @@ class TokenRecycling(DecodingMethod):
     def forget_context(self) -> None:
         """Free the KV cache; an unfinished answer cannot continue."""
         with self.lock.acquired(wait=True):
-            self._forget_context()
-
-    def _forget_context(self) -> None:
-        self.target.reset()
-        self._prefix = None
-        self._runs += 1
+            self.runs.forget()
 
     def generate(
         self, prompt: Prompt | Iterable[Prompt], **options: Any
@@ -396,24 +360,14 @@ class TokenRecycling(DecodingMethod):
         Raises:
             TokenRecyclingError: a prompt cannot be read, or another answer has begun meanwhile.
         """
-        self._runs += 1
-        own = self._runs
-
-        def check() -> None:
-            if self._runs != own:
-                raise TokenRecyclingError(
-                    "this answer cannot continue: the model has begun another one or was reset"
-                )
-
-        if keep_context and len(sequences) == 1 and self._prefix is not None:
-            sequences[0].cached = self._prefix.common(sequences[0].tokens[:-1])
-        self._prefix = None
-        graph = self.graph_decoder() if on_draft is None and can_capture(accept) else None
-        hooks = Hooks(check, on_progress, on_draft)
-        decoding = Decoding(
-            self.target, self.drafter, self.draft_size, accept, sequences, graph, hooks
+        run = self.runs.steps(
+            sequences,
+            accept,
+            keep_context=keep_context,
+            on_progress=on_progress,
+            on_draft=on_draft,
         )
-        with closing(decoding.steps()) as steps:
+        with closing(run) as steps:
             for step in steps:
                 for row, sequence in enumerate(sequences):
                     read = sequence.prompt_length - sequence.cached
@@ -423,7 +377,7 @@ class TokenRecycling(DecodingMethod):
 
     def _steps(self, call: Call) -> Steps:
         """Decode a call; then record what the target has read of a single row."""
-        run = self._runs + 1
+        run = self.runs.latest + 1
         options, first = call.options, call.sequences[0]
         steps = self.steps(
             call.sequences,
@@ -434,22 +388,8 @@ class TokenRecycling(DecodingMethod):
         )
         with suppress(GeneratorExit), closing(steps):  # GeneratorExit: an abandoned stream
             yield from steps
-        known = len(call.sequences) == 1 and first.new_length > 0
-        if known and self._runs == run and isinstance(self.target, TreeTarget):
-            self._prefix = PrefixCache(self.target, first.tokens[:-1])
-
-    def graph_decoder(self) -> GraphDecoder | None:
-        """Return the decoder that runs steps as graphs, or None for the eager loop."""
-        if not (self._wants_graphs and isinstance(self.target, TreeTarget)):
-            return None
-        if self._graph is None or self._graph.drafter is not self.drafter:
-            try:
-                self._graph = GraphDecoder(
-                    self.target, self.drafter, self.draft_size, self.compiling
-                )
-            except GraphError:
-                return None
-        return self._graph
+        if len(call.sequences) == 1 and first.new_length:
+            self.runs.keep_context(run, first)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

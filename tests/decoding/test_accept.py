@@ -11,10 +11,10 @@ from token_recycling.decoding.accept import (
     GreedyAcceptor,
     accept_and_append,
     accept_choices,
-    longest_paths,
 )
 from token_recycling.decoding.samplers import RowSampler
 from token_recycling.decoding.sequence import Sequence, at_token
+from token_recycling.decoding.walks import longest_paths
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.util.tokens import NO_TOKEN
 

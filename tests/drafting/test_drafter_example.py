@@ -54,7 +54,7 @@ def test_in_the_loop_and_in_a_graph(example, bundled, graph, rows, monkeypatch):
     answers = recycler.generate(prompts, max_new_tokens=60)
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
     assert recycler.stats.accepted > 0
-    assert (recycler._graph is not None) is graph
+    assert (recycler.runs._graph is not None) is graph
 
 
 @pytest.mark.slow

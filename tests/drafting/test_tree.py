@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from strategies import templates
 from token_recycling import TokenRecyclingError, TreeTemplate
-from token_recycling.drafting.draft import chains
 from token_recycling.drafting.templates import TreeShape, shipped
 
 
@@ -119,14 +118,3 @@ def test_acceptance_probabilities_order_the_paths_of_a_file(tmp_path):
 def test_the_drawing_shows_every_node():
     drawing = TreeTemplate.from_paths("t", [[0], [1], [0, 0], [0, 3]]).draw()
     assert drawing == "root\n├─0\n│ ├─0\n│ └─3\n└─1"
-
-
-def test_padding_is_on_no_branch():
-    """Nodes that hold no token, with and without themselves among their ancestors."""
-    draft = chains(torch.tensor([[5, 6, 7]])).padded(6)
-    path, counts = draft.best_branch(torch.zeros(1, 6, 9))
-    assert path[0, :3].tolist() == [0, 1, 2]
-    assert counts.tolist() == [3]
-    draft = draft.up_to(torch.tensor([2]))
-    assert draft.best_branch(torch.zeros(1, 6, 9))[1].tolist() == [2]
-    assert draft.best_branch(torch.zeros(1, 6, 9))[0][0, :2].tolist() == [0, 1]

@@ -36,7 +36,7 @@ def test_a_captured_step_gives_the_same_text(name, rows):
         for _ in range(2):
             answers = recycler.generate(prompts, max_new_tokens=100)
             assert [a.token_ids for a in answers] == expected
-    (runner,) = recycler._graph._runners.values()
+    (runner,) = recycler.runs._graph._runners.values()
     assert runner._graph is not None
     assert runner.step._operations is kernels
     assert recycler.stats.accepted > 0
@@ -45,7 +45,7 @@ def test_a_captured_step_gives_the_same_text(name, rows):
 def test_the_host_waits_only_for_the_output():
     recycler = TokenRecycling(make("llama").cuda(), nodes=15, strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)
-    (runner,) = recycler._graph._runners.values()
+    (runner,) = recycler.runs._graph._runners.values()
     torch.cuda.set_sync_debug_mode("error")
     try:
         first = runner.launch([False])

@@ -77,7 +77,7 @@ def answers(model, prompts, *, graph=True, **options):
         warnings.simplefilter("error")  # the graph must be used
         found = [recycler.generate(prompts, max_new_tokens=TOKENS, **options) for _ in range(2)]
     if graph:
-        (runner,) = recycler._graph._runners.values()
+        (runner,) = recycler.runs._graph._runners.values()
         assert runner.step._operations is kernels
     return [[answer.token_ids for answer in each] for each in found], recycler.stats
 

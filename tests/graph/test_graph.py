@@ -53,7 +53,7 @@ def recycling(model, **options):
 
 
 def runners(recycler):
-    return list(recycler._graph._runners.values())
+    return list(recycler.runs._graph._runners.values())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_a_graph_cannot_hold_is_decoded_without(llama):
         expected = plain(llama, PROMPTS[0], 30, do_sample="temperature" in options, **options)
         torch.manual_seed(5)
         assert recycler.generate(PROMPTS[0], max_new_tokens=30, **options).token_ids == expected
-        assert recycler._graph is None
+        assert recycler.runs._graph is None
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_every_drafter_can_be_part_of_a_graph_on_a_cpu(llama, drafter):
     prompts = [PROMPTS[0], PROMPTS[0][:5] * 3]
     answers = recycler.generate(prompts, max_new_tokens=60)
     assert [a.token_ids for a in answers] == [plain(llama, prompt, 60) for prompt in prompts]
-    assert recycler._graph is not None
+    assert recycler.runs._graph is not None
     assert len(runners(recycler)) == 1
     assert (sum(a.stats.accepted for a in answers) > 0) is (drafter != "none")
 
@@ -225,7 +225,7 @@ def test_a_stream_that_is_left_leaves_a_context_to_go_on_from(llama):
             break
     stream.close()
     longer = PROMPTS[0] + tokens + [5]
-    assert recycler._prefix.common(longer) >= len(PROMPTS[0]) + 19
+    assert recycler.runs._prefix.common(longer) >= len(PROMPTS[0]) + 19
     answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)
     assert answer.token_ids == plain(llama, longer, 30)
     assert answer.stats.prompt_tokens < 5
@@ -418,7 +418,7 @@ def test_an_unknown_choice_is_refused(llama):
 def test_without_a_choice_a_cpu_has_no_graph(llama):
     recycler = TokenRecycling(llama, strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)
-    assert recycler._graph is None
+    assert recycler.runs._graph is None
 
 
 def _commits_nothing(cache, path, counts):

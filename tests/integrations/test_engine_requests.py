@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
 from token_recycling.decoding.accept import accept_choices, greedy
+from token_recycling.decoding.walks import likeliest_children, longest_paths
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.draft import DraftTree
@@ -196,7 +197,7 @@ def test_the_best_branch(by_target):
     drafter.load(rows, [[1, 2], [2, 3], [5]])
     draft = drafter.propose(rows, roots)
     logits = torch.randn(3, draft.nodes, VOCABULARY, generator=generator)
-    path, counts = draft.best_branch(logits)
+    path, counts = longest_paths(draft, likeliest_children(draft, logits))
     chain = requests.propose(slots, roots, NODES)
     for row in range(3):
         right = [0]

@@ -124,7 +124,7 @@ def test_a_wrong_acceptor_turns_it_red(model, batch, monkeypatch):
     from token_recycling.decoding import accept
 
     expected = model.generate(**batch, max_new_tokens=60)
-    right, changed = accept._walk, []
+    right, changed = accept.host_walk, []
 
     def one_more(*args):
         """Emit the choice after the next node, which was not accepted."""
@@ -138,7 +138,7 @@ def test_a_wrong_acceptor_turns_it_red(model, batch, monkeypatch):
 
     with enable(model):
         assert same(model.generate(**batch, max_new_tokens=60), expected)
-        monkeypatch.setattr(accept, "_walk", one_more)
+        monkeypatch.setattr(accept, "host_walk", one_more)
         assert not same(model.generate(**batch, max_new_tokens=60), expected)
     assert changed
 

@@ -24,7 +24,7 @@ ROOMS = (
     ("graph/",),
     ("hf/",),
     ("checkpoint/", "options"),
-    ("recycler",),
+    ("runs", "recycler"),
     ("integrations/",),
     ("server/",),
     ("bench/",),

@@ -49,7 +49,7 @@ def test_autocast_around_a_call_as_a_graph(bundled, eager_graphs):
         readable = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
         expected = readable.generate("Once upon a time there was a king", max_new_tokens=40)
     assert answer.token_ids[:8] == expected.token_ids[:8]
-    assert recycler._graph is not None
+    assert recycler.runs._graph is not None
     assert recycler.matrix.evidence.isfinite().all()
 
 

@@ -138,7 +138,7 @@ def test_rounding_is_not_taken_for_a_change(name, dtype):
     recycler = TokenRecycling(model, nodes=8)
     first = recycler.generate(FIRST, max_new_tokens=20)
     read = [*FIRST, *first.token_ids]
-    kept = recycler._prefix
+    kept = recycler.runs._prefix
     assert isinstance(kept, PrefixCache)
     assert kept.common(read) == len(read) - 1
 

@@ -348,7 +348,7 @@ class TestAdapters:
         recycler = TokenRecycling(model, nodes=8, graph=True)
         if late:
             recycler.generate(PROMPT, max_new_tokens=10)
-            assert isinstance(recycler._graph, GraphDecoder)
+            assert isinstance(recycler.runs._graph, GraphDecoder)
             adapter = self.adapted(model, peft)
         for on in (True, False, True):
             adapter.on = on
@@ -356,4 +356,4 @@ class TestAdapters:
                 answer = recycler.generate(PROMPT, max_new_tokens=20)
             assert answer.token_ids == plain(model, PROMPT, 20)
         with pytest.raises(GraphError, match="adapters"):
-            recycler._graph._runner(1, 12, None)
+            recycler.runs._graph._runner(1, 12, None)

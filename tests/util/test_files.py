@@ -23,7 +23,7 @@ from models import plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.decoding.tune import cached_path, find, identity
 from token_recycling.drafting.adaptive import AdaptiveDrafter
-from token_recycling.drafting.matrix import FORMAT
+from token_recycling.drafting.matrix_file import FORMAT
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer

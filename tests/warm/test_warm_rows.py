@@ -26,6 +26,7 @@ from token_recycling import (
     enable,
 )
 from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.matrix_file import FORMAT
 from token_recycling.integrations.engines.options import ServingOptions
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.probe import open_target
@@ -395,13 +396,13 @@ class TestCache:
         assert recycler.warm_rows.path is None
         assert "cannot write" in recycler.warm_rows.line
 
-    @pytest.mark.parametrize("damage", ["bytes", "empty", "format", "ids", "nan", "vocabulary"])
+    @pytest.mark.parametrize("damage", ["bytes", "empty", "format", "ids", "context", "vocabulary"])
     def test_a_damaged_file_costs_one_warning(self, damage):
         target = target_of()
         path = warm_up(target, None, K).path
         tensors = load_file(path)
         about = {
-            "format": store.FORMAT, "context": "nothing", "context_tokens": "[]",
+            "format": FORMAT, "context": "nothing", "context_tokens": "[]",
             "complete": "true",
         }  # fmt: skip
         if damage == "bytes":
@@ -413,8 +414,8 @@ class TestCache:
                 about["format"] = "another"
             elif damage == "ids":
                 tensors["candidates"][3, 0] = VOCABULARY
-            elif damage == "nan":
-                tensors["probabilities"][3, 0] = float("nan")
+            elif damage == "context":
+                about["context_tokens"] = f"[{VOCABULARY}]"
             else:
                 tensors = {name: tensor[1:].clone() for name, tensor in tensors.items()}
             save_file(tensors, path, metadata=about)
@@ -422,7 +423,7 @@ class TestCache:
             warnings.simplefilter("always")
             again = warm_up(target, None, K)
         assert len(found) == 1
-        assert "is damaged" in str(found[0].message)
+        assert "warm rows are ignored" in str(found[0].message)
         assert (again.computed, again.path) == (VOCABULARY, path)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from token_recycling.bench.compare import plain_generate, timed
-from token_recycling.bench.variants import LOOKUP_TOKENS, Variant
+from token_recycling.bench.variants import Variant
 from token_recycling.decoding.metrics import PHASES, Step
 from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError, one_line

@@ -8,13 +8,12 @@ from itertools import product
 from typing import Any
 
 from token_recycling import defaults
-from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS, PromptLookupDrafter
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN, names
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.options import Options
 
 GENERATE, LOOKUP, AUTO = "generate", "generate-pld", "auto"
-LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, as Spec-Bench sets it
 DEFAULT = (GENERATE, LOOKUP, "prompt-lookup", "paper", AUTO)
 # Drafters without a matrix; None stands for ``model.generate``.
 NOT_RECYCLED = (None, "none", "prompt-lookup")

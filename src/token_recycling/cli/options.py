@@ -149,7 +149,7 @@ class Loading:
             )
         if recycler.warm_rows is not None and recycler.warm_rows.computed:
             show.note(recycler.warm_rows.line)
-        recycler.compiling = partial(busy_shown, "compiling the step (once per model)")
+        recycler.runs.compiling = partial(busy_shown, "compiling the step (once per model)")
         return recycler
 
     def _check(self) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 ROWS, WAITING = 16, 64
 MINUTES, DRAIN_SECONDS = 5.0, 30
-CONTEXTS = 4  # the default room for contexts: so many of the longest, at most MOST_MIB
+CONTEXTS = 4  # default room for contexts, in contexts of the longest kind; at most MOST_MIB
 MOST_MIB = 1024
 MIB = 2**20
 KEYS = "TOKEN_RECYCLING_API_KEY"

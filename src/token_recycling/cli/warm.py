@@ -18,7 +18,7 @@ from token_recycling.errors import TokenRecyclingError
 def warm(
     loading: o.Loading,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="Compute for at most so many seconds.")
+        float | None, typer.Option("--seconds", help="Most seconds to compute.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Compute all rows, even those that are kept.")

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from token_recycling.decoding.samplers import Sampler, are_node_wise
 from token_recycling.decoding.sequence import Sequence
+from token_recycling.decoding.walks import children_of, follow, host_walk, longest_paths
 from token_recycling.drafting.accepted import Accepted, joined
 from token_recycling.drafting.candidates import argmax
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.util.compiled import as_array, compiled
+from token_recycling.util.compiled import as_array
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
@@ -27,27 +28,6 @@ class Acceptor(Protocol):
 
         A row whose root is invalid emits nothing.
         """
-
-
-def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the deepest node whose whole path agrees with the target's choices.
-
-    Args:
-        draft: B trees of n nodes.
-        choices: int64 [B, n], the token that the target chooses after each node.
-
-    Returns:
-        The path from the root, int64 [B, max_depth + 1], and its number of nodes, int64 [B]
-        (0 where the root is invalid). Among nodes of equal depth the first wins.
-    """
-    batch, n = draft.tokens.shape
-    wrong = (draft.tokens != choices.gather(1, draft.parents)) | ~draft.valid
-    wrong[:, 0] = ~draft.valid[:, 0]
-    cut = (draft.ancestors & wrong[:, None, :]).any(dim=2)
-    depth = draft.depths.masked_fill(cut, -1)
-    deepest, best = depth.max(dim=1, keepdim=True)
-    on_path = draft.ancestors.gather(1, best[:, :, None].expand(batch, 1, n))[:, 0]
-    return draft.path_of(on_path), deepest[:, 0] + 1
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -112,45 +92,6 @@ def append_emitted(
     return tokens, reasons, drafted
 
 
-@compiled
-def _walk(
-    tokens: Any, parents: Any, depths: Any, valid: Any, choices: Any, path: Any, emitted: Any
-) -> None:
-    """Find the longest path of each row along the choices, as ``longest_paths`` does.
-
-    Args:
-        tokens: int64 [B, n].
-        parents: int64 [B, n].
-        depths: int64 [B, n].
-        valid: bool [B, n].
-        choices: int64 [B, n].
-        path: int64 [B, p], gets the accepted nodes, padded with 0.
-        emitted: int64 [B, p], gets the choices after them, padded with ``NO_TOKEN``.
-    """
-    path[:] = 0
-    emitted[:] = NO_TOKEN
-    for row in range(len(tokens)):
-        if not valid[row, 0]:
-            continue
-        best = 0
-        for node in range(1, tokens.shape[1]):
-            if depths[row, node] <= depths[row, best]:
-                continue
-            at = node
-            while at > 0 and valid[row, at]:
-                above = parents[row, at]
-                if tokens[row, at] != choices[row, above]:
-                    break
-                at = above
-            if at == 0:
-                best = node
-        at = best
-        for depth in range(depths[row, best], -1, -1):
-            path[row, depth] = at
-            emitted[row, depth] = choices[row, at]
-            at = parents[row, at]
-
-
 def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequence]) -> Accepted:
     """Accept the longest path along ``choices`` and append its tokens to the sequences.
 
@@ -162,7 +103,7 @@ def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequenc
     valid = as_array(draft.valid)
     path = np.empty((len(choices), draft.max_depth + 1), np.int64)
     emitted = np.empty_like(path)
-    _walk(
+    host_walk(
         as_array(draft.tokens),
         as_array(draft.parents),
         as_array(draft.depths),
@@ -241,29 +182,23 @@ class FollowAcceptor:
     def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
         """Walk every row's tree from its root."""
         with ordinary_tensors():  # processors may be third-party code
-            return self._walk(draft, logits.float(), sequences)
+            return self._follow(draft, logits.float(), sequences)
 
-    def _walk(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
-        parents, nodes = draft.parents.tolist(), draft.tokens.tolist()
-        valid = draft.valid.tolist()
-        tokens: list[list[int]] = [[] for _ in sequences]
-        paths: list[list[int]] = [[] for _ in sequences]
+    def _follow(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+        children, valid = children_of(draft), draft.valid.tolist()
         reasons: list[str | None] = [None] * len(sequences)
-        for row, sequence in enumerate(sequences):
-            below = {
-                (parents[row][node], nodes[row][node]): node
-                for node in range(draft.nodes - 1, 0, -1)  # of equal siblings the first wins
-                if valid[row][node]
-            }
-            node: int | None = 0 if valid[row][0] else None
-            while node is not None:
-                paths[row].append(node)
-                token = self._choose(row, sequence, logits[row, node][None])
-                tokens[row].append(token)
-                if reason := sequence.append(token):
-                    reasons[row] = reason
-                    break
-                node = below.get((node, token))
+
+        def choose(rows: list[int], nodes: list[int]) -> list[int]:
+            tokens = []
+            for row, node in zip(rows, nodes):
+                token = self._choose(row, sequences[row], logits[row, node][None])
+                reasons[row] = sequences[row].append(token)
+                if reasons[row]:
+                    children[row].clear()
+                tokens.append(token)
+            return tokens
+
+        paths, tokens = follow([row for row, own in enumerate(valid) if own[0]], children, choose)
         longest = max(1, *map(len, tokens))
         padded = [row + [NO_TOKEN] * (longest - len(row)) for row in tokens]
         nodes_of = [row + [0] * (longest - len(row)) for row in paths]

@@ -19,7 +19,7 @@ from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.size.base import DraftSize
-from token_recycling.model.target import OnProgress, Target
+from token_recycling.model.base import OnProgress, Target
 from token_recycling.util.modes import without_autocast
 
 # (rows, draft, accepted), called at every step before the drafter learns from it

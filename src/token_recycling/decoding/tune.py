@@ -23,8 +23,9 @@ from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.size.costs import SIZES, CostCurve
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.model.base import Target
 from token_recycling.model.limits import config_digest
-from token_recycling.model.target import Target, TreeTarget
+from token_recycling.model.target import TreeTarget
 from token_recycling.util.files import cache_folder
 from token_recycling.util.machine import device_name, synchronize
 

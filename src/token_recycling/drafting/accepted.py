@@ -15,7 +15,7 @@ from token_recycling.util.tokens import NO_TOKEN
 class Accepted:
     """What a step emits, as tensors on the device and as lists on the host.
 
-    Inside a graph step the host has not read anything yet, and the lists are empty.
+    The lists are empty inside a graph, whose results the host has not read yet, and in engines.
 
     Attributes:
         path: int64 [B, p]; ``path[b, :counts[b]]`` are the accepted nodes, the root first.

@@ -64,45 +64,6 @@ class DraftTree:
         there = torch.arange(self.nodes, device=self.tokens.device) < counts[:, None]
         return replace(self, valid=self.valid & there)
 
-    def path_of(self, on: Tensor) -> Tensor:
-        """Return the nodes of a path by depth, int64 [B, max_depth + 1], padded with 0.
-
-        Args:
-            on: bool [B, n], True for the nodes of one path per row.
-        """
-        batch, n = self.tokens.shape
-        # Nodes on the path go to the column of their depth, all others to an extra last column.
-        columns = self.depths.masked_fill(~on, self.max_depth + 1)
-        nodes = torch.arange(n, device=on.device).expand(batch, n)
-        path = nodes.new_zeros(batch, self.max_depth + 2).scatter_(1, columns, nodes)
-        return path[:, :-1]
-
-    def best_branch(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Follow the child that the target considers most likely from the root down.
-
-        Args:
-            logits: [B, n, V], the target's logits at every node.
-
-        Returns:
-            The nodes of the branch, int64 [B, max_depth + 1], the root first, padded with 0; and
-            their number, int64 [B], 1 where the root has no valid child.
-        """
-        batch, n = self.tokens.shape
-        nodes = torch.arange(n, device=self.tokens.device)
-        rows = torch.arange(batch, device=nodes.device)[:, None]
-        worth = logits[rows, self.parents, self.tokens].float()
-        below = self.valid.clone()
-        below[:, 0] = False
-        worth = worth.masked_fill(~below, -torch.inf)
-        # Among siblings choose the highest worth; on a tie, the first.
-        siblings = (self.parents[:, :, None] == self.parents[:, None, :]) & below[:, None, :]
-        above = worth[:, None, :] > worth[:, :, None]
-        before = (worth[:, None, :] == worth[:, :, None]) & (nodes < nodes[:, None])
-        off = ~below | (siblings & (above | before)).any(dim=2)
-        off[:, 0] = False
-        on = ~(off | (self.ancestors & off[:, None, :]).any(dim=2))
-        return self.path_of(on), on.sum(dim=1)
-
     def first(self, nodes: int | None) -> DraftTree:
         """Return the draft of the first ``nodes`` nodes, including the root; None: all."""
         if nodes is None or nodes >= self.nodes:

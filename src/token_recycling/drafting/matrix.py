@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from token_recycling import defaults
-from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.util.files import is_file, write_atomically
+from token_recycling.drafting.matrix_file import MatrixFile
+from token_recycling.drafting.matrix_merge import merge_evidence, merge_rows, merge_scores
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.tokens import NO_TOKEN
 
-FORMAT = "token-recycling-matrix-1"
-NOTHING = torch.empty(0)
-LARGEST_WEIGHT = 100.0  # of a file; larger ones are cut
 NO_KEY = torch.iinfo(torch.int64).min  # key of an empty slot
 # Names of the learnt tensors
 STATE = ("all_candidates", "all_probabilities", "keys", "evidence", "weights")
@@ -125,7 +120,8 @@ class AdjacencyMatrix:
 
     def assume_probabilities(self) -> None:
         """Give rows recorded without probabilities 1/2, 1/4, … by rank."""
-        self.all_probabilities.copy_(self._scores())
+        scores = merge_scores(self.all_candidates, self.all_probabilities)
+        self.all_probabilities.copy_(scores)
 
     def reset(self) -> None:
         """Clear every row, all evidence and the weights (cold start)."""
@@ -210,21 +206,23 @@ class AdjacencyMatrix:
         p = 0.0 if probabilities is None else probabilities.numpy()
         self.probabilities.numpy()[rows] = p
 
-    def _scores(self) -> Tensor:
-        """Return merge scores, float32 [all rows, k]: probabilities, else 2^-(rank + 1)."""
-        recorded = self.all_probabilities.float()
-        ranks = torch.arange(1, self.k + 1, dtype=torch.float32, device="cpu")
-        by_rank = 0.5**ranks
-        scores = torch.where(recorded.sum(dim=1, keepdim=True) > 0, recorded, by_rank)
-        return scores.masked_fill(self.all_candidates == NO_TOKEN, 0.0)
+    def cut(self, k: int) -> AdjacencyMatrix:
+        """Return the first ``k`` candidates of every token, without pairs and triples.
+
+        Recorded probabilities are scaled to those of a softmax over these candidates.
+        """
+        rows = AdjacencyMatrix(self.vocab_size, k, fingerprint=self.fingerprint)
+        rows.candidates.copy_(self.candidates[:, :k])
+        rows.probabilities.copy_(self.probabilities[:, :k])
+        if k < self.k:
+            p = rows.probabilities.float()
+            rows.probabilities.copy_(p / p.sum(dim=1, keepdim=True).clamp(min=1e-6))
+        return rows
 
     def merge(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
-        """Return a new matrix with the rows and the evidence of both.
+        """Return a new matrix with the rows, evidence and weights of both (see ``matrix_merge``).
 
-        A row that only one matrix has is copied. Where both have one, the scores of equal
-        candidates are added, the best k are kept and recorded probabilities are averaged. On equal
-        scores, and where two pairs or triples share a slot, this matrix wins. The weights are
-        averaged in proportion to the evidence.
+        Where scores are equal, or two pairs or triples share a slot, this matrix wins.
 
         Raises:
             TokenRecyclingError: the two differ in vocabulary, tokenizer, k or number of slots.
@@ -242,75 +240,35 @@ class AdjacencyMatrix:
         theirs.reserve(merged.pairs, merged.triples)
         strange = (merged.keys != NO_KEY) & (theirs.keys != merged.keys)
         theirs.all_candidates[self.vocab_size :].masked_fill_(strange[:, None], NO_TOKEN)
-        ids = torch.cat([merged.all_candidates, theirs.all_candidates], dim=1)
-        scores = torch.cat([merged._scores(), theirs._scores()], dim=1)
-        p = torch.cat([merged.all_probabilities, theirs.all_probabilities], dim=1).float()
-        k = self.k
-        match = (ids[:, :k, None] == ids[:, None, k:]) & (ids[:, :k, None] != NO_TOKEN)
-        scores[:, :k] += (match * scores[:, None, k:]).sum(dim=2)
-        p[:, :k] += (match * p[:, None, k:]).sum(dim=2)
-        repeated = match.any(dim=1)
-        scores[:, k:].masked_fill_(repeated, -1.0)
-        scores.masked_fill_(ids == NO_TOKEN, -1.0)
-        order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-        both = (ids[:, :1] != NO_TOKEN) & (ids[:, k : k + 1] != NO_TOKEN)
-        taken = scores.gather(1, order) >= 0
-        merged.all_candidates.copy_(ids.gather(1, order).masked_fill(~taken, NO_TOKEN))
-        merged.all_probabilities.copy_(
-            (p.gather(1, order) * torch.where(both, 0.5, 1.0)).masked_fill(~taken, 0.0)
+        merged.all_candidates, merged.all_probabilities = merge_rows(
+            (merged.all_candidates, merged.all_probabilities),
+            (theirs.all_candidates, theirs.all_probabilities),
         )
         merged.keys.copy_(torch.where(merged.keys == NO_KEY, theirs.keys, merged.keys))
-        merged._merge_evidence(theirs)
+        merged.evidence, merged.weights = merge_evidence(
+            (merged.evidence, merged.weights), (theirs.evidence, theirs.weights)
+        )
         return merged
 
-    def _merge_evidence(self, other: AdjacencyMatrix) -> None:
-        """Add the counts of ``other``, and average the weights."""
-        trials, more = self._trials, other._trials
-        if self.evidence.shape == other.evidence.shape:
-            self.evidence += other.evidence
-        elif not self.evidence.numel():
-            self.evidence = other.evidence
-        if not self.weights.numel() or not trials:
-            self.weights = other.weights if other.weights.numel() else self.weights
-        elif self.weights.shape == other.weights.shape and more:
-            self.weights = (trials * self.weights + more * other.weights) / (trials + more)
-
-    @property
-    def _trials(self) -> float:
-        return float(self.evidence[1].sum())
-
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, about: dict[str, str] | None = None) -> None:
         """Write the matrix atomically as a safetensors file.
+
+        Args:
+            path: the file.
+            about: more metadata for the file.
 
         Raises:
             TokenRecyclingError: the file cannot be written.
         """
-        tensors = {
-            "candidates": self.candidates.contiguous(),
-            "probabilities": self.probabilities.contiguous(),
-        }
-        first = 0
-        for name, count in (("pair", self.pairs), ("triple", self.triples)):
-            rows = slice(self.vocab_size + first, self.vocab_size + first + count)
-            if count:
-                tensors |= {
-                    f"{name}_keys": self.keys[first : first + count].contiguous(),
-                    f"{name}_candidates": self.all_candidates[rows].contiguous(),
-                    f"{name}_probabilities": self.all_probabilities[rows].contiguous(),
-                }
-            first += count
-        for name in ("evidence", "weights"):
-            if getattr(self, name).numel():
-                tensors[name] = getattr(self, name)
-        about = {"format": FORMAT, "fingerprint": self.fingerprint}
-
-        def write(partial: Path) -> None:
-            try:
-                save_file(tensors, partial, metadata=about)
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
-
-        write_atomically(path, write)
+        tables = [self.vocab_size, self.pairs, self.triples]
+        MatrixFile(
+            list(torch.split(self.all_candidates, tables)),
+            list(torch.split(self.all_probabilities, tables)),
+            list(torch.split(self.keys, tables[1:])),
+            self.evidence,
+            self.weights,
+            {**(about or {}), "fingerprint": self.fingerprint},
+        ).write(path)
 
     @classmethod
     def load(cls, path: str | Path) -> AdjacencyMatrix:
@@ -319,45 +277,23 @@ class AdjacencyMatrix:
         Raises:
             TokenRecyclingError: the file is missing, damaged or not a matrix file.
         """
-        if not is_file(path):
-            raise TokenRecyclingError(f"no matrix file at {path}")
-        try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except Exception as error:  # a damaged file may raise anything
-            raise TokenRecyclingError(
-                f"{path} is damaged or not a matrix file ({one_line(error, 200)}); "
-                "delete it or save it again"
-            ) from error
-        tables = [_Table.of(found, prefix) for prefix in ("", "pair_", "triple_")]
-        evidence = found.get("evidence", torch.zeros(2, 0, dtype=torch.float32))
-        weights = found.get("weights", torch.zeros(0, 0, dtype=torch.float64))
-        if (
-            about.get("format") != FORMAT
-            or not all(table.is_whole(tables[0]) for table in tables)
-            or (evidence.dtype, evidence.ndim, evidence.shape[:1]) != (torch.float32, 2, (2,))
-            or (weights.dtype, weights.ndim) != (torch.float64, 2)
-        ):
-            raise TokenRecyclingError(f"{path} is not a matrix file of format {FORMAT}")
-        ids = torch.cat([table.candidates for table in tables])
-        vocab_size, pairs, triples = (len(table.candidates) for table in tables)
-        if bool(((ids < NO_TOKEN) | (ids >= vocab_size)).any()):
-            raise TokenRecyclingError(f"{path} contains candidates outside its vocabulary")
+        return cls.of(MatrixFile.read(path))
+
+    @classmethod
+    def of(cls, file: MatrixFile) -> AdjacencyMatrix:
+        """Return the matrix of a file."""
+        size, pairs, triples = map(len, file.candidates)
         matrix = cls(
-            vocab_size,
-            ids.shape[1],
+            size,
+            file.candidates[0].shape[1],
             pairs=pairs,
             triples=triples,
-            fingerprint=about.get("fingerprint", ""),
+            fingerprint=file.about.get("fingerprint", ""),
         )
-        matrix.all_candidates.copy_(ids)
-        # Replace NaN, infinite and out-of-range values of a tampered file.
-        p = torch.cat([table.probabilities for table in tables])
-        matrix.all_probabilities.copy_(p.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1))
-        matrix.keys.copy_(torch.cat([table.keys for table in tables[1:]]))
-        matrix.evidence = evidence.nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
-        matrix.weights = weights.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST_WEIGHT, LARGEST_WEIGHT)
+        matrix.all_candidates = torch.cat(file.candidates)
+        matrix.all_probabilities = torch.cat(file.probabilities)
+        matrix.keys = torch.cat(file.keys)
+        matrix.evidence, matrix.weights = file.evidence, file.weights
         return matrix
 
     def check(self, vocab_size: int, fingerprint: str, *, what: str) -> None:
@@ -380,38 +316,3 @@ class AdjacencyMatrix:
                 f"the matrix was made with a different tokenizer ({self.fingerprint}) "
                 f"from that of {what} ({fingerprint})"
             )
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Rows of one kind, as read from a file."""
-
-    candidates: Tensor
-    probabilities: Tensor
-    keys: Tensor  # none for tokens
-
-    @classmethod
-    def of(cls, found: dict[str, Tensor], prefix: str) -> _Table:
-        """Select the tensors with this prefix; none is a table without rows."""
-        tokens = found.get("candidates", NOTHING)
-        width = tokens.shape[-1] if tokens.ndim == 2 else 0
-        return cls(
-            found.get(f"{prefix}candidates", torch.empty(0, width, dtype=torch.int32)),
-            found.get(f"{prefix}probabilities", torch.empty(0, width, dtype=torch.float16)),
-            found.get(f"{prefix}keys", torch.empty(0, dtype=torch.int64)) if prefix else NOTHING,
-        )
-
-    def is_whole(self, tokens: _Table) -> bool:
-        """Return True if dtypes and shapes fit each other and the rows of ``tokens``."""
-        ids, p = self.candidates, self.probabilities
-        return (
-            (ids.dtype, p.dtype) == (torch.int32, torch.float16)
-            and ids.ndim == 2
-            and ids.shape == p.shape
-            and ids.shape[1:] == tokens.candidates.shape[1:]
-            and ids.shape[1] > 0
-            and (
-                self.keys is NOTHING
-                or (self.keys.dtype, self.keys.shape) == (torch.int64, ids.shape[:1])
-            )
-        )

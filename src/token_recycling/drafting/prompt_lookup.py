@@ -13,13 +13,15 @@ from token_recycling.drafting.kernels import host
 from token_recycling.drafting.ngram import Context
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 
+LOOKUP_TOKENS = 10  # copied after a match, as Spec-Bench does
+
 
 class PromptLookupDrafter(Drafter[Context]):
     """Copies the tokens after the longest n-gram match, latest first on a tie (Saxena 2023)."""
 
     name = "prompt-lookup"
 
-    def __init__(self, *, length: int = 10, max_ngram: int = 3) -> None:
+    def __init__(self, *, length: int = LOOKUP_TOKENS, max_ngram: int = 3) -> None:
         """Propose up to ``length`` tokens after a match of 1 to ``max_ngram`` tokens."""
         self.length, self.max_ngram = length, max_ngram
         self.shape = TreeShape(TreeTemplate.chain(length), "cpu")

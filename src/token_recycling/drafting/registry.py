@@ -15,7 +15,7 @@ from token_recycling.drafting.base import AnyDrafter, Drafter, Rows
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.paper import PaperDrafter
-from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
+from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS, PromptLookupDrafter
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, one_line
 
@@ -51,7 +51,7 @@ def make_drafter(
     name: str,
     matrix: AdjacencyMatrix,
     template: TreeTemplate | None = None,
-    nodes: int = defaults.MOST_NODES,
+    nodes: int | None = None,
 ) -> AnyDrafter:
     """Create the drafter named ``name``.
 
@@ -59,15 +59,16 @@ def make_drafter(
         name: see ``names``.
         matrix: that it learns into, if it uses one.
         template: the tree that it fills; None for those in ``SHAPE_THEIR_OWN``.
-        nodes: most nodes of a draft below the root, for the adaptive drafter.
+        nodes: most nodes of a draft below the root; None: ``defaults.MOST_NODES``, or the
+            drafter's own default. Drafters that fill a tree have those of the tree.
 
     Raises:
         TokenRecyclingError: there is no drafter of that name, or it cannot be loaded.
     """
     if name == AdaptiveDrafter.name:
-        return AdaptiveDrafter(matrix, nodes)
+        return AdaptiveDrafter(matrix, nodes or defaults.MOST_NODES)
     if name == PromptLookupDrafter.name:
-        return PromptLookupDrafter()
+        return PromptLookupDrafter(length=nodes or LOOKUP_TOKENS)
     if name == NoDrafter.name:
         return NoDrafter()
     template = template or TreeTemplate.load(PaperDrafter.name, matrix.k)

@@ -24,6 +24,7 @@ from token_recycling.decoding.samplers import RowSampler, are_node_wise
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.matrix import STATE
+from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.drafting import can_draft
@@ -100,6 +101,8 @@ class GraphDecoder:
             roots = torch.zeros(1, dtype=torch.long, device="cpu")
             rows = drafter.new_rows(1, SMALLEST)
             self._whole = drafter.propose(rows, roots).nodes
+        if self._whole == 1 and not isinstance(drafter, NoDrafter):
+            raise GraphError(f"the drafter {drafter.name} drafts nothing below a text of one token")
         self._drafted = 0  # nodes of a draft; chosen when an answer begins
 
     @property

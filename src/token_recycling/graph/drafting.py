@@ -15,7 +15,6 @@ from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.util.modes import ordinary_tensors
-from token_recycling.util.tokens import NO_TOKEN
 
 _drafting: WeakValueDictionary[str, HostDrafting] = WeakValueDictionary()
 
@@ -153,8 +152,7 @@ def _observe(
     drafting = _drafting[key]
     draft = DraftTree(tokens, parents, depths, ancestors, valid, drafting.max_depth)
     with ordinary_tensors():
-        texts = [[token for token in row if token != NO_TOKEN] for row in emitted.tolist()]
-        accepted = Accepted(path, emitted, counts, texts)
+        accepted = Accepted(path, emitted, counts)
         drafter = drafting.drafter
         vocabulary = drafter.matrix.vocab_size if drafter.matrix else logits.shape[-1]
         candidates = best_candidates(logits[..., :vocabulary], drafter.k)

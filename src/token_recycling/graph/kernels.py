@@ -90,7 +90,7 @@ def _accept(
     NODES: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Accept the longest path of one row along the choices (see ``accept.longest_paths``)."""
+    """Accept the longest path of one row along the choices (see ``walks.longest_paths``)."""
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
     inside = node < n

@@ -25,8 +25,8 @@ from token_recycling.hf.prepare import (
     prepare,
 )
 from token_recycling.hf.request import Request
+from token_recycling.model.base import OnProgress, Target
 from token_recycling.model.limits import check_prompts
-from token_recycling.model.target import OnProgress, Target
 
 OnStep = Callable[[Step], None]
 

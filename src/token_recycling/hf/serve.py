@@ -27,8 +27,9 @@ from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.hf.cache_interop import hand_out, read_padding, take_in
 from token_recycling.hf.criteria import BatchCriteria, CriteriaRule, looks_at_batch
 from token_recycling.hf.request import DecodingMethod, Request
+from token_recycling.model.base import Target
 from token_recycling.model.override import Override, is_covered
-from token_recycling.model.target import Target, TreeTarget
+from token_recycling.model.target import TreeTarget
 from token_recycling.util.lock import FairLock
 from token_recycling.util.modes import ordinary_tensors
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 
 from token_recycling.drafting.draft import DraftTree
+from token_recycling.model.base import LearnPrompt, OnProgress, PromptMask
 from token_recycling.model.limits import (
     check_prompts,
     context_limit,
@@ -18,12 +19,7 @@ from token_recycling.model.limits import (
     vocabulary,
 )
 from token_recycling.model.lm_head import Float32Head, StockHead
-from token_recycling.model.target import (
-    LearnPrompt,
-    OnProgress,
-    PromptMask,
-    inference_context_of,
-)
+from token_recycling.model.target import inference_context_of
 
 # Transformers >= 5.4 slices the inputs by length, older versions by ``cache_position``.
 SLICES_BY_LENGTH = (

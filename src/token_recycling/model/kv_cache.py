@@ -179,7 +179,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
 
         Args:
             row: index.
-            slots: only the first so many entries; None: all committed ones.
+            slots: how many of the first entries; None: all committed ones.
         """
         self._stack()
         length = self.lengths[row] if slots is None else min(slots, self.lengths[row])

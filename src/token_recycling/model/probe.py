@@ -18,11 +18,12 @@ from transformers import GenerationMixin
 
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.model.base import Target
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import text_config
 from token_recycling.model.lm_head import Float32Head
 from token_recycling.model.override import Override
-from token_recycling.model.target import Target, TreeTarget
+from token_recycling.model.target import TreeTarget
 
 FIRST_TOKENS = 1024
 PREFIX = 20  # tokens before the probe's tree

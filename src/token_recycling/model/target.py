@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,86 +16,22 @@ from token_recycling import defaults
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
+from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
+from token_recycling.model.changes import ModelState
 from token_recycling.model.cpu.linear import CpuLinear
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.limits import (
-    AttentionWindow,
-    attention_windows,
     check_prompts,
     context_limit,
-    input_device,
     least,
-    position_limit,
     slot_limit,
     text_config,
-    vocabulary,
 )
 from token_recycling.model.lm_head import Float32Head, StockHead
 from token_recycling.model.masks import additive_masks
-from token_recycling.model.training import is_repeatable, mode, train_time_behaviour
 
-# tokens [B, c] of a chunk of the prompts -> bool [B, c], which to learn from, or None for none
-PromptMask = Callable[[Tensor], Tensor | None]
-# (tokens [B, w], logits [B, w, V], mask [B, w]) of the columns to learn from
-LearnPrompt = Callable[[Tensor, Tensor, Tensor], None]
-# (prompt tokens read, total prompt tokens)
-OnProgress = Callable[[int, int], None]
-
-
-ATTENTION = ("eager", "sdpa")  # flash takes no 4D mask; flex crashes the process with one
-# Methods used by generate that a model object, or a soft prompt, may override.
-DECODING = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-PROMPT_COST = 0.05  # for logits to learn from, as a fraction of the cost of reading a prompt
-
-
-class Target(Protocol):
-    """The interface between the decoding loop and a model."""
-
-    device: torch.device
-    vocab_size: int
-    max_context: int | None
-
-    @property
-    def lm_head(self) -> Float32Head | StockHead:
-        """The context in which forwards compute their logits."""
-
-    inference_context: Callable[[], AbstractContextManager[Any]]
-
-    def prefill(
-        self,
-        prompts: list[list[int]],
-        *,
-        prompt_mask: PromptMask | None = None,
-        learn_prompt: LearnPrompt | None = None,
-        on_progress: OnProgress | None = None,
-        cached: int = 0,
-    ) -> Tensor:
-        """Read the prompts and return the logits [B, V] after the last token of each.
-
-        Args:
-            prompts: B lists of tokens.
-            prompt_mask: selects the prompt tokens to learn from; None: all. Of those selected in a
-                chunk only the last are used, as many as ``PROMPT_COST`` allows.
-            learn_prompt: gets their logits, chunk by chunk; None: they are not computed.
-            on_progress: called after every chunk.
-            cached: for a single row, how many of its first tokens are already in the cache.
-
-        Raises:
-            TokenRecyclingError: a prompt is empty, or leaves no room in the context.
-        """
-
-    def verify(self, draft: DraftTree) -> Tensor:
-        """Return the logits [B, n, V] of every node in one forward."""
-
-    def commit(self, path: Tensor, counts: list[int]) -> None:
-        """Commit the last draft's nodes ``path[b, :counts[b]]`` (``path``: int64 [B, p])."""
-
-    def clear_drafts(self) -> None:
-        """Overwrite uncommitted cache entries, so that they cannot affect a later forward."""
-
-    def reset(self) -> None:
-        """Drop the context and free its memory."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def inference_context_of(model: Any) -> Callable[[], AbstractContextManager[Any]]:
@@ -118,14 +54,11 @@ def prompt_fraction(model: Any) -> float:
     return min(1.0, PROMPT_COST * parameters / int(weight.numel()))
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
 def _without_gradients(method: Method) -> Method:
     """Wrap a target's method to run in its inference context."""
 
     @wraps(method)
-    def run(self: Target, *args: Any, **options: Any) -> Any:
+    def run(self: TreeTarget, *args: Any, **options: Any) -> Any:
         with self.inference_context():
             return method(self, *args, **options)
 
@@ -154,11 +87,12 @@ class TreeTarget:
         self.model, self.lm_head = model, lm_head or StockHead()
         self.inference_context = inference_context_of(model)
         self.config = text_config(model.config)
-        self.device: torch.device = input_device(model)
+        self._made_for = ModelState(model)
+        self.device, self.vocab_size = self._made_for.device, self._made_for.vocab_size
+        self.windows = self._made_for.windows
+        self.max_positions = self._made_for.max_positions
         attention.install()
-        self.vocab_size = vocabulary(model)
         self.max_context = least(context_limit(model.config), slot_limit(model.config))
-        self.windows, self.max_positions = self._limits()
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.takes_positions = "position_ids" in self._takes
         self.slices_logits = "logits_to_keep" in self._takes
@@ -167,10 +101,6 @@ class TreeTarget:
         self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class overrides _sample")
-        self._tried: tuple[Any, ...] = ()  # training mode of ``_repeatable``
-        self._repeatable = True
-        if reason := self._other_model():
-            raise TokenRecyclingError(reason)
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,43 +119,7 @@ class TreeTarget:
 
     def changed(self) -> str | None:
         """Return why the probe's result does not apply to the model's current state, or None."""
-        return self._other_model() or self._trains()
-
-    def _other_model(self) -> str | None:
-        attention = getattr(self.config, "_attn_implementation", None) or "eager"
-        if attention not in ATTENTION:
-            return f"{attention} attention does not accept tree masks; choose sdpa or eager"
-        if self.vocab_size != vocabulary(self.model):
-            return "the model's vocabulary has changed"
-        if self._limits() != (self.windows, self.max_positions):
-            return "the model's attention windows or positions have changed"
-        if self.device != input_device(self.model):
-            return f"the model is no longer on {self.device}"
-        own = [name for name in DECODING if name in self.model.__dict__]
-        return f"the model object overrides {own[0]}" if own else None
-
-    def _limits(self) -> tuple[dict[str, AttentionWindow], int | None]:
-        """Return the attention windows and the position limit of the current configuration.
-
-        Raises:
-            TokenRecyclingError: a layer type or the limits do not allow trees.
-        """
-        config = self.model.config
-        return attention_windows(config), least(position_limit(config), slot_limit(config))
-
-    def _trains(self) -> str | None:
-        """Return how training mode would change the results, or None if it does not."""
-        reason = train_time_behaviour(self.model)
-        training = mode(self.model) if reason is None else ()
-        if training and training != self._tried:
-            with self.inference_context():
-                self._repeatable = is_repeatable(self.model, self.vocab_size, self.device)
-            self._tried = training
-        if training and not self._repeatable:
-            reason = "its logits for the same text vary"
-        if reason is None:
-            return None
-        return f"the model is in training mode and {reason}; call model.eval()"
+        return self._made_for.changed()
 
     def reset(self) -> None:
         """Drop the context and free its memory."""

@@ -15,8 +15,9 @@ from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.grouped import GroupedDrafter
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.graph.decoder import GraphDecoder, can_capture
+from token_recycling.model.base import OnProgress, Target
 from token_recycling.model.kv_cache import RecyclingCache
-from token_recycling.model.target import OnProgress, Target, TreeTarget
+from token_recycling.model.target import TreeTarget
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from token_recycling.server.queue import FairQueue
 from token_recycling.server.scopes import MatrixScopes
 
 logger = logging.getLogger(__name__)
-# Rows of a batch are padded to the longest one; so many tokens, padding included, at most.
+# Most tokens of a batch; rows are padded to the longest one, and padding counts.
 BATCH_TOKENS = 32768
 TICK = 1.0  # seconds between calls of ``on_tick`` while idle
 
@@ -100,7 +100,7 @@ class Engine:
         self._most_rows = most_rows if trees else 1
         self._most_waiting, self._on_tick = most_waiting, on_tick
         self._batch: ContinuousBatch[Running] = ContinuousBatch(
-            recycler.target, recycler.draft_size, recycler.graph_decoder()
+            recycler.target, recycler.draft_size, recycler.runs.graph_decoder()
         )
         self._changed = Condition()  # guards _waiting, _admitted, _draining and _seconds
         self._waiting: FairQueue[Job] = FairQueue()

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.matrix_file import MatrixFile
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.model.limits import config_digest
-from token_recycling.util.files import cache_folder, write_atomically, write_text
-from token_recycling.util.tokens import NO_TOKEN
+from token_recycling.util.files import cache_folder, write_text
 from token_recycling.warm.context import WarmPrefix
 
-FORMAT = "token-recycling-rows-1"
 ALIAS_FORMAT = "token-recycling-rows-alias-1"
 SAMPLES = 64  # elements of each parameter
 CHUNKS, CHUNK_BYTES = 16, 512  # read of each checkpoint file
@@ -104,27 +101,15 @@ def keep(name: str, rows: AdjacencyMatrix, context: WarmPrefix, complete: bool) 
         TokenRecyclingError: the file cannot be written.
     """
     path = _folder() / f"{name}-k{rows.k}.safetensors"
-    tensors = {
-        "candidates": rows.candidates.cpu().contiguous(),
-        "probabilities": rows.probabilities.cpu().contiguous(),
-    }
-    about = {
-        "format": FORMAT,
-        "k": str(rows.k),
-        "fingerprint": rows.fingerprint,
-        "context": context.name,
-        "context_tokens": json.dumps(context.tokens),
-        "complete": json.dumps(complete),
-    }
-
-    def write(partial: Path) -> None:
-        try:
-            save_file(tensors, partial, metadata=about)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-
     _make_folder()
-    write_atomically(path, write)
+    rows.save(
+        path,
+        {
+            "context": context.name,
+            "context_tokens": json.dumps(context.tokens),
+            "complete": json.dumps(complete),
+        },
+    )
     return path
 
 
@@ -233,30 +218,18 @@ def _load(path: Path, vocab_size: int, k: int, fingerprint: str) -> Kept:
     Raises:
         TokenRecyclingError: the file is damaged, or belongs to another vocabulary.
     """
+    file = MatrixFile.read(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            ids, p = file.get_tensor("candidates"), file.get_tensor("probabilities")
-        if about.get("format") != FORMAT:
-            raise ValueError("another format")
-        context = WarmPrefix(about["context"], tuple(map(int, json.loads(about["context_tokens"]))))
-        complete = json.loads(about["complete"]) is True
-        if (
-            (ids.dtype, p.dtype, ids.ndim) != (torch.int32, torch.float16, 2)
-            or ids.shape != p.shape
-            or ids.shape[0] != vocab_size
-            or ids.shape[1] < k
-            or bool(((ids < NO_TOKEN) | (ids >= vocab_size)).any())
-            or not all(0 <= token < vocab_size for token in context.tokens)
-            or not bool((p >= 0).all() & (p <= 1).all())  # also fails for NaN
-        ):
-            raise ValueError("wrong tensors")
-    except Exception as error:  # a damaged file may raise anything
+        context = WarmPrefix(
+            file.about["context"], tuple(map(int, json.loads(file.about["context_tokens"])))
+        )
+        complete = json.loads(file.about["complete"]) is True
+        if not all(0 <= token < vocab_size for token in context.tokens):
+            raise ValueError("context outside the vocabulary")
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise TokenRecyclingError(f"{path} is damaged ({one_line(error, 80)})") from error
-    rows = AdjacencyMatrix(vocab_size, k, fingerprint=fingerprint)
-    tokens = (ids[:, 0] != NO_TOKEN).nonzero()[:, 0]
-    best = p[tokens, :k]
-    if ids.shape[1] > k:  # the softmax over the first k: their probabilities scaled to a sum of 1
-        best = best.float() / best.float().sum(dim=1, keepdim=True).clamp(min=1e-6)
-    rows.update(tokens, ids[tokens, :k], best)
-    return Kept(rows, context, complete, path.stem.rpartition("-k")[0], path)
+    rows = AdjacencyMatrix.of(file)
+    rows.check(vocab_size, "", what="this model")
+    # Not compared: ids depend on the weights, which another tokenizer does not change.
+    rows.fingerprint = fingerprint
+    return Kept(rows.cut(k), context, complete, path.stem.rpartition("-k")[0], path)

@@ -26,24 +26,23 @@ LEARNING = 0.15  # value of twice the nodes for learning, in the tokens that dra
 MEMORY = 100.0  # steps after which the weight of an old one is 1/e
 GAIN = 0.5  # drafted tokens that come in a step, before the first
 PRIOR = 4.0  # tokens that count as promised and as emitted before the first step
-# A draft is grown to at least so many nodes, and to so many times the largest of the last ones.
+# Nodes that are grown: at least ``FEWEST``, and ``GROWTH`` times the largest of the last drafts.
 FEWEST, GROWTH = 8, 2.0
 REFRESH = 16  # steps for which costs are taken as constant
-# Until the sizes of steps differ by so much (see ``StepCosts.spread``), one of so many takes half
-# its best size.
+# While ``StepCosts.spread`` is below ``ENOUGH``, one step of ``EXPLORE`` takes half its best size.
 ENOUGH, EXPLORE = 8.0, 16
 CHANGE = 1.1  # by how much another size must be faster for a graph of it
-# After so many drafts in a row of which none is worth verifying, drafts pause for ``COOLDOWN``
-# steps, twice as many every time, and then so many are verified whatever they promise.
+# After ``PATIENCE`` drafts in a row of which none is worth verifying, drafts pause for ``COOLDOWN``
+# steps, twice as many every time; then ``PROBE`` drafts are verified whatever they promise.
 PATIENCE, PROBE, COOLDOWN, LONGEST_COOLDOWN = 16, 8, 32, 512
-# Where costs were not measured, so many plain steps are timed: at first, and after so many steps
-# with drafts, once and then always.
+# Where costs were not measured, ``TIMED`` plain steps are timed: at first, and after
+# ``TIMED_AFTER`` steps with drafts, the first time and every later time.
 TIMED, TIMED_AFTER = 4, (64, 512)
 
 
 @dataclass
 class Pauses:
-    """When drafts pause, for about so many rows."""
+    """When drafts pause, for about one number of rows."""
 
     idle: int = 0  # drafts in a row that were not worth verifying
     cooldown: int = COOLDOWN
@@ -98,7 +97,7 @@ class AutoSize(DraftSize):
         self.begin(1)
 
     def begin(self, rows: int, context: int = 0) -> None:
-        """Go on with so many rows, and at most ``context`` tokens in the cache of each."""
+        """Go on with this number of rows, and at most ``context`` tokens in the cache of each."""
         if (rows, 0) == (self._rows, context):
             return
         self._rows, self._context = rows, float(context)
@@ -134,30 +133,28 @@ class AutoSize(DraftSize):
     def typical(self, now: int = 0) -> int:
         """Return the best size of an average draft; ``now`` if that is nearly as good."""
         promised = self._mean.cumsum()
-        worth = self._worth(promised, self._rows * np.arange(1, len(promised) + 1))
-        speeds = np.concatenate([[1.0], worth]) / self._prices[:: self._rows]
+        speeds = self._speeds(promised, self._rows * np.arange(1, len(promised) + 1))
         best = int(speeds.argmax()) + 1
         return now if now and speeds[best - 1] < CHANGE * speeds[now - 1] else best
 
-    def _best(self, promised: Any, at: Any) -> int:
-        """Return the number of the choice with the most tokens per second, from 1 on; 0: plain.
+    def _speeds(self, promised: Any, at: Any) -> Any:
+        """Return the tokens per unit of cost of a plain step, then of each choice of nodes.
 
         Args:
             promised: sum of the scores per row of each choice.
             at: its index into prices.
         """
-        if not len(promised):
-            return 0
-        speeds = self._worth(promised, at) / self._prices[at]
-        speeds[:-1][self._odd[at[:-1]]] = 0.0
-        best = int(speeds.argmax())
-        pays = self._pause.probe_left or speeds[best] > 1 / self._prices[0]
-        return best + 1 if pays else 0
-
-    def _worth(self, promised: Any, at: Any) -> Any:
-        """Return the tokens that each choice is worth (see ``_best``)."""
         learnt = LEARNING * self._gain * self._doublings[at]
-        return 1 + self._accepted / self._expected * promised + learnt
+        worth = 1 + self._accepted / self._expected * promised + learnt
+        return np.concatenate([[1.0], worth]) / self._prices[np.concatenate([[0], at])]
+
+    def _best(self, promised: Any, at: Any) -> int:
+        """Return the number of the choice to verify, from 1 on; 0: plain (see ``_speeds``)."""
+        speeds = self._speeds(promised, at)
+        speeds[1:-1][self._odd[at[:-1]]] = 0.0
+        if self._pause.probe_left:
+            speeds[0] = 0.0
+        return int(speeds.argmax())
 
     def choose(self, draft: DraftTree) -> int:
         """Return the best size of these drafts, one for all rows."""

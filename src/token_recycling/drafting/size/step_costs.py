@@ -55,7 +55,7 @@ class StepCosts:
         return (y - slope * x - jump * d) / weight, slope, jump
 
     def record(self, tokens: int, drafted: bool, context: float, seconds: float) -> None:
-        """Learn from a step that verified so many tokens, the roots included.
+        """Learn from a step that verified ``tokens`` tokens, the roots included.
 
         The first of each number of tokens is left out: kernels may be prepared in it.
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from token_recycling.util.compiled import compiled
-from token_recycling.util.tokens import NO_TOKEN
+from token_recycling.decoding.walks import host_walk
 
 
 def accept_chains(drafted: Any, choices: Any, counts: list[int], width: int) -> Any:
@@ -22,24 +21,17 @@ def accept_chains(drafted: Any, choices: Any, counts: list[int], width: int) -> 
     Returns:
         int32 [B, t], padded with ``NO_TOKEN``.
     """
-    emitted = np.full((len(counts), width), NO_TOKEN, np.int32)
-    _accept(drafted, choices, np.array(counts), emitted)
-    return emitted
+    shape = (len(counts), width)
+    depths = np.tile(np.arange(width), (len(counts), 1))
+    valid = depths < np.array(counts)[:, None]
+    tokens, chosen = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    tokens[valid & (depths > 0)] = drafted
+    chosen[valid] = choices
+    path, emitted = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    host_walk(tokens, np.maximum(depths - 1, 0), depths, valid, chosen, path, emitted)
+    return emitted.astype(np.int32)
 
 
 def compile_acceptance() -> None:
     """Compile what ``accept_chains`` calls, before the first request."""
     accept_chains(np.zeros(0, np.int32), np.zeros(1, np.int64), [1], 1)
-
-
-@compiled
-def _accept(drafted: Any, choices: Any, counts: Any, emitted: Any) -> None:
-    """Write to ``emitted``; see ``accept_chains``."""
-    first, begin = 0, 0  # of the row's choices, and of its drafted tokens
-    for row in range(len(counts)):
-        for i in range(counts[row]):
-            emitted[row, i] = choices[first + i]
-            if i == counts[row] - 1 or drafted[begin + i] != choices[first + i]:
-                break
-        first += counts[row]
-        begin += counts[row] - 1

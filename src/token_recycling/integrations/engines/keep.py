@@ -18,7 +18,7 @@ class MatrixKeeper:
     """Writes a matrix to a file while a server learns into it."""
 
     def __init__(self, matrix: AdjacencyMatrix, path: str | Path, minutes: float) -> None:
-        """Save at the end of the process, and in ``tick`` every so many minutes.
+        """Save at the end of the process, and in ``tick`` at an interval of minutes.
 
         Args:
             matrix: that the server learns into.

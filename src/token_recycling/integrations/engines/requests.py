@@ -79,12 +79,11 @@ class RequestDrafter:
         self._rows = drafter.new_rows(requests, context)
         self._drafts = _Drafts.empty(requests, nodes)
         self._live: _CurrentBatch | None = None
-        root = torch.zeros(1, dtype=torch.long, device="cpu")
-        whole = drafter.propose(drafter.new_rows(1, context), root)
-        self.max_depth = min(whole.max_depth, nodes - 1)
-        self._branch = chains(torch.zeros((1, self.max_depth + 1), dtype=torch.long, device="cpu"))
-        if chain:
-            self._likeliest(whole, nodes)  # compiles it before the first request
+        self.max_depth = nodes - 1
+        self._branch = chains(torch.zeros((1, nodes), dtype=torch.long, device="cpu"))
+        if chain:  # compiles the choice of a branch before the first request
+            root = torch.zeros(1, dtype=torch.long, device="cpu")
+            self._likeliest(drafter.propose(drafter.new_rows(1, context), root), nodes)
 
     def _take(self, slots: Tensor) -> _CurrentBatch:
         """Return the requests in ``slots``, taken out of their slots if they were not yet."""

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.speculative import ngram_worker
 from torch import Tensor
 
+from token_recycling.decoding.walks import Children, follow
 from token_recycling.integrations.engines.versions import check_signature
 
 CERTAIN = 1e30  # a logit that no penalty or bias makes less than the others
@@ -63,21 +64,33 @@ def _drawn(verify_input: Any, batch: Any, logits_output: Any, sampler: Any) -> T
         Logits [B · n, vocabulary], in which the drawn tokens are the best ones of their nodes.
     """
     logits: Tensor = logits_output.next_token_logits
-    n, rows = verify_input.draft_token_num, len(batch.seq_lens)
-    tokens = verify_input.draft_token.view(rows, n)
-    children, siblings = verify_input.retrieve_next_token, verify_input.retrieve_next_sibling
-    first, every = torch.arange(rows) * n, torch.arange(rows)
-    node, going = torch.zeros(rows, dtype=torch.long), torch.ones(rows, dtype=torch.bool)
+    n, size = verify_input.draft_token_num, len(batch.seq_lens)
     drawn = torch.zeros_like(logits)
-    while going.any():
-        at = first + node
+
+    def choose(rows: list[int], nodes: list[int]) -> list[int]:
+        for row, node in zip(rows, nodes):
+            at[row] = row * n + node
         here = replace(logits_output, next_token_logits=logits[at])  # a copy: it is written to
         positions = verify_input.positions[at]
-        token = sampler(here, batch.sampling_info, False, [0] * rows, [None] * rows, positions)
-        drawn[at[going], token.long()[going]] = CERTAIN
-        child = children[every, node]
-        while (wrong := (child >= 0) & (tokens[every, child] != token)).any():
-            child = torch.where(wrong, siblings[every, child], child)
-        going &= child >= 0
-        node = torch.where(going, child, node)
+        tokens = sampler(here, batch.sampling_info, False, [0] * size, [None] * size, positions)
+        drawn[at[rows], tokens.long()[rows]] = CERTAIN
+        found: list[int] = tokens[rows].tolist()
+        return found
+
+    at = torch.arange(size) * n
+    follow(list(range(size)), _children(verify_input, size), choose)
     return drawn
+
+
+def _children(verify_input: Any, size: int) -> list[Children]:
+    """Return the nodes of each request by parent and token; of equal siblings the first."""
+    n = verify_input.draft_token_num
+    tokens = verify_input.draft_token.view(size, n).tolist()
+    first, sibling = verify_input.retrieve_next_token, verify_input.retrieve_next_sibling
+    found: list[Children] = [{} for _ in range(size)]
+    for row, (firsts, siblings) in enumerate(zip(first.tolist(), sibling.tolist())):
+        for parent, child in enumerate(firsts):
+            while child >= 0:
+                found[row].setdefault((parent, tokens[row][child]), child)
+                child = siblings[child]
+    return found

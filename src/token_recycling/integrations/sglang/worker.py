@@ -113,7 +113,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self._ended, self._requests = perf_counter(), list[str]()
 
     def _captured(self, requests: int) -> bool:
-        """Return whether steps of so many requests run in a graph, of whole drafts only."""
+        """Return whether steps of this number of requests run in a graph, of whole drafts only."""
         runner = getattr(self.model_runner, "decode_cuda_graph_runner", None)
         return runner is not None and requests <= max(getattr(runner, "capture_bs", None) or [0])
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 
+from token_recycling.decoding.walks import Children, children_of, follow
 from token_recycling.integrations.vllm import tree_step
 from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep, drafted
 from token_recycling.util.tokens import NO_TOKEN
@@ -42,26 +43,21 @@ def sample(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
     children = _children(runner, proposer, step, metadata)
     if not step.can_walk:  # a request that joined this step; no draft is used
         children = [{} for _ in step.counts]
-    paths: list[list[int]] = [[0] for _ in step.counts]
-    found: list[list[int]] = [[] for _ in step.counts]
-    walking = list(range(len(step.counts)))
-    output = None
-    while walking:
-        at = [start + path[-1] for start, path in zip(step.starts, paths)]
-        generators = {row: g for row, g in sampling.generators.items() if row in walking}
+    at, output = list(step.starts), None
+
+    def choose(rows: list[int], nodes: list[int]) -> list[int]:
+        nonlocal output
+        for row, node in zip(rows, nodes):
+            at[row] = step.starts[row] + node
+        generators = {row: g for row, g in sampling.generators.items() if row in rows}
         output = runner.sampler(
             logits=logits[torch.tensor(at, device=logits.device)],
             sampling_metadata=replace(sampling, generators=generators),
         )
         tokens = output.sampled_token_ids[:, 0].tolist()
-        on_draft = []
-        for row in walking:
-            found[row].append(tokens[row])
-            node = children[row].get((paths[row][-1], tokens[row]))
-            if node is not None:
-                paths[row].append(node)
-                on_draft.append(row)
-        walking = on_draft
+        return [tokens[row] for row in rows]
+
+    paths, found = follow(list(range(len(step.counts))), children, choose)
     longest = max(map(len, found))
     if longest == 1:
         return output
@@ -74,9 +70,9 @@ def sample(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
 
 def _children(
     runner: Any, proposer: StepDrafter, step: VerifiedStep, metadata: Any
-) -> list[dict[tuple[int, int], int]]:
-    """Return the nodes of each row by (parent, token)."""
-    found: list[dict[tuple[int, int], int]] = [{} for _ in step.counts]
+) -> list[Children]:
+    """Return the verified nodes of each row by parent and token."""
+    found: list[Children] = [{} for _ in step.counts]
     if not proposer.tree:
         tokens = metadata.draft_token_ids.tolist()
         begin = 0
@@ -87,7 +83,7 @@ def _children(
         return found
     rows = drafted(runner, metadata)
     draft = proposer.requests.drafts(tree_step.slots_of(runner, proposer, rows))
-    for row, tokens, parents in zip(rows, draft.tokens.tolist(), draft.parents.tolist()):
-        for node in range(step.counts[row] - 1, 0, -1):  # of equal siblings the first
-            found[row][parents[node], tokens[node]] = node
+    verified = draft.up_to(torch.tensor([step.counts[row] for row in rows], device="cpu"))
+    for row, children in zip(rows, children_of(verified)):
+        found[row] = children
     return found

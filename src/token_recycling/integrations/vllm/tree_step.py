@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from token_recycling.decoding.walks import likeliest_children, longest_paths
 from token_recycling.integrations.vllm import tree_attention
 from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep, drafted
 
@@ -66,7 +67,7 @@ def as_chains(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any)
     draft = draft.to(logits.device)
     counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)
     draft = draft.up_to(counts)
-    path, lengths = draft.best_branch(found)
+    path, lengths = longest_paths(draft, likeliest_children(draft, found))
     tokens = draft.tokens.gather(1, path).tolist()
     paths = [nodes[:length] for nodes, length in zip(path.tolist(), lengths.tolist())]
     keep_paths(runner, metadata, paths, rows)

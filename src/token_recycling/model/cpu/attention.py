@@ -64,7 +64,7 @@ def _trial(dtype: torch.dtype, threads: int) -> float:
 
 
 def _ratio(dtype: torch.dtype, rows: int) -> float:
-    """Return the kernel's time relative to PyTorch's for so many queries and 1,000 keys."""
+    """Return the kernel's time relative to PyTorch's with 1,000 keys."""
     with torch.inference_mode(), without_autocast(torch.device("cpu")):
         query = torch.linspace(-1, 1, 4 * rows * 64).to(dtype).view(1, 4, rows, 64)
         key = torch.linspace(-1, 1, 4 * 1000 * 64).to(dtype).view(1, 4, 1000, 64)

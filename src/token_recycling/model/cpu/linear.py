@@ -31,7 +31,7 @@ TRIAL_ROWS = (1, 4, 16, 64, MOST_ROWS)
 TRIAL_SECONDS = 0.2
 CLEAR = 0.97
 # Bytes of weights that are multiplied in the trial; with many rows, where arithmetic takes longer
-# than reading, so many rows times bytes.
+# than reading: the number of rows times the bytes of an element.
 SAMPLE, ARITHMETIC = 2**26, 2**30
 
 
@@ -198,8 +198,7 @@ def _rows(dtype: torch.dtype, weights: Sequence[Tensor]) -> range:
 def _trial(sample: Sequence[Tensor]) -> range:
     """Measure the kernel against PyTorch; return the numbers of rows for which it is faster.
 
-    Both multiply the same weights in turn, so many that the processor's caches hold few of them,
-    as in a forward.
+    Both multiply the same weights in turn, more than the processor's caches hold, as in a forward.
     """
     _kernel(sample[0].dtype)  # compiles it, which the trial should not count
     end = perf_counter() + TRIAL_SECONDS
@@ -216,7 +215,7 @@ def _trial(sample: Sequence[Tensor]) -> range:
 
 
 def _sample(weights: Sequence[Tensor], most: int) -> list[Tensor]:
-    """Return weights of at most so many bytes together; a larger one is cut."""
+    """Return weights of at most ``most`` bytes together; a larger one is cut."""
     found, left = [], most
     for weight in weights:
         row = weight.shape[1] * weight.element_size()

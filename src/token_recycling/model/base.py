@@ -1,0 +1,70 @@
+"""The interface between the decoding loop and a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.model.lm_head import Float32Head, StockHead
+
+# tokens [B, c] of a chunk of the prompts -> bool [B, c], which to learn from, or None for none
+PromptMask = Callable[[Tensor], Tensor | None]
+# (tokens [B, w], logits [B, w, V], mask [B, w]) of the columns to learn from
+LearnPrompt = Callable[[Tensor, Tensor, Tensor], None]
+# (prompt tokens read, total prompt tokens)
+OnProgress = Callable[[int, int], None]
+PROMPT_COST = 0.05  # for logits to learn from, as a fraction of the cost of reading a prompt
+
+
+class Target(Protocol):
+    """A model that reads prompts, verifies drafts and keeps the KV cache of both."""
+
+    device: torch.device
+    vocab_size: int
+    max_context: int | None
+
+    @property
+    def lm_head(self) -> Float32Head | StockHead:
+        """The context in which forwards compute their logits."""
+
+    inference_context: Callable[[], AbstractContextManager[Any]]
+
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        *,
+        prompt_mask: PromptMask | None = None,
+        learn_prompt: LearnPrompt | None = None,
+        on_progress: OnProgress | None = None,
+        cached: int = 0,
+    ) -> Tensor:
+        """Read the prompts and return the logits [B, V] after the last token of each.
+
+        Args:
+            prompts: B lists of tokens.
+            prompt_mask: selects the prompt tokens to learn from; None: all. Of those selected in a
+                chunk only the last are used, as many as ``PROMPT_COST`` allows.
+            learn_prompt: gets their logits, chunk by chunk; None: they are not computed.
+            on_progress: called after every chunk.
+            cached: for a single row, how many of its first tokens are already in the cache.
+
+        Raises:
+            TokenRecyclingError: a prompt is empty, or leaves no room in the context.
+        """
+
+    def verify(self, draft: DraftTree) -> Tensor:
+        """Return the logits [B, n, V] of every node in one forward."""
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Commit the last draft's nodes ``path[b, :counts[b]]`` (``path``: int64 [B, p])."""
+
+    def clear_drafts(self) -> None:
+        """Overwrite uncommitted cache entries, so that they cannot affect a later forward."""
+
+    def reset(self) -> None:
+        """Drop the context and free its memory."""

@@ -1,0 +1,141 @@
+"""The answers of a recycler, one after another: what they share, and which may continue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from token_recycling.decoding.accept import Acceptor
+from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
+from token_recycling.decoding.metrics import Step
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.decoding.tune import find, measure_quickly
+from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.drafting.registry import make_drafter
+from token_recycling.drafting.size.auto import AutoSize
+from token_recycling.drafting.size.base import DraftSize, FixedSize
+from token_recycling.drafting.templates import TreeTemplate
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.graph.decoder import GraphDecoder, can_capture
+from token_recycling.graph.runner import GraphError
+from token_recycling.model.base import OnProgress, Target
+from token_recycling.model.fallback import PlainTarget
+from token_recycling.model.prefix_cache import PrefixCache
+from token_recycling.model.target import TreeTarget
+from token_recycling.options import Options
+
+Steps = Generator[Step, None, None]
+
+
+def drafter_and_size(
+    options: Options, target: Target, matrix: AdjacencyMatrix, template: TreeTemplate | None
+) -> tuple[AnyDrafter, DraftSize]:
+    """Return the drafter and the draft-size policy that ``options`` ask for.
+
+    Args:
+        options: of the recycler.
+        target: the model.
+        matrix: the drafter's.
+        template: the tree that it fills; None if it shapes its own.
+
+    Raises:
+        TokenRecyclingError: there is no such drafter.
+    """
+    if isinstance(target, PlainTarget):
+        return NoDrafter(), FixedSize()
+    given = options.nodes
+    if not isinstance(options.drafter, str):
+        return options.drafter, FixedSize(None if given is None else given + 1)
+    drafter = make_drafter(options.drafter, matrix, template, given)
+    if given is not None:
+        return drafter, FixedSize(given + 1)
+    if not drafter.acceptance:
+        return drafter, FixedSize()
+    assert isinstance(target, TreeTarget)
+    costs = options.costs or find(target.model, target.device)
+    # Captured steps cost less than the eager ones that would be measured.
+    eager = target.device.type != "cuda" or not options.graphs_on(target.device)
+    if eager and not costs.measured:
+        costs = measure_quickly(target) or costs
+    return drafter, AutoSize(drafter.acceptance, costs)
+
+
+@dataclass
+class Runs:
+    """The answers of one recycler, of which only the latest may continue.
+
+    Attributes:
+        target: the model.
+        drafter: proposes the drafts.
+        size: the draft-size policy.
+        graphs: whether steps run as graphs where they can.
+        compiling: context entered while a graph is compiled, which may take minutes the first time.
+        latest: number of the answer that began last.
+    """
+
+    target: Target
+    drafter: AnyDrafter
+    size: DraftSize
+    graphs: bool
+    compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
+    latest: int = 0
+    _graph: GraphDecoder | None = field(default=None, init=False)
+    _prefix: PrefixCache | None = field(default=None, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the context and the graphs."""
+        return {**self.__dict__, "_graph": None, "_prefix": None}
+
+    def forget(self) -> None:
+        """Free the context; no answer that has begun may continue."""
+        self.target.reset()
+        self._prefix = None
+        self.latest += 1
+
+    def steps(
+        self,
+        sequences: list[Sequence],
+        accept: Acceptor,
+        *,
+        keep_context: bool = False,
+        on_progress: OnProgress | None = None,
+        on_draft: OnDraft | None = None,
+    ) -> Steps:
+        """Decode rows (see ``TokenRecycling.steps``)."""
+        self.latest += 1
+        own = self.latest
+
+        def check() -> None:
+            if self.latest != own:
+                raise TokenRecyclingError(
+                    "this answer cannot continue: the model has begun another one or was reset"
+                )
+
+        if keep_context and len(sequences) == 1 and self._prefix is not None:
+            sequences[0].cached = self._prefix.common(sequences[0].tokens[:-1])
+        self._prefix = None
+        graph = self.graph_decoder() if on_draft is None and can_capture(accept) else None
+        hooks = Hooks(check, on_progress, on_draft)
+        decoding = Decoding(self.target, self.drafter, self.size, accept, sequences, graph, hooks)
+        with closing(decoding.steps()) as steps:
+            yield from steps
+
+    def keep_context(self, run: int, sequence: Sequence) -> None:
+        """Let the next answer continue ``sequence``, decoded alone by answer number ``run``."""
+        if self.latest == run and isinstance(self.target, TreeTarget):
+            self._prefix = PrefixCache(self.target, sequence.tokens[:-1])
+
+    def graph_decoder(self) -> GraphDecoder | None:
+        """Return the decoder that runs steps as graphs, or None for the eager loop."""
+        if not (self.graphs and isinstance(self.target, TreeTarget)):
+            return None
+        if self._graph is None or self._graph.drafter is not self.drafter:
+            try:
+                self._graph = GraphDecoder(self.target, self.drafter, self.size, self.compiling)
+            except GraphError:
+                return None
+        return self._graph
