@@ -107,7 +107,7 @@ def test_acceptance_probabilities_order_the_paths_of_a_file(tmp_path):
     tree = TreeTemplate.load(file)
     assert (tree.paths, tree.acceptance) == (((0,), (1,), (0, 0)), (0.6, 0.3, 0.1))
     for wrong, message in (
-        ([0.6, 0.1], "one non-negative number per path"),
+        ([0.6, 0.1], "one number from 0 to 1 per path"),
         ([0.1, 0.6, 0.3], r"path \[0, 0\]"),
     ):
         file.write_text(json.dumps({"paths": [[0], [0, 0], [1]], "acceptance": wrong}))

@@ -20,7 +20,7 @@ from token_recycling.util.files import is_file
 Paths = tuple[tuple[int, ...], ...]
 FOLDER = Path(__file__).parent / "trees"
 MAX_DEPTH = 200
-CHAIN = re.compile(r"chain-([1-9]\d*)")
+CHAIN = re.compile(r"chain-(\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class TreeTemplate:
             not isinstance(acceptance, list | tuple)
             or len(acceptance) != len(paths)
             or not all(
-                isinstance(probability, int | float) and probability >= 0
+                isinstance(probability, int | float) and 0 <= probability <= 1
                 for probability in acceptance
             )
         ):
             raise TokenRecyclingError(
-                f"tree {name}: acceptance must have one non-negative number per path"
+                f"tree {name}: acceptance must have one number from 0 to 1 per path"
             )
         probability = {tuple(path): float(value) for path, value in zip(paths, acceptance)}
         for path in probability:
@@ -105,10 +105,16 @@ class TreeTemplate:
 
     @classmethod
     def chain(cls, length: int) -> TreeTemplate:
-        """Return the tree of a single branch of ``length`` best candidates."""
+        """Return the tree of a single branch of ``length`` best candidates.
+
+        Raises:
+            TokenRecyclingError: ``length`` is not within 1..``MAX_DEPTH``.
+        """
+        if not 1 <= length <= MAX_DEPTH:
+            raise TokenRecyclingError(f"no tree chain-{length}: N of chain-N is 1 to {MAX_DEPTH}")
         return cls.from_paths(
             f"chain-{length}",
-            [(0,) * depth for depth in range(1, min(length, MAX_DEPTH + 1) + 1)],
+            [(0,) * depth for depth in range(1, length + 1)],
             description="one branch, always the best candidate",
         )
 

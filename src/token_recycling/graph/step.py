@@ -1,4 +1,4 @@
-"""The decoding step as one graph: the functions used in ``decode``, without the host."""
+"""The decoding step as one graph: verification, acceptance and commit without the host."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Compiled loops of the drafters, for the host."""
+"""Drafting and learning as compiled loops: for the host (numba) and for GPUs (Triton)."""
