@@ -57,6 +57,21 @@ def test_in_the_loop_and_in_a_graph(example, bundled, graph, rows, monkeypatch):
     assert (recycler.runs._graph is not None) is graph
 
 
+def test_a_drafter_without_a_first_draft_is_decoded_eagerly(example, bundled):
+    """A graph needs the number of nodes before there is any text."""
+
+    class Careful(example):
+        def propose(self, rows, roots, nodes=None):
+            draft = super().propose(rows, roots, nodes)
+            return draft if bool(draft.valid[:, 1:].any()) else draft.first(1)
+
+    drafter = Careful(AdjacencyMatrix(bundled.target.vocab_size, 8), TreeTemplate.chain(6))
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, graph=True)
+    assert recycler.runs.graph_decoder() is None
+    recycler.generate(DEMO[0], max_new_tokens=60)
+    assert recycler.stats.accepted > 0
+
+
 @pytest.mark.slow
 def test_by_name_in_the_benchmark(registered, tmp_path, capsys):
     options = ["--per-kind", "1", "-n", "12", "--no-tune", "-o", str(tmp_path / "out")]

@@ -325,7 +325,7 @@ class TestOtherConfigurations:
     def test_the_probe_still_sees_windows(self, monkeypatch):
         """The control: a target that forgets them is refused."""
         monkeypatch.setattr(
-            "token_recycling.model.target.attention_windows",
+            "token_recycling.model.changes.attention_windows",
             lambda config: {"sliding_attention": AttentionWindow("full")},
         )
         with pytest.raises(TokenRecyclingError, match="differ"):

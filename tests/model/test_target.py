@@ -72,7 +72,7 @@ def test_negative_controls(what, monkeypatch):
 
     if kind == "window":
         monkeypatch.setattr(target, "changed", lambda: None)  # it would notice
-        target.windows = {
+        target.state.windows = {
             "full_attention": next(iter(target.windows.values()))._replace(rule="full")
         }
     assert tree_difference(model, target, random_prompts([40]), broken) > least

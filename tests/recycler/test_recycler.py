@@ -68,6 +68,34 @@ def test_a_matrix_of_another_tokenizer_is_refused(recycler):
         TokenRecycling(recycler.model, recycler.tokenizer, matrix=AdjacencyMatrix(4095))
 
 
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"strict": "no"}, "strict is 'no'; it must be True or False"),
+        ({"float32_logits": 1}, "float32_logits is 1; it must be True or False"),
+        ({"queue": 7}, "queue is 7; it must be True or False"),
+        ({"drafter": "none", "nodes": 5}, "the drafter none drafts nothing; leave nodes out"),
+        ({"drafter": "paper", "tree": ""}, "unknown tree"),
+        ({"drafter": "paper", "tree": "chain-0"}, "N of chain-N is 1 to 200"),
+        ({"drafter": "paper", "tree": "chain-9999999"}, "N of chain-N is 1 to 200"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(recycler, options, says):
+    with pytest.raises(TokenRecyclingError, match=says):
+        TokenRecycling(recycler.model, recycler.tokenizer, **options)
+
+
+def test_prompt_lookup_copies_as_many_tokens_as_asked(recycler):
+    other = TokenRecycling(
+        recycler.model, recycler.tokenizer, drafter="prompt-lookup", nodes=30, warm=False
+    )
+    text = [*range(10, 60), 10, 11]
+    rows = other.drafter.new_rows(1)
+    other.drafter.load(rows, [text[:-1]])
+    draft = other.drafter.propose(rows, torch.tensor([11]), 31)
+    assert draft.tokens[0].tolist() == [11, *range(12, 42)]
+
+
 def test_stop_strings_in_the_middle_of_a_path(recycler):
     whole = recycler.generate(QUESTION, max_new_tokens=80)
     for stop in (whole.text[5:9], whole.text[12:20], whole.text[30]):

@@ -40,21 +40,19 @@ class ModelState:
         Raises:
             TokenRecyclingError: trees cannot be verified in this state.
         """
-        self._model = model
         self.device: torch.device = input_device(model)
         self.vocab_size = vocabulary(model)
         self.windows, self.max_positions = _limits(model)
         self._tried: tuple[Any, ...] = ()  # training mode of ``_repeatable``
         self._repeatable = True
-        if reason := self._other_model():
+        if reason := self._other_model(model):
             raise TokenRecyclingError(reason)
 
-    def changed(self) -> str | None:
-        """Return why the model must not be used as it is now, or None."""
-        return self._other_model() or self._trains()
+    def changed(self, model: Any) -> str | None:
+        """Return why ``model`` must not be used as it is now, or None."""
+        return self._other_model(model) or self._trains(model)
 
-    def _other_model(self) -> str | None:
-        model = self._model
+    def _other_model(self, model: Any) -> str | None:
         attention = getattr(text_config(model.config), "_attn_implementation", None) or "eager"
         if attention not in ATTENTION:
             return f"{attention} attention does not accept tree masks; choose sdpa or eager"
@@ -67,13 +65,13 @@ class ModelState:
         own = [name for name in DECODING if name in model.__dict__]
         return f"the model object overrides {own[0]}" if own else None
 
-    def _trains(self) -> str | None:
+    def _trains(self, model: Any) -> str | None:
         """Return how training mode would change the results, or None if it does not."""
-        reason = train_time_behaviour(self._model)
-        training = mode(self._model) if reason is None else ()
+        reason = train_time_behaviour(model)
+        training = mode(model) if reason is None else ()
         if training and training != self._tried:
             with torch.no_grad():
-                self._repeatable = is_repeatable(self._model, self.vocab_size, self.device)
+                self._repeatable = is_repeatable(model, self.vocab_size, self.device)
             self._tried = training
         if training and not self._repeatable:
             reason = "its logits for the same text vary"

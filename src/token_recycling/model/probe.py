@@ -169,7 +169,8 @@ def _twin(target: TreeTarget) -> TreeTarget:
             for name, child in shell._modules.items()
         }
     twin.model = modules[id(model)]
-    twin.windows = {
+    twin.state = copy.copy(target.state)
+    twin.state.windows = {
         kind: window._replace(size=min(WINDOW, window.size))
         for kind, window in target.windows.items()
     }

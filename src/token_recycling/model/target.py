@@ -22,6 +22,7 @@ from token_recycling.model.cpu.linear import CpuLinear
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.limits import (
+    AttentionWindow,
     check_prompts,
     context_limit,
     least,
@@ -87,10 +88,9 @@ class TreeTarget:
         self.model, self.lm_head = model, lm_head or StockHead()
         self.inference_context = inference_context_of(model)
         self.config = text_config(model.config)
-        self._made_for = ModelState(model)
-        self.device, self.vocab_size = self._made_for.device, self._made_for.vocab_size
-        self.windows = self._made_for.windows
-        self.max_positions = self._made_for.max_positions
+        self.state = ModelState(model)
+        self.device, self.vocab_size = self.state.device, self.state.vocab_size
+        self.max_positions = self.state.max_positions
         attention.install()
         self.max_context = least(context_limit(model.config), slot_limit(model.config))
         self._takes = frozenset(inspect.signature(model.forward).parameters)
@@ -112,6 +112,11 @@ class TreeTarget:
         self.reset()
 
     @property
+    def windows(self) -> dict[str, AttentionWindow]:
+        """Attention windows by layer type."""
+        return self.state.windows
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the model's queries."""
         dtype: torch.dtype = self.model.dtype
@@ -119,7 +124,7 @@ class TreeTarget:
 
     def changed(self) -> str | None:
         """Return why the probe's result does not apply to the model's current state, or None."""
-        return self._made_for.changed()
+        return self.state.changed(self.model)
 
     def reset(self) -> None:
         """Drop the context and free its memory."""
