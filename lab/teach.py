@@ -11,7 +11,6 @@ of the checking half again, each from a copy of every matrix (see ``lab/record.p
 from __future__ import annotations
 
 import json
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -23,7 +22,8 @@ from fit import Data, Model, Path_, drafter, opened
 from replay import Result, by_kind, mat
 from token_recycling import AdjacencyMatrix, TokenRecycling
 from token_recycling.drafting.adaptive import AdaptiveDrafter
-from token_recycling.warm.prompts import prompts
+from token_recycling.warm.store import WarmRows
+from token_recycling.warm.teach import teach as teach_more
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None)
 MARKS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000)
@@ -34,43 +34,33 @@ PROSE = ("writing", "roleplay", "reasoning", "stem", "humanities", "coding")
 def teach(
     model: Model,
     out: Annotated[Path, typer.Option(help="Folder for the matrices.")],
-    rows: Annotated[int, typer.Option(help="Answers at once.")] = 16,
-    tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 128,
     most: Annotated[int, typer.Option(help="Tokens in all.")] = 100_000,
-    temperatures: Annotated[str, typer.Option(help="In turn; 0: greedy.")] = "0,0.7,1",
-    warm: Annotated[bool, typer.Option(help="Begin with the warm rows that are kept.")] = False,
+    rows: Annotated[Path | None, typer.Option(help="Matrix to begin with.")] = None,
     slots: Annotated[str, typer.Option(help="For pairs and triples.")] = "",
     threads: int = 2,
 ) -> None:
-    """Answer generic prompts in batches; write the matrix from time to time."""
+    """Answer generic prompts; write the matrix from time to time."""
     torch.set_num_threads(threads)
-    recycler = TokenRecycling.from_pretrained(model, device="cpu", warm=None if warm else False)
+    recycler = TokenRecycling.from_pretrained(model, device="cpu", warm=False)
+    matrix = AdjacencyMatrix(recycler.target.vocab_size, 12)
+    if rows is not None:
+        matrix = AdjacencyMatrix.load(rows)
     if slots:
-        pairs, triples = map(int, slots.split(","))
-        made = AdaptiveDrafter(
-            AdjacencyMatrix(recycler.target.vocab_size, 12), pairs=pairs, triples=triples
-        )
-        recycler = TokenRecycling(recycler.model, recycler.tokenizer, drafter=made, nodes=4)
+        matrix.reserve(*map(int, slots.split(",")))
+    found = WarmRows(matrix, None, None)
     out.mkdir(parents=True, exist_ok=True)
-    asked, begun, done, marks = prompts(), perf_counter(), 0, [m for m in MARKS if m <= most]
-    for number in range(1_000_000):
-        batch = [[{"role": "user", "content": one}] for one in islice(asked, rows)]
-        chosen = [float(t) for t in temperatures.split(",")]
-        answers = recycler.generate(
-            batch,
-            max_new_tokens=tokens,
-            temperature=chosen[number % len(chosen)],
-            seed=number,
-        )
-        assert isinstance(answers, list)
-        done += sum(len(answer.token_ids) for answer in answers)
-        while marks and done >= marks[0]:
-            path = out / f"{marks.pop(0)}.safetensors"
-            recycler.matrix.save(path)
+    begun = perf_counter()
+    for mark in MARKS:
+        if mark <= most:
+            teach_more(found, recycler.target, recycler.tokenizer, tokens=mark)
+            matrix.save(out / f"{mark}.safetensors")
             seconds = perf_counter() - begun
-            print(path, done, f"tokens, {seconds:.0f} s, {done / seconds:.0f} tokens/s", flush=True)
-        if not marks:
-            return
+            print(
+                f"{found.answered} tokens, {seconds:.0f} s, {found.answered / seconds:.0f} "
+                f"tokens/s, {matrix.rows_seen} rows, {matrix.pairs_seen} pairs, "
+                f"{matrix.triples_seen} triples",
+                flush=True,
+            )
 
 
 @app.command()

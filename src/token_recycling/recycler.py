@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from token_recycling import defaults
 from token_recycling.checkpoint.load import load_checkpoint
 from token_recycling.decoding.accept import Acceptor
 from token_recycling.decoding.answers import Chunk, Generation
@@ -37,8 +38,9 @@ from token_recycling.options import Options
 from token_recycling.runs import Runs, Steps, drafter_and_size
 from token_recycling.util.lock import FairLock
 from token_recycling.util.modes import ordinary_tensors
-from token_recycling.warm.fill import copy_missing_rows
-from token_recycling.warm.start import WarmRows, go_on, kept_rows, warm_up
+from token_recycling.warm.start import go_on, kept_rows, warm_up
+from token_recycling.warm.store import WarmRows
+from token_recycling.warm.teach import teach
 
 
 class TokenRecycling(DecodingMethod):
@@ -120,7 +122,7 @@ class TokenRecycling(DecodingMethod):
     def _insert_warm_rows(self) -> None:
         if self.warm_rows is not None:
             with ordinary_tensors():
-                copy_missing_rows(self.warm_rows.rows, self.matrix)
+                self.matrix.start_from(self.warm_rows.rows)
 
     def __copy__(self) -> TokenRecycling:
         """Share the model and nothing else."""
@@ -240,6 +242,54 @@ class TokenRecycling(DecodingMethod):
             self._insert_warm_rows()
         if stop is not None and found.is_due:
             Thread(target=found.keep, args=(self.model,), name="keep warm rows").start()
+        return found
+
+    def teach(
+        self,
+        tokens: int = defaults.TAUGHT_TOKENS,
+        *,
+        seconds: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> WarmRows | None:
+        """Let the model answer generic prompts, and start from what they teach from now on.
+
+        What is learnt becomes part of the warm rows, which are kept in the cache folder, and is
+        merged into the matrix. Without a tokenizer nothing is done.
+
+        Args:
+            tokens: of all answers, those of earlier calls for this model included.
+            seconds: for at most so long; None: no limit.
+            on_progress: called with (tokens done, ``tokens``).
+
+        Returns:
+            All warm rows; None if this model is decoded plainly.
+
+        Raises:
+            TokenRecyclingError: another answer is in progress and the option ``queue`` is False.
+        """
+        if not isinstance(self.target, TreeTarget):
+            return None
+        with self._locked(), ordinary_tensors():
+            if self.warm_rows is None:
+                self.warm_rows = kept_rows(self.target, self.tokenizer, self.matrix.k)
+            found, before = self.warm_rows, self.warm_rows.answered
+            try:
+                teach(
+                    found,
+                    self.target,
+                    self.tokenizer,
+                    tokens=tokens,
+                    seconds=seconds,
+                    on_progress=on_progress,
+                )
+            finally:
+                if found.answered > before:
+                    found.keep(self.model)
+            if not self.stats.steps:  # nothing but warm rows is in the matrix
+                self.matrix.reset()
+                self.matrix.start_from(found.rows)
+            elif found.answered > before:
+                self.matrix.copy_(found.rows.merge(self.matrix))
         return found
 
     def forget_context(self) -> None:

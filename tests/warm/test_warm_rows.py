@@ -35,8 +35,10 @@ from token_recycling.util.tokens import NO_TOKEN
 from token_recycling.warm import context as contexts
 from token_recycling.warm import fill as filling
 from token_recycling.warm import store
-from token_recycling.warm.fill import copy_missing_rows, fill
-from token_recycling.warm.start import WarmRows, kept_rows, warm_up
+from token_recycling.warm.fill import fill
+from token_recycling.warm.identity import weights_name
+from token_recycling.warm.start import kept_rows, warm_up
+from token_recycling.warm.store import WarmRows
 
 [PROMPT] = random_prompts([12])
 K = 8
@@ -233,7 +235,7 @@ class TestFill:
         rows, _ = filled(target_of())
         matrix = AdjacencyMatrix(VOCABULARY, K, pairs=7)
         matrix.update(torch.tensor([4]), torch.arange(K)[None], torch.full((1, K), 0.5))
-        copy_missing_rows(rows, matrix)
+        matrix.start_from(rows)
         assert matrix.candidates[4].tolist() == list(range(K))
         others = torch.arange(VOCABULARY) != 4
         assert torch.equal(matrix.candidates[others], rows.candidates[others])
@@ -302,28 +304,28 @@ class TestContext:
 class TestName:
     def test_other_weights_have_another(self):
         model = make("llama")
-        name = store.weights_name(model)
-        assert name == store.weights_name(make("llama"))
+        name = weights_name(model)
+        assert name == weights_name(make("llama"))
         for parameter in (model.lm_head.weight, model.model.layers[1].mlp.up_proj.weight):
             before = parameter.data.clone()
             parameter.data *= 1.01
-            assert store.weights_name(model) != name
+            assert weights_name(model) != name
             parameter.data = before
-            assert store.weights_name(model) == name
+            assert weights_name(model) == name
 
     def test_another_configuration_has_another(self):
         model = make("llama")
-        name = store.weights_name(model)
+        name = weights_name(model)
         model.config.rms_norm_eps = 0.1
-        assert store.weights_name(model) != name
+        assert weights_name(model) != name
 
     def test_float32_and_bfloat16_have_the_same(self):
         model = make("llama")
-        name = store.weights_name(model)
-        assert store.weights_name(model.to(torch.bfloat16)) == name
+        name = weights_name(model)
+        assert weights_name(model.to(torch.bfloat16)) == name
 
     def test_weights_that_are_not_in_memory_have_none(self):
-        assert store.weights_name(make("llama").to("meta")) is None
+        assert weights_name(make("llama").to("meta")) is None
 
 
 class TestCache:
@@ -403,7 +405,7 @@ class TestCache:
         tensors = load_file(path)
         about = {
             "format": FORMAT, "context": "nothing", "context_tokens": "[]",
-            "complete": "true",
+            "complete": "true", "questions": "0", "answered": "0",
         }  # fmt: skip
         if damage == "bytes":
             path.write_bytes(b"x" * 100)
@@ -433,10 +435,10 @@ class TestCache:
         target = target_of()
         bos = contexts.WarmPrefix("bos", (1,))
         monkeypatch.setattr("token_recycling.warm.start.choose", lambda *a: (bos, {}))
-        assert warm_up(target, letters(), K, 3.5).context == "bos"
+        assert warm_up(target, letters(), K, 3.5).context.name == "bos"
         monkeypatch.delattr("token_recycling.warm.start.choose")
         whole = warm_up(target, letters(), K)
-        assert (whole.context, whole.complete) == ("bos", True)
+        assert (whole.context.name, whole.complete) == ("bos", True)
         expected, _ = filled(target, prefix=(1,))
         assert torch.allclose(whole.rows.probabilities, expected.probabilities, atol=2e-3)
         assert whole.rows.fingerprint

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import isfinite
+from time import perf_counter
 from typing import Annotated
 
 import typer
 
+from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
@@ -20,41 +22,53 @@ def warm(
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="Most seconds to compute.")
     ] = None,
+    answers: Annotated[
+        int,
+        typer.Option(
+            "--answers", metavar="TOKENS", help="Tokens of answers to learn from; 0: none."
+        ),
+    ] = defaults.TAUGHT_TOKENS,
     force: Annotated[
-        bool, typer.Option("--force", help="Compute all rows, even those that are kept.")
+        bool, typer.Option("--force", help="Compute everything anew, even what is kept.")
     ] = False,
     as_json: o.Json = False,
 ) -> None:
-    """Let a model fill the rows of its whole vocabulary, and keep them for later runs.
+    """Let a model fill the rows of its whole vocabulary and answer generic questions, and keep it.
 
-    Without these rows the first answers are slower. They are saved in $TOKEN_RECYCLING_CACHE, or
-    in token-recycling in your cache folder; vLLM and SGLang use them too. A call with --seconds
-    continues where the last one ended.
+    Without this, the first answers are slower. It is saved in $TOKEN_RECYCLING_CACHE, or in
+    token-recycling in your cache folder; vLLM and SGLang use it too. Another call continues where
+    the last one ended, and Ctrl-C keeps what was computed.
     """
     if seconds is not None and not (isfinite(seconds) and seconds > 0):
         raise TokenRecyclingError(f"--seconds is {seconds:g}; it must be above 0")
+    if answers < 0:
+        raise TokenRecyclingError(f"--answers is {answers}; it must be 0 or more")
     if force and seconds is not None:
         raise TokenRecyclingError("--force replaces all kept rows; leave out --seconds")
     recycler = replace(loading, warm=False).open()
     from token_recycling.model.target import TreeTarget
     from token_recycling.warm.start import kept_rows, warm_up
 
-    target = recycler.target
+    target, k = recycler.target, recycler.matrix.k
     if not isinstance(target, TreeTarget):
         raise TokenRecyclingError("this model is decoded plainly; it uses no rows")
+    begun = perf_counter()
     try:
         with progress.progress_shown("tokens") as on_progress:
-            found = warm_up(
+            found = recycler.warm_rows = warm_up(
                 target,
                 recycler.tokenizer,
-                recycler.matrix.k,
+                k,
                 True if seconds is None else seconds,
                 force=force,
                 on_progress=on_progress,
             )
+        left = None if seconds is None else seconds - (perf_counter() - begun)
+        if answers and (left is None or left > 0):
+            with progress.progress_shown("tokens of answers") as on_progress:
+                recycler.teach(answers, seconds=left, on_progress=on_progress)
     except KeyboardInterrupt:
-        kept = kept_rows(target, recycler.tokenizer, recycler.matrix.k)
-        show.note(f"\ninterrupted; kept: {kept.rows.rows_seen:,} of {target.vocab_size:,} tokens")
+        show.note(f"\ninterrupted; {kept_rows(target, recycler.tokenizer, k).line}")
         raise
     assert found is not None
     if not found.rows.rows_seen:
@@ -68,9 +82,10 @@ def warm(
                     "rows": found.rows.rows_seen,
                     "vocabulary": found.rows.vocab_size,
                     "k": found.rows.k,
-                    "context": found.context,
+                    "context": None if found.context is None else found.context.name,
                     "computed": found.computed,
                     "complete": found.complete,
+                    "answered": found.answered,
                     "seconds": found.seconds,
                     "kept": str(found.path),
                 }

@@ -207,17 +207,46 @@ class AdjacencyMatrix:
         self.probabilities.numpy()[rows] = p
 
     def cut(self, k: int) -> AdjacencyMatrix:
-        """Return the first ``k`` candidates of every token, without pairs and triples.
+        """Return the first ``k`` candidates of every row, or itself if it has no more.
 
-        Recorded probabilities are scaled to those of a softmax over these candidates.
+        Recorded probabilities are scaled to those of a softmax over these candidates. Evidence and
+        weights depend on k and are left out.
         """
-        rows = AdjacencyMatrix(self.vocab_size, k, fingerprint=self.fingerprint)
-        rows.candidates.copy_(self.candidates[:, :k])
-        rows.probabilities.copy_(self.probabilities[:, :k])
-        if k < self.k:
-            p = rows.probabilities.float()
-            rows.probabilities.copy_(p / p.sum(dim=1, keepdim=True).clamp(min=1e-6))
-        return rows
+        if k == self.k:
+            return self
+        cut = AdjacencyMatrix(
+            self.vocab_size,
+            k,
+            pairs=self.pairs,
+            triples=self.triples,
+            fingerprint=self.fingerprint,
+        )
+        cut.all_candidates.copy_(self.all_candidates[:, :k])
+        p = self.all_probabilities[:, :k].float()
+        cut.all_probabilities.copy_(p / p.sum(dim=1, keepdim=True).clamp(min=1e-6))
+        cut.keys.copy_(self.keys)
+        return cut
+
+    def start_from(self, other: AdjacencyMatrix) -> None:
+        """Copy what ``other``, with the same k, has learnt, as far as nothing is known here.
+
+        An empty matrix gets everything; any other one gets the rows of tokens that have none.
+        """
+        empty = not self.rows_seen and bool((self.keys == NO_KEY).all())
+        if empty and (other.pairs, other.triples) == (self.pairs, self.triples):
+            self.all_candidates.copy_(other.all_candidates)
+            self.all_probabilities.copy_(other.all_probabilities)
+            self.keys.copy_(other.keys)
+            if (self.evidence.shape, self.weights.shape) == (
+                other.evidence.shape,
+                other.weights.shape,
+            ):
+                self.evidence.copy_(other.evidence)
+                self.weights.copy_(other.weights)
+            return
+        every = torch.arange(self.vocab_size, device="cpu")
+        tokens = every[other.seen(every) & ~self.seen(every)]
+        self.update(tokens, other.candidates[tokens], other.probabilities[tokens])
 
     def merge(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
         """Return a new matrix with the rows, evidence and weights of both (see ``matrix_merge``).

@@ -108,13 +108,6 @@ def fill(
     return Filled(computed, complete, perf_counter() - begun, failure)
 
 
-def copy_missing_rows(rows: AdjacencyMatrix, matrix: AdjacencyMatrix) -> None:
-    """Copy ``rows`` to the tokens of ``matrix``, of the same shape, that have no row."""
-    every = torch.arange(matrix.vocab_size, device="cpu")
-    tokens = every[rows.seen(every) & ~matrix.seen(every)]
-    matrix.update(tokens, rows.candidates[tokens], rows.probabilities[tokens])
-
-
 def after(target: TreeTarget, prefix: tuple[int, ...], tokens: Tensor) -> Tensor:
     """Return the logits [n, V] after ``prefix`` and each of ``tokens`` (int64 [n])."""
     front = torch.tensor(prefix, dtype=torch.long, device=tokens.device)

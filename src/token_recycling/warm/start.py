@@ -6,8 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,104 +17,27 @@ from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.machine import synchronize
 from token_recycling.util.modes import ordinary_tensors
-from token_recycling.warm import store
-from token_recycling.warm.context import NOTHING, WarmPrefix, choose, frequent_tokens
+from token_recycling.warm.context import choose, frequent_tokens
 from token_recycling.warm.fill import OnProgress, fill
+from token_recycling.warm.identity import weights_name
+from token_recycling.warm.store import KEEP_SECONDS, WarmRows, find, keep_alias
 
 # Rows and columns of the product that is timed to estimate the cost of a token.
 PRODUCT = {"cpu": (64, 1024)}
 PRODUCT_ELSEWHERE = (512, 4096)
-KEEP_SECONDS = 60.0  # of computation, after which the rows are written
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class WarmRows:
-    """The rows that a recycler starts with, and how they were made.
-
-    Attributes:
-        rows: a matrix without rows of pairs.
-        context: what was in front of each token: "nothing", "bos", "newline" or "assistant".
-        prefix: its tokens; None if it has not been chosen yet.
-        name: of their file (see ``store.weights_name``); None if the weights cannot be identified.
-        computed: rows computed by the last call of ``warm_up``; the others existed before.
-        complete: every token of the vocabulary was tried.
-        failed: the model failed; nothing more is computed.
-        seconds: time taken by that computation, 0.0 if there was none.
-        path: their file; None if they could not be kept.
-        unkept: why they could not be kept; None if they are.
-        saved: rows in the file.
-        saved_at: when it was written, by ``perf_counter``; 0.0 if not by this object.
-    """
-
-    rows: AdjacencyMatrix
-    context: str
-    prefix: tuple[int, ...] | None
-    name: str | None
-    computed: int = 0
-    complete: bool = False
-    failed: bool = False
-    seconds: float = 0.0
-    path: Path | None = None
-    unkept: str | None = None
-    saved: int = 0
-    saved_at: float = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        """True if there are rows to write, and all are there or the last time was a while ago."""
-        late = self.complete or perf_counter() - self.saved_at > KEEP_SECONDS
-        return late and self.rows.rows_seen > self.saved
-
-    def keep_new(self, model: Any) -> None:
-        """Call ``keep`` if there are rows that are not in the file."""
-        if self.rows.rows_seen > self.saved:
-            self.keep(model)
-
-    @property
-    def line(self) -> str:
-        """What was done, as one line."""
-        kept = f"kept in {self.path}" if self.path else f"not kept ({self.unkept})"
-        front = "" if self.context == NOTHING.name else f", context {self.context}"
-        return (
-            f"warm rows: {self.rows.rows_seen:,} of {self.rows.vocab_size:,} tokens"
-            f"{front}, {self.computed:,} computed in {self.seconds:.1f} s, {kept}"
-        )
-
-    def keep(self, model: Any) -> None:
-        """Write the rows of ``model`` to the cache folder; set ``path`` or ``unkept``."""
-        self.saved, self.saved_at = self.rows.rows_seen, perf_counter()
-        if self.name is None:
-            self.unkept = "the weights cannot be identified"
-            return
-        try:
-            context = WarmPrefix(self.context, self.prefix or ())
-            self.path = store.keep(self.name, self.rows, context, self.complete)
-            store.keep_alias(model, self.name)
-            self.unkept = None
-        except TokenRecyclingError as error:
-            self.path, self.unkept = None, str(error)
-
-
 def kept_rows(target: TreeTarget, tokenizer: Any, k: int, *, ignore: bool = False) -> WarmRows:
     """Return the rows in the cache folder; without any, or if they are ignored, an empty matrix."""
-    name = store.weights_name(target.model)
+    name = weights_name(target.model)
     mark, size = fingerprint(tokenizer, target.vocab_size), target.vocab_size
     with ordinary_tensors():
-        kept = None if ignore or name is None else store.find(name, size, k, mark)
-        if kept is None:
-            rows = AdjacencyMatrix(size, k, fingerprint=mark)
-            return WarmRows(rows, NOTHING.name, None, name)
-    return WarmRows(
-        kept.rows,
-        kept.context.name,
-        kept.context.tokens,
-        kept.name,
-        complete=kept.complete,
-        path=kept.path,
-        saved=kept.rows.rows_seen,
-    )
+        kept = None if ignore or name is None else find(name, size, k, mark)
+        if kept is not None:
+            return kept
+        return WarmRows(AdjacencyMatrix(size, k, fingerprint=mark), None, name)
 
 
 def warm_up(
@@ -160,7 +81,7 @@ def warm_up(
         logger.info(found.line)
     elif found.path is not None and found.name is not None:
         with suppress(TokenRecyclingError):  # the folder may have become read-only
-            store.keep_alias(target.model, found.name)
+            keep_alias(target.model, found.name)
         logger.info(
             "warm rows: %d of %d tokens from %s",
             found.rows.rows_seen,
@@ -210,20 +131,19 @@ def go_on(
             on_progress(done, total)
 
     try:
-        if found.prefix is None:
+        if found.context is None:
             most = expected or found.rows.vocab_size
             chosen = choose(target, tokenizer, found.rows.k, most, stop)
             if chosen is None:
                 return
-            context, scores = chosen
-            found.context, found.prefix = context.name, context.tokens
-            logger.info("warm rows: context %s, scores %s", context.name, scores)
+            found.context, scores = chosen
+            logger.info("warm rows: context %s, scores %s", found.context.name, scores)
         special = getattr(tokenizer, "all_special_ids", None) or ()
         done = fill(
             target,
             found.rows,
-            prefix=found.prefix,
-            tokens=(*found.prefix, *special, *frequent_tokens(tokenizer)),
+            prefix=found.context.tokens,
+            tokens=(*found.context.tokens, *special, *frequent_tokens(tokenizer)),
             seconds=None if seconds is None else seconds - (perf_counter() - begun),
             stop=stop,
             on_progress=on_batch,

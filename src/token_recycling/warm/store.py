@@ -1,88 +1,118 @@
-"""Files of warm rows in the cache folder, found by a model's weights or by its checkpoint files."""
+"""Warm rows, and their files in the cache folder."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.matrix_file import MatrixFile
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.model.limits import config_digest
 from token_recycling.util.files import cache_folder, write_text
-from token_recycling.warm.context import WarmPrefix
+from token_recycling.warm.context import NOTHING, WarmPrefix
+from token_recycling.warm.identity import checkpoint_folder, checkpoint_name
 
 ALIAS_FORMAT = "token-recycling-rows-alias-1"
-SAMPLES = 64  # elements of each parameter
-CHUNKS, CHUNK_BYTES = 16, 512  # read of each checkpoint file
+KEEP_SECONDS = 60.0  # of computation, after which the rows are written
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The contents of a file.
+@dataclass
+class WarmRows:
+    """What a matrix starts with, and how it was made.
 
     Attributes:
-        rows: the matrix, on the CPU, without rows of pairs.
-        context: the tokens that were in front of each token.
-        complete: every token was tried; False if the time was used up.
-        name: see ``weights_name``.
-        path: the file.
+        rows: a matrix, on the CPU.
+        context: what was in front of each token; None if it has not been chosen yet.
+        name: see ``identity.weights_name``; None if the weights cannot be identified.
+        complete: every token of the vocabulary was tried.
+        questions: answered to teach the matrix.
+        answered: tokens of these answers.
+        path: the file; None if the rows are in none.
+        unkept: why they could not be written; None if they are.
+        computed: rows computed by the last call of ``warm_up``; the others existed before.
+        failed: the model failed; nothing more is computed.
+        seconds: time taken by the last computation, 0.0 if there was none.
+        saved: rows in the file.
+        saved_at: when it was written, by ``perf_counter``; 0.0 if not by this object.
     """
 
     rows: AdjacencyMatrix
-    context: WarmPrefix
-    complete: bool
-    name: str
-    path: Path
+    context: WarmPrefix | None
+    name: str | None
+    complete: bool = False
+    questions: int = 0
+    answered: int = 0
+    path: Path | None = None
+    unkept: str | None = None
+    computed: int = 0
+    failed: bool = False
+    seconds: float = 0.0
+    saved: int = 0
+    saved_at: float = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """True if there are rows to write, and all are there or the last time was a while ago."""
+        late = self.complete or perf_counter() - self.saved_at > KEEP_SECONDS
+        return late and self.rows.rows_seen > self.saved
+
+    @property
+    def line(self) -> str:
+        """What was done, as one line."""
+        kept = f"kept in {self.path}" if self.path else f"not kept ({self.unkept})"
+        front = "" if self.context in (None, NOTHING) else f", context {self.context.name}"
+        taught = f", taught by {self.answered:,} tokens of answers" if self.answered else ""
+        return (
+            f"warm rows: {self.rows.rows_seen:,} of {self.rows.vocab_size:,} tokens"
+            f"{front}, {self.computed:,} computed in {self.seconds:.1f} s{taught}, {kept}"
+        )
+
+    def keep_new(self, model: Any) -> None:
+        """Call ``keep`` if there are rows that are not in the file."""
+        if self.rows.rows_seen > self.saved:
+            self.keep(model)
+
+    def keep(self, model: Any) -> None:
+        """Write the rows of ``model`` to the cache folder; set ``path`` or ``unkept``."""
+        self.saved, self.saved_at = self.rows.rows_seen, perf_counter()
+        if self.name is None:
+            self.unkept = "the weights cannot be identified"
+            return
+        context = self.context or NOTHING
+        about = {
+            "context": context.name,
+            "context_tokens": json.dumps(context.tokens),
+            "complete": json.dumps(self.complete),
+            "questions": json.dumps(self.questions),
+            "answered": json.dumps(self.answered),
+        }
+        try:
+            path = _folder() / f"{self.name}-k{self.rows.k}.safetensors"
+            _make_folder()
+            self.rows.save(path, about)
+            self.path = path
+            keep_alias(model, self.name)
+            self.unkept = None
+        except TokenRecyclingError as error:
+            self.path, self.unkept = None, str(error)
 
 
-def weights_name(model: Any) -> str | None:
-    """Return the name of the files for a model's configuration and weights.
-
-    It depends on ``SAMPLES`` elements of every parameter, rounded to bfloat16: float32 and
-    bfloat16 copies of a checkpoint have the same name, other weights have another.
-
-    Returns:
-        The name, or None if weights are not in memory or cannot be read element by element.
-    """
-    digest = hashlib.sha256(config_digest(model.config).encode())
-    samples: dict[torch.device, list[Tensor]] = {}
-    try:
-        for name, parameter in model.named_parameters():
-            if parameter.is_meta:
-                return None
-            digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
-            flat = parameter.detach().reshape(-1)
-            # An odd step, so that the samples of a matrix are not all in one column.
-            step = max(1, (flat.numel() // SAMPLES - 1) | 1)
-            part = flat[::step][:SAMPLES].to(torch.bfloat16)
-            samples.setdefault(part.device, []).append(part)
-        for parts in samples.values():
-            digest.update(torch.cat(parts).cpu().view(torch.int16).numpy().tobytes())
-    except Exception:  # a quantised type may not support any of these operations
-        return None
-    return f"{type(model).__name__}-{digest.hexdigest()[:16]}"
-
-
-def find(name: str, vocab_size: int, k: int, fingerprint: str = "") -> Kept | None:
+def find(name: str, vocab_size: int, k: int, fingerprint: str = "") -> WarmRows | None:
     """Return the kept rows with the most tokens and ``k`` candidates or more, cut to ``k``.
 
     A file that cannot be used gives a warning and is ignored.
 
     Args:
-        name: a result of ``weights_name``.
+        name: a result of ``identity.weights_name``.
         vocab_size: of the model.
         k: candidates per token.
         fingerprint: of the model's tokenizer, for the matrix.
     """
-    found: list[Kept] = []
+    found: list[WarmRows] = []
     for path in sorted(_folder().glob(f"{name}-k*.safetensors")):
         width = path.stem.rpartition("-k")[2]
         if not (width.isdecimal() and int(width) >= k):
@@ -91,26 +121,11 @@ def find(name: str, vocab_size: int, k: int, fingerprint: str = "") -> Kept | No
             found.append(_load(path, vocab_size, k, fingerprint))
         except TokenRecyclingError as error:
             warnings.warn(f"warm rows are ignored: {error}", stacklevel=2)
-    return max(found, key=lambda kept: (kept.complete, kept.rows.rows_seen), default=None)
 
+    def most(one: WarmRows) -> Any:
+        return one.complete, one.answered, one.rows.rows_seen
 
-def keep(name: str, rows: AdjacencyMatrix, context: WarmPrefix, complete: bool) -> Path:
-    """Write rows atomically; return the path.
-
-    Raises:
-        TokenRecyclingError: the file cannot be written.
-    """
-    path = _folder() / f"{name}-k{rows.k}.safetensors"
-    _make_folder()
-    rows.save(
-        path,
-        {
-            "context": context.name,
-            "context_tokens": json.dumps(context.tokens),
-            "complete": json.dumps(complete),
-        },
-    )
-    return path
+    return max(found, key=most, default=None)
 
 
 def keep_alias(model: Any, name: str) -> None:
@@ -123,7 +138,7 @@ def keep_alias(model: Any, name: str) -> None:
     """
     config = model.config
     source = getattr(config, "_name_or_path", "")
-    path = _alias(checkpoint_folder(source, getattr(config, "_commit_hash", None)))
+    path = _alias_path(source, getattr(config, "_commit_hash", None))
     if path is None:
         return
     text = json.dumps({"format": ALIAS_FORMAT, "rows": name}) + "\n"
@@ -138,7 +153,7 @@ def keep_alias(model: Any, name: str) -> None:
 
 def find_by_files(
     source: str, revision: str | None, vocab_size: int, k: int, fingerprint: str = ""
-) -> Kept | None:
+) -> WarmRows | None:
     """Return the kept rows of a checkpoint, without loading it (see ``find``).
 
     Args:
@@ -148,7 +163,7 @@ def find_by_files(
         k: candidates per token.
         fingerprint: of the model's tokenizer, for the matrix.
     """
-    path = _alias(checkpoint_folder(source, revision))
+    path = _alias_path(source, revision)
     if path is None or not path.is_file():
         return None
     try:
@@ -161,20 +176,10 @@ def find_by_files(
     return find(data["rows"], vocab_size, k, fingerprint)
 
 
-def checkpoint_folder(source: str, revision: str | None = None) -> Path | None:
-    """Return the local folder of a checkpoint, without any download; None if there is none."""
-    if not source:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        folder = Path(source).expanduser()
-        if folder.is_dir():
-            return folder
-        found = try_to_load_from_cache(source, "config.json", revision=revision)
-    except Exception:  # not a name that the Hub allows
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+def _alias_path(source: str, revision: str | None) -> Path | None:
+    """Return the path of the alias for a checkpoint; None if it has no files here."""
+    name = checkpoint_name(checkpoint_folder(source, revision))
+    return None if name is None else _folder() / f"alias-{name}.json"
 
 
 def _folder() -> Path:
@@ -188,31 +193,7 @@ def _make_folder() -> None:
         raise TokenRecyclingError(f"cannot write {_folder()}: {error.strerror}") from error
 
 
-def _alias(folder: Path | None) -> Path | None:
-    """Return the path of the alias for the checkpoint files in ``folder``, None without weights.
-
-    It depends on their names and sizes and on ``CHUNKS`` pieces of each, not on the folder.
-    """
-    if folder is None:
-        return None
-    digest = hashlib.sha256()
-    try:
-        weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-        if not weights:
-            return None
-        for file in (folder / "config.json", *weights):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            with file.open("rb") as stream:
-                for chunk in range(CHUNKS):
-                    stream.seek(chunk * max(0, size - CHUNK_BYTES) // (CHUNKS - 1))
-                    digest.update(stream.read(CHUNK_BYTES))
-    except OSError:
-        return None
-    return _folder() / f"alias-{digest.hexdigest()[:16]}.json"
-
-
-def _load(path: Path, vocab_size: int, k: int, fingerprint: str) -> Kept:
+def _load(path: Path, vocab_size: int, k: int, fingerprint: str) -> WarmRows:
     """Read a file and cut its rows to ``k`` candidates.
 
     Raises:
@@ -224,6 +205,7 @@ def _load(path: Path, vocab_size: int, k: int, fingerprint: str) -> Kept:
             file.about["context"], tuple(map(int, json.loads(file.about["context_tokens"])))
         )
         complete = json.loads(file.about["complete"]) is True
+        questions, answered = (int(file.about[name]) for name in ("questions", "answered"))
         if not all(0 <= token < vocab_size for token in context.tokens):
             raise ValueError("context outside the vocabulary")
     except (ValueError, TypeError, LookupError, RecursionError) as error:
@@ -232,4 +214,6 @@ def _load(path: Path, vocab_size: int, k: int, fingerprint: str) -> Kept:
     rows.check(vocab_size, "", what="this model")
     # Not compared: ids depend on the weights, which another tokenizer does not change.
     rows.fingerprint = fingerprint
-    return Kept(rows.cut(k), context, complete, path.stem.rpartition("-k")[0], path)
+    rows = rows.cut(k)
+    name, seen = path.stem.rpartition("-k")[0], rows.rows_seen
+    return WarmRows(rows, context, name, complete, questions, answered, path, saved=seen)

@@ -20,7 +20,6 @@ from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.integrations.engines.keep import MatrixKeeper
 from token_recycling.util.files import is_file
-from token_recycling.warm.fill import copy_missing_rows
 from token_recycling.warm.store import find_by_files
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
@@ -151,7 +150,7 @@ class ServingOptions:
         if isinstance(drafter, AdaptiveDrafter):
             kept = find_by_files(checkpoint, revision, vocab_size, matrix.k)
             if kept is not None:
-                copy_missing_rows(kept.rows, matrix)
+                matrix.start_from(kept.rows)
                 logger.info(
                     "Token Recycling: warm rows of %d tokens from %s",
                     kept.rows.rows_seen,
