@@ -17,17 +17,36 @@ from token_recycling.decoding.samplers import RowSampler
 from token_recycling.decoding.sequence import Sequence, StopRule, at_most, at_token
 from token_recycling.decoding.text import as_conversation, encode
 from token_recycling.drafting.adaptive import AdaptiveDrafter
-from token_recycling.drafting.size.base import FixedSize
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.size.base import DraftSize
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.warm.fill import OnProgress
 from token_recycling.warm.prompts import prompts
 from token_recycling.warm.store import WarmRows
 
-ROWS = 16  # answers at once
+ROWS = 32  # answers at once
 NEW_TOKENS = 128  # of an answer, at most
-NODES = 4  # of a draft below the root: enough to find out which candidates are right
 TEMPERATURES = (0.0, 0.7, 1.0)  # in turn; 0 is greedy
+
+
+class RootsOnly(DraftSize):
+    """Lets the drafter look for candidates, whose evidence then counts, and verifies none.
+
+    A batch of many rows is limited by arithmetic, so that drafts would only slow it down.
+    """
+
+    def limit(self) -> int:
+        """Return 2: a root and one node."""
+        return 2
+
+    def typical(self, now: int = 0) -> int:
+        """Return 1."""
+        return 1
+
+    def choose(self, draft: DraftTree) -> int:
+        """Return 1."""
+        return 1
 
 
 def teach(
@@ -57,13 +76,13 @@ def teach(
     own = copy.copy(target)
     own.reset()
     with ordinary_tensors():
-        drafter = AdaptiveDrafter(found.rows, NODES)
+        drafter = AdaptiveDrafter(found.rows)
     while found.answered < tokens:
         asked = islice(prompts(), found.questions, found.questions + ROWS)
         sequences = [_sequence(own, tokenizer, prompt) for prompt in asked]
         accept = _acceptor(own, found.questions)
         found.questions += ROWS
-        decoding = Decoding(own, drafter, FixedSize(NODES + 1), accept, sequences)
+        decoding = Decoding(own, drafter, RootsOnly(), accept, sequences)
         with closing(decoding.steps()) as steps:
             for step in steps:
                 found.answered += sum(map(len, step.tokens))
