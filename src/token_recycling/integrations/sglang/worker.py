@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
-from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -18,15 +16,13 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
-from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
-from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
-from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.integrations.engines.versions import check_signature
+from token_recycling.integrations.sglang.batches import cache_locations, decode_plainly, untouched
+from token_recycling.integrations.sglang.drafting import BatchDrafting
 from token_recycling.integrations.sglang.sampled import draw_on_cpus
 from token_recycling.integrations.sglang.trees import full_masks, links
 from token_recycling.util.modes import ordinary_tensors
-from token_recycling.util.tokens import NO_TOKEN
 
 
 class Worker(NGRAMWorker):  # type: ignore[misc]
@@ -60,9 +56,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         self.device = get_device().device
         self.adaptive_controller = None
         self.grammar_tree_host: Any = None
-        # In the step that runs: whether the drafter takes part, and whether SGLang runs it as
-        # without speculation.
-        self._drafting = self._without_drafts = False
+        self._without_drafts = False  # whether the step runs as without speculation
         self.ngram_corpus = _NoCorpus()
         self._prev_decode_rids: set[str] = set()
 
@@ -100,68 +94,21 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             checkpoint=server.model_path,
             revision=server.revision,
         )
-        self.requests = RequestDrafter(drafter, slots, self.width, context=self.options.context)
         if self.device == "cpu":
             draw_on_cpus(self.model_runner.sampler)
-        group = get_parallel().tp_group
-        first = group is None or group.rank_in_group == 0
-        self._keeper = self.options.keeper(drafter) if first else None
-        # Ranks measure different times, but must verify the same trees.
-        alone = group is None or group.world_size == 1
-        self.size = self.options.size(drafter, self.model_runner.device) if alone else None
-        self._paused: set[int] = set()  # slots whose requests have been decoded without drafter
-        self._ended, self._requests = perf_counter(), list[str]()
+        self.drafting = BatchDrafting(
+            self.options,
+            drafter,
+            slots=slots,
+            width=self.width,
+            device_type=self.model_runner.device,
+            group=get_parallel().tp_group,
+        )
 
     def _captured(self, requests: int) -> bool:
         """Return whether steps of this number of requests run in a graph, of whole drafts only."""
         runner = getattr(self.model_runner, "decode_cuda_graph_runner", None)
         return runner is not None and requests <= max(getattr(runner, "capture_bs", None) or [0])
-
-    def _draft(self, batch: Any) -> DraftTree:
-        """Draft for a decoding batch: as many nodes for each request as are worth their time."""
-        rows = len(batch.reqs)
-        before = batch.spec_info
-        tokens = before.accept_tokens.view(rows, -1).long().cpu()
-        lengths = before.accept_lens.long().cpu()
-        roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-        slots = batch.req_pool_indices.long().cpu()
-        captured = self._captured(rows)
-        size = None if captured else self.size
-        most = self.width if captured else self.options.nodes_for(rows, self.width)
-        if size is not None:
-            size.begin(rows)
-        self._drafting = most > 1 and (size is None or size.pays)
-        if not self._drafting:
-            self._paused.update(slots.tolist())
-            return root_only(roots)
-        self._resume(batch, slots, tokens, lengths)
-        draft = self.requests.propose(slots, roots, most)
-        if size is not None and draft.scores is not None:
-            most = size.choose(draft)
-        # A drafter with few candidates may propose fewer nodes; SGLang requires ``most``.
-        draft = self.requests.drafts(slots).first(most)
-        draft = same_on_all_ranks(get_parallel().tp_group, draft)
-        self.requests.replace_drafts(slots, draft)
-        return draft
-
-    def _resume(self, batch: Any, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-        """Give the drafter the texts of requests that it has not followed.
-
-        ``tokens`` int64 [B, n] and ``lengths`` int64 [B] are what the last step emitted.
-        """
-        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._paused]
-        if not rows:
-            return
-        # With overlap the last step's tokens are not in the requests yet.
-        late = self.enable_overlap and not batch.grammar_needs_sync()
-        texts = []
-        for row in rows:
-            text = _text(batch.reqs[row], self.options.context)
-            if late:
-                text += tokens[row, : lengths[row]].tolist()
-            texts.append(text[:-1])
-        self.requests.begin(slots[torch.tensor(rows, device="cpu")], texts)
-        self._paused.difference_update(slots.tolist())
 
     def _may_decode(self, batch: Any) -> bool:
         """Return whether the step runs as without speculation.
@@ -170,7 +117,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         grammars need SGLang's path for drafts, and so do recurrent states and the graphs of GPUs.
         """
         return not (
-            self._drafting
+            self.drafting.takes_part
             or self.device != "cpu"
             or batch.return_logprob
             or batch.has_grammar
@@ -182,10 +129,13 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         if not batch.forward_mode.is_decode():
             return
         with ordinary_tensors():
-            draft = self._draft(batch)
+            # With overlap the last step's tokens are not in the requests yet.
+            late = self.enable_overlap and not batch.grammar_needs_sync()
+            captured = self._captured(len(batch.reqs))
+            draft = self.drafting.draft(batch, captured=captured, late=late)
         self._without_drafts = self._may_decode(batch)
         if self._without_drafts:
-            _decode(batch, draft.tokens[:, 0])
+            decode_plainly(batch, draft.tokens[:, 0])
             return
         rows, n = draft.tokens.shape
         self.draft_token_num = n  # read by the code of SGLang that runs after this method
@@ -197,7 +147,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         draft = draft.to(self.device)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = draft.tokens.flatten()
-        batch.out_cache_loc = _cache_locations(batch, n)
+        batch.out_cache_loc = cache_locations(batch, n)
         prepare_mamba_track_for_verify(batch)
         children, siblings = links(draft)
         on_cpu = torch.device(self.device).type == "cpu"
@@ -227,68 +177,19 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             return result
         if not verifies:
             with ordinary_tensors():
-                self._begin(batch, result)
-            self._requests = []
+                self.drafting.begin(batch, self._watched.logits, result)
             return result
         if self._without_drafts:
             result.next_token_ids = result.next_draft_input.accept_tokens
-            self._record(batch, rows, 1)
+            self.drafting.record(batch, rows, 1)
             return result
         lengths = result.accept_lens.long().cpu()
-        if self._drafting:
+        if self.drafting.takes_part:
+            assert self._watched.logits is not None
             with ordinary_tensors():
-                self._learn(slots, result, lengths, n)
-        self._record(batch, int(lengths.sum()), n)
+                self.drafting.learn(slots, self._watched.logits, result, lengths, n)
+        self.drafting.record(batch, int(lengths.sum()), n)
         return self._widened(result, n) if n < self.width else result
-
-    def _record(self, batch: Any, tokens: int, n: int) -> None:
-        """Tell the draft-size policy what the step has cost, if it followed another directly."""
-        now = perf_counter()
-        seconds, before = now - self._ended, self._requests
-        self._ended, self._requests = now, [request.rid for request in batch.reqs]
-        if self.size is not None:
-            rows = len(self._requests)
-            timed = before == self._requests and self._drafting is (n > 1)
-            self.size.record(rows, rows * (n - 1), tokens / rows, seconds if timed else None)
-
-    def _learn(self, slots: Tensor, result: GenerationBatchResult, lengths: Tensor, n: int) -> None:
-        """Learn from the target's logits at every node and from the accepted tokens.
-
-        ``lengths`` int64 [B]: accepted tokens of each request, the last one included.
-        """
-        rows = len(slots)
-        tokens = result.next_token_ids.view(rows, n).long().cpu()
-        behind = torch.arange(n, device="cpu") >= lengths[:, None]
-        assert self._watched.logits is not None
-        logits = StepLogits(self._watched.logits, [n] * rows)
-        emitted = tokens.masked_fill(behind, NO_TOKEN)
-        self.requests.observe(slots, logits, list(range(rows)), logits.counts, emitted)
-        if self._keeper is not None:
-            self._keeper.tick()
-
-    def _begin(self, batch: Any, result: GenerationBatchResult) -> None:
-        """Start drafting for the requests whose prompts have been read completely."""
-        read = [
-            row
-            for row, request in enumerate(batch.reqs)
-            if request.extend_end >= len(request.origin_input_ids) + len(request.output_ids)
-        ]
-        if not read or not batch.forward_mode.is_extend():
-            return
-        texts = [_text(batch.reqs[row], self.options.context) for row in read]
-        index = torch.tensor(read, device="cpu")
-        slots = batch.req_pool_indices.long().cpu()[index]
-        self._paused.difference_update(slots.tolist())
-        self.requests.begin(slots, [text[:-1] for text in texts])
-        roots = torch.tensor([text[-1] for text in texts], device="cpu")
-        self.requests.propose(slots, roots, 1)
-        logits = self._watched.logits
-        # Sampling has already run; use the logits only if it leaves them unchanged.
-        if logits is None or len(logits) != len(batch.reqs) or not _untouched(batch):
-            return
-        emitted = result.next_token_ids.long().cpu()[index][:, None]
-        found = StepLogits(logits, [1] * len(logits))
-        self.requests.observe(slots, found, read, [1] * len(read), emitted)
 
     def _widened(self, result: GenerationBatchResult, n: int) -> GenerationBatchResult:
         """Pad the output of a step with fewer nodes to the width that SGLang expects."""
@@ -330,45 +231,5 @@ class _WatchedTarget:
         output = result.logits_output
         if output is not None and output.next_token_logits is not None:
             logits = output.next_token_logits
-            self.logits = logits if _untouched(batch) else logits.clone()
+            self.logits = logits if untouched(batch) else logits.clone()
         return result
-
-
-def _cache_locations(batch: Any, tokens: int) -> Tensor:
-    """Return the places in the KV cache of the next ``tokens`` tokens of each request, [B · n]."""
-    located: Tensor = assign_extend_cache_locs_func(
-        req_pool_indices=batch.req_pool_indices,
-        req_to_token=batch.req_to_token_pool.req_to_token,
-        start_offset=batch.seq_lens,
-        end_offset=batch.seq_lens + tokens,
-        batch_size=len(batch.reqs),
-        draft_token_num=tokens,
-        device=batch.device,
-    )
-    return located
-
-
-def _decode(batch: Any, roots: Tensor) -> None:
-    """Make a step of plain decoding of ``batch``; SGLang restores its fields after the step."""
-    batch.spec_info = None
-    batch.input_ids = roots
-    batch.out_cache_loc = _cache_locations(batch, 1)
-    batch.seq_lens = batch.seq_lens + 1
-    if batch.seq_lens_cpu is not None:
-        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
-        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-
-
-def _untouched(batch: Any) -> bool:
-    """Return whether no penalty, grammar or sampling writes to the logits."""
-    sampling = batch.sampling_info
-    changes = (sampling.acc_additive_penalties, sampling.acc_scaling_penalties, sampling.logit_bias)
-    plain = all(change is None for change in changes) and not batch.has_grammar
-    return bool(plain and sampling.is_all_greedy)
-
-
-def _text(request: Any, most: int) -> list[int]:
-    """Return the last ``most`` tokens of a request, with the prompt as tokenised."""
-    output = list(request.output_ids[-most:])
-    prompt = request.origin_input_ids_unpadded
-    return [*prompt[len(prompt) - max(0, most - len(output)) :], *output][-most:]
