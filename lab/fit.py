@@ -137,7 +137,7 @@ def regress(features: Any, hits: Any, trials: Any, ridge: float = 1e-3) -> Any:
 def fitted_rates(evidence: Any, k: int) -> tuple[Any, dict[str, Any]]:
     """Return rates per feature, float64 [f], and the constants that give them."""
     hits, trials = evidence.astype(np.float64)
-    _, lacking, chain, beside, nothing = host.features(k)
+    _, lacking, chain, beside, runner_up, _ = host.features(k)
     rates = host.expected_rates(k).copy()
     odds = np.arange(host.BINS) / 2 - 9.0
     found: dict[str, Any] = {"row": [], "lacking": []}
@@ -166,7 +166,7 @@ def fitted_rates(evidence: Any, k: int) -> tuple[Any, dict[str, Any]]:
         (hits[part].reshape(runs, depths) + weight * by_run[:, None])
         / (trials[part].reshape(runs, depths) + weight)
     ).flatten()
-    part = slice(beside, nothing)
+    part = slice(beside, runner_up)
     found["beside"] = ((hits[part] + 0.5) / (trials[part] + 1)).round(4).tolist()
     rates[part] = (hits[part] + 0.5) / (trials[part] + 1)
     return np.clip(rates, host.LOWEST, host.HIGHEST), found

@@ -71,6 +71,7 @@ class PlainDrafter:
     hits: dict = field(default_factory=dict)
     trials: dict = field(default_factory=dict)
     weights: dict = field(default_factory=dict)
+    runners: list = field(default_factory=list)  # candidates that lost to the next root
 
     def place(self, level, text):
         """(slot, key) of the last token of ``text`` at a level, or None."""
@@ -113,6 +114,8 @@ class PlainDrafter:
         elif kind == "absent":
             a, b = LACKING[feature[1]]
             expected = 1 / (1 + exp(-(a + b * (feature[2] / 2 - 9))))
+        elif kind == "runner-up":
+            expected = 0.1 / (feature[1] + 2)
         elif kind == "chain":
             expected = RUNS[feature[1]][1 if feature[2] else 0]
         else:
@@ -129,10 +132,10 @@ class PlainDrafter:
         if source in LEVELS:
             start = 0.0 if source not in levels else 0.7 if source == levels[-1] else 0.3
         else:
-            start = 0.5 if source == "chain" else 0.0
+            start = {"chain": 0.5, "constant": 0.0}.get(source, 0.1 if len(levels) > 1 else 1.0)
         return self.weights.get((which, source), start)
 
-    def candidates(self, text, below, run, depth):
+    def candidates(self, text, below, run, depth, runners=()):
         """[(candidate, {source: feature}, log odds)] at the end of ``text``, and the weight set."""
         rows = {level: self.row(level, text) for level in LEVELS}
         rows = {level: row for level, row in rows.items() if row is not None}
@@ -141,6 +144,8 @@ class PlainDrafter:
             order += [t for t in rows[level] if t not in order]
         if below is not None and below not in order:
             order.append(below)
+        ranks = {token: rank for rank, token in enumerate(runners) if token not in order}
+        order += ranks
         state = 0 if below is None else 2 if run >= 4 else 1
         which = ("token", *(level for level in rows if level != "token")), state
         found = []
@@ -159,8 +164,10 @@ class PlainDrafter:
                 features["chain"] = ("beside", length)
                 if on:
                     features["chain"] = "chain", length, last_at_most(depth, DEPTHS)
+            if token in ranks:
+                features["runner-up"] = "runner-up", ranks[token]
             odds = self.weight(which, "constant")
-            for source in (*LEVELS, "chain"):
+            for source in (*LEVELS, "chain", "runner-up"):
                 if source in features:
                     odds += self.weight(which, source) * self.logit(features[source])
             found.append((token, features, min(6.0, max(-9.0, odds))))
@@ -177,7 +184,9 @@ class PlainDrafter:
             if len(paths[node]) - len(text) < self.max_depth:
                 depth = on_chain[node]
                 below = chain[depth] if 0 <= depth < len(chain) else None
-                for token, _, odds in self.candidates(paths[node], below, run, depth)[0]:
+                runners = self.runners if node == 0 else ()
+                found, _ = self.candidates(paths[node], below, run, depth, runners)
+                for token, _, odds in found:
                     value = logs[node] - log1p(exp(-odds))
                     if value > log(FLOOR):
                         further = depth + 1 if token == below else -1
@@ -203,13 +212,23 @@ class PlainDrafter:
             if node in rows:
                 for level in LEVELS:
                     self.learn_row(level, paths[-1], rows[node])
+        self.remember(text, paths, rows, emitted)
+
+    def remember(self, text, paths, rows, emitted):
+        """Keep what lost to the last emitted token, after as much of the draft as was right."""
+        for right in range(len(emitted) - 1, -1, -1):
+            if [*text, *emitted[:right]] in paths:
+                row = rows.get(paths.index([*text, *emitted[:right]]), {})
+                self.runners = [token for token in row if token != emitted[right]][: self.k - 1]
+                return
 
     def count(self, text, emitted):
         chain, run = match(text, self.chain)
         on_chain = True
         for depth, truth in enumerate(emitted):
             below = chain[depth] if on_chain and depth < len(chain) else None
-            found, which = self.candidates(text, below, run, depth)
+            runners = self.runners if depth == 0 else ()
+            found, which = self.candidates(text, below, run, depth, runners)
             step = {}
             for token, features, odds in found:
                 error = (token == truth) - 1 / (1 + exp(-odds))

@@ -37,6 +37,7 @@ POINTERS = {
     "weights": "*fp64",
     "logits": "*fp32",
     "classes": "*i32",
+    "runners": "*i32",
     "evidence": "*fp32",
     "rates": "*fp32",
     "valid": "*i1",
@@ -84,6 +85,9 @@ def variants():
         yield f"count k={k}", device._count, constants, device.COUNT_WARPS
         constants = {"K": k, "WIDTH": width, "BLOCK": device.MOST_AT_ONCE}
         yield f"learn k={k}", device._learn, constants, device.LEARN_WARPS
+        constants = {"K": k, "WIDTH": width}
+        yield f"remember k={k}", device._remember, constants, 1
+        constants = {"K": k, "WIDTH": width, "BLOCK": device.MOST_AT_ONCE}
         # Triton compiles an argument of 1 in.
         constants |= {"STEPS": 32, "P": 1, "T": 1, "batch": 1}
         del constants["BLOCK"]

@@ -323,7 +323,9 @@ def test_explained_steps_say_what_was_drafted(bundled):
         assert len(drawn) == len(nodes) + 1
         assert sum("accepted" in line for line in drawn) == len(emitted) - 1
     sources = {node.source for nodes, _ in steps for node in nodes[1:]}
-    assert {"chain", "triple", "token"} <= sources <= {"chain", "token", "pair", "triple"}
+    assert (
+        {"chain", "triple", "token"} <= sources <= {"chain", "token", "pair", "triple", "runner-up"}
+    )
     wrong = [(nodes[:1], emitted) for nodes, emitted in steps if len(emitted) > 1]
     assert wrong  # or nothing was there to be marked
 

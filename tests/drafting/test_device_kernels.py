@@ -73,8 +73,11 @@ class Both:
             False if two nodes of all but equal scores have changed places in a tree, or one is
             at the floor.
         """
+        runners = self.rows.runners.clone()
         self.device.begin(self.texts)
         self.host.load(self.rows, self.texts)
+        self.rows.runners.copy_(runners)  # as in a text that goes on
+        self.device._runners.copy_(runners)
         roots = torch.tensor(self.tokens(self.batch))
         draft = self.host.propose(self.rows, roots, self.nodes)
         found = on_host(self.device.propose(roots.to(DEVICE, copy=True)))
@@ -102,6 +105,7 @@ class Both:
         self.compare_learnt()
         assert self.rows.context.tokens.equal(self.device._context.cpu())
         assert self.rows.context.lengths.equal(self.device._lengths.cpu())
+        assert self.rows.runners.equal(self.device._runners.cpu())
         for row, (_, *emitted) in enumerate(step_summary(draft, accepted).tolist()):
             emitted = [token for token in emitted if token != NO_TOKEN]
             if emitted:
@@ -201,6 +205,7 @@ def test_the_device_drafts_what_the_oracle_drafts(seed, k, nodes, pairs, triples
     run(both, 12)
     drafting = DeviceDrafting(both.drafter, 1, 200, nodes + 1, DEVICE)
     drafting.begin([both.text])
+    drafting._runners.copy_(both.rows.runners)
     both.text.append(1)
     tree = both.plain.propose(both.text, nodes + 1)
     draft = on_host(drafting.propose(torch.tensor([1], device=DEVICE)))

@@ -21,12 +21,14 @@ LENGTHS, DEPTH_CLASSES = list(RUNS), list(DEPTHS)
 
 def index_of(feature, k):
     """The index of a feature of the plain drafter in the compiled one's counts."""
-    _, lacking, chain, beside, _ = host.features(k)
+    _, lacking, chain, beside, runner_up, _ = host.features(k)
     kind = feature[0]
     if kind == "rank":
         return (LEVELS.index(feature[1]) * k + feature[2]) * host.BINS + feature[3]
     if kind == "absent":
         return lacking + LEVELS.index(feature[1]) * host.BINS + feature[2]
+    if kind == "runner-up":
+        return runner_up + feature[1]
     if kind == "beside":
         return beside + LENGTHS.index(feature[1])
     length, depth = LENGTHS.index(feature[1]), DEPTH_CLASSES.index(feature[2])
@@ -116,7 +118,7 @@ class Both:
         assert np.array_equal(matrix.evidence.numpy(), np.stack([hits, trials]))
         for levels, state in [(("token",), 0), (LEVELS, 2), (("token", "triple"), 1)]:
             which = sum(LEVELS.index(level) for level in levels) * 3 + state
-            for i, source in enumerate((*LEVELS, "chain", "constant")):
+            for i, source in enumerate((*LEVELS, "chain", "runner-up", "constant")):
                 expected = self.plain.weight((levels, state), source)
                 assert float(matrix.weights[which, i]) == pytest.approx(expected, abs=1e-9)
 
@@ -170,7 +172,7 @@ def test_another_constant_is_noticed(monkeypatch, name, value):
         run(Both(**CASE), 30)
 
 
-@pytest.mark.parametrize("method", ["learn_row", "count"])
+@pytest.mark.parametrize("method", ["learn_row", "count", "remember"])
 def test_a_step_that_is_not_learnt_is_noticed(monkeypatch, method):
     monkeypatch.setattr(PlainDrafter, method, lambda *args: None)
     with pytest.raises(AssertionError):

@@ -28,6 +28,7 @@ CHAIN = 16  # longest chain
 DEEPER = 6  # levels that a tree may have below the chain's end
 THREAD_NODES = 128  # nodes of all rows from which a thread of its own is faster
 SOURCES = ("token", "pair", "triple")  # by level of the row
+RUNNER_UP = "runner-up"  # a source of the root's children
 
 
 @dataclass
@@ -37,10 +38,12 @@ class AdaptiveRows(Rows):
     Attributes:
         context: the tokens so far, including the root of the last draft.
         chains: the chains of the last draft.
+        runners: int32 [B, k - 1], the candidates that lost to the next root, best first.
     """
 
     context: Context
     chains: Chains
+    runners: Tensor
 
 
 class AdaptiveDrafter(Drafter[AdaptiveRows]):
@@ -49,7 +52,8 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     Beyond the paper (docs/drafting.md): rows keep probabilities and are averaged over time; pairs
     and triples of tokens have rows of their own; the tokens that followed an earlier occurrence of
     the last n-gram are one more branch (the chain); what these sources say of a candidate is
-    calibrated by how often its kind was right, and mixed with weights learnt online; and the tree
+    calibrated by how often its kind was right, and mixed with weights learnt online; tokens that
+    lost to the root are candidates for the token after it; and the tree
     consists of the best nodes by these scores, not of a fixed shape.
     """
 
@@ -133,12 +137,15 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     def new_rows(self, batch: int, capacity: int | None = None) -> AdaptiveRows:
         """Return empty contexts."""
         context = Context.empty(batch, capacity, self.max_depth + 2)
-        return AdaptiveRows(context, Chains.none(batch, self.chain_length))
+        shape = (batch, self.matrix.k - 1)
+        runners = torch.full(shape, NO_TOKEN, dtype=torch.int32, device="cpu")
+        return AdaptiveRows(context, Chains.none(batch, self.chain_length), runners)
 
     def load(self, rows: AdaptiveRows, texts: list[list[int]]) -> None:
         """Load the texts as context."""
         rows.context.load(texts)
         rows.chains.clear()
+        rows.runners.fill_(NO_TOKEN)
         if not bool(self.matrix.weights.any()):
             self.matrix.weights.copy_(torch.from_numpy(host.initial_weights()))
         host.refresh_logits(self._tables())
@@ -177,13 +184,13 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             rows.chains.tokens.numpy(),
             rows.chains.counts.numpy(),
             rows.chains.runs.numpy(),
+            rows.runners.numpy(),
         )
         tables = self._tables()
 
         def run(part: slice) -> None:
-            context, lengths, first, chain, counts, runs = (array[part] for array in state)
             own = host.Drafts(*(array[part] for array in drafts))
-            host.propose(context, lengths, first, chain, counts, runs, tables, self.max_depth, own)
+            host.propose(*(array[part] for array in state), tables, self.max_depth, own)
 
         in_threads(batch, THREAD_NODES // n, run)
         return DraftTree(
@@ -197,7 +204,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         )
 
     def sources(self, rows: AdaptiveRows, draft: DraftTree) -> list[str]:
-        """Return "root", "chain", or the longest context whose row has the token, per node."""
+        """Return "root", "chain", the longest context whose row has the token, or "runner-up"."""
         tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
         length = int(rows.context.lengths[0])
         before = [NO_TOKEN, NO_TOKEN, *rows.context.tokens[0, :length].tolist()][-3:-1]
@@ -219,7 +226,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
                 if (row := host.find(level, second, first, token, tables)) >= 0
                 and tokens[node] in tables.candidates[row]
             ]
-            found.append(in_rows[-1] if in_rows else SOURCES[0])
+            found.append(in_rows[-1] if in_rows else RUNNER_UP)
         return found
 
     def observe(
@@ -233,6 +240,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             rows.chains.tokens.numpy(),
             rows.chains.counts.numpy(),
             rows.chains.runs.numpy(),
+            rows.runners.numpy(),
             as_array(draft.tokens),
             as_array(draft.parents),
             as_array(draft.valid),

@@ -55,6 +55,9 @@ class DeviceDrafting:
         self._chain = torch.zeros((batch, max(drafter.chain_length, 1)), device=device).long()
         self._counts = torch.zeros_like(self._lengths)
         self._runs = torch.zeros_like(self._lengths)
+        self._runners = torch.full(
+            (batch, matrix.k - 1), NO_TOKEN, dtype=torch.int32, device=device
+        )
         self._slots = torch.zeros((batch, self.nodes, host.LEVELS), device=device).long()
         self._slot_keys = torch.zeros_like(self._slots)
 
@@ -64,6 +67,7 @@ class DeviceDrafting:
         self.drafter.load(rows, texts)
         self._context.copy_(rows.context.tokens)
         self._lengths.copy_(rows.context.lengths)
+        self._runners.copy_(rows.runners)
         for name, tensor in self._learnt.items():
             tensor.copy_(getattr(self.drafter.matrix, name))
         self._logits.copy_(torch.from_numpy(self.drafter.logits))
@@ -82,6 +86,7 @@ class DeviceDrafting:
             self._chain,
             self._counts,
             self._runs,
+            self._runners,
             self._slots,
             self._slot_keys,
             *self._tables,
@@ -118,6 +123,7 @@ class DeviceDrafting:
             self._chain,
             self._counts,
             self._runs,
+            self._runners,
             draft.valid,
             accepted.emitted,
             *self._tables[:6],
@@ -125,6 +131,9 @@ class DeviceDrafting:
             self._rates,
             *self._tables[6:],
             drafter.learning_rate,
+        )
+        torch.ops.token_recycling.device_remember(
+            ids, values, accepted.path, accepted.emitted, accepted.counts, self._runners
         )
         torch.ops.token_recycling.device_learn(
             self._slots,

@@ -88,6 +88,8 @@ def _gather(
     below,
     run,
     depth,
+    runners,
+    at_root,
     V,
     P,
     T,
@@ -103,14 +105,15 @@ def _gather(
     """Unite the candidates of all sources at a node, and mix what these say of each.
 
     The candidates of a level are ``WIDTH`` lanes, those of triples first; the chain's token is on
-    the first lane behind them. This is the order in which ``host.gather`` finds them. A candidate
-    of several sources has the same log odds on each of its lanes.
+    the first lane behind them, and the runners-up of the root follow. This is the order in which
+    ``host.gather`` finds them. A candidate of several sources has the same log odds on each of its
+    lanes; a runner-up that another source has is left out.
 
     Returns:
-        Per lane: candidate (-1: none), first lane of its candidate or not, log odds, feature, and
-        log odds of the feature. Then, for triples, pairs, tokens and the chain: the feature of
-        candidates that they lack, its log odds, and whether the source is there. Then the weight
-        set, and the rows of the pair and the triple.
+        Per lane: candidate (-1: none), first lane of its candidate or not, log odds, feature, log
+        odds of the feature, and whether it is a runner-up. Then, for triples, pairs, tokens and the
+        chain: the feature of candidates that they lack, its log odds, and whether the source is
+        there. Then the weight set, and the rows of the pair and the triple.
     """
     lane = tl.arange(0, 4 * WIDTH)
     level = 2 - lane // WIDTH
@@ -124,16 +127,24 @@ def _gather(
     found = tl.load(candidates + row * K + rank, mask=inside, other=-1)
     chained = (level == -1) & (rank == 0) & (below >= 0)
     found = tl.where(chained, below.to(tl.int32), found)
+    losing = (level == -1) & (rank > 0) & (rank < K) & at_root
+    found = tl.where(losing, tl.load(runners + rank - 1, mask=losing, other=-1), found)
+    same = (found[:, None] == found[None, :]) & (found[None, :] >= 0)
+    first = (found >= 0) & (tl.min(tl.where(same, lane[None, :], 4 * WIDTH), 1) == lane)
+    losing = losing & first
+    found = tl.where((level >= 0) | chained | losing, found, -1)
     valid = found >= 0
     # Features
     lacking = LEVELS * K * BINS
     chain = lacking + LEVELS * BINS
     beside = chain + RUN_CLASSES * DEPTH_CLASSES
-    nothing = beside + RUN_CLASSES
+    runner_up = beside + RUN_CLASSES
+    nothing = runner_up + K - 1
     bits = tl.load(probabilities + row * K + rank, mask=inside, other=0)
     kind = (level * K + rank) * BINS + tl.load(classes + bits, mask=inside, other=0)
     length = _length_class(run)
     kind = tl.where(chained, chain + length * DEPTH_CLASSES + _depth_class(depth), kind)
+    kind = tl.where(losing, runner_up + rank - 1, kind)
     best2 = tl.load(classes + tl.load(probabilities + row2 * K, mask=there2, other=0))
     best1 = tl.load(classes + tl.load(probabilities + row1 * K, mask=there1, other=0))
     best0 = tl.load(classes + tl.load(probabilities + row0 * K, mask=there0, other=0))
@@ -155,19 +166,18 @@ def _gather(
     weight2 = tl.load(of_set + 2).to(tl.float32)
     weight3 = tl.load(of_set + 3).to(tl.float32)
     all_lack = weight0 * logit0 + weight1 * logit1 + weight2 * logit2 + weight3 * logit3
-    all_lack += tl.load(of_set + 4).to(tl.float32)
+    all_lack += tl.load(of_set + 5).to(tl.float32)
     weight = _by_level(level, weight2, weight1, weight0, weight3)
-    more = weight * (logit - _by_level(level, logit2, logit1, logit0, logit3))
+    weight = tl.where(losing, tl.load(of_set + 4).to(tl.float32), weight)
+    beyond = _by_level(level, logit2, logit1, logit0, logit3)
+    more = weight * (logit - tl.where(losing, 0.0, beyond))
     more = tl.where(valid, more, 0.0)
-    same = (found[:, None] == found[None, :]) & valid[None, :]
     odds = all_lack + tl.sum(tl.where(same, more[None, :], 0.0), 1)
     odds = tl.minimum(tl.maximum(odds, LEAST), MOST)
-    earlier = same & (lane[None, :] < lane[:, None])
-    first = valid & (tl.sum(earlier.to(tl.int32), 1) == 0)
     lacks = (lack2, lack1, lack0, lack3)
     lack_logits = (logit2, logit1, logit0, logit3)
     sources = (there2, there1, there0, below >= 0)
-    return found, first, odds, kind, logit, lacks, lack_logits, sources, which, row1, row2
+    return found, first, odds, kind, logit, losing, lacks, lack_logits, sources, which, row1, row2
 
 
 # Propose
@@ -214,6 +224,7 @@ def _propose(
     chain,
     counts,
     runs,
+    runners,
     candidates,
     probabilities,
     keys,
@@ -255,6 +266,7 @@ def _propose(
     length = last + 1
     first = tl.load(text + last - 1, mask=last > 0, other=-1)
     second = tl.load(text + last - 2, mask=last > 1, other=-1)
+    losers = runners + row * (K - 1)
     # The chain
     run, after = _match(text, length, root)
     count = tl.where(run > 0, tl.minimum(length - after, longest_chain), 0)
@@ -274,8 +286,8 @@ def _propose(
     depths = tl.zeros([NODES], tl.int32)
     logs = tl.where(node == 0, 0.0, NONE)
     on_chain = tl.where(node == 0, 0, -1)
-    pairs = tl.zeros([NODES], tl.int64)
-    triples = tl.zeros([NODES], tl.int64)
+    pairs = tl.zeros([NODES], tl.int32)
+    triples = tl.zeros([NODES], tl.int32)
     pending = tl.full([EXPANDED, 4 * WIDTH], NONE, tl.float32)
     # The node that is expanded, and its attributes
     token = root
@@ -289,13 +301,15 @@ def _propose(
         cur = grown - 1
         below = at(links, link, linked_to)
         below = tl.where((linked_to >= 0) & (linked_to < count), below, -1)
-        _, is_first, odds, _, _, _, _, _, _, pair_row, triple_row = _gather(
+        _, is_first, odds, _, _, _, _, _, _, _, pair_row, triple_row = _gather(
             before,
             previous,
             token,
             below,
             run,
             linked_to,
+            losers,
+            cur == 0,
             V,
             P,
             T,
@@ -312,8 +326,8 @@ def _propose(
         grows = tl.where(depth < max_depth, grows, 0)
         worth = tl.where(is_first & (grows > 0) & (worth > FLOOR), worth, NONE)
         pending = tl.where(expanded[:, None] == cur, worth[None, :], pending)
-        pairs = tl.where(node == cur, pair_row, pairs)
-        triples = tl.where(node == cur, triple_row, triples)
+        pairs = tl.where(node == cur, pair_row.to(tl.int32), pairs)
+        triples = tl.where(node == cur, triple_row.to(tl.int32), triples)
         # The best pending candidate; of equal ones the one that was found first.
         flat = tl.reshape(pending, [EXPANDED * 4 * WIDTH])
         log, index = tl.max(flat, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -325,13 +339,15 @@ def _propose(
         level = 2 - spot // WIDTH
         parent_token = at(tokens, node, above)
         source = tl.where(level == 2, at(triples, node, above), at(pairs, node, above))
-        source = tl.where(level == 0, parent_token, source)
+        source = tl.where(level == 0, parent_token, source.to(tl.int64))
         linked_to = at(on_chain, node, above)
         beneath = at(links, link, linked_to)
         candidate = tl.load(
             candidates + source * K + spot % WIDTH, mask=(grows > 0) & (level >= 0), other=-1
         ).to(tl.int64)
-        token = tl.where(level >= 0, candidate, beneath)
+        losing = (level < 0) & (spot % WIDTH > 0)
+        loser = tl.load(losers + spot % WIDTH - 1, mask=(grows > 0) & losing, other=-1)
+        token = tl.where(level >= 0, candidate, tl.where(losing, loser.to(tl.int64), beneath))
         follows = (linked_to >= 0) & (linked_to < count) & (token == beneath)
         linked_to = tl.where(follows, linked_to + 1, -1)
         depth = at(depths, node, above) + 1
@@ -414,6 +430,7 @@ def _count(
     chain,
     counts,
     runs,
+    runners,
     valid,
     emitted,
     candidates,
@@ -465,13 +482,28 @@ def _count(
             truth = at(found_tokens, step, depth)
             linked = on_chain & (depth < chained)
             below = tl.load(chain + row * c + depth, mask=linked, other=-1)
-            found, first, odds, kind, logit, lacks, lack_logits, sources, which, _, _ = _gather(
+            (
+                found,
+                first,
+                odds,
+                kind,
+                logit,
+                losing,
+                lacks,
+                lack_logits,
+                sources,
+                which,
+                _,
+                _,
+            ) = _gather(
                 before,
                 last,
                 token,
                 below,
                 run,
                 depth,
+                runners + row * (K - 1),
+                number_before == 0,
                 V,
                 P,
                 T,
@@ -493,7 +525,7 @@ def _count(
             of_set = weights + which * INPUTS
             tl.debug_barrier()  # everything is read before anything is written
             for index in tl.static_range(4):
-                own = present & (level == 2 - index)
+                own = present & (level == 2 - index) & (losing == 0)
                 lack_logit = lack_logits[index]
                 gradient = lack_logit * all_errors
                 gradient += tl.sum(tl.where(own, (logit - lack_logit) * error, 0.0), 0)
@@ -512,7 +544,9 @@ def _count(
                     logits,
                     features,
                 )
-            tl.store(of_set + 4, tl.load(of_set + 4) + learning_rate * all_errors)
+            gradient = tl.sum(tl.where(losing, logit * error, 0.0), 0)
+            tl.store(of_set + 4, tl.load(of_set + 4) + learning_rate * gradient)
+            tl.store(of_set + 5, tl.load(of_set + 5) + learning_rate * all_errors)
             hits = tl.load(evidence + kind, mask=present, other=0.0) + right.to(tl.float32)
             trials = tl.load(evidence + features + kind, mask=present, other=0.0) + 1.0
             _store_evidence(kind, hits, trials, evidence, rates, logits, features, present)
@@ -525,6 +559,35 @@ def _count(
         more = tl.minimum(number - 1, w - length.to(tl.int32))
         tl.store(text + length + step, found_tokens, mask=step < more)
         tl.store(lengths + row, length + tl.maximum(more, 0))
+
+
+@triton.jit
+def _remember(
+    ids,
+    values,
+    path,
+    emitted,
+    counts,
+    runners,
+    n,
+    p,
+    t,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Note what lost to the last emitted token of one row (see ``host.remember``)."""
+    row = tl.program_id(0)
+    count = tl.load(counts + row)
+    there = count > 0
+    node = row * n + tl.load(path + row * p + count - 1, mask=there, other=0)
+    token = tl.load(emitted + row * t + count - 1, mask=there, other=-1)
+    finite = _finite(tl.load(values + node * K).to(tl.float32))
+    rank = tl.arange(0, WIDTH)
+    found = tl.load(ids + node * K + rank, mask=rank < K, other=-1)
+    loses = (found != token) & (rank < K)
+    place = tl.cumsum(loses.to(tl.int32), 0) - 1
+    loser = tl.where(finite, found, -1).to(tl.int32)
+    tl.store(runners + row * (K - 1) + place, loser, mask=loses & (place < K - 1) & there)
 
 
 @triton.jit
@@ -658,6 +721,7 @@ def _launch_propose(
     chain: Tensor,
     counts: Tensor,
     runs: Tensor,
+    runners: Tensor,
     slots: Tensor,
     slot_keys: Tensor,
     candidates: Tensor,
@@ -685,6 +749,7 @@ def _launch_propose(
         chain,
         counts,
         runs,
+        runners,
         candidates,
         probabilities,
         keys,
@@ -720,7 +785,7 @@ def _launch_propose(
 
 @_launch_propose.register_fake
 def _(context: Tensor, lengths: Tensor, roots: Tensor, *args: Any) -> Any:
-    batch, n = args[3].shape[:2]
+    batch, n = args[4].shape[:2]
     tokens, parents, depths = (roots.new_empty((batch, n)) for _ in range(3))
     ancestors = roots.new_empty((batch, n, n), dtype=torch.bool)
     valid = roots.new_empty((batch, n), dtype=torch.bool)
@@ -737,6 +802,7 @@ def _launch_count(
     chain: Tensor,
     counts: Tensor,
     runs: Tensor,
+    runners: Tensor,
     valid: Tensor,
     emitted: Tensor,
     candidates: Tensor,
@@ -758,6 +824,7 @@ def _launch_count(
         chain,
         counts,
         runs,
+        runners,
         valid,
         emitted,
         candidates,
@@ -821,8 +888,30 @@ def _launch_learn(
     )
 
 
+@torch.library.custom_op("token_recycling::device_remember", mutates_args=("runners",))
+def _launch_remember(
+    ids: Tensor, values: Tensor, path: Tensor, emitted: Tensor, counts: Tensor, runners: Tensor
+) -> None:
+    batch, n, k = ids.shape
+    _remember[(batch,)](
+        ids,
+        values,
+        path,
+        emitted,
+        counts,
+        runners,
+        n,
+        path.stride(0),
+        emitted.stride(0),
+        K=k,
+        WIDTH=triton.next_power_of_2(k),
+        num_warps=1,
+    )
+
+
 @_launch_count.register_fake
 @_launch_learn.register_fake
+@_launch_remember.register_fake
 def _(*args: Any) -> None:
     return None
 
@@ -835,9 +924,9 @@ MOST_AT_ONCE = 256  # nodes whose rows are compared at once
 
 
 def warps(n: int, width: int) -> int:
-    """Return the warps of ``_propose``, for about 32 pending candidates per thread."""
+    """Return the warps of ``_propose``, for about 16 pending candidates per thread."""
     expanded = triton.next_power_of_2(max(n - 1, 1))
-    return int(min(max(expanded * 4 * width // (32 * 32), 4), 8))
+    return int(min(max(expanded * 4 * width // (32 * 16), 4), 8))
 
 
 def _width(candidates: Tensor) -> int:

@@ -16,7 +16,7 @@ from token_recycling.util.compiled import compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 LEVELS = 3  # rows of the token, of the pair that ends with it, and of the triple
-INPUTS = LEVELS + 2  # of the mixture: one per level, the chain, and a constant
+INPUTS = LEVELS + 3  # of the mixture: one per level, the chain, the runners-up, and a constant
 SETS = 12  # weight sets: pair row or not, triple row or not, chain state
 BINS = 32  # classes of a probability: its log odds from -9 on, in steps of 1/2
 LONG = 4  # length from which a match is long, in tokens
@@ -34,6 +34,7 @@ FIRST_ON_CHAIN = np.array([0.01, 0.24, 0.47, 0.60, 0.65, 0.75, 0.80, 0.87, 0.95]
 LATER_ON_CHAIN = np.array([0.01, 0.60, 0.69, 0.71, 0.78, 0.81, 0.84, 0.87, 0.93])
 BESIDE_CHAIN = np.array([0.01, 0.032, 0.022, 0.018, 0.013, 0.010, 0.009, 0.007, 0.004])
 LOWEST, HIGHEST = 0.0005, 0.995  # bounds of calibrated rates
+RUNNER_UP = 0.1  # of the n-th runner-up of the root: this by n + 1
 LEAST, MOST = -9.0, 6.0  # bounds of a mixture's log odds
 LEARNING_RATE = 0.02  # of the weights
 FLOOR = math.log(1e-4)  # nodes with a lower log probability are not proposed
@@ -304,25 +305,26 @@ def preceding(node: int, tokens: Array, parents: Array, before: int, last: int) 
 
 
 @compiled
-def features(k: int) -> tuple[int, int, int, int, int]:
+def features(k: int) -> tuple[int, int, int, int, int, int]:
     """Return the number of features, and the first one of each kind.
 
     The kinds, in order: candidates in a row, by level, rank and class of the probability;
     candidates that a row lacks, by level and class of the row's best probability; chain tokens, by
     classes of match length and depth; candidates that are not the chain's token, by match length;
-    and one for sources that are missing at a node.
+    runners-up of the root that no other source has, by rank; and one for sources that are missing.
     """
     lacking = LEVELS * k * BINS
     chain = lacking + LEVELS * BINS
     beside = chain + len(RUNS) * len(DEPTHS)
-    nothing = beside + len(RUNS)
-    return nothing + 1, lacking, chain, beside, nothing
+    runner_up = beside + len(RUNS)
+    nothing = runner_up + k - 1
+    return nothing + 1, lacking, chain, beside, runner_up, nothing
 
 
 @compiled
 def expected_rates(k: int) -> Array:
     """Return the rate at which candidates of each feature are right before any evidence."""
-    count, lacking, chain, beside, nothing = features(k)
+    count, lacking, chain, beside, runner_up, nothing = features(k)
     rates = np.empty(count)
     for level in range(LEVELS):
         a, b, c = IN_ROW[level]
@@ -339,6 +341,8 @@ def expected_rates(k: int) -> Array:
             rate = LATER_ON_CHAIN[run] if depth else FIRST_ON_CHAIN[run]
             rates[chain + run * len(DEPTHS) + depth] = rate
         rates[beside + run] = BESIDE_CHAIN[run]
+    for rank in range(k - 1):
+        rates[runner_up + rank] = RUNNER_UP / (rank + 2.0)
     rates[nothing] = 0.5
     return rates
 
@@ -346,7 +350,8 @@ def expected_rates(k: int) -> Array:
 def initial_weights() -> Array:
     """Return the weights before any evidence, float64 [SETS, INPUTS].
 
-    The row of the longest context counts most; shorter ones share the rest.
+    The row of the longest context counts most; shorter ones share the rest. Without any row, what
+    the runners-up say is taken as it is.
     """
     weights = np.zeros((SETS, INPUTS))
     for rows_there in range(4):
@@ -356,6 +361,7 @@ def initial_weights() -> Array:
             weights[which, levels] = 0.3
             weights[which, levels[-1]] = 0.7
             weights[which, LEVELS] = 0.5
+            weights[which, LEVELS + 1] = 0.1 if rows_there else 1.0
     return weights
 
 
@@ -383,6 +389,7 @@ def gather(
     below: int,
     run: int,
     depth: int,
+    runners: Array,
     tables: Tables,
     found: Array,
     kinds: Array,
@@ -403,17 +410,19 @@ def gather(
         below: the chain's next token, or ``NO_CHAIN``.
         run: length of the match that gave the chain.
         depth: number of chain tokens above this one.
+        runners: int32 [r], the runners-up of the node (see ``remember``), padded with ``NO_TOKEN``;
+            they are candidates where no other source has them.
         tables: what has been learnt.
-        found: int64 [LEVELS · k + 1], gets the candidates.
-        kinds: int64 [LEVELS · k + 1, LEVELS + 1], gets their features by source.
-        odds: float64 [LEVELS · k + 1], gets the log odds of their scores.
+        found: int64 [(LEVELS + 1) · k], gets the candidates.
+        kinds: int64 [(LEVELS + 1) · k, LEVELS + 2], gets their features by source.
+        odds: float64 [(LEVELS + 1) · k], gets the log odds of their scores.
 
     Returns:
         The number of candidates, the index of the weight set, and the index of the chain's token
         among the candidates, -1 where there is none.
     """
     k = tables.candidates.shape[1]
-    _, lacking, chain, beside, nothing = features(k)
+    _, lacking, chain, beside, runner_up, nothing = features(k)
     n = 0
     rows_there = 0
     lacks = np.empty(LEVELS, np.int64)
@@ -460,11 +469,27 @@ def gather(
             n += 1
     which = rows_there * 3 + state
     for i in range(n):
+        kinds[i, LEVELS + 1] = nothing
+    others = n
+    for rank in range(len(runners)):
+        candidate = runners[rank]
+        if candidate < 0:
+            break
+        at = 0
+        while at < others and found[at] != candidate:
+            at += 1
+        if at == others:
+            found[n] = candidate
+            for level in range(LEVELS):
+                kinds[n, level] = lacks[level]
+            kinds[n, LEVELS + 1] = runner_up + rank
+            n += 1
+    for i in range(n):
         kinds[i, LEVELS] = chained
         if i == on_chain:
             kinds[i, LEVELS] = chain + length * len(DEPTHS) + class_of(depth, DEPTHS)
         total = tables.weights[which, INPUTS - 1]
-        for source in range(LEVELS + 1):
+        for source in range(LEVELS + 2):
             total += tables.weights[which, source] * tables.logits[kinds[i, source]]
         odds[i] = min(MOST, max(LEAST, total))
     return n, which, on_chain
@@ -481,6 +506,7 @@ def grow(
     chain: Array,
     count: int,
     run: int,
+    runners: Array,
     tables: Tables,
     max_depth: int,
     drafts: Drafts,
@@ -498,6 +524,7 @@ def grow(
         chain: int64, from ``match``.
         count: valid tokens of ``chain``.
         run: length of the match.
+        runners: int32 [r], of the root (see ``remember``).
         tables: what has been learnt.
         max_depth: of the tree.
         drafts: gets the tree.
@@ -505,9 +532,10 @@ def grow(
     tokens, parents, depths = drafts.tokens[row], drafts.parents[row], drafts.depths[row]
     ancestors, valid, scores = drafts.ancestors[row], drafts.valid[row], drafts.scores[row]
     n, k = len(tokens), tables.candidates.shape[1]
-    found = np.empty(LEVELS * k + 1, np.int64)
-    kinds = np.empty((LEVELS * k + 1, LEVELS + 1), np.int64)
-    odds = np.empty(LEVELS * k + 1)
+    found = np.empty((LEVELS + 1) * k, np.int64)
+    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 2), np.int64)
+    odds = np.empty((LEVELS + 1) * k)
+    none = np.empty(0, np.int32)
     # Log probability, token, parent and chain depth of pending candidates, from ``begin`` on.
     worth = np.empty(2 * n)
     pending = np.empty((2 * n, 3), np.int64)
@@ -542,6 +570,7 @@ def grow(
                 below,
                 run,
                 on_chain[node],
+                runners if node == 0 else none,
                 tables,
                 found,
                 kinds,
@@ -596,6 +625,7 @@ def propose(
     chain: Array,
     counts: Array,
     runs: Array,
+    runners: Array,
     tables: Tables,
     max_depth: int,
     drafts: Drafts,
@@ -609,6 +639,7 @@ def propose(
         chain: int64 [B, c], gets the chains.
         counts: int64 [B], gets their lengths.
         runs: int64 [B], gets the lengths of the matches.
+        runners: int32 [B, r], of the roots (see ``remember``).
         tables: what has been learnt.
         max_depth: of a tree.
         drafts: gets the trees.
@@ -623,6 +654,7 @@ def propose(
             chain[row],
             counts[row],
             runs[row],
+            runners[row],
             tables,
             max_depth,
             drafts,
@@ -639,6 +671,7 @@ def count(
     chain: Array,
     chained: int,
     run: int,
+    runners: Array,
     emitted: Array,
     tables: Tables,
     learning_rate: float,
@@ -655,15 +688,17 @@ def count(
         chain: int64, from ``match``.
         chained: valid tokens of ``chain``.
         run: length of the match.
+        runners: int32 [r], of the root (see ``remember``).
         emitted: int64 [t], padded with ``NO_TOKEN``.
         tables: what has been learnt.
         learning_rate: of the weights.
     """
     k = tables.candidates.shape[1]
     nothing = len(tables.rates) - 1
-    found = np.empty(LEVELS * k + 1, np.int64)
-    kinds = np.empty((LEVELS * k + 1, LEVELS + 1), np.int64)
-    odds = np.empty(LEVELS * k + 1)
+    found = np.empty((LEVELS + 1) * k, np.int64)
+    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 2), np.int64)
+    odds = np.empty((LEVELS + 1) * k)
+    none = np.empty(0, np.int32)
     step = np.empty(INPUTS)
     token = context[length - 1]
     before, last = ending(context, length)
@@ -680,6 +715,7 @@ def count(
             below,
             run,
             depth,
+            runners if depth == 0 else none,
             tables,
             found,
             kinds,
@@ -690,13 +726,13 @@ def count(
             error = -1.0 / (1.0 + math.exp(-odds[i]))
             if found[i] == truth:
                 error += 1.0
-            for source in range(LEVELS + 1):
+            for source in range(LEVELS + 2):
                 step[source] += error * tables.logits[kinds[i, source]]
             step[INPUTS - 1] += error
         for source in range(INPUTS):
             tables.weights[which, source] += learning_rate * step[source]
         for i in range(many):
-            for source in range(LEVELS + 1):
+            for source in range(LEVELS + 2):
                 feature = kinds[i, source]
                 if feature == nothing:
                     continue
@@ -704,7 +740,7 @@ def count(
                 if found[i] == truth:
                     tables.evidence[0, feature] += 1
         for i in range(many):
-            for source in range(LEVELS + 1):
+            for source in range(LEVELS + 2):
                 if kinds[i, source] != nothing:
                     refresh_logit(kinds[i, source], tables)
         on_chain = on_chain and below == truth
@@ -718,6 +754,7 @@ def observe(
     chain: Array,
     counts: Array,
     runs: Array,
+    runners: Array,
     tokens: Array,
     parents: Array,
     valid: Array,
@@ -740,6 +777,7 @@ def observe(
         chain: int64 [B, c].
         counts: int64 [B], -1 where no draft was grown, so that nothing is counted.
         runs: int64 [B].
+        runners: int32 [B, r], modified.
         tokens: int64 [B, n], the draft.
         parents: int64 [B, n].
         valid: bool [B, n]; a row whose root is invalid has ended.
@@ -762,6 +800,7 @@ def observe(
                 chain[row],
                 counts[row],
                 runs[row],
+                runners[row],
                 emitted[row],
                 tables,
                 learning_rate,
@@ -781,7 +820,63 @@ def observe(
                 old_weight,
                 tables,
             )
+        remember(
+            tokens[row],
+            parents[row],
+            valid[row],
+            ids[row],
+            finite[row],
+            emitted[row],
+            runners[row],
+        )
     append_emitted(context, lengths, emitted)
+
+
+@compiled
+def remember(
+    tokens: Array,
+    parents: Array,
+    valid: Array,
+    ids: Array,
+    finite: Array,
+    emitted: Array,
+    runners: Array,
+) -> None:
+    """Note the runners-up of one row's next root: the candidates that lost to it.
+
+    Such a token is often the one after the root (LogitSpec, arXiv 2507.01449).
+
+    Args:
+        tokens: int64 [n], the draft.
+        parents: int64 [n].
+        valid: bool [n]; a row whose root is invalid has ended.
+        ids: int32 [n, k], the target's best candidates at every node.
+        finite: bool [n], False where these must not be used.
+        emitted: int64 [t], padded with ``NO_TOKEN``; the last one is the next root.
+        runners: int32 [r], gets the best other candidates of its distribution, in order, padded
+            with ``NO_TOKEN``.
+    """
+    if not valid[0] or emitted[0] < 0:
+        return
+    last = 0  # node after which the last token was chosen
+    depth = 0
+    while depth + 1 < len(emitted) and emitted[depth + 1] >= 0:
+        below = -1
+        for node in range(len(tokens) - 1, last, -1):
+            if valid[node] and parents[node] == last and tokens[node] == emitted[depth]:
+                below = node
+        if below < 0:
+            break
+        last = below
+        depth += 1
+    runners[:] = NO_TOKEN
+    if not finite[last]:
+        return
+    count = 0
+    for rank in range(ids.shape[1]):
+        if ids[last, rank] != emitted[depth] and count < len(runners):
+            runners[count] = ids[last, rank]
+            count += 1
 
 
 @compiled
