@@ -133,19 +133,19 @@ class TestWarm:
         return tmp_path / "cache" / "rows"
 
     def test_the_rows_are_computed_once(self, capsys, folder):
-        code, out, err = call(capsys, "warm")
+        code, out, err = call(capsys, "warm", "--answers", 0)
         assert (code, err) == (0, "")
         assert out.startswith("warm rows: 4,096 of 4,096 tokens, 4,096 computed in ")
         assert str(folder) in out
-        assert " 0 computed" in call(capsys, "warm")[1]
-        assert " 4,096 computed" in call(capsys, "warm", "--force")[1]
+        assert " 0 computed" in call(capsys, "warm", "--answers", 0)[1]
+        assert " 4,096 computed" in call(capsys, "warm", "--answers", 0, "--force")[1]
 
     def test_as_json_and_with_little_time(self, capsys, folder):
-        code, out, err = call(capsys, "warm", "--seconds", 1e-9, "--json")
+        code, out, err = call(capsys, "warm", "--answers", 0, "--seconds", 1e-9, "--json")
         assert (code, out) == (2, "")  # too little for one batch
         assert "no rows were computed" in err
         assert not folder.exists()
-        code, out, err = call(capsys, "warm", "--top-k-candidates", 3, "--json")
+        code, out, err = call(capsys, "warm", "--answers", 0, "--top-k-candidates", 3, "--json")
         about = json.loads(out)
         assert (code, err) == (0, "")
         assert (about["rows"], about["k"], about["context"]) == (4096, 3, "nothing")
@@ -155,7 +155,7 @@ class TestWarm:
     def test_a_folder_that_cannot_be_written(self, capsys, tmp_path, monkeypatch):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path / "file"))
-        code, out, err = call(capsys, "warm")
+        code, out, err = call(capsys, "warm", "--answers", 0)
         assert (code, out) == (2, "")
         assert err.startswith("error: the rows are not kept: cannot write")
 

@@ -113,7 +113,7 @@ def test_engines_start_from_it(bundled, tmp_path):
 
 def test_on_the_command_line(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["warm", "--seconds", "20", "--answers", "100", "--threads", "2"])
+        main(["warm", "--answers", "100"])
     assert ended.value.code == 0
     assert "taught by" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:

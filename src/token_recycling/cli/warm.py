@@ -63,6 +63,8 @@ def warm(
                 force=force,
                 on_progress=on_progress,
             )
+        if found is not None and found.computed and found.path is None:
+            raise TokenRecyclingError(f"the rows are not kept: {found.unkept}")
         left = None if seconds is None else seconds - (perf_counter() - begun)
         if answers and (left is None or left > 0):
             with progress.progress_shown("tokens of answers") as on_progress:
