@@ -12,7 +12,7 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ import typer
 
 from questions import CHECK, FIT, half, questions
 from record import Recording
-from replay import Answers, Run, mat, run
+from replay import Answers, Run, by_kind, mat, run
 from token_recycling import TokenRecycling
 from token_recycling.checkpoint.load import load_tokenizer
 from token_recycling.drafting.adaptive import AdaptiveDrafter
@@ -33,6 +33,7 @@ from token_recycling.drafting.templates import FOLDER, TreeTemplate
 
 app = typer.Typer(pretty_exceptions_enable=False)
 SIZES = (7, 15, 60)
+PROSE = ("writing", "roleplay", "reasoning", "stem", "humanities", "coding")
 Model = Annotated[str, typer.Option(help="Checkpoint.")]
 Data = Annotated[Path, typer.Option(help="Folder of the question files.")]
 Path_ = Annotated[Path, typer.Option("--answers", help="Written by record.py.")]
@@ -114,6 +115,31 @@ def prepare(
                 run(answers, [one], {"": each})
             answers.save()
             print(f"half {which}, {start}: {answers.computed} nodes computed", flush=True)
+
+
+@app.command()
+def measure(
+    model: Model,
+    data: Data,
+    path: Path_,
+    sizes: str = "15,60",
+    starts: str = "cold,hot",
+    exact: bool = True,
+) -> None:
+    """MAT of the drafter of this checkout on the checking half, by kind of question."""
+    answers, _, check = opened(model, path, data)
+    answers.exact = exact
+    for start, size in product(starts.split(","), map(int, sizes.split(","))):
+        each = Run(drafter(answers), size)
+        for one in check:
+            if start == "cold":
+                each.drafter = drafter(answers)
+            run(answers, [one], {"": each})
+        prose = mat(one for one in each.results if one.kind in PROSE)
+        kinds = {kind: round(value, 2) for kind, value in by_kind(each.results).items()}
+        print(f"{start}, {size} nodes: MAT {mat(each.results):.3f}, prose {prose:.3f}, {kinds}")
+        if exact:
+            answers.save()
 
 
 # Calibration

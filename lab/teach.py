@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import typer
 
-from fit import Data, Model, Path_, drafter, opened
+from fit import PROSE, Data, Model, Path_, drafter, opened
 from replay import Result, by_kind, mat
 from token_recycling import AdjacencyMatrix, TokenRecycling
 from token_recycling.drafting.adaptive import AdaptiveDrafter
@@ -27,7 +27,6 @@ from token_recycling.warm.teach import teach as teach_more
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None)
 MARKS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000)
-PROSE = ("writing", "roleplay", "reasoning", "stem", "humanities", "coding")
 
 
 @app.command()
