@@ -45,6 +45,11 @@ FIXED=adaptive@8,adaptive@16
 ALL=generate,generate-pld,paper,auto,$FIXED
 real real --per-kind 3 --decoders "$ALL"                             # 45 questions, greedy
 real real-cold --cold --per-kind 1 --decoders "generate,paper,auto,$FIXED"
+if wanted real-taught; then  # the vocabulary and 30,000 tokens of answers to other questions
+    token-recycling warm -m "$MODEL" --threads "$THREADS"
+fi
+run real-taught -m "$MODEL" --suite "$QUESTIONS" --no-tune --cold --per-kind 1 \
+    --decoders "generate,paper,auto,$FIXED"
 real real-sampled --per-kind 1 --temp 0.8 --decoders generate,generate-pld,auto,adaptive@8
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere
     real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders "$ALL"
