@@ -189,8 +189,11 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         tables = self._tables()
 
         def run(part: slice) -> None:
+            context, lengths, first, chain, counts, runs, runners = (a[part] for a in state)
             own = host.Drafts(*(array[part] for array in drafts))
-            host.propose(*(array[part] for array in state), tables, self.max_depth, own)
+            host.propose(
+                context, lengths, first, chain, counts, runs, runners, tables, self.max_depth, own
+            )
 
         in_threads(batch, THREAD_NODES // n, run)
         return DraftTree(
