@@ -382,6 +382,15 @@ def refresh_logits(tables: Tables) -> None:
 
 
 @compiled
+def position(candidate: int, found: Array, count: int) -> int:
+    """Return the index of a candidate among the first ``count`` of ``found``, or ``count``."""
+    at = 0
+    while at < count and found[at] != candidate:
+        at += 1
+    return at
+
+
+@compiled
 def gather(
     before: int,
     last: int,
@@ -442,9 +451,7 @@ def gather(
             candidate = tables.candidates[row, rank]
             if candidate < 0:
                 break
-            at = 0
-            while at < others and found[at] != candidate:
-                at += 1
+            at = position(candidate, found, others)
             if at == others:
                 at = n
                 found[at] = candidate
@@ -459,9 +466,7 @@ def gather(
         state = 2 if run >= LONG else 1
         length = class_of(run, RUNS)
         chained = beside + length
-        on_chain = 0
-        while on_chain < n and found[on_chain] != below:
-            on_chain += 1
+        on_chain = position(below, found, n)
         if on_chain == n:
             found[n] = below
             for level in range(LEVELS):
@@ -475,10 +480,7 @@ def gather(
         candidate = runners[rank]
         if candidate < 0:
             break
-        at = 0
-        while at < others and found[at] != candidate:
-            at += 1
-        if at == others:
+        if position(candidate, found, others) == others:
             found[n] = candidate
             for level in range(LEVELS):
                 kinds[n, level] = lacks[level]
