@@ -70,7 +70,11 @@ def warm(
             with progress.progress_shown("tokens of answers") as on_progress:
                 recycler.teach(answers, seconds=left, on_progress=on_progress)
     except KeyboardInterrupt:
-        show.note(f"\ninterrupted; {kept_rows(target, recycler.tokenizer, k).line}")
+        kept = kept_rows(target, recycler.tokenizer, k)
+        show.note(
+            f"\ninterrupted; kept: {kept.rows.rows_seen:,} of {target.vocab_size:,} tokens, "
+            f"{kept.answered:,} tokens of answers"
+        )
         raise
     assert found is not None
     if not found.rows.rows_seen:
