@@ -287,7 +287,7 @@ class TokenRecycling(DecodingMethod):
                     found.keep(self.model)
             if not self.stats.steps:  # nothing but warm rows is in the matrix
                 self.matrix.reset()
-                self.matrix.start_from(found.rows)
+                self._insert_warm_rows()
             elif found.answered > before:
                 self.matrix.copy_(found.rows.merge(self.matrix))
         return found

@@ -234,15 +234,10 @@ class AdjacencyMatrix:
         """
         empty = not self.rows_seen and bool((self.keys == NO_KEY).all())
         if empty and (other.pairs, other.triples) == (self.pairs, self.triples):
-            self.all_candidates.copy_(other.all_candidates)
-            self.all_probabilities.copy_(other.all_probabilities)
-            self.keys.copy_(other.keys)
-            if (self.evidence.shape, self.weights.shape) == (
-                other.evidence.shape,
-                other.weights.shape,
-            ):
-                self.evidence.copy_(other.evidence)
-                self.weights.copy_(other.weights)
+            for name, theirs in other._learnt().items():
+                mine = getattr(self, name)
+                if mine.shape == theirs.shape:  # evidence and weights of another drafter differ
+                    mine.copy_(theirs)
             return
         every = torch.arange(self.vocab_size, device="cpu")
         tokens = every[other.seen(every) & ~self.seen(every)]
