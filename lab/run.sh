@@ -34,10 +34,10 @@ run() {
 real() {
     local name=$1
     shift
-    run "$name" -m "$MODEL" --suite "$QUESTIONS" --no-tune --no-warm "$@"
+    run "$name" -m "$MODEL" --suite "$QUESTIONS" --no-warm "$@"
 }
 
-# What a new user has: costs are measured at load, and not by `tune`; nothing is kept.
+# What a new user has: costs are measured at load; nothing is there before.
 export TOKEN_RECYCLING_CACHE=$PWD/build/bench/cache
 python lab/questions.py --data "$DATA" --out "$QUESTIONS"
 
@@ -48,7 +48,7 @@ real real-cold --cold --per-kind 1 --decoders "generate,paper,auto,$FIXED"
 if wanted real-taught; then  # the vocabulary and 30,000 tokens of answers to other questions
     token-recycling warm -m "$MODEL" --threads "$THREADS"
 fi
-run real-taught -m "$MODEL" --suite "$QUESTIONS" --no-tune --cold --per-kind 1 \
+run real-taught -m "$MODEL" --suite "$QUESTIONS" --cold --per-kind 1 \
     --decoders "generate,paper,auto,$FIXED"
 real real-sampled --per-kind 1 --temp 0.8 --decoders generate,generate-pld,auto,adaptive@8
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere
@@ -56,7 +56,7 @@ if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch con
 fi
 
 # The model in the package, which repeats itself; a graph is compiled in the first minutes.
-run bundled --no-tune --decoders "generate,generate-pld,paper,auto,auto+graph"
+run bundled --decoders "generate,generate-pld,paper,auto,auto+graph"
 
 if wanted demo; then
     echo "== demo"

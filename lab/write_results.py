@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from token_recycling.bench import tables
+from token_recycling.bench.tables import Table
 from token_recycling.util.files import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -46,9 +47,7 @@ COLUMNS = ("decoder", "tokens/s", "speedup", "95 %", "slower on", "MAT", "c", "t
 
 def overall(name: str, columns: tuple[str, ...] = (*COLUMNS, "first token", "same text")) -> str:
     """Decoder by decoder, all questions."""
-    titles, rows = tables.overall(load(name))
-    kept = [titles.index(title) for title in columns]
-    return tables.markdown(([titles[i] for i in kept], [[row[i] for i in kept] for row in rows]))
+    return tables.markdown(tables.overall(load(name)).only(*columns[1:]))
 
 
 def has(name: str) -> bool:
@@ -63,7 +62,7 @@ def kinds_with_mat(name: str, decoders: tuple[str, ...]) -> str:
     titles = [*titles, *(f"MAT {decoder.removeprefix('adaptive@')}" for decoder in decoders)]
     for row in rows:
         row += [f"{summary['decoders'][one]['kinds'][row[0]]['mat']:.2f}" for one in decoders]
-    return tables.markdown((titles, rows))
+    return tables.markdown(Table(titles, rows))
 
 
 def slowest(name: str, decoder: str, count: int) -> str:
@@ -80,7 +79,8 @@ def slowest(name: str, decoder: str, count: int) -> str:
         for question, a, b in zip(summary["questions"], own, plain)
     )
     rows = [[id_, kind, str(n), f"{ratio:.2f}x"] for ratio, id_, kind, n in found[:count]]
-    return tables.markdown((["question", "kind", "tokens", f"speedup of {decoder}"], rows))
+    titles = ["question", "kind", "tokens", f"speedup of {decoder}"]
+    return tables.markdown(Table(titles, rows))
 
 
 def demo() -> str:
@@ -112,11 +112,8 @@ def enabled() -> str:
 
 def phases(name: str, *decoders: str) -> str:
     """Shares of a step's time."""
-    found = {d: load(name)["decoders"][d]["overall"]["phases"] for d in decoders}
-    titles = ["decoder", *next(iter(found.values()))]
-    return tables.markdown(
-        (titles, [[d, *(f"{share:.1%}" for share in row.values())] for d, row in found.items()])
-    )
+    found = tables.phases(load(name))
+    return tables.markdown(found._replace(rows=[row for row in found.rows if row[0] in decoders]))
 
 
 def served(name: str) -> str:
@@ -130,7 +127,8 @@ def served(name: str) -> str:
         return f"{median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"
 
     rows = [[server, *(cell(server, number) for number in at_once)] for server in servers]
-    return tables.markdown((["server", *(f"{number} at once" for number in at_once)], rows))
+    titles = ["server", *(f"{number} at once" for number in at_once)]
+    return tables.markdown(Table(titles, rows))
 
 
 def render() -> str:

@@ -14,7 +14,6 @@ from token_recycling.drafting.base import AnyDrafter, Drafter
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN
-from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.modes import ordinary_tensors
@@ -32,9 +31,6 @@ class Options:
             given that many of the paths that text takes most often.
         k: candidates kept per token; None: those of ``matrix``, or else 12, or 8 for "paper".
         matrix: the adjacency matrix to start from, or its file; a ``Drafter`` object uses its own.
-        costs: step costs on this machine, for ``nodes=None``. None: those measured by
-            ``token-recycling tune`` for this model and machine, else by a short measurement at
-            load, else a guess. All are corrected while decoding.
         graph: True: compile steps and, on a GPU, capture them as graphs; what cannot be captured
             runs in the eager loop, with the same output. False: always eager. None: True on CUDA,
             else False.
@@ -58,7 +54,6 @@ class Options:
     tree: str | Path | TreeTemplate | None = None
     k: int | None = None
     matrix: AdjacencyMatrix | str | Path | None = None
-    costs: CostCurve | None = None
     graph: bool | None = None
     float32_logits: bool = False
     queue: bool = True
@@ -114,11 +109,6 @@ class Options:
             raise TokenRecyclingError(
                 f"tree has type {kind}; it must be a name, a file or a TreeTemplate"
             )
-        if not (self.costs is None or isinstance(self.costs, CostCurve)):
-            kind = type(self.costs).__name__
-            raise TokenRecyclingError(f"costs has type {kind}; it must be a CostCurve")
-        if self.costs is not None and self.costs.sizes[:1] != (1,):
-            raise TokenRecyclingError("costs must include the size 1, plain decoding")
         if self.graph not in (None, True, False):
             raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
         for name in ("float32_logits", "queue", "strict"):

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from token_recycling.decoding.accept import Acceptor
+from token_recycling.decoding.cost_measurement import step_costs
 from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.sequence import Sequence
-from token_recycling.decoding.tune import find, measure_quickly
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.registry import make_drafter
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.base import DraftSize, FixedSize
+from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, can_capture
@@ -56,11 +57,9 @@ def drafter_and_size(
     if not drafter.acceptance:
         return drafter, FixedSize()
     assert isinstance(target, TreeTarget)
-    costs = options.costs or find(target.model, target.device)
     # Captured steps cost less than the eager ones that would be measured.
-    eager = target.device.type != "cuda" or not options.graphs_on(target.device)
-    if eager and not costs.measured:
-        costs = measure_quickly(target) or costs
+    captured = target.device.type == "cuda" and options.graphs_on(target.device)
+    costs = CostCurve.assumed("cuda") if captured else step_costs(target)
     return drafter, AutoSize(drafter.acceptance, costs)
 
 

@@ -1,4 +1,3 @@
-import math
 import re
 from html.parser import HTMLParser
 
@@ -12,7 +11,6 @@ SECTIONS = [
     "All decoders",
     "Speedup by kind of prompt",
     "Accepted tokens and time by phase",
-    "Step cost and draft size",
     "Spec-Bench's own aggregate",
     "Slower than the baseline",
     "A sample",
@@ -31,6 +29,7 @@ def measures(speedup, drafts=True):
         "slower_than_baseline": 3,
         "mat": 1.5 * speedup,
         "accepted_per_depth": [0.6, 0.3, 0.1] if drafts else [],
+        "nodes": 8.0 if drafts else None,
         "identical": 1.0,
         "ttft_seconds": 0.125,
         "c": 1.5,
@@ -63,29 +62,17 @@ def example(kinds=KINDS, **decoders):
     """A whole summary: the baseline and ``decoders``, given by their speedups."""
     speedups = decoders or {"prompt-lookup": 1.1, "paper": 0.8, "auto": 1.9}
     names = {n: decoder(s, "prompt-lookup" if "-l" in n else "paper") for n, s in speedups.items()}
-    sizes = [1, 8, 16, 81]
     return {
         "format": "token-recycling-bench-1",
         "date": "2025-06-01T12:00:00+00:00",
         "baseline": "generate",
         "machine": {"cpu": "A CPU", "device": "cpu", "cores": 2, "memory_bytes": 8 << 30}
-        | {"commit": "c0ffee", "command": "token-recycling bench --rounds 2"},
+        | {"commit": "c0ffee", "command": "token-recycling bench --rounds 2"}
+        | {"device_name": "A CPU", "threads": 2, "torch": "2.13.0", "transformers": "5.23.0"},
         "model": {"name": "tiny", "parameters": 134_515_008, "dtype": "float32", "note": "widened"},
         "settings": {"suites": ["builtin"], "max_new_tokens": 80, "rounds": 2, "temperature": 0.0},
         "kinds": kinds,
         "decoders": {"generate": decoder(1.0, None, kinds), **names},
-        "curve": {
-            "sizes": sizes,
-            "contexts": [128, 512],
-            "seconds": [[0.02 * (1 + c * s) for s in sizes] for c in (0.01, 0.02)],
-        },
-        "draft_size": {
-            "decoder": list(names)[-1],
-            "sizes": sizes,
-            "expected_mat": [1.0, 2.0, 2.5, 3.0],
-            "expected_speed": [40.0, 70.0, 80.0, 50.0],
-            "chosen": 16,
-        },
         "losing": [
             {"name": f"builtin/{i}", "kind": "math", "decoder": "paper", "speedup": 0.7 + i / 100}
             | {"mat": 1.1, "tokens": 80, "prompt": "How many"}
@@ -97,6 +84,7 @@ def example(kinds=KINDS, **decoders):
             "prompt": "Count.",
             "pieces": [["One", False], [" two", True], [" three", True], [" four", False]],
         },
+        "left_out": [],
         "questions": [
             {"suite": "builtin", "id": i, "kind": kinds[i % len(kinds)], "name": f"builtin/{i}"}
             for i in range(6)
@@ -165,10 +153,11 @@ def test_complete(whole):
     for said in (
         "The fastest of 2 recycled decoders, auto, decoded 1.90 times as fast as generate "
         "(95 % interval 1.71 to 2.09). It was slower on 3 of 40 prompts, and 100 % of its answers",
-        "tiny, 135 million parameters, float32, widened; on A CPU, 2 cores",
-        "▼ 0.80×",
+        "tiny, widened: 134.5 M parameters, float32; A CPU, 2 threads; torch 2.13.0",
+        "0.80x",
         "125 ms",
-        "192 KiB",
+        "0.2 MiB",
+        "8192.0 MiB",
         "Show 8 more",
         "builtin/19",
         "All 6 prompts by name",
@@ -204,32 +193,22 @@ def test_texts_are_escaped():
     assert text.count(bad) >= 8
 
 
-def test_parts_that_are_missing():
-    summary = example() | dict.fromkeys(("curve", "draft_size", "sample", "machine", "settings"))
-    summary |= {"losing": [], "questions": [], "model": {}, "date": None}
+def test_a_run_without_drafts():
+    """No decoder drafted, none lost, and nothing can be shown of an answer."""
+    summary = example(["math"])
+    summary["decoders"] = {"generate": decoder(1.0, None, ["math"])}
+    summary |= {"losing": [], "sample": None}
     html, text = read(summary)
-    assert all(f"<h2>{section}</h2>" in html for section in SECTIONS)
+    assert re.findall("<h2>(.*?)</h2>", html) == SECTIONS
     for said in (
         "None: no drafting decoder was slower",
         "No sample was recorded",
-        "was not measured",
+        "No decoder accepted a drafted token",
+        "No decoder was timed by phase",
+        "No recycled decoder was compared with generate.",
+        "No decoder was compared with generate.",
     ):
         assert said in text
-
-
-def test_figures_that_are_missing():
-    summary = example()
-    for part in summary["decoders"].values():
-        part["overall"] = dict.fromkeys(part["overall"])
-        part["kinds"] = {"math": {"speedup": math.nan, "speedup_interval": [math.nan, 2.0]}}
-    summary["decoders"]["auto"] = {"about": None, "overall": None, "kinds": None}
-    summary["curve"]["seconds"] = [None, [math.nan, 1.0, 2.0, 3.0]]
-    summary["draft_size"]["expected_speed"] = [math.nan, 2.0, None, math.inf]
-    summary["losing"][0]["speedup"] = math.nan
-    html, text = read(summary)
-    assert "No recycled decoder was compared with generate." in text
-    row = re.search(r"<span>auto</span></th>(.*?)</tr>", html, re.DOTALL)[1]
-    assert set(re.findall(r"<td.*?>(.*?)</td>", row)) == {"–", "– of –"}
 
 
 @pytest.mark.parametrize(
@@ -237,7 +216,7 @@ def test_figures_that_are_missing():
     [(1.5, "(95 % interval 1.35 to 1.65). It"), (1.0, "no clear difference."), (0.5, ": slower.")],
 )
 def test_the_headline_is_honest(speedup, verdict):
-    text = report._headline(example(auto=speedup)).replace("\N{NO-BREAK SPACE}", " ")
+    text = report._headline(example(auto=speedup))
     assert text.startswith(f"The decoder auto decoded {speedup:.2f} times as fast as generate")
     assert verdict in text
 
@@ -245,8 +224,6 @@ def test_the_headline_is_honest(speedup, verdict):
 def test_one_decoder_one_kind():
     html, _ = read(example(["math"], auto=1.5))
     assert '<th scope="row"><span>math</span></th>' in html
-    _, text = read(example(["math"]) | {"decoders": {"generate": decoder(1.0, None)}})
-    assert "No decoder was compared with generate." in text
 
 
 def test_a_sampled_baseline_is_not_compared_with_itself():

@@ -179,7 +179,7 @@ class TestWarm:
         for verb in (
             ["chat", "-n", 4],
             ["check", "-n", 4],
-            ["bench", "--per-kind", 1, "-n", 4, "--decoders", "auto", "--no-tune",
+            ["bench", "--per-kind", 1, "-n", 4, "--decoders", "auto",
              "-o", tmp_path / "bench"],
         ):  # fmt: skip
             code, _, err = call(capsys, *verb, "--warm", "--threads", 1)

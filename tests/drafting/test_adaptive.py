@@ -251,7 +251,7 @@ def test_few_candidates_make_smaller_trees(k, chain):
     draft = proposed(drafter, [[1, 2, 3]], [4])
     assert draft.nodes == len(drafter.acceptance) + 1 == drafter.nodes + 1
     assert draft.valid.sum() > 1
-    policy = AutoSize(drafter.acceptance, CostCurve((1, 81), (0,), ((1.0, 1.2),)))
+    policy = AutoSize(drafter.acceptance, CostCurve((1, 81), (1.0, 1.2)))
     limit = policy.limit()
     assert limit > 1
     assert policy.choose(draft.first(limit)) > 1

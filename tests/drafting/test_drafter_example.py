@@ -74,7 +74,7 @@ def test_a_drafter_without_a_first_draft_is_decoded_eagerly(example, bundled):
 
 @pytest.mark.slow
 def test_by_name_in_the_benchmark(registered, tmp_path, capsys):
-    options = ["--per-kind", "1", "-n", "12", "--no-tune", "-o", str(tmp_path / "out")]
+    options = ["--per-kind", "1", "-n", "12", "-o", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--suite", "builtin", "--decoders", "repeat@chain-4", *options])
     assert ended.value.code == 0

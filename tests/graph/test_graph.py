@@ -19,7 +19,7 @@ from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence, at_most
 from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.draft import DraftTree, chains
-from token_recycling.drafting.size.auto import COOLDOWN, PATIENCE
+from token_recycling.drafting.size.auto import COOLDOWN, PATIENCE, AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import decoder, runner
 from token_recycling.graph.step import GraphStep
@@ -263,8 +263,8 @@ def test_a_matrix_that_moves_is_followed(llama):
 def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
     """And are tried again; greedy and sampled text stay what they were."""
     curves = {
-        "dear": CostCurve((1, 8), (64,), ((1.0, 50.0),)),
-        "cheap": CostCurve((1, 8), (64,), ((1.0, 1.01),)),
+        "dear": CostCurve((1, 8), (1.0, 50.0)),
+        "cheap": CostCurve((1, 8), (1.0, 1.01)),
     }
     for options in ({}, {"temperature": 0.8, "seed": 2}):
         options = {"max_new_tokens": 200, **options}
@@ -272,7 +272,8 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
         sizes = {}
         for price, costs in curves.items():
             steps = []
-            recycler = recycling(llama, nodes=None, costs=costs)
+            recycler = recycling(llama, nodes=None)
+            recycler.runs.size = AutoSize(recycler.drafter.acceptance, costs)
             recycler.draft_size.typical = lambda now=0: 8  # however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +19,8 @@ from safetensors.torch import load_file, save_file
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
-from token_recycling.decoding.tune import cached_path, find, identity
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.matrix_file import FORMAT
-from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.util.files import write_text
@@ -250,47 +246,6 @@ def test_wrong_options_of_a_recycler(options, says):
 def test_wrong_options_of_a_call(bundled, options, says):
     with pytest.raises(TokenRecyclingError, match=says):
         bundled.generate("The king", **options)
-
-
-class TestCosts:
-    @pytest.mark.parametrize(
-        "text",
-        [
-            '{"sizes":[1,Infinity]',
-            "[" * 100_000,
-            '{"sizes":[1,' + "9" * 400,
-            "[]",
-            "null",
-            "\ufffd",
-        ],
-    )
-    def test_a_damaged_cache_is_ignored_with_one_line(self, text, tmp_path, monkeypatch):
-        monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path))
-        model, device = make("llama"), torch.device("cpu")
-        path = cached_path(identity(model, device))
-        CostCurve.assumed("cpu").save(path)
-        if text.startswith("{"):
-            rest = json.loads(path.read_text())
-            rest.pop("sizes")
-            text += "], " + json.dumps(rest)[1:]
-        path.write_text(text)
-        with pytest.warns(UserWarning, match="measured costs are ignored") as caught:
-            curve = find(model, device)
-        assert not curve.measured
-        assert len(caught) == 1
-        assert "\n" not in str(caught[0].message)
-        assert len(str(caught[0].message)) < 400
-        with pytest.warns(UserWarning, match="ignored"):
-            TokenRecycling(model).generate(PROMPT, max_new_tokens=3)
-
-    def test_a_whole_one_is_used(self, tmp_path, monkeypatch):
-        """The control."""
-        monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path))
-        model, device = make("llama"), torch.device("cpu")
-        CostCurve((1, 8), (10,), ((1.0, 1.5),)).save(cached_path(identity(model, device)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert find(model, device).measured
 
 
 @pytest.mark.parametrize("nodes", [1, 100, 200, 256])

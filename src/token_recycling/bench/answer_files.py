@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from token_recycling.bench.measures import Record, accept_lengths
-from token_recycling.util.files import write_text
+from token_recycling.util.files import make_folder, write_text
 
 PLAIN_NUMBER = re.compile("0|[1-9][0-9]{0,17}")  # survives str -> int -> str unchanged
 LONGEST = 100  # characters of a variant's name kept in its file name
@@ -67,7 +67,7 @@ def line(record: Record, variant: str) -> dict[str, Any]:
 
 def write(records: Sequence[Record], folder: Path) -> list[Path]:
     """Write ``folder/VARIANT.jsonl`` for every variant and return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     files = []
     for variant, name in file_names(records[0]["variants"] if records else ()).items():
         text = "".join(json.dumps(line(record, variant)) + "\n" for record in records)

@@ -15,7 +15,6 @@ from token_recycling.decoding.metrics import PHASES, Step
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS
 from token_recycling.drafting.size.auto import AutoSize
-from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.recycler import TokenRecycling
 
@@ -52,16 +51,14 @@ class Turn:
 class Decoder:
     """A variant with its recycler, which shares the model with all other variants."""
 
-    def __init__(
-        self, variant: Variant, first: TokenRecycling, costs: CostCurve | None, max_new_tokens: int
-    ) -> None:
+    def __init__(self, variant: Variant, first: TokenRecycling, max_new_tokens: int) -> None:
         """Create a decoder on the model of ``first``.
 
         Raises:
             TokenRecyclingError: the variant's tree or k cannot be used.
         """
         self.variant = variant
-        self.recycler = first if variant.drafter is None else _recycler(variant, first, costs)
+        self.recycler = first if variant.drafter is None else _recycler(variant, first)
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
         if variant.temperature:
             self.options["temperature"] = variant.temperature
@@ -153,14 +150,13 @@ class Decoder:
         self.recycler.draft_size.restore(state)
 
 
-def _recycler(variant: Variant, first: TokenRecycling, costs: CostCurve | None) -> TokenRecycling:
+def _recycler(variant: Variant, first: TokenRecycling) -> TokenRecycling:
     adaptive = variant.drafter == AdaptiveDrafter.name
     return TokenRecycling(
         first.model,
         first.tokenizer,
         **{
             **vars(variant.options()),
-            "costs": costs,
             "float32_logits": first.options.float32_logits,
             # Not for the paper's drafter, whatever was asked for.
             "warm": first.options.warm if adaptive else None,

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.util.files import write_atomically, write_text
+from token_recycling.util.files import make_folder, write_atomically, write_text
 
 State = Mapping[str, Mapping[str, Tensor]]  # by variant (see ``Decoder.state``)
 
@@ -35,10 +35,7 @@ class Journal:
         self.folder = folder
         self._plan, self._lines = folder / "plan.json", folder / "journal.jsonl"
         plan = json.loads(json.dumps(plan))
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TokenRecyclingError(f"cannot use {folder}: {error.strerror}") from error
+        make_folder(folder)
         before = self._before()
         self.records = self._read()
         if before is None:

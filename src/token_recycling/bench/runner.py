@@ -16,7 +16,6 @@ from token_recycling.bench.prompts import DEMO
 from token_recycling.bench.suites import Question
 from token_recycling.bench.variants import Variant
 from token_recycling.decoding.text import as_conversation, encode
-from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.recycler import TokenRecycling
 
@@ -69,7 +68,6 @@ class Runner:
         first: TokenRecycling,
         variants: Sequence[Variant],
         *,
-        costs: CostCurve | None,
         max_new_tokens: int,
         rounds: int,
         seed: int,
@@ -78,7 +76,7 @@ class Runner:
         """Create the decoders on the model of ``first``."""
         self.first, self.rounds, self.seed, self.raw = first, rounds, seed, raw
         self.max_new_tokens = max_new_tokens
-        self.decoders = {v.name: Decoder(v, first, costs, max_new_tokens) for v in variants}
+        self.decoders = {v.name: Decoder(v, first, max_new_tokens) for v in variants}
         self.memory = PeakMemory(first.target.device)
 
     def run(
@@ -148,9 +146,6 @@ class Runner:
                     decoder.restore(before[name])
                 record["variants"][name]["rounds"].append({"turns": []})
             self._round(question, index, round_, record["variants"])
-        for name, decoder in self.decoders.items():
-            if decoder.auto_size is not None:
-                record["variants"][name]["size_after"] = decoder.auto_size.size
         return record
 
     def order(self, index: int, moves: int) -> list[str]:

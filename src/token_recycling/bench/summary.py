@@ -9,7 +9,6 @@ from token_recycling.bench import measures
 from token_recycling.bench.decoders import Decoder
 from token_recycling.bench.measures import Record
 from token_recycling.decoding.text import TextStream
-from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import text_config
 from token_recycling.recycler import TokenRecycling
@@ -80,28 +79,10 @@ def sample(records: Sequence[Record], name: str, tokenizer: Any) -> dict[str, An
     return {"name": record["name"], "decoder": name, "prompt": prompt, "pieces": pieces}
 
 
-def sizes(decoders: dict[str, Decoder], curve: CostCurve | None) -> dict[str, Any] | None:
-    """Return MAT and speed that ``AutoSize`` expects of every size at the end of the run."""
-    for name, decoder in decoders.items():
-        size = decoder.auto_size
-        if size is not None and curve is not None:
-            mats, speeds = size.speeds()
-            shown = sorted({size.size, *(n for n in curve.sizes if n <= size.most)})
-            return {
-                "decoder": name,
-                "sizes": shown,
-                "expected_mat": [float(mats[n - 1]) for n in shown],
-                "expected_speed": [float(speeds[n - 1]) for n in shown],
-                "chosen": size.size,
-            }
-    return None
-
-
 def summarise(
     records: Sequence[Record],
     decoders: dict[str, Decoder],
     *,
-    curve: CostCurve | None,
     about: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the summary of a run.
@@ -109,7 +90,6 @@ def summarise(
     Args:
         records: of all questions.
         decoders: by name, the baseline first.
-        curve: step costs.
         about: date, machine, model, settings, questions and omitted questions; copied unchanged.
     """
     kinds = measures.by_kind(records)
@@ -147,10 +127,6 @@ def summarise(
         "baseline": next(iter(decoders)),
         "kinds": list(kinds),
         "decoders": table,
-        "curve": None
-        if curve is None
-        else {"sizes": curve.sizes, "contexts": curve.contexts, "seconds": curve.seconds},
-        "draft_size": sizes(decoders, curve),
         "losing": losing(records, baselines),
         "sample": sample(records, next(reversed(baselines)), tokenizer) if baselines else None,
         "per_question": {

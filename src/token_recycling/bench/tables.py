@@ -1,19 +1,35 @@
-"""Tables of a summary, for the terminal and as Markdown."""
+"""Tables of a summary, for the terminal, as Markdown and for the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-Row = list[str]
+from token_recycling.decoding.metrics import PHASES
 
-
-def _mebibytes(count: int | None) -> str:
-    return "–" if count is None else f"{count / 2**20:.1f} MiB"
+NOTHING = "–"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
+class Table(NamedTuple):
+    """A table of texts; the first cell of every row is the row's header."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+    def only(self, *columns: str) -> Table:
+        """Return the first column and those named."""
+        kept = [0, *map(self.columns.index, columns)]
+        return Table([self.columns[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
+
+
+def mebibytes(count: int | None) -> str:
+    """Format a number of bytes."""
+    return NOTHING if count is None else f"{count / 2**20:.1f} MiB"
+
+
+def percent(fraction: float | None) -> str:
+    """Format a fraction, rounded down: 100 % means all."""
+    return NOTHING if fraction is None else f"{int(1000 * fraction + 1e-6) / 10:g} %"
 
 
 # column title -> function from a decoder's summary entry to its cell
@@ -21,64 +37,113 @@ OVERALL: dict[str, Callable[[dict[str, Any]], str]] = {
     "tokens/s": lambda d: f"{d['overall']['tokens_per_second']:.1f}",
     "speedup": lambda d: f"{d['overall']['speedup']:.2f}x",
     "95 %": lambda d: "{:.2f}–{:.2f}".format(*d["overall"]["speedup_interval"]),
-    "rounds ±": lambda d: "–" if d["spread"] is None else f"{d['spread']:.1%}",
+    "rounds ±": lambda d: NOTHING if d["spread"] is None else f"{d['spread']:.1%}",
     "quartiles": lambda d: "{:.2f} / {:.2f} / {:.2f}".format(*d["overall"]["speedup_quartiles"]),
     "slower on": lambda d: f"{d['overall']['slower_than_baseline']} of {d['overall']['questions']}",
     "MAT": lambda d: f"{d['overall']['mat']:.2f}",
     "c": lambda d: f"{d['overall']['c']:.2f}",
-    "tokens a step": lambda d: _number(d["overall"]["nodes"]),
+    "tokens a step": lambda d: (
+        NOTHING if d["overall"]["nodes"] is None else f"{d['overall']['nodes']:.1f}"
+    ),
     "first token": lambda d: f"{d['overall']['ttft_seconds'] * 1e3:.0f} ms",
-    "same text": lambda d: f"{d['overall']['identical']:.0%}",
-    "matrix": lambda d: _mebibytes(d["matrix_bytes"]),
-    "peak memory": lambda d: _mebibytes(d["peak_memory_bytes"]),
+    "same text": lambda d: percent(d["overall"]["identical"]),
+    "matrix": lambda d: mebibytes(d["matrix_bytes"]),
+    "peak memory": lambda d: mebibytes(d["peak_memory_bytes"]),
 }
+NARROW = ("tokens/s", "speedup", "slower on", "MAT", "c", "same text")  # fits 80 columns
 
 
-def overall(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
-    """Return titles and rows: one row per decoder, over all questions."""
+def overall(summary: dict[str, Any]) -> Table:
+    """Return one row per decoder, over all questions."""
     rows = [
         [name, *(cell(entry) for cell in OVERALL.values())]
         for name, entry in summary["decoders"].items()
     ]
-    return ["decoder", *OVERALL], rows
+    return Table(["decoder", *OVERALL], rows)
 
 
-def by_kind(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
-    """Return titles and rows: per kind the speedup of every decoder but the first baseline."""
-    names = [name for name in summary["decoders"] if name != summary["baseline"]]
+def compared(summary: dict[str, Any]) -> list[str]:
+    """Return the names of the decoders that are not baselines."""
+    baselines = {entry["about"]["baseline"] for entry in summary["decoders"].values()}
+    return [name for name in summary["decoders"] if name not in baselines]
+
+
+def by_kind(summary: dict[str, Any]) -> Table:
+    """Return per kind the speedup of every decoder that is compared."""
+    names = compared(summary)
     rows = []
     for kind in summary["kinds"]:
         entries = [summary["decoders"][name]["kinds"][kind] for name in names]
         questions = str(summary["decoders"][summary["baseline"]]["kinds"][kind]["questions"])
         rows.append([kind, questions, *(f"{entry['speedup']:.2f}x" for entry in entries)])
-    return ["kind", "questions", *names], rows
+    return Table(["kind", "questions", *names], rows)
 
 
-def spec_bench(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
-    """Return titles and rows of Spec-Bench's aggregate."""
+def depths(summary: dict[str, Any]) -> Table:
+    """Return the share of steps that accepted at least 1, 2, … drafted tokens."""
+    shares = {
+        name: [percent(share) for share in entry["overall"]["accepted_per_depth"]]
+        for name, entry in summary["decoders"].items()
+    }
+    deepest = max(map(len, shares.values()))
+    rows = [[name, *row, *[NOTHING] * (deepest - len(row))] for name, row in shares.items() if row]
+    return Table(["decoder", *map(str, range(1, deepest + 1))], rows)
+
+
+def phases(summary: dict[str, Any]) -> Table:
+    """Return the share of the time of steps by phase."""
+    rows = [
+        [name, *(percent(found[phase]) for phase in PHASES)]
+        for name, entry in summary["decoders"].items()
+        if (found := entry["overall"]["phases"])
+    ]
+    return Table(["decoder", *PHASES], rows)
+
+
+def spec_bench(summary: dict[str, Any]) -> Table:
+    """Return Spec-Bench's aggregate."""
     rows = []
     for name, entry in summary["decoders"].items():
         found = entry["overall"]["spec_bench"]
         speed, ratio = found["tokens_per_second"], found["speedup"]
         rows.append([name, f"{speed:.1f}", f"{ratio:.2f}x", f"{found['mat']:.2f}"])
-    return ["Spec-Bench's aggregate", "mean tokens/s", "speedup", "MAT"], rows
+    return Table(["Spec-Bench's aggregate", "mean tokens/s", "speedup", "MAT"], rows)
 
 
-def markdown(table: tuple[Row, list[Row]]) -> str:
+def losing(summary: dict[str, Any]) -> Table:
+    """Return the questions that a decoder answered more slowly than its baseline."""
+    rows = [
+        [
+            one["name"],
+            f"{one['speedup']:.2f}x",
+            f"{one['mat']:.2f}",
+            str(one["tokens"]),
+            *(one[key] for key in ("kind", "decoder", "prompt")),
+        ]
+        for one in summary["losing"]
+    ]
+    return Table(["prompt", "speedup", "MAT", "tokens", "kind", "decoder", "begins with"], rows)
+
+
+def markdown(table: Table) -> str:
     """Return a table as Markdown."""
-    titles, rows = table
-    lines = [titles, ["---"] * len(titles), *rows]
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
 
 
 def document(summary: dict[str, Any]) -> str:
-    """Return all tables as one Markdown text, headed by the command that produced them."""
+    """Return the main tables as one Markdown text, headed by the command that produced them."""
+    head = f"`{summary['machine']['command']}`\n\n{subject(summary)}; {summary['date']}\n"
+    return "\n".join([head, *(markdown(make(summary)) for make in (overall, by_kind, spec_bench))])
+
+
+def subject(summary: dict[str, Any]) -> str:
+    """Return a line with the model and the machine that were measured."""
     machine, model = summary["machine"], summary["model"]
     note = f", {model['note']}" if model["note"] else ""
-    head = (
-        f"`{machine['command']}`\n\n{model['name']}{note}: {model['parameters'] / 1e6:.1f} M "
-        f"parameters, {model['dtype']}; {machine['device_name']}, {machine['threads']} threads; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}; {summary['date']}\n"
+    return (
+        f"{model['name']}{note}: {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}; "
+        f"{machine['device_name']}, {machine['threads']} threads; "
+        f"torch {machine['torch']}, transformers {machine['transformers']}"
     )
-    return "\n".join([head, *(markdown(make(summary)) for make in (overall, by_kind, spec_bench))])

@@ -23,7 +23,6 @@ from token_recycling.cli import (
     matrix,
     serve,
     tree,
-    tune,
     warm,
 )
 from token_recycling.cli.stdin import piped
@@ -44,7 +43,6 @@ app.command("demo")(demo.demo)
 app.command("fetch-model")(fetch_model.fetch_model)
 app.command("bench")(bench.bench)
 app.command("serve")(serve.serve)
-app.command("tune")(tune.tune)
 app.command("warm")(warm.warm)
 app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")

@@ -18,10 +18,10 @@ from token_recycling.errors import TokenRecyclingError
 if TYPE_CHECKING:
     from token_recycling.bench.suites import Question
     from token_recycling.bench.variants import Variant
-    from token_recycling.drafting.size.costs import CostCurve
     from token_recycling.recycler import TokenRecycling
 
 TOKENS = 128
+WIDE = 170  # columns of a terminal that has room for all figures
 
 
 @o.expanded(loading=("model", "device", "dtype", "float32_logits", "warm", "threads"))
@@ -60,10 +60,6 @@ def bench(
         typer.Option("--cold/--hot", help="Forget all text before each question, or not."),
     ] = False,
     raw: o.Raw = False,
-    tune: Annotated[
-        bool,
-        typer.Option("--tune/--no-tune", help="Measure step costs first if none are saved."),
-    ] = True,
     out: Annotated[
         Path, typer.Option("-o", "--out", help="Folder for answers, summary and report.")
     ] = Path("token-recycling-bench"),
@@ -105,7 +101,7 @@ def bench(
         "warm": loading.warm,
         "float32_logits": loading.float32_logits,
     }
-    summary = run.execute(out, resume=resume, tune=tune)
+    summary = run.execute(out, resume=resume)
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
 
@@ -144,7 +140,7 @@ class _Run:
         self.questions, self.variants = questions, variants
         self.settings: dict[str, Any] = {}
 
-    def execute(self, out: Path, *, resume: bool, tune: bool) -> dict[str, Any]:
+    def execute(self, out: Path, *, resume: bool) -> dict[str, Any]:
         """Run the remaining questions, write all files and return the summary."""
         from token_recycling.bench import answer_files as answers
         from token_recycling.bench import report, runner, tables
@@ -169,11 +165,9 @@ class _Run:
                 f"{self.recycler.target.vocab_size} tokens"
             )
         journal = Journal(out, self._plan(fits), resume=resume)
-        curve = self._costs(out, tune, anew=not journal.records)
         decoding = runner.Runner(
             self.recycler,
             self.variants,
-            costs=curve,
             max_new_tokens=tokens,
             rounds=self.settings["rounds"],
             seed=self.settings["seed"],
@@ -184,7 +178,6 @@ class _Run:
         summary = summarise(
             journal.records,
             decoding.decoders,
-            curve=curve if curve and curve.measured else None,
             about=self._about(fits, left_out, journal.records),
         )
         answers.write(journal.records, out / "answers")
@@ -199,7 +192,7 @@ class _Run:
     def _plan(self, questions: list[Question]) -> dict[str, Any]:
         """Return everything that must be unchanged when a run is resumed."""
         from token_recycling.bench.runner import digest
-        from token_recycling.decoding.tune import identity
+        from token_recycling.decoding.cost_measurement import identity
 
         trees = {variant.tree for variant in self.variants if variant.tree is not None}
         files = {tree for tree in trees if Path(tree).is_file()}
@@ -211,27 +204,6 @@ class _Run:
             "trees": {path: sha256(Path(path).read_bytes()).hexdigest() for path in files},
             "questions": digest(questions),
         }
-
-    def _costs(self, out: Path, tune: bool, *, anew: bool) -> CostCurve | None:
-        """Return the step costs stored by this run, else those on file or newly measured."""
-        from token_recycling.decoding import tune as tuning
-        from token_recycling.decoding.tune import find
-        from token_recycling.drafting.size.costs import CostCurve
-        from token_recycling.model.target import TreeTarget
-
-        target = self.recycler.target
-        if not isinstance(target, TreeTarget):
-            return None
-        path = out / "costs.json"
-        if path.is_file() and not anew:
-            return CostCurve.load(path)
-        curve = find(target.model, target.device)
-        if not curve.measured and tune:
-            with progress.progress_shown("step costs") as on_progress:
-                curve = tuning.measure(self.recycler, on_progress=on_progress)
-            show.note(f"step costs saved in {tuning.save_curve(self.recycler, curve)}")
-        curve.save(path)
-        return curve
 
     def _about(
         self, questions: list[Question], left_out: list[Question], records: list[dict[str, Any]]
@@ -268,12 +240,13 @@ def _print(summary: dict[str, Any]) -> None:
     from token_recycling.bench import tables
 
     console = Console(width=None if Console().is_terminal else 220)
-    for make in (tables.overall, tables.by_kind, tables.spec_bench):
-        titles, rows = make(summary)
+    whole = tables.overall(summary)
+    found = whole if console.width >= WIDE else whole.only(*tables.NARROW)
+    for shown in (found, tables.by_kind(summary), tables.spec_bench(summary)):
         table = Table(box=box.SIMPLE)
-        for index, title in enumerate(titles):
+        for index, title in enumerate(shown.columns):
             justify: Any = "right" if index else "left"
-            table.add_column(Text(title), justify=justify, overflow="fold")
-        for row in rows:
+            table.add_column(Text(title), justify=justify, overflow="fold", no_wrap=not index)
+        for row in shown.rows:
             table.add_row(*map(Text, row))
         console.print(table)

@@ -167,7 +167,7 @@ class Decoding:
 
     def load(self, texts: list[list[int]]) -> None:
         """Start the draft-size policy and the drafter with these tokens per row."""
-        self.size.begin(len(texts), max(map(len, texts)))
+        self.size.begin(len(texts))
         with without_autocast(self.target.device):
             self.drafter.load(self.rows, texts)
 

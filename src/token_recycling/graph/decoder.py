@@ -179,7 +179,7 @@ class GraphDecoder:
             check: raises when the target has been used for something else.
         """
         sampled = accept if isinstance(accept, FollowAcceptor) else None
-        self.size.begin(len(sequences), max(len(sequence.tokens) for sequence in sequences))
+        self.size.begin(len(sequences))
         # A drafter may propose fewer nodes than it is asked for.
         self._drafted = min(self.size.typical(self._drafted) or self._whole, self._whole)
         while any(sequence.active for sequence in sequences):

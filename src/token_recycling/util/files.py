@@ -86,6 +86,18 @@ def make_folder_atomically(path: Path, fill: Callable[[Path], object]) -> None:
         raise _failure(path, error) from error
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder ``path`` and its parents where they are missing.
+
+    Raises:
+        TokenRecyclingError: the folder cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _failure(path, error) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8 atomically.
 

@@ -12,7 +12,7 @@ from typing import Any
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.matrix_file import MatrixFile
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.util.files import cache_folder, write_text
+from token_recycling.util.files import cache_folder, make_folder, write_text
 from token_recycling.warm.context import NOTHING, WarmPrefix
 from token_recycling.warm.identity import checkpoint_folder, checkpoint_name
 
@@ -92,7 +92,7 @@ class WarmRows:
         }
         try:
             path = _folder() / f"{self.name}-k{self.rows.k}.safetensors"
-            _make_folder()
+            make_folder(_folder())
             self.rows.save(path, about)
             self.path = path
             keep_alias(model, self.name)
@@ -147,7 +147,7 @@ def keep_alias(model: Any, name: str) -> None:
             return
     except (OSError, ValueError):  # missing or damaged
         pass
-    _make_folder()
+    make_folder(_folder())
     write_text(path, text)
 
 
@@ -184,13 +184,6 @@ def _alias_path(source: str, revision: str | None) -> Path | None:
 
 def _folder() -> Path:
     return cache_folder() / "rows"
-
-
-def _make_folder() -> None:
-    try:
-        _folder().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TokenRecyclingError(f"cannot write {_folder()}: {error.strerror}") from error
 
 
 def _load(path: Path, vocab_size: int, k: int, fingerprint: str) -> WarmRows:

@@ -20,10 +20,12 @@ from token_recycling.drafting.paper import PaperDrafter
 from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.base import FixedSize
-from token_recycling.drafting.size.costs import SIZES, CostCurve
+from token_recycling.drafting.size.costs import CostCurve
 from toy import VOCABULARY, ToyTarget, next_logits, plain_greedy
 
 RANKED = TreeTemplate.load("ranked", 8).first(80)
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81)
 
 
 def by_last(context):
@@ -55,8 +57,8 @@ class TimedTarget(ToyTarget):
         return super().verify(draft)
 
 
-def curve(cost, measured=True):
-    return CostCurve(SIZES, (0,), (tuple(cost(n) for n in SIZES),), measured)
+def curve(cost):
+    return CostCurve(SIZES, tuple(map(cost, SIZES)))
 
 
 @pytest.fixture
@@ -103,19 +105,19 @@ def middling(n):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("logits", "tuned", "cost"),
+    ("logits", "measured", "cost"),
     [
         *((by_last, True, cost) for cost in (flat, middling, steep)),
         *((by_last, False, cost) for cost in (flat, steep)),
         *((next_logits, True, cost) for cost in (flat, steep)),
     ],
 )
-def test_the_speed_is_that_of_the_best_size(simulate, logits, tuned, cost):
+def test_the_speed_is_that_of_the_best_size(simulate, logits, measured, cost):
     speeds = {size: simulate(cost, logits=logits, size=size)[0] for size in (1, 8, 16, 81)}
     # These drafts have no scores, and more is accepted than the acceptance probabilities say.
-    known, n, least = (cost, 400, 0.82) if tuned else (None, 3000, 0.75)
+    known, n, least = (cost, 400, 0.82) if measured else (None, 3000, 0.75)
     speed, policy, _ = simulate(cost, known=known, logits=logits, n=n)
-    assert speed > least * max(speeds.values()), (policy.size, speeds)
+    assert speed > least * max(speeds.values()), (policy.typical(), speeds)
     worst = min(speeds.values())
     assert worst < 0.75 * max(speeds.values())  # or any choice would have passed
 
@@ -171,10 +173,11 @@ def test_what_the_library_does_by_itself(bundled):
 
 def test_an_expensive_machine_decodes_plainly(bundled):
     """The curve given is believed until the steps say otherwise."""
+    expensive = TokenRecycling(bundled.model, bundled.tokenizer)
     costs = curve(lambda n: float(n) ** 2)
-    expensive = TokenRecycling(bundled.model, bundled.tokenizer, costs=costs)
+    expensive.runs.size = AutoSize(expensive.drafter.acceptance, costs)
     answer = expensive.generate("Once upon a time", max_new_tokens=20)
-    assert expensive.draft_size.size == 1
+    assert expensive.draft_size.typical() == 1
     assert answer.stats.mat < 1.5
 
 
@@ -206,15 +209,3 @@ def test_drafts_of_other_sizes_than_the_drafter_expects():
     assert sequences[1].new_tokens == plain_greedy([5], 120, by_last)
     assert max(step.nodes for step in steps) <= 31
     assert len({step.nodes for step in steps}) > 2
-
-
-@pytest.mark.parametrize(
-    ("costs", "says"),
-    [
-        ("costs.json", "costs has type str; it must be a CostCurve"),
-        (CostCurve((8, 16), (0,), ((1.0, 2.0),)), "must include the size 1"),
-    ],
-)
-def test_costs_that_cannot_be_used(bundled, costs, says):
-    with pytest.raises(TokenRecyclingError, match=says):
-        TokenRecycling(bundled.model, costs=costs)

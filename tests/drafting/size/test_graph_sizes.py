@@ -13,7 +13,7 @@ SIZES = (1, 2, 4, 8, 16, 33)
 
 
 def curve(cost):
-    return CostCurve(SIZES, (0,), (tuple(map(cost, SIZES)),))
+    return CostCurve(SIZES, tuple(map(cost, SIZES)))
 
 
 def cheap(n):
@@ -24,7 +24,7 @@ def decode(policy, nodes, steps, came, cost=cheap, rows=1, seed=0):
     """Take steps as ``GraphDecoder`` does; return their sizes."""
     rng = random.Random(seed)
     sizes = []
-    policy.begin(rows, 100)
+    policy.begin(rows)
     for _ in range(steps):
         n = nodes if policy.pays else 1
         emitted = 1 + (came * rng.uniform(0.5, 1.5) if n > 1 else 0)

@@ -96,18 +96,18 @@ class AutoSize(DraftSize):
         self._rows = 0
         self.begin(1)
 
-    def begin(self, rows: int, context: int = 0) -> None:
-        """Go on with this number of rows, and at most ``context`` tokens in the cache of each."""
-        if (rows, 0) == (self._rows, context):
+    def begin(self, rows: int) -> None:
+        """Go on with this number of rows."""
+        if rows == self._rows:
             return
-        self._rows, self._context = rows, float(context)
+        self._rows = rows
         self._pause = self._pauses.setdefault(rows.bit_length(), Pauses())
         self._refresh()
 
     def _refresh(self) -> None:
         """Compute the costs and the doublings of R, R + 1, … tokens."""
         tokens = np.arange(self._rows, self._rows * self.most + 1)
-        self._prices = self._step_costs.of(tokens, self._context)
+        self._prices = self._step_costs.of(tokens)
         self._odd = (tokens > self.multiple) & (tokens % self.multiple != 0)
         self._doublings = np.log2(tokens / self._rows)
 
@@ -119,16 +119,6 @@ class AutoSize(DraftSize):
     def limit(self) -> int:
         """Return the nodes to grow in the next step."""
         return min(self.most, int(self._reach)) if self.pays else 1
-
-    def speeds(self) -> tuple[Any, Any]:
-        """Return, per size from 1 on, the expected MAT and the expected tokens per unit of cost."""
-        mats = 1 + self._accepted / self._expected * np.concatenate([[0.0], self._mean.cumsum()])
-        return mats, mats / self._prices[:: self._rows]
-
-    @property
-    def size(self) -> int:
-        """The best size of an average draft, including the root; 1 while drafts pause."""
-        return self.typical() if self.pays else 1
 
     def typical(self, now: int = 0) -> int:
         """Return the best size of an average draft; ``now`` if that is nearly as good."""
@@ -212,8 +202,7 @@ class AutoSize(DraftSize):
             promised, at = self._mean[:nodes].sum(keepdims=True), np.array([rows * nodes])
             self._note(float(promised[0]), nodes * self._best(promised, at))
         if seconds is not None:
-            self._step_costs.record(rows + drafted, drafted > 0, self._context, seconds)
-        self._context += emitted
+            self._step_costs.record(rows + drafted, drafted > 0, seconds)
         self._gain += (emitted - 1 - self._gain) / MEMORY
         if self._promised:
             kept = 1 - 1 / MEMORY

@@ -19,8 +19,8 @@ class DraftSize(ABC):
 
     pays = True  # False while drafts are not verified; the drafter then skips the prompts
 
-    def begin(self, rows: int, context: int = 0) -> None:  # noqa: B027
-        """Go on with this number of rows, and at most ``context`` tokens in the cache of each."""
+    def begin(self, rows: int) -> None:  # noqa: B027
+        """Go on with this number of rows."""
 
     @abstractmethod
     def limit(self) -> int | None:

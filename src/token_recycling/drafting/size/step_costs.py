@@ -54,7 +54,7 @@ class StepCosts:
         jump = (sdy * sxx - sxy * sxd) / determinant
         return (y - slope * x - jump * d) / weight, slope, jump
 
-    def record(self, tokens: int, drafted: bool, context: float, seconds: float) -> None:
+    def record(self, tokens: int, drafted: bool, seconds: float) -> None:
         """Learn from a step that verified ``tokens`` tokens, the roots included.
 
         The first of each number of tokens is left out: kernels may be prepared in it.
@@ -62,7 +62,6 @@ class StepCosts:
         Args:
             tokens: of all rows.
             drafted: True if more than the roots were verified.
-            context: tokens in the cache of a row.
             seconds: of the step.
         """
         known = self._left.setdefault((tokens, drafted), (-1.0, 0.0))
@@ -70,7 +69,7 @@ class StepCosts:
             self._left[tokens, drafted] = 0.0, 0.0
             return
         x, d = log2(tokens), float(drafted)
-        y = log(max(seconds, 1e-9) / self.curve.at(tokens, context))
+        y = log(max(seconds, 1e-9) / self.curve.at(tokens))
         if self._sums[0]:
             height, slope, jump = self.line()
             usual = height + slope * x + jump * d
@@ -82,17 +81,14 @@ class StepCosts:
         new = (1.0, x, d, y, x * x, x * d, x * y, d * y)
         self._sums = [fade * old + one for old, one in zip(self._sums, new)]
 
-    def of(self, tokens: Any, context: float) -> Any:
+    def of(self, tokens: Any) -> Any:
         """Return the cost of steps, up to a common factor.
 
         Args:
             tokens: R, R + 1, …: a plain step of R rows, and steps with drafts.
-            context: tokens in the cache of a row.
         """
         first, last = int(tokens[0]), int(tokens[-1])
-        # The curve is linear between its sizes and beyond the last one.
-        points = [*self.curve.sizes, max(self.curve.sizes[-1], last) + 1]
-        costs = np.interp(tokens, points, [self.curve.at(n, context) for n in points])
+        costs = self.curve.at(tokens)
         _, slope, jump = self.line()
         costs *= np.exp(slope * np.log2(tokens) + jump * (tokens > first))
         for (n, drafted), (seen, total) in self._left.items():
