@@ -90,7 +90,7 @@ class ScriptedDrafter(Drafter[Lengths]):
     def load(self, rows, texts):
         rows.prompts = torch.tensor([len(text) for text in texts])
 
-    def propose(self, rows, roots, nodes=None):
+    def propose(self, rows, roots, size=None):
         chains = []
         for row, root in enumerate(roots.tolist()):
             context, chain = [*self.target.rows[row], root], [root]
@@ -103,7 +103,7 @@ class ScriptedDrafter(Drafter[Lengths]):
             chains.append(chain)
         tokens = torch.tensor(chains)
         draft = self.shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        return draft.first(nodes)
+        return draft.first(size)
 
 
 def plain_greedy(prompt, n, logits=next_logits):

@@ -223,10 +223,10 @@ def test_no_two_variants_share_an_answer_file():
 # Figures
 
 
-def turn(tokens, seconds, accepted, *, nodes=(), identical=True, first=0.1, verify=0.0):
+def turn(tokens, seconds, accepted, *, sizes=(), identical=True, first=0.1, verify=0.0):
     return {
         "token_ids": [0] * tokens, "text": "", "seconds": seconds, "first_seconds": first,
-        "accept_lengths": accepted, "nodes": list(nodes), "identical": identical,
+        "accept_lengths": accepted, "sizes": list(sizes), "identical": identical,
         "phases": {"verify": verify, "draft": verify / 3} if verify else {},
     }  # fmt: skip
 
@@ -246,19 +246,19 @@ def record(number, suite="own", kind="math", **variants):
 HAND = [
     record(
         1,
-        base=[[turn(10, 1.0, [1] * 10, nodes=[1] * 10)]],
-        own=[[turn(10, 0.5, [4, 1, 4], nodes=[9, 5, 9], first=0.2, verify=0.3)]],
+        base=[[turn(10, 1.0, [1] * 10, sizes=[1] * 10)]],
+        own=[[turn(10, 0.5, [4, 1, 4], sizes=[9, 5, 9], first=0.2, verify=0.3)]],
     ),
     record(
         2,
-        base=[[turn(10, 2.0, [1] * 10, nodes=[1] * 10), turn(10, 2.0, [1] * 10, nodes=[1] * 10)]],
-        own=[[turn(10, 1.0, [3, 3, 3], nodes=[9, 9, 9], first=0.3, verify=0.6),
+        base=[[turn(10, 2.0, [1] * 10, sizes=[1] * 10), turn(10, 2.0, [1] * 10, sizes=[1] * 10)]],
+        own=[[turn(10, 1.0, [3, 3, 3], sizes=[9, 9, 9], first=0.3, verify=0.6),
               turn(1, 3.2, [], first=0.4, identical=False)]],
     ),
     record(
         3,
-        base=[[turn(40, 1.0, [1] * 40, nodes=[1] * 40)]],
-        own=[[turn(40, 2.0, [1, 2] * 13, nodes=[9] * 26, first=0.1, verify=0.9)]],
+        base=[[turn(40, 1.0, [1] * 40, sizes=[1] * 40)]],
+        own=[[turn(40, 2.0, [1, 2] * 13, sizes=[9] * 26, first=0.1, verify=0.9)]],
     ),
 ]  # fmt: skip
 
@@ -276,7 +276,7 @@ def test_the_figures_by_hand():
     accepted = [4, 1, 4, 3, 3, 3, *[1, 2] * 13]
     assert found["mat"] == pytest.approx(sum(accepted) / 32)
     assert found["accepted_per_depth"] == pytest.approx([18 / 32, 5 / 32, 2 / 32])
-    assert found["nodes"] == pytest.approx((23 + 27 + 9 * 26) / 32)
+    assert found["size"] == pytest.approx((23 + 27 + 9 * 26) / 32)
     assert found["identical"] == 0.75
     assert found["ttft_seconds"] == pytest.approx(0.25)
     assert found["c"] == pytest.approx(found["mat"] / 2)
@@ -291,16 +291,16 @@ def test_the_figures_by_hand():
 
 def test_the_baseline_against_itself():
     found = measures.measure(HAND, "base", "base")
-    assert found["speedup"] == found["c"] == found["mat"] == found["nodes"] == 1
+    assert found["speedup"] == found["c"] == found["mat"] == found["size"] == 1
     assert found["speedup_interval"] == [1, 1]
     assert found["accepted_per_depth"] == []
     assert found["phases"] is None
 
 
 def test_nothing_but_first_tokens_divides_by_nothing():
-    rows = [record(1, base=[[turn(1, 0.1, [1], nodes=[1])]], own=[[turn(1, 0.2, [])]])]
+    rows = [record(1, base=[[turn(1, 0.1, [1], sizes=[1])]], own=[[turn(1, 0.2, [])]])]
     found = measures.measure(rows, "own", "base")
-    assert (found["mat"], found["speedup"], found["nodes"]) == (1.0, 0.5, None)
+    assert (found["mat"], found["speedup"], found["size"]) == (1.0, 0.5, None)
     assert found["spec_bench"] == {"tokens_per_second": 5.0, "speedup": 0.5, "mat": 1.0}
     json.dumps(found, allow_nan=False)
     assert losing(rows, {"own": "base"})[0]["mat"] == 1.0
@@ -388,7 +388,7 @@ def test_an_answer_line():
 def test_a_table_bears_any_name():
     text = tables.markdown(tables.Table(["a|b", "c"], [["1", "2"]]))
     assert text.splitlines()[0] == "| a\\|b | c |"
-    assert tables.OVERALL["tokens a step"]({"overall": {"nodes": None}}) == "–"
+    assert tables.OVERALL["tokens a step"]({"overall": {"size": None}}) == "–"
 
 
 def test_the_peak_of_memory_begins_anew():
@@ -614,11 +614,11 @@ def test_the_times_cover_the_whole_call(bundled):
                 assert sum(each["phases"].values()) < each["seconds"] - each["first_seconds"]
                 emitted = sum(each["accept_lengths"])
                 assert len(each["token_ids"]) == emitted + (not name.startswith("generate"))
-                assert len(each["nodes"]) == len(each["accept_lengths"]) or "pld" in name
+                assert len(each["sizes"]) == len(each["accept_lengths"]) or "pld" in name
                 assert each["identical"]
     pld = lengths(records, "generate-pld")
     assert max(n for q in pld for t in q for n in t) > 1
-    assert measures.measure(records, "generate-pld", "generate")["nodes"] is None
+    assert measures.measure(records, "generate-pld", "generate")["size"] is None
 
 
 def test_questions_that_do_not_fit_are_left_out(bundled):
@@ -655,7 +655,7 @@ def still(path):
     return [strip(json.loads(line)) for line in path.read_text().splitlines()]
 
 
-FIGURES = ("questions", "tokens", "mat", "accepted_per_depth", "nodes", "identical")
+FIGURES = ("questions", "tokens", "mat", "accepted_per_depth", "size", "identical")
 
 
 def contents(folder):
@@ -720,7 +720,7 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
         assert entry["overall"]["identical"] == 1
         kept = still(folder / "answers" / f"{name}.jsonl")
         assert [line["question_id"] for line in kept] == [1, 2, 3, 4, 5]
-    assert summary["decoders"]["paper@8"]["about"]["nodes"] == 9
+    assert summary["decoders"]["paper@8"]["about"]["size"] == 9
     assert summary["decoders"]["paper@8"]["matrix_bytes"] == 4096 * 8 * 6
 
 
@@ -841,7 +841,7 @@ def whole(bundled, tmp_path_factory):
 def strip_times(found):
     return {
         name: (row["matrix_rows_before"], [
-            [(t["token_ids"], t["accept_lengths"], t["nodes"], t["identical"], t["text"])
+            [(t["token_ids"], t["accept_lengths"], t["sizes"], t["identical"], t["text"])
              for t in round_["turns"]] for round_ in row["rounds"]
         ])
         for name, row in found["variants"].items()

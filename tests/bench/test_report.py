@@ -29,7 +29,7 @@ def measures(speedup, drafts=True):
         "slower_than_baseline": 3,
         "mat": 1.5 * speedup,
         "accepted_per_depth": [0.6, 0.3, 0.1] if drafts else [],
-        "nodes": 8.0 if drafts else None,
+        "size": 8.0 if drafts else None,
         "identical": 1.0,
         "ttft_seconds": 0.125,
         "c": 1.5,

@@ -46,8 +46,8 @@ def walk(draft, row, choices):
 def test_the_longest_path_is_the_one_walked_by_hand(template, seed):
     rng = torch.Generator().manual_seed(seed)
     shape = TreeShape(template, "cpu")
-    tokens = torch.randint(0, 3, (3, template.nodes), generator=rng)
-    choices = torch.randint(0, 3, (3, template.nodes), generator=rng)
+    tokens = torch.randint(0, 3, (3, template.size), generator=rng)
+    choices = torch.randint(0, 3, (3, template.size), generator=rng)
     valid = torch.rand(tokens.shape, generator=rng) < 0.9
     draft = shape.draft(tokens, valid)
     path, counts = longest_paths(draft, choices)
@@ -66,8 +66,8 @@ def random_drafts(template, seed, batch=3):
     """
     rng = torch.Generator().manual_seed(seed)
     shape = TreeShape(template, "cpu")
-    tokens = torch.randint(0, 3, (batch, template.nodes), generator=rng)
-    choices = torch.randint(0, 3, (batch, template.nodes), generator=rng)
+    tokens = torch.randint(0, 3, (batch, template.size), generator=rng)
+    choices = torch.randint(0, 3, (batch, template.size), generator=rng)
     cut = torch.rand(tokens.shape, generator=rng) < 0.1
     valid = ~(shape.ancestors & cut[:, None, :]).any(dim=2)
     return shape.draft(tokens, valid), choices
@@ -127,7 +127,7 @@ def test_greedy_and_following_the_argmax_agree():
         ranks = [0, *(path[-1] for path in template.paths)]
         tokens = (torch.tensor([ranks] * 2) + torch.randint(0, 8, (2, 1))) % 8
         draft = shape.draft(tokens, torch.rand(tokens.shape) < 0.95)
-        logits = torch.randn(2, template.nodes, 8)
+        logits = torch.randn(2, template.size, 8)
         follow = FollowAcceptor([lambda ids, scores: scores] * 2, None)
         one = GreedyAcceptor()(draft, logits, [Sequence([0]), Sequence([1])])
         two = follow(draft, logits, [Sequence([0]), Sequence([1])])

@@ -73,8 +73,8 @@ def test_paper_is_the_published_algorithm_draft_by_draft(name):
     drafts = []
 
     class Recording(PaperDrafter):
-        def propose(self, rows, roots, nodes=None):
-            draft = super().propose(rows, roots, nodes)
+        def propose(self, rows, roots, size=None):
+            draft = super().propose(rows, roots, size)
             paths = [(), *self.template.paths]
             kept = draft.valid[0].nonzero()[:, 0].tolist()
             drafts.append({paths[i]: int(draft.tokens[0, i]) for i in kept})
@@ -93,7 +93,7 @@ def test_without_learning_from_the_prompt_the_first_draft_is_empty():
     )
     _, _, steps = run(ToyTarget(), drafter, [[3, 1, 4]], [5])
     assert steps[1].drafted == [0]
-    assert steps[1].nodes == 1
+    assert steps[1].size == 1
 
 
 def test_eos_in_the_middle_of_an_accepted_path_and_as_the_first_token():

@@ -7,7 +7,7 @@ from token_recycling.drafting.draft import chains
 
 
 def likeliest(draft):
-    logits = torch.zeros(1, draft.nodes, 9)
+    logits = torch.zeros(1, draft.size, 9)
     return longest_paths(draft, likeliest_children(draft, logits))
 
 

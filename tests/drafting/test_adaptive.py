@@ -42,7 +42,7 @@ def learn(drafter, seed, steps=30):
     root = 2
     for _ in range(steps):
         draft = drafter.propose(rows, torch.tensor([root]))
-        logits = torch.randn(1, draft.nodes, vocab_size, generator=rng) * 2
+        logits = torch.randn(1, draft.size, vocab_size, generator=rng) * 2
         count = int(torch.randint(1, 4, (), generator=rng))
         emitted = torch.randint(0, vocab_size // 2, (1, count), generator=rng)
         accepted = Accepted(torch.zeros_like(emitted), emitted, torch.tensor([count]))
@@ -133,7 +133,7 @@ def test_a_draft_is_what_draft_tree_says(seed, nodes, text):
     drafter = AdaptiveDrafter(filled(seed % 7), nodes)
     draft = proposed(drafter, [text], [seed % V])
     valid, scores = draft.valid[0].tolist(), draft.scores[0].tolist()
-    assert draft.nodes == nodes + 1
+    assert draft.size == nodes + 1
     assert scores == sorted(scores, reverse=True)
     assert scores[0] == 1
     assert [score > 0 for score in scores] == valid == sorted(valid, reverse=True)
@@ -249,7 +249,7 @@ def test_few_candidates_make_smaller_trees(k, chain):
     ids = (torch.arange(50)[:, None] + torch.arange(1, k + 1)) % 50
     matrix.update(torch.arange(50), ids, torch.full((50, k), 0.9 / k))
     draft = proposed(drafter, [[1, 2, 3]], [4])
-    assert draft.nodes == len(drafter.acceptance) + 1 == drafter.nodes + 1
+    assert draft.size == len(drafter.acceptance) + 1 == drafter.nodes + 1
     assert draft.valid.sum() > 1
     policy = AutoSize(drafter.acceptance, CostCurve((1, 81), (1.0, 1.2)))
     limit = policy.limit()

@@ -93,9 +93,9 @@ class Both:
             return False
         active = torch.tensor([row not in ended for row in range(self.batch)])
         draft = draft.only(active)
-        logits = torch.from_numpy(self.rng.normal(size=(self.batch, draft.nodes, V))).float() * 2
-        logits[torch.from_numpy(self.rng.random((self.batch, draft.nodes)) < 0.1)] = torch.nan
-        choices = torch.from_numpy(self.rng.integers(0, 4, (self.batch, draft.nodes)))
+        logits = torch.from_numpy(self.rng.normal(size=(self.batch, draft.size, V))).float() * 2
+        logits[torch.from_numpy(self.rng.random((self.batch, draft.size)) < 0.1)] = torch.nan
+        choices = torch.from_numpy(self.rng.integers(0, 4, (self.batch, draft.size)))
         accepted = accept_choices(draft, choices)
         self.compare_accepted(draft, choices, accepted, roots)
         self.host.observe(self.rows, draft, best_candidates(logits, self.host.k), accepted)

@@ -61,8 +61,8 @@ def test_a_drafter_without_a_first_draft_is_decoded_eagerly(example, bundled):
     """A graph needs the number of nodes before there is any text."""
 
     class Careful(example):
-        def propose(self, rows, roots, nodes=None):
-            draft = super().propose(rows, roots, nodes)
+        def propose(self, rows, roots, size=None):
+            draft = super().propose(rows, roots, size)
             return draft if bool(draft.valid[:, 1:].any()) else draft.first(1)
 
     drafter = Careful(AdjacencyMatrix(bundled.target.vocab_size, 8), TreeTemplate.chain(6))
@@ -119,4 +119,4 @@ def test_a_number_of_nodes_holds_for_an_object_too(example, bundled):
     recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, nodes=2)
     steps = []
     recycler.generate(DEMO[0], max_new_tokens=40, on_step=steps.append)
-    assert max(step.nodes for step in steps) == 3
+    assert max(step.size for step in steps) == 3

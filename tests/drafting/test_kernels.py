@@ -66,12 +66,12 @@ class Both:
         tree = self.plain.propose(self.text, self.nodes + 1) if drafts else None
         if tree is not None:
             self.compare(draft, tree)
-        logits = torch.from_numpy(self.rng.normal(size=(1, draft.nodes, V))).float() * 2
-        logits[0, self.rng.random(draft.nodes) < 0.1] = torch.nan  # is not learnt
+        logits = torch.from_numpy(self.rng.normal(size=(1, draft.size, V))).float() * 2
+        logits[0, self.rng.random(draft.size) < 0.1] = torch.nan  # is not learnt
         candidates = ids, p, finite = best_candidates(logits, self.k)
         rows = {
             node: dict(zip(ids[0, node].tolist(), p[0, node].astype(float).tolist()))
-            for node in range(draft.nodes)
+            for node in range(draft.size)
             if finite[0, node] and draft.valid[0, node]
         }
         found = torch.tensor([[*emitted, NO_TOKEN]])
@@ -91,10 +91,10 @@ class Both:
             assert float(draft.scores[0, node]) == pytest.approx(score, rel=1e-5)
             depth = 0 if node == 0 else int(draft.depths[0, parent]) + 1
             assert int(draft.depths[0, node]) == depth
-            above = draft.ancestors[0, parent].clone() if node else torch.zeros(draft.nodes).bool()
+            above = draft.ancestors[0, parent].clone() if node else torch.zeros(draft.size).bool()
             above[node] = True
             assert draft.ancestors[0, node].equal(above)
-        for node in range(len(tree), draft.nodes):  # padding: below the root
+        for node in range(len(tree), draft.size):  # padding: below the root
             assert draft.ancestors[0, node].nonzero()[:, 0].tolist() == [0, node]
             assert draft.tokens[0, node] == draft.parents[0, node] == draft.depths[0, node] == 0
 

@@ -99,7 +99,7 @@ def test_rows_grow(capacity, steps):
             draft = drafter.propose(rows, torch.tensor([roots[0], 0]))
         else:
             draft = check(drafter, rows, texts, roots)
-        nothing = best_candidates(torch.zeros(2, draft.nodes, 3), 0)
+        nothing = best_candidates(torch.zeros(2, draft.size, 3), 0)
         drafter.observe(rows, draft, nothing, emitted(pieces))
         texts = [[*text, root, *piece[:-1]] for text, root, piece in zip(texts, roots, pieces)]
         roots = [piece[-1] if piece else None for piece in pieces]

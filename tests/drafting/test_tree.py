@@ -12,7 +12,7 @@ from token_recycling.drafting.templates import TreeShape, shipped
 
 def test_the_papers_tree():
     tree = TreeTemplate.load("paper")
-    assert tree.nodes == 81
+    assert tree.size == 81
     assert [len(level) for level in tree.levels] == [8, 21, 25, 15, 8, 3]
     assert "2408.08696" in tree.provenance
 
@@ -47,10 +47,10 @@ def test_the_tensors_say_what_the_paths_say(tree):
 @given(templates(), st.randoms())
 def test_compacting_keeps_the_tree(tree, random):
     shape = TreeShape(tree, "cpu")
-    tokens = torch.randint(0, 9, (2, tree.nodes))
+    tokens = torch.randint(0, 9, (2, tree.size))
     valid = torch.ones_like(tokens, dtype=torch.bool)
     for row in range(2):
-        for node in range(1, tree.nodes):
+        for node in range(1, tree.size):
             parent = tree.parents[node]
             valid[row, node] = bool(valid[row, parent]) and random.random() < 0.7
     full = shape.draft(tokens, valid)

@@ -101,7 +101,7 @@ def vary_sizes(worker) -> None:
 
     steps, draft_of = count(), worker.Worker._draft
     AutoSize.pays = property(lambda self: next(steps) // 3 % 3 > 0)
-    AutoSize.choose = lambda self, draft: 1 + next(steps) * 7 % draft.nodes
+    AutoSize.choose = lambda self, draft: 1 + next(steps) * 7 % draft.size
 
     def draft_and_check(self, batch):
         draft = draft_of(self, batch)

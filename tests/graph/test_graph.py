@@ -277,7 +277,7 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
             recycler.draft_size.typical = lambda now=0: 8  # however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids
-            sizes[price] = [step.nodes for step in steps[1:]]
+            sizes[price] = [step.size for step in steps[1:]]
         assert set(sizes["cheap"]) == {8}
         plainly = sizes["dear"].index(1)
         assert plainly == PATIENCE
@@ -307,10 +307,10 @@ class Prophet(Drafter[Read]):
     def load(self, rows, texts):
         rows.counts.copy_(torch.tensor([len(text) for text in texts]))
 
-    def propose(self, rows, roots, nodes=None):
+    def propose(self, rows, roots, size=None):
         places = (rows.counts[:, None] + torch.arange(1, 9)).clamp(max=self.texts.shape[1] - 1)
         draft = chains(torch.cat([roots[:, None], self.texts.gather(1, places)], dim=1))
-        return draft.first(nodes)
+        return draft.first(size)
 
     def observe(self, rows, draft, candidates, accepted):
         rows.counts.add_(accepted.counts)

@@ -77,12 +77,12 @@ class Engine:
         target = ToyTarget()
         target.prefill([self.texts[slot][:-1] for slot in live])
         logits = target.verify(draft)
-        scheduled = torch.tensor([self.rng.randint(1, draft.nodes) for _ in live])
-        there = torch.arange(draft.nodes) < scheduled[:, None]
+        scheduled = torch.tensor([self.rng.randint(1, draft.size) for _ in live])
+        there = torch.arange(draft.size) < scheduled[:, None]
         draft.valid.logical_and_(there)
         accepted = accept_choices(draft, greedy(logits))
         # The engine's batch has the requests in another order, with padding behind their nodes.
-        counts = [min(n + self.rng.randint(0, 2), draft.nodes) for n in scheduled.tolist()][::-1]
+        counts = [min(n + self.rng.randint(0, 2), draft.size) for n in scheduled.tolist()][::-1]
         flat = torch.cat([row[:count] for row, count in zip(logits.flip(0), counts)])
         rows = list(range(len(live)))[::-1]
         nodes = scheduled.tolist()
@@ -158,8 +158,8 @@ def test_a_request_is_drafted_for_as_if_alone(mixed):
         target.prefill([text[:-1]])
         logits = target.verify(draft)
         accepted = accept_choices(draft, greedy(logits))
-        answers = StepLogits(logits[0], [draft.nodes])
-        requests.observe(slot, answers, [0], [draft.nodes], accepted.emitted)
+        answers = StepLogits(logits[0], [draft.size])
+        requests.observe(slot, answers, [0], [draft.size], accepted.emitted)
         text += [token for token in accepted.emitted[0].tolist() if token != NO_TOKEN]
     assert (found == expected) is not mixed
 
@@ -196,7 +196,7 @@ def test_the_best_branch(by_target):
     rows = drafter.new_rows(3, 256)
     drafter.load(rows, [[1, 2], [2, 3], [5]])
     draft = drafter.propose(rows, roots)
-    logits = torch.randn(3, draft.nodes, VOCABULARY, generator=generator)
+    logits = torch.randn(3, draft.size, VOCABULARY, generator=generator)
     path, counts = longest_paths(draft, likeliest_children(draft, logits))
     chain = requests.propose(slots, roots, NODES)
     for row in range(3):
@@ -204,7 +204,7 @@ def test_the_best_branch(by_target):
         while True:
             children = [
                 node
-                for node in range(1, draft.nodes)
+                for node in range(1, draft.size)
                 if draft.parents[row, node] == right[-1] and draft.valid[row, node]
             ]
             if not children:
@@ -216,12 +216,11 @@ def test_the_best_branch(by_target):
             assert path[row, : int(counts[row])].tolist() == right
         else:
             valid = chain.valid[row]
-            assert valid.tolist() == [i < len(right) for i in range(chain.nodes)]
+            assert valid.tolist() == [i < len(right) for i in range(chain.size)]
             assert chain.tokens[row, valid].tolist() == draft.tokens[row, right].tolist()
             assert torch.equal(chain.scores[row, valid], draft.scores[row, right])
             assert (
-                chain.ancestors[row].tolist()
-                == torch.ones(chain.nodes, chain.nodes).tril().tolist()
+                chain.ancestors[row].tolist() == torch.ones(chain.size, chain.size).tril().tolist()
             )
     assert counts.max() > 2
 
@@ -318,9 +317,9 @@ def test_few_candidates_make_smaller_drafts():
     slots = torch.tensor([1])
     requests.begin(slots, [[1, 2, 3]])
     draft = requests.propose(slots, torch.tensor([1]), 61)
-    assert draft.nodes < 61
-    assert requests.drafts(slots).nodes == 61
-    assert torch.equal(requests.drafts(slots).first(draft.nodes).valid, draft.valid)
+    assert draft.size < 61
+    assert requests.drafts(slots).size == 61
+    assert torch.equal(requests.drafts(slots).first(draft.size).valid, draft.valid)
 
 
 def test_options_come_from_the_environment(monkeypatch, caplog):
@@ -347,7 +346,7 @@ def test_links_lead_to_every_node_that_counts():
     assert not bool(draft.valid.all())
     for row in range(3):
         reached = set()
-        for node in range(draft.nodes):
+        for node in range(draft.size):
             below = int(children[row, node])
             while below != -1:
                 assert int(draft.parents[row, below]) == node

@@ -23,13 +23,13 @@ TEMPLATE = TreeTemplate.load("ranked").first(8)
 def tree_difference(model, target, prompts, prepare=lambda draft: draft):
     """Largest difference between tree logits and each path's logits, run alone and whole."""
     shape = TreeShape(TEMPLATE, "cpu")
-    tokens = torch.randint(3, 96, (len(prompts), shape.nodes))
+    tokens = torch.randint(3, 96, (len(prompts), shape.size))
     draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
     target.prefill(prompts)
     found = target.verify(prepare(draft))
     worst = 0.0
     for row, prompt in enumerate(prompts):
-        for node in range(shape.nodes):
+        for node in range(shape.size):
             path = shape.ancestors[node].nonzero()[:, 0]
             ids = torch.tensor([prompt + tokens[row, path].tolist()])
             with torch.inference_mode():
@@ -83,12 +83,12 @@ def test_a_wrong_commit_is_seen():
     model = make("llama")
     prompt = random_prompts([20])[0]
     shape = TreeShape(TEMPLATE, "cpu")
-    tokens = torch.randint(3, 96, (1, shape.nodes))
+    tokens = torch.randint(3, 96, (1, shape.size))
     draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    leaf = shape.nodes - 1
+    leaf = shape.size - 1
     right_path = shape.ancestors[leaf].nonzero()[:, 0]
     # not the first slots: only a move can put these entries in place
-    other = next(p for p in range(1, shape.nodes) if not shape.ancestors[leaf, p])
+    other = next(p for p in range(1, shape.size) if not shape.ancestors[leaf, p])
     wrong_path = right_path.clone()
     wrong_path[1] = other
 

@@ -30,7 +30,7 @@ class Turn:
         first_seconds: time to the first token.
         accept_lengths: tokens emitted by each forward pass after prefill; for
             ``model.generate``, by each forward pass.
-        nodes: tokens verified by each of these forward passes; empty for ``model.generate`` with
+        sizes: tokens verified by each of these forward passes; empty for ``model.generate`` with
             prompt lookup, which does not report the length of its drafts.
         phases: seconds by phase.
     """
@@ -40,7 +40,7 @@ class Turn:
     seconds: float = 0.0
     first_seconds: float = 0.0
     accept_lengths: list[int] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,13 +70,13 @@ class Decoder:
         return size if self.variant.drafter and isinstance(size, AutoSize) else None
 
     @property
-    def nodes(self) -> int | None:
+    def size(self) -> int | None:
         """Maximum number of tokens verified per step; None if not fixed or nothing is recycled."""
         if not self.variant.recycles or self.auto_size:
             return None
         if self.variant.nodes is not None:
             return self.variant.nodes + 1
-        return None if self.recycler.template is None else self.recycler.template.nodes
+        return None if self.recycler.template is None else self.recycler.template.size
 
     def answer(self, prompt: list[int], seed: int) -> Turn:
         """Decode ``prompt``; ``seed`` is used when sampling.
@@ -110,8 +110,8 @@ class Decoder:
             raise TokenRecyclingError(
                 f"{self.variant.name} fails with this model: {line}"
             ) from error
-        nodes = [] if self.variant.lookup else [1] * len(clock.counts)
-        return Turn(tokens, "", seconds, clock.first - begin, clock.counts, nodes)
+        sizes = [] if self.variant.lookup else [1] * len(clock.counts)
+        return Turn(tokens, "", seconds, clock.first - begin, clock.counts, sizes)
 
     def _recycle(self, prompt: list[int], options: dict[str, Any]) -> Turn:
         steps: list[Step] = []
@@ -132,7 +132,7 @@ class Decoder:
             seconds,
             ends[0] - begin,
             [len(step.tokens[0]) for step in steps[1:]],
-            [step.nodes for step in steps[1:]],
+            [step.size for step in steps[1:]],
             {phase: sum(s.seconds[i] for s in steps[1:]) for i, phase in enumerate(PHASES)},
         )
 

@@ -92,7 +92,7 @@ def measure(records: Sequence[Record], name: str, baseline: str) -> dict[str, An
     lengths = accept_lengths(first)
     mat = mean_accepted(lengths)
     ratio = median(own) / median(base)
-    nodes = [n for turn in first for n in turn["nodes"]]
+    sizes = [n for turn in first for n in turn["sizes"]]
     deepest = min(max(lengths, default=1) - 1, DEEPEST)
     phases = {phase: sum(turn["phases"].get(phase, 0.0) for turn in every) for phase in PHASES}
     total = sum(phases.values())
@@ -108,7 +108,7 @@ def measure(records: Sequence[Record], name: str, baseline: str) -> dict[str, An
         "accepted_per_depth": [
             sum(n > depth for n in lengths) / len(lengths) for depth in range(1, deepest + 1)
         ],
-        "nodes": fmean(nodes) if nodes else None,
+        "size": fmean(sizes) if sizes else None,
         "identical": fmean(turn["identical"] for turn in every),
         "ttft_seconds": median(turn["first_seconds"] for turn in every),
         "c": mat / ratio,

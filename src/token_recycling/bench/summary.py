@@ -107,7 +107,7 @@ def summarise(
             "about": {
                 "drafter": variant.drafter,
                 "tree": variant.tree if variant.drafter else None,
-                "nodes": decoder.nodes,
+                "size": decoder.size,
                 "k": variant.k if variant.recycles else None,
                 "temperature": variant.temperature,
                 "start": variant.start,

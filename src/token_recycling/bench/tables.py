@@ -43,7 +43,7 @@ OVERALL: dict[str, Callable[[dict[str, Any]], str]] = {
     "MAT": lambda d: f"{d['overall']['mat']:.2f}",
     "c": lambda d: f"{d['overall']['c']:.2f}",
     "tokens a step": lambda d: (
-        NOTHING if d["overall"]["nodes"] is None else f"{d['overall']['nodes']:.1f}"
+        NOTHING if d["overall"]["size"] is None else f"{d['overall']['size']:.1f}"
     ),
     "first token": lambda d: f"{d['overall']['ttft_seconds'] * 1e3:.0f} ms",
     "same text": lambda d: percent(d["overall"]["identical"]),

@@ -26,7 +26,7 @@ def list_trees(as_json: o.Json = False) -> None:
         rows.append(
             {
                 "name": name,
-                "nodes": tree.nodes - 1,
+                "nodes": tree.size - 1,
                 "depth": tree.max_depth,
                 "description": tree.description,
                 "provenance": tree.provenance,
@@ -51,7 +51,7 @@ def show(name: Name) -> None:
     from token_recycling.drafting.templates import TreeTemplate
 
     tree = TreeTemplate.load(name)
-    print(f"{printable(tree.name)}: {tree.nodes - 1} nodes and the root, depth {tree.max_depth}")
+    print(f"{printable(tree.name)}: {tree.size - 1} nodes and the root, depth {tree.max_depth}")
     for about in filter(None, (tree.description, tree.provenance)):
         print(printable(about))
     print(tree.draw())
@@ -66,7 +66,7 @@ def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
     tree = TreeTemplate.load(name, k)
     counts = [len(level) for level in tree.levels]
     print(
-        f"{printable(tree.name)} is a valid tree: {tree.nodes - 1} nodes, "
+        f"{printable(tree.name)} is a valid tree: {tree.size - 1} nodes, "
         f"levels {'/'.join(map(str, counts))}, "
         f"needs {tree.max_rank + 1} candidates per token"
     )

@@ -48,7 +48,7 @@ def drafted_nodes(
     columns = zip(
         draft.tokens[0].tolist(),
         draft.parents[0].tolist(),
-        [None] * draft.nodes if draft.scores is None else draft.scores[0].tolist(),
+        [None] * draft.size if draft.scores is None else draft.scores[0].tolist(),
         drafter.sources(rows, draft),
         draft.valid[0].tolist(),
     )

@@ -158,7 +158,7 @@ class Decoding:
             with self.target.inference_context():
                 step = self._advance()
             rows = len(step.tokens)
-            self.size.record(rows, rows * (step.nodes - 1), step.mean_emitted, sum(step.seconds))
+            self.size.record(rows, rows * (step.size - 1), step.mean_emitted, sum(step.seconds))
             yield step
 
     @property
@@ -178,7 +178,7 @@ class Decoding:
         draft = self._propose()
         timestamps.append(perf_counter())
         logits = target.verify(draft)
-        if draft.nodes > 1 and bool(overflowed(logits)):
+        if draft.size > 1 and bool(overflowed(logits)):
             # A drafted token whose activations overflow makes every node of the forward NaN,
             # since masked entries get a weight of 0 and 0 * NaN is NaN. Plain decoding would not
             # have read that token, so verify the root alone.
@@ -197,7 +197,7 @@ class Decoding:
         target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
         timestamps.append(perf_counter())
         seconds = tuple(end - begin for begin, end in pairwise(timestamps))
-        return Step(accepted.tokens, accepted.reasons, accepted.drafted, draft.nodes, seconds)
+        return Step(accepted.tokens, accepted.reasons, accepted.drafted, draft.size, seconds)
 
     def _propose(self) -> DraftTree:
         """Return the draft to verify."""

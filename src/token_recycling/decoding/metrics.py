@@ -17,7 +17,7 @@ class Step:
             If the row ends inside the accepted path, the last one is a drafted token.
         reasons: per row, why it ended in this step ("eos", "stop", "length"), or None.
         drafted: per row, the number of drafted tokens.
-        nodes: tokens verified per row, the root included.
+        size: tokens verified per row, the root included.
         seconds: one value per phase in ``PHASES``; for the prefill, a single total. Wall clock on
             the host: on a GPU, a phase that waits includes the time of work queued before it.
     """
@@ -25,7 +25,7 @@ class Step:
     tokens: list[list[int]]
     reasons: list[str | None]
     drafted: list[int]
-    nodes: int
+    size: int
     seconds: tuple[float, ...]
 
     @property

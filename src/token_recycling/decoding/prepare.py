@@ -50,7 +50,7 @@ def _take_steps(drafter: AnyDrafter) -> None:
     drafter.load(rows, [[1, 2, 1]])
     for nodes in (None, 1):
         draft = drafter.propose(rows, roots, nodes)
-        logits = torch.zeros((1, draft.nodes, V), dtype=torch.float32, device="cpu")
+        logits = torch.zeros((1, draft.size, V), dtype=torch.float32, device="cpu")
         accepted: Accepted = GreedyAcceptor()(draft, logits, [sequence])
         drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
     GreedyAcceptor()(root_only(roots), logits, [sequence])

@@ -164,14 +164,14 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             valid.flatten(),
         )
 
-    def propose(self, rows: AdaptiveRows, roots: Tensor, nodes: int | None = None) -> DraftTree:
+    def propose(self, rows: AdaptiveRows, roots: Tensor, size: int | None = None) -> DraftTree:
         """Build the tree."""
-        if nodes == 1:
+        if size == 1:
             rows.context.append_roots(roots)
             rows.chains.clear()
             return root_only(roots)
         rows.context.reserve(1)
-        n = self.nodes + 1 if nodes is None else min(nodes, self.nodes + 1)
+        n = self.nodes + 1 if size is None else min(size, self.nodes + 1)
         batch = len(roots)
         tokens, parents, depths = np.empty((3, batch, n), np.int64)
         ancestors, valid = np.empty((batch, n, n), np.bool_), np.empty((batch, n), np.bool_)

@@ -131,18 +131,18 @@ class Drafter(ABC, Generic[R]):
         """
 
     @abstractmethod
-    def propose(self, rows: R, roots: Tensor, nodes: int | None = None) -> DraftTree:
-        """Return drafts of at most ``nodes`` nodes, including the root.
+    def propose(self, rows: R, roots: Tensor, size: int | None = None) -> DraftTree:
+        """Return drafts of at most ``size`` nodes, including the root.
 
         Args:
             rows: B rows.
             roots: int64 [B], the last token of every row; it is appended to the row's text.
-            nodes: 1: root-only drafts. None: as many nodes as the drafter proposes.
+            size: 1: root-only drafts. None: as many nodes as the drafter proposes.
         """
 
     def sources(self, rows: R, draft: DraftTree) -> list[str]:
         """Return the source of each node of the first row; called before ``observe``."""
-        return [self.name] * draft.nodes
+        return [self.name] * draft.size
 
     def observe(
         self, rows: R, draft: DraftTree, candidates: Candidates, accepted: Accepted

@@ -34,7 +34,7 @@ class DraftTree:
     scores: Tensor | None = None
 
     @property
-    def nodes(self) -> int:
+    def size(self) -> int:
         """Number of nodes per row, including the root."""
         return self.tokens.shape[1]
 
@@ -61,21 +61,21 @@ class DraftTree:
 
     def up_to(self, counts: Tensor) -> DraftTree:
         """Return the draft with all but the first ``counts`` (int64 [B]) nodes of a row invalid."""
-        there = torch.arange(self.nodes, device=self.tokens.device) < counts[:, None]
+        there = torch.arange(self.size, device=self.tokens.device) < counts[:, None]
         return replace(self, valid=self.valid & there)
 
-    def first(self, nodes: int | None) -> DraftTree:
-        """Return the draft of the first ``nodes`` nodes, including the root; None: all."""
-        if nodes is None or nodes >= self.nodes:
+    def first(self, size: int | None) -> DraftTree:
+        """Return the draft of the first ``size`` nodes, including the root; None: all."""
+        if size is None or size >= self.size:
             return self
         return DraftTree(
-            self.tokens[:, :nodes],
-            self.parents[:, :nodes],
-            self.depths[:, :nodes],
-            self.ancestors[:, :nodes, :nodes],
-            self.valid[:, :nodes],
-            min(self.max_depth, nodes - 1),
-            None if self.scores is None else self.scores[:, :nodes],
+            self.tokens[:, :size],
+            self.parents[:, :size],
+            self.depths[:, :size],
+            self.ancestors[:, :size, :size],
+            self.valid[:, :size],
+            min(self.max_depth, size - 1),
+            None if self.scores is None else self.scores[:, :size],
         )
 
     def select(self, rows: list[int]) -> DraftTree:
@@ -90,9 +90,9 @@ class DraftTree:
             None if self.scores is None else self.scores[rows],
         )
 
-    def padded(self, nodes: int) -> DraftTree:
-        """Return the draft with invalid nodes appended, up to ``nodes`` nodes."""
-        more = nodes - self.nodes
+    def padded(self, size: int) -> DraftTree:
+        """Return the draft with invalid nodes appended, up to ``size`` nodes."""
+        more = size - self.size
         if more <= 0:
             return self
         return replace(
@@ -148,10 +148,10 @@ def joined(drafts: list[DraftTree], rows: list[list[int]]) -> DraftTree:
     """Return one draft of the rows of several; the inverse of ``DraftTree.select``.
 
     Args:
-        drafts: of any numbers of nodes; the smaller ones get invalid nodes.
+        drafts: of any sizes; the smaller ones get invalid nodes.
         rows: of each draft, the rows of the result that its rows become.
     """
-    most = max(draft.nodes for draft in drafts)
+    most = max(draft.size for draft in drafts)
     parts = [draft.padded(most) for draft in drafts]
     order = torch.tensor([row for own in rows for row in own]).argsort()
 

@@ -60,10 +60,10 @@ class GroupedDrafter(Drafter[GroupedRows]):
         for member, own, index in zip(self._members, rows.groups, self._rows):
             member.load(own, [texts[row] for row in index])
 
-    def propose(self, rows: GroupedRows, roots: Tensor, nodes: int | None = None) -> DraftTree:
+    def propose(self, rows: GroupedRows, roots: Tensor, size: int | None = None) -> DraftTree:
         """Return the drafts of all groups."""
         drafts = [
-            member.propose(own, roots[index], nodes).to("cpu")
+            member.propose(own, roots[index], size).to("cpu")
             for member, own, index in zip(self._members, rows.groups, self._rows)
         ]
         return joined(drafts, self._rows)

@@ -13,6 +13,6 @@ class NoDrafter(Drafter[Rows]):
 
     name = "none"
 
-    def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
+    def propose(self, rows: Rows, roots: Tensor, size: int | None = None) -> DraftTree:
         """Return root-only drafts."""
         return root_only(roots)

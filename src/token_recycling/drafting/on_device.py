@@ -20,7 +20,7 @@ class DeviceDrafting:
     The drafter's matrix is copied to the device when decoding begins, and back when it ends.
 
     Attributes:
-        nodes: nodes of every draft, root included.
+        size: nodes of every draft, root included.
         max_depth: of a draft.
     """
 
@@ -29,7 +29,7 @@ class DeviceDrafting:
         drafter: AdaptiveDrafter,
         batch: int,
         capacity: int,
-        nodes: int | None,
+        size: int | None,
         device: torch.device,
     ) -> None:
         """Make rows for ``batch`` texts of at most ``capacity`` tokens.
@@ -38,12 +38,12 @@ class DeviceDrafting:
             drafter: shared with other steps.
             batch: B.
             capacity: most tokens of a row.
-            nodes: most nodes of a draft, root included; None: as many as the drafter proposes.
+            size: most nodes of a draft, root included; None: as many as the drafter proposes.
             device: of the target.
         """
         self.drafter = drafter
-        self.nodes = min(nodes or drafter.nodes + 1, drafter.nodes + 1)
-        self.max_depth = min(drafter.max_depth, self.nodes - 1)
+        self.size = min(size or drafter.nodes + 1, drafter.nodes + 1)
+        self.max_depth = min(drafter.max_depth, self.size - 1)
         matrix = drafter.matrix
         self._learnt = {name: getattr(matrix, name).to(device, copy=True) for name in STATE}
         rates = host.expected_rates(matrix.k)
@@ -58,7 +58,7 @@ class DeviceDrafting:
         self._runners = torch.full(
             (batch, matrix.k - 1), NO_TOKEN, dtype=torch.int32, device=device
         )
-        self._slots = torch.zeros((batch, self.nodes, host.LEVELS), device=device).long()
+        self._slots = torch.zeros((batch, self.size, host.LEVELS), device=device).long()
         self._slot_keys = torch.zeros_like(self._slots)
 
     def begin(self, texts: list[list[int]]) -> None:
@@ -78,7 +78,7 @@ class DeviceDrafting:
             getattr(self.drafter.matrix, name).copy_(tensor)
 
     def propose(self, roots: Tensor) -> DraftTree:
-        """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
+        """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
         parts = torch.ops.token_recycling.device_propose(
             self._context,
             self._lengths,

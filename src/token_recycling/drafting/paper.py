@@ -57,11 +57,11 @@ class PaperDrafter(Drafter[Rows]):
         """Store the candidates of prompt tokens."""
         self._recycle(tokens, candidates, mask)
 
-    def propose(self, rows: Rows, roots: Tensor, nodes: int | None = None) -> DraftTree:
+    def propose(self, rows: Rows, roots: Tensor, size: int | None = None) -> DraftTree:
         """Fill the tree by look-ups in the matrix."""
-        if nodes == 1:
+        if size == 1:
             return root_only(roots)
-        tokens = torch.empty((len(roots), self.shape.nodes), dtype=torch.long, device="cpu")
+        tokens = torch.empty((len(roots), self.shape.size), dtype=torch.long, device="cpu")
         tokens[:, 0] = roots
         valid = torch.empty_like(tokens, dtype=torch.bool)
         kernels.fill_template(
@@ -71,7 +71,7 @@ class PaperDrafter(Drafter[Rows]):
             tokens.numpy(),
             valid.numpy(),
         )
-        return self.shape.draft(tokens, valid).first(nodes)
+        return self.shape.draft(tokens, valid).first(size)
 
     def observe(
         self, rows: Rows, draft: DraftTree, candidates: Candidates, accepted: Accepted

@@ -39,10 +39,10 @@ class PromptLookupDrafter(Drafter[Context]):
         """Load the texts as context."""
         rows.load(texts)
 
-    def propose(self, rows: Context, roots: Tensor, nodes: int | None = None) -> DraftTree:
+    def propose(self, rows: Context, roots: Tensor, size: int | None = None) -> DraftTree:
         """Copy the tokens after the best match; rows without a match get only a root."""
         rows.append_roots(roots)
-        if nodes == 1:
+        if size == 1:
             return root_only(roots)
         tokens = torch.empty((len(roots), self.length + 1), dtype=torch.long, device="cpu")
         valid = torch.empty_like(tokens, dtype=torch.bool)
@@ -53,7 +53,7 @@ class PromptLookupDrafter(Drafter[Context]):
             tokens.numpy(),
             valid.numpy(),
         )
-        return self.shape.draft(tokens, valid).first(nodes)
+        return self.shape.draft(tokens, valid).first(size)
 
     def observe(
         self, rows: Context, draft: DraftTree, candidates: Candidates, accepted: Accepted

@@ -163,7 +163,7 @@ class TreeTemplate:
         return cls.from_paths(name, data.get("paths"), data.get("acceptance"), **about)
 
     @property
-    def nodes(self) -> int:
+    def size(self) -> int:
         """Number of nodes, including the root."""
         return len(self.paths) + 1
 
@@ -263,9 +263,9 @@ class TreeShape:
     """The structure of a template as tensors on one device, shared by all drafts of that shape."""
 
     def __init__(self, template: TreeTemplate, device: torch.device | str) -> None:
-        n = template.nodes
+        n = template.size
         paths: Paths = ((), *template.paths)
-        self.nodes, self.max_depth = n, template.max_depth
+        self.size, self.max_depth = n, template.max_depth
         self.parents = torch.tensor(template.parents, device=device)
         ranks = [path[-1] if path else 0 for path in paths]
         self.ranks = torch.tensor(ranks, device=device)  # of each node among its parent's children

@@ -100,13 +100,13 @@ class GraphDecoder:
         with ordinary_tensors():
             roots = torch.zeros(1, dtype=torch.long, device="cpu")
             rows = drafter.new_rows(1, SMALLEST)
-            self._whole = drafter.propose(rows, roots).nodes
+            self._whole = drafter.propose(rows, roots).size
         if self._whole == 1 and not isinstance(drafter, NoDrafter):
             raise GraphError(f"the drafter {drafter.name} drafts nothing below a text of one token")
         self._drafted = 0  # nodes of a draft; chosen when an answer begins
 
     @property
-    def nodes(self) -> int:
+    def next_size(self) -> int:
         """Tokens that the next step should verify, including the root."""
         return self._drafted if self.size.pays else 1
 
@@ -134,15 +134,15 @@ class GraphDecoder:
             )
         if (addresses := self._captured_addresses()) != self._addresses:
             self._runners, self._failed, self._addresses = {}, {}, addresses
-        nodes = self.nodes
-        slots = slots_for(length + nodes + SPARE_SLOTS)
-        key = (batch, slots, nodes, tuple(map(_name, processors or ())))
+        size = self.next_size
+        slots = slots_for(length + size + SPARE_SLOTS)
+        key = (batch, slots, size, tuple(map(_name, processors or ())))
         if key in self._failed:
             raise self._failed[key]
         runner = self._runners.pop(key, None)
         if runner is None:
             try:
-                runner = self._make(batch, slots, nodes, processors)
+                runner = self._make(batch, slots, size, processors)
             except GraphError as reason:
                 self._failed[key] = reason
                 raise
@@ -152,13 +152,13 @@ class GraphDecoder:
         return runner
 
     def _make(
-        self, batch: int, slots: int, nodes: int, processors: list[Processors] | None
+        self, batch: int, slots: int, size: int, processors: list[Processors] | None
     ) -> GraphRunner:
         with ordinary_tensors(), self.compiling():  # the caller may be in inference mode
             for _ in range(2):
                 try:
                     return GraphRunner(
-                        GraphStep(self.target, self.drafter, batch, slots, nodes, processors)
+                        GraphStep(self.target, self.drafter, batch, slots, size, processors)
                     )
                 except torch.OutOfMemoryError:
                     self._runners = {}  # free their caches, then retry
@@ -218,8 +218,8 @@ class GraphDecoder:
             while any(sequence.active for sequence in sequences):
                 check()
                 unknown = step.most * len(in_flight)  # upper bound of tokens in flight
-                room = max(on_device) + unknown + step.nodes <= step.cache.slots
-                launches = room and step.nodes == self.nodes
+                room = max(on_device) + unknown + step.size <= step.cache.slots
+                launches = room and step.size == self.next_size
                 if launches:
                     if step.sampler is not None:
                         for row, sequence in enumerate(sequences):
@@ -239,9 +239,9 @@ class GraphDecoder:
                 for row, (_, *emitted) in enumerate(output):
                     on_device[row] += sum(token != NO_TOKEN for token in emitted)
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
-                done = Step(tokens, reasons, drafted, step.nodes, seconds)
+                done = Step(tokens, reasons, drafted, step.size, seconds)
                 rows = len(tokens)
-                self.size.record(rows, rows * (step.nodes - 1), done.mean_emitted, sum(seconds))
+                self.size.record(rows, rows * (step.size - 1), done.mean_emitted, sum(seconds))
                 yield done
                 begun = perf_counter()
         finally:

@@ -23,11 +23,11 @@ class Drafting(Protocol):
     """A drafter and its rows, as called by a step that runs many times on the same tensors.
 
     Attributes:
-        nodes: nodes of every draft, root included.
+        size: nodes of every draft, root included.
         max_depth: of a draft.
     """
 
-    nodes: int
+    size: int
     max_depth: int
 
     @property
@@ -41,7 +41,7 @@ class Drafting(Protocol):
         """Store what was learnt in the drafter's matrix, if it is not there already."""
 
     def propose(self, roots: Tensor) -> DraftTree:
-        """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
+        """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         """Learn from a step (see ``Drafter.observe``)."""
@@ -57,14 +57,14 @@ def _has_kernels(drafter: AnyDrafter, device: torch.device) -> bool:
 
 
 def make_drafting(
-    drafter: AnyDrafter, batch: int, capacity: int, nodes: int | None, device: torch.device
+    drafter: AnyDrafter, batch: int, capacity: int, size: int | None, device: torch.device
 ) -> Drafting:
     """Return ``drafter`` and new rows for steps on ``device`` (see ``HostDrafting``)."""
     if _has_kernels(drafter, device):
         from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
 
-        return DeviceDrafting(cast("Any", drafter), batch, capacity, nodes, device)
-    return HostDrafting(drafter, batch, capacity, nodes)
+        return DeviceDrafting(cast("Any", drafter), batch, capacity, size, device)
+    return HostDrafting(drafter, batch, capacity, size)
 
 
 class HostDrafting:
@@ -74,20 +74,18 @@ class HostDrafting:
     both claim to modify, which keeps them in order.
     """
 
-    def __init__(self, drafter: AnyDrafter, batch: int, capacity: int, nodes: int | None) -> None:
+    def __init__(self, drafter: AnyDrafter, batch: int, capacity: int, size: int | None) -> None:
         """Make rows for ``batch`` texts of at most ``capacity`` tokens.
 
         Args:
             drafter: shared with other steps.
             batch: B.
             capacity: most tokens of a row.
-            nodes: most nodes of a draft, root included; None: as many as the drafter proposes.
+            size: most nodes of a draft, root included; None: as many as the drafter proposes.
         """
         self.drafter, self.rows = drafter, drafter.new_rows(batch, capacity)
-        draft = drafter.propose(
-            self.rows, torch.zeros(batch, dtype=torch.long, device="cpu"), nodes
-        )
-        self.nodes, self.max_depth = draft.nodes, draft.max_depth
+        draft = drafter.propose(self.rows, torch.zeros(batch, dtype=torch.long, device="cpu"), size)
+        self.size, self.max_depth = draft.size, draft.max_depth
         self.order = torch.zeros(1, dtype=torch.long, device="cpu")
         self.key = str(id(self))
         _drafting[self.key] = self
@@ -100,9 +98,9 @@ class HostDrafting:
         """Do nothing: the drafter has learnt directly."""
 
     def propose(self, roots: Tensor) -> DraftTree:
-        """Return drafts of ``nodes`` nodes below ``roots`` int64 [B]."""
+        """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
         tokens, parents, depths, ancestors, valid = torch.ops.token_recycling.propose(
-            self.order, self.key, roots, self.nodes
+            self.order, self.key, roots, self.size
         )
         return DraftTree(tokens, parents, depths, ancestors, valid, self.max_depth)
 
@@ -115,11 +113,11 @@ class HostDrafting:
 
 @torch.library.custom_op("token_recycling::propose", mutates_args=("order",))
 def _propose(
-    order: Tensor, key: str, roots: Tensor, nodes: int
+    order: Tensor, key: str, roots: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     drafting = _drafting[key]
     with ordinary_tensors():
-        draft = drafting.drafter.propose(drafting.rows, roots.clone(), nodes).padded(nodes)
+        draft = drafting.drafter.propose(drafting.rows, roots.clone(), size).padded(size)
     parts = (draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid)
     # Results of an operation must not share memory.
     tokens, parents, depths, ancestors, valid = (part.clone().contiguous() for part in parts)
@@ -127,10 +125,10 @@ def _propose(
 
 
 @_propose.register_fake
-def _(order: Tensor, key: str, roots: Tensor, nodes: int) -> Any:
+def _(order: Tensor, key: str, roots: Tensor, size: int) -> Any:
     batch = roots.shape[0]
-    tokens = roots.new_empty(batch, nodes)
-    ancestors = roots.new_empty((batch, nodes, nodes), dtype=torch.bool)
+    tokens = roots.new_empty(batch, size)
+    ancestors = roots.new_empty((batch, size, size), dtype=torch.bool)
     valid = torch.empty_like(tokens, dtype=torch.bool)
     return tokens, torch.empty_like(tokens), torch.empty_like(tokens), ancestors, valid
 

@@ -29,7 +29,7 @@ class GraphStep:
     and the matrix. It can therefore be compiled as one graph and replayed.
 
     Attributes:
-        nodes: tokens that a step verifies per row.
+        size: tokens that a step verifies per row.
         most: most tokens that a step can emit per row.
     """
 
@@ -39,7 +39,7 @@ class GraphStep:
         drafter: AnyDrafter,
         batch: int,
         slots: int,
-        nodes: int | None,
+        size: int | None,
         processors: list[Processors] | None = None,
     ) -> None:
         """Allocate the tensors of the step.
@@ -49,14 +49,14 @@ class GraphStep:
             drafter: see ``can_draft``.
             batch: B.
             slots: slots of the cache.
-            nodes: most tokens that a step verifies per row; None: whole drafts.
+            size: most tokens that a step verifies per row; None: whole drafts.
             processors: logits processors of every row, for sampling; None: take the argmax.
         """
         self.target = target
         device = target.device
         # The step has its own rows; the drafter with its matrix is shared.
-        self.drafting = make_drafting(drafter, batch, slots, nodes, device)
-        self.nodes, self.most = self.drafting.nodes, self.drafting.max_depth + 1
+        self.drafting = make_drafting(drafter, batch, slots, size, device)
+        self.size, self.most = self.drafting.size, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device)
         self._operations: Any = tensors
         if has_device_kernels(device):

@@ -38,7 +38,7 @@ def layout(
         Positions int64 [B, n], slots int64 [n], and additive masks [B, 1, n, s], a dict of these
         by layer type if the model has several.
     """
-    n = draft.nodes
+    n = draft.size
     every = torch.arange(slots, device=lengths.device)
     end = lengths.max()
     positions = lengths[:, None] + draft.depths

@@ -79,7 +79,7 @@ def probe(target: TreeTarget) -> str | None:
     and mask. A negative control, the same tree under a causal mask, must differ from it.
     """
     rng = torch.Generator().manual_seed(0)
-    count = PREFIX + TEMPLATE.nodes + 1
+    count = PREFIX + TEMPLATE.size + 1
     # A vocabulary may end in padding tokens, whose identical embeddings would prove nothing.
     ids = torch.randint(0, min(FIRST_TOKENS, target.vocab_size), (count,), generator=rng).tolist()
     prefix, nodes, after = ids[:PREFIX], ids[PREFIX:-1], ids[-1]

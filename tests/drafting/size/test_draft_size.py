@@ -131,7 +131,7 @@ def test_batches_with_any_sizes_are_lossless():
 
         def choose(self, draft):
             super().choose(draft)
-            return random.randint(1, draft.nodes)
+            return random.randint(1, draft.size)
 
     random.seed(3)
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
@@ -145,7 +145,7 @@ def test_batches_with_any_sizes_are_lossless():
         texts, sizes = [[], [], []], set()
         decoding = Decoding(ToyTarget(by_last), drafter, policy, GreedyAcceptor(), sequences)
         for step in decoding.steps():
-            sizes.add(step.nodes)
+            sizes.add(step.size)
             for row, tokens in enumerate(step.tokens):
                 texts[row] += tokens
         assert texts == [plain_greedy(p, n, by_last) for p, n in zip(prompts, limits)]
@@ -192,9 +192,9 @@ def test_drafts_of_other_sizes_than_the_drafter_expects():
     random.seed(1)
 
     class Moody(PaperDrafter):
-        def propose(self, rows, roots, nodes=None):
-            draft = super().propose(rows, roots, nodes)
-            return draft.first(random.choice([1, 2, 5, draft.nodes]))
+        def propose(self, rows, roots, size=None):
+            draft = super().propose(rows, roots, size)
+            return draft.first(random.choice([1, 2, 5, draft.size]))
 
         @property
         def acceptance(self):
@@ -207,5 +207,5 @@ def test_drafts_of_other_sizes_than_the_drafter_expects():
     steps = list(Decoding(target, drafter, size, GreedyAcceptor(), sequences).steps())
     assert sequences[0].new_tokens == plain_greedy([3, 1, 4], 150, by_last)
     assert sequences[1].new_tokens == plain_greedy([5], 120, by_last)
-    assert max(step.nodes for step in steps) <= 31
-    assert len({step.nodes for step in steps}) > 2
+    assert max(step.size for step in steps) <= 31
+    assert len({step.size for step in steps}) > 2

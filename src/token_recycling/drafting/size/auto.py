@@ -148,7 +148,7 @@ class AutoSize(DraftSize):
 
     def choose(self, draft: DraftTree) -> int:
         """Return the best size of these drafts, one for all rows."""
-        if draft.nodes == 1:
+        if draft.size == 1:
             self._promised = 0.0
             return 1
         there = draft.valid.numpy()
@@ -183,8 +183,8 @@ class AutoSize(DraftSize):
         """Return the scores of all nodes, float [B, n]; 0 where there is none."""
         if draft.scores is not None:
             return draft.scores.numpy() * draft.valid.numpy()
-        known = np.concatenate([[1.0], self._acceptance[: draft.nodes - 1]])
-        known = np.pad(known, (0, draft.nodes - len(known)))
+        known = np.concatenate([[1.0], self._acceptance[: draft.size - 1]])
+        known = np.pad(known, (0, draft.size - len(known)))
         return known * draft.valid.numpy()
 
     def _note(self, promised: float, nodes: int) -> None:

@@ -41,7 +41,7 @@ class DraftSize(ABC):
             draft: at most ``limit`` nodes per row, on the host; rows without a valid root have
                 ended.
         """
-        return draft.nodes
+        return draft.size
 
     def record(  # noqa: B027
         self, rows: int, drafted: int, emitted: float, seconds: float | None
@@ -64,16 +64,16 @@ class DraftSize(ABC):
 
 
 class FixedSize(DraftSize):
-    """Verifies whole drafts, or drafts of a fixed number of nodes."""
+    """Verifies whole drafts, or drafts of a fixed size."""
 
-    def __init__(self, nodes: int | None = None) -> None:
-        """Verify up to ``nodes`` nodes, including the root; None: all."""
-        self.nodes = nodes
+    def __init__(self, size: int | None = None) -> None:
+        """Verify up to ``size`` nodes, including the root; None: all."""
+        self.size = size
 
     def limit(self) -> int | None:
-        """Return the fixed number of nodes."""
-        return self.nodes
+        """Return the fixed size."""
+        return self.size
 
     def typical(self, now: int = 0) -> int | None:
-        """Return the fixed number of nodes."""
-        return self.nodes
+        """Return the fixed size."""
+        return self.size

@@ -195,7 +195,7 @@ class ServingOptions:
             return None
         return AutoSize(drafter.acceptance, CostCurve.assumed(device_type), multiple=MULTIPLE)
 
-    def nodes_for(self, requests: int, most: int) -> int:
+    def size_for(self, requests: int, most: int) -> int:
         """Return the nodes of each draft, root included, in a step of ``requests`` requests."""
         return max(1, min(most, self.max_step_tokens // max(requests, 1)))
 

@@ -29,14 +29,14 @@ class _Drafts(Rows):
     valid: Tensor  # bool [B, n]
 
     @classmethod
-    def empty(cls, batch: int, nodes: int) -> _Drafts:
-        zeros = torch.zeros((batch, nodes), dtype=torch.long, device="cpu")
-        ancestors = torch.zeros((batch, nodes, nodes), dtype=torch.bool, device="cpu")
+    def empty(cls, batch: int, size: int) -> _Drafts:
+        zeros = torch.zeros((batch, size), dtype=torch.long, device="cpu")
+        ancestors = torch.zeros((batch, size, size), dtype=torch.bool, device="cpu")
         return cls(zeros, zeros.clone(), zeros.clone(), ancestors, zeros.bool())
 
     @classmethod
-    def of(cls, draft: DraftTree, nodes: int) -> _Drafts:
-        draft = draft.padded(nodes)
+    def of(cls, draft: DraftTree, size: int) -> _Drafts:
+        draft = draft.padded(size)
         return cls(draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid)
 
 
@@ -61,7 +61,7 @@ class RequestDrafter:
         self,
         drafter: AnyDrafter,
         requests: int,
-        nodes: int,
+        size: int,
         *,
         context: int = CONTEXT,
         chain: bool = False,
@@ -71,19 +71,19 @@ class RequestDrafter:
         Args:
             drafter: shared by all requests.
             requests: number of slots.
-            nodes: maximum nodes of a draft, root included.
+            size: maximum nodes of a draft, root included.
             context: tokens of a request that the drafter can use.
             chain: propose only the most likely branch of each draft.
         """
-        self.drafter, self.nodes, self.context, self.chain = drafter, nodes, context, chain
+        self.drafter, self.size, self.context, self.chain = drafter, size, context, chain
         self._rows = drafter.new_rows(requests, context)
-        self._drafts = _Drafts.empty(requests, nodes)
+        self._drafts = _Drafts.empty(requests, size)
         self._live: _CurrentBatch | None = None
-        self.max_depth = nodes - 1
-        self._branch = chains(torch.zeros((1, nodes), dtype=torch.long, device="cpu"))
+        self.max_depth = size - 1
+        self._branch = chains(torch.zeros((1, size), dtype=torch.long, device="cpu"))
         if chain:  # compiles the choice of a branch before the first request
             root = torch.zeros(1, dtype=torch.long, device="cpu")
-            self._likeliest(drafter.propose(drafter.new_rows(1, context), root), nodes)
+            self._likeliest(drafter.propose(drafter.new_rows(1, context), root), size)
 
     def _take(self, slots: Tensor) -> _CurrentBatch:
         """Return the requests in ``slots``, taken out of their slots if they were not yet."""
@@ -101,7 +101,7 @@ class RequestDrafter:
         slots = torch.tensor(self._live.slots, device="cpu")
         self._rows.write(slots, self._live.rows)
         if self._live.draft is not None:
-            self._drafts.write(slots, _Drafts.of(self._live.draft, self.nodes))
+            self._drafts.write(slots, _Drafts.of(self._live.draft, self.size))
         self._live = None
 
     def begin(self, slots: Tensor, texts: list[list[int]]) -> None:
@@ -111,20 +111,20 @@ class RequestDrafter:
         self.drafter.load(rows, [text[-self.context // 2 :] for text in texts])
         self._rows.write(slots, rows)
 
-    def propose(self, slots: Tensor, roots: Tensor, nodes: int) -> DraftTree:
+    def propose(self, slots: Tensor, roots: Tensor, size: int) -> DraftTree:
         """Draft below ``roots`` int64 [B], the last tokens of the requests in ``slots`` int64 [B].
 
         Args:
             slots: without duplicates.
             roots: each passed to ``propose`` only once.
-            nodes: maximum nodes of each draft, root included; 1: a step of plain decoding.
+            size: maximum nodes of each draft, root included; 1: a step of plain decoding.
         """
         live = self._take(slots)
-        nodes = min(nodes, self.nodes)
-        if self.chain and nodes > 1:
-            live.draft = self._likeliest(self.drafter.propose(live.rows, roots), nodes)
+        size = min(size, self.size)
+        if self.chain and size > 1:
+            live.draft = self._likeliest(self.drafter.propose(live.rows, roots), size)
         else:
-            live.draft = self.drafter.propose(live.rows, roots, nodes)
+            live.draft = self.drafter.propose(live.rows, roots, size)
         return live.draft
 
     def replace_drafts(self, slots: Tensor, draft: DraftTree) -> None:
@@ -136,9 +136,9 @@ class RequestDrafter:
         live = self._live
         if live is not None and live.draft is not None:
             if live.slots == slots.tolist():
-                return replace(live.draft.padded(self.nodes), max_depth=self.max_depth)
+                return replace(live.draft.padded(self.size), max_depth=self.max_depth)
             of = torch.tensor(live.slots, device="cpu")
-            self._drafts.write(of, _Drafts.of(live.draft, self.nodes))
+            self._drafts.write(of, _Drafts.of(live.draft, self.size))
         return DraftTree(**vars(self._drafts.select(slots)), max_depth=self.max_depth)
 
     def observe(
@@ -146,7 +146,7 @@ class RequestDrafter:
         slots: Tensor,
         logits: StepLogits,
         rows: list[int],
-        nodes: list[int],
+        sizes: list[int],
         emitted: Tensor,
     ) -> None:
         """Learn from a step.
@@ -155,13 +155,13 @@ class RequestDrafter:
             slots: int64 [B], on the host.
             logits: the target's, in the step.
             rows: of the requests in ``logits``.
-            nodes: how many nodes of the last draft of each request were verified, root included.
+            sizes: how many nodes of the last draft of each request were verified, root included.
             emitted: int64 [B, t], on the host, new tokens of each request, padded with
                 ``NO_TOKEN``.
         """
         live = self._take(slots)
-        draft = self._verified(live, slots, nodes)
-        candidates = logits.best_padded(rows, nodes, *self._ranked(logits))
+        draft = self._verified(live, slots, sizes)
+        candidates = logits.best_padded(rows, sizes, *self._ranked(logits))
         accepted = Accepted(torch.zeros_like(emitted), emitted, (emitted >= 0).sum(dim=1))
         self.drafter.observe(live.rows, draft, candidates, accepted)
 
@@ -178,19 +178,19 @@ class RequestDrafter:
         vocabulary = logits.logits.shape[-1] if matrix is None else matrix.vocab_size
         return max(self.drafter.k, 1), vocabulary
 
-    def _verified(self, live: _CurrentBatch, slots: Tensor, nodes: list[int]) -> DraftTree:
+    def _verified(self, live: _CurrentBatch, slots: Tensor, sizes: list[int]) -> DraftTree:
         """Return the part of the last drafts that was verified."""
-        most = max(nodes)
+        most = max(sizes)
         draft = live.draft
-        if draft is None or draft.nodes < most:
+        if draft is None or draft.size < most:
             draft = self.drafts(slots)
         draft = draft.first(most)
-        return draft if min(nodes) == most else draft.up_to(torch.tensor(nodes, device="cpu"))
+        return draft if min(sizes) == most else draft.up_to(torch.tensor(sizes, device="cpu"))
 
-    def _likeliest(self, draft: DraftTree, nodes: int) -> DraftTree:
-        """Return the branch that the drafter considers most likely, as a draft of ``nodes``."""
-        batch, nodes = len(draft.tokens), min(nodes, self.max_depth + 1)
-        tokens, scores = np.empty((batch, nodes), np.int64), np.empty((batch, nodes), np.float32)
+    def _likeliest(self, draft: DraftTree, size: int) -> DraftTree:
+        """Return the branch that the drafter considers most likely, as a draft of ``size``."""
+        batch, size = len(draft.tokens), min(size, self.max_depth + 1)
+        tokens, scores = np.empty((batch, size), np.int64), np.empty((batch, size), np.float32)
         worth = (
             np.ones(draft.tokens.shape, np.float32)
             if draft.scores is None
@@ -204,14 +204,14 @@ class RequestDrafter:
             tokens,
             scores,
         )
-        branch = self._branch.first(nodes)
+        branch = self._branch.first(size)
         valid = tokens >= 0
         tokens[~valid] = 0
         return DraftTree(
             torch.from_numpy(tokens),
-            branch.parents.expand(batch, nodes),
-            branch.depths.expand(batch, nodes),
-            branch.ancestors.expand(batch, nodes, nodes),
+            branch.parents.expand(batch, size),
+            branch.depths.expand(batch, size),
+            branch.ancestors.expand(batch, size, size),
             torch.from_numpy(valid),
             branch.max_depth,
             None if draft.scores is None else torch.from_numpy(scores),

@@ -31,11 +31,11 @@ class StepLogits:
         """Index of each request's first vector."""
         return [0, *accumulate(self.counts)][:-1]
 
-    def padded(self, rows: list[int], nodes: list[int]) -> Tensor:
-        """Return the logits [B, n, V] at the first ``nodes`` of ``rows``; padding is arbitrary."""
-        if self._are_all(rows, nodes):
+    def padded(self, rows: list[int], sizes: list[int]) -> Tensor:
+        """Return the logits [B, n, V] at the first ``sizes`` of ``rows``; padding is arbitrary."""
+        if self._are_all(rows, sizes):
             return self.logits.view(len(rows), -1, self.logits.shape[-1])
-        return self.logits[torch.from_numpy(self._index(rows, nodes)).to(self.logits.device)]
+        return self.logits[torch.from_numpy(self._index(rows, sizes)).to(self.logits.device)]
 
     def best(self, k: int, vocabulary: int) -> Candidates:
         """Return the k best of the first ``vocabulary`` tokens after every node, [sum of counts].
@@ -47,22 +47,22 @@ class StepLogits:
             self._best[key] = best_candidates(self.logits[:, :vocabulary], k)
         return self._best[key]
 
-    def best_padded(self, rows: list[int], nodes: list[int], k: int, vocabulary: int) -> Candidates:
-        """Return ``best`` at the first ``nodes`` of ``rows``, [B, n]; padding is arbitrary."""
+    def best_padded(self, rows: list[int], sizes: list[int], k: int, vocabulary: int) -> Candidates:
+        """Return ``best`` at the first ``sizes`` of ``rows``, [B, n]; padding is arbitrary."""
         best = self.best(k, vocabulary)
-        if self._are_all(rows, nodes):
+        if self._are_all(rows, sizes):
             shape = (len(rows), -1)
             ids, p, finite = best
             return Candidates(ids.reshape(*shape, k), p.reshape(*shape, k), finite.reshape(shape))
-        return best.at(self._index(rows, nodes))
+        return best.at(self._index(rows, sizes))
 
-    def _are_all(self, rows: list[int], nodes: list[int]) -> bool:
+    def _are_all(self, rows: list[int], sizes: list[int]) -> bool:
         """Return whether these are all vectors, in order, and of one number per request."""
-        whole = nodes == self.counts and min(nodes) == max(nodes)
+        whole = sizes == self.counts and min(sizes) == max(sizes)
         return whole and rows == list(range(len(rows)))
 
-    def _index(self, rows: list[int], nodes: list[int]) -> Any:
-        """Return the vectors of the first ``nodes`` of ``rows``, padded by the last one."""
+    def _index(self, rows: list[int], sizes: list[int]) -> Any:
+        """Return the vectors of the first ``sizes`` of ``rows``, padded by the last one."""
         starts = np.array([self.starts[row] for row in rows])
-        last = np.array(nodes) - 1
-        return starts[:, None] + np.minimum(np.arange(max(nodes)), last[:, None])
+        last = np.array(sizes) - 1
+        return starts[:, None] + np.minimum(np.arange(max(sizes)), last[:, None])

@@ -71,7 +71,7 @@ class BatchDrafting:
         roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
         slots = batch.req_pool_indices.long().cpu()
         size = None if captured else self._size
-        most = self._width if captured else self._options.nodes_for(rows, self._width)
+        most = self._width if captured else self._options.size_for(rows, self._width)
         if size is not None:
             size.begin(rows)
         self.takes_part = most > 1 and (size is None or size.pays)

@@ -15,7 +15,7 @@ def links(draft: DraftTree) -> tuple[Tensor, Tensor]:
 
     No node links to an invalid node, so invalid nodes are never accepted.
     """
-    nodes = torch.arange(draft.nodes, device=draft.tokens.device)
+    nodes = torch.arange(draft.size, device=draft.tokens.device)
     there = draft.valid.clone()
     there[:, 0] = False
     child = (draft.parents[:, None, :] == nodes[:, None]) & there[:, None, :]

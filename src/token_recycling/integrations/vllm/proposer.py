@@ -55,7 +55,7 @@ class Proposer:
             tree_attention.register()
         hooks.install(Proposer)
         most: int = vllm_config.speculative_config.num_speculative_tokens
-        self.nodes = most + 1
+        self.largest = most + 1
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
         if self.on_cpu:
@@ -81,7 +81,7 @@ class Proposer:
                 revision=model.revision,
             ),
             requests,
-            self.nodes,
+            self.largest,
             context=self.options.context,
             chain=not self.tree,
         )
@@ -147,10 +147,10 @@ class Proposer:
         if not rows:
             return drafts
         self._record(step, rows, emitted)
-        nodes = self.options.nodes_for(len(rows), self.nodes)
-        if nodes > 1 and (self.size is None or self.size.pays):
+        size = self.options.size_for(len(rows), self.largest)
+        if size > 1 and (self.size is None or self.size.pays):
             lengths = [int(num_tokens_no_spec[row]) for row in rows]
-            self._learn_and_draft(step, rows, emitted, lengths, token_ids_cpu, nodes, drafts)
+            self._learn_and_draft(step, rows, emitted, lengths, token_ids_cpu, size, drafts)
         return drafts
 
     @torch.inference_mode(False)
@@ -162,7 +162,7 @@ class Proposer:
         emitted: list[list[int]],
         lengths: list[int],
         token_ids: Any,
-        nodes: int,
+        size: int,
         drafts: list[list[int]],
     ) -> None:
         """Write the next drafts of ``rows`` to ``drafts``; the other arguments: see ``propose``."""
@@ -181,19 +181,19 @@ class Proposer:
         if new:
             self._begin(new, step)
         slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
-        nodes_read = [step.nodes[row] for row in rows]
-        self.requests.observe(slots, step.logits, rows, nodes_read, _padded(emitted))
+        sizes = [step.sizes[row] for row in rows]
+        self.requests.observe(slots, step.logits, rows, sizes, _padded(emitted))
         if self._keeper is not None:
             self._keeper.tick()
-        for row, found in zip(rows, self._draft(slots, emitted, nodes, may_draft)):
+        for row, found in zip(rows, self._draft(slots, emitted, size, may_draft)):
             drafts[row] = found
 
     def _draft(
-        self, slots: Tensor, emitted: list[list[int]], nodes: int, may_draft: list[bool]
+        self, slots: Tensor, emitted: list[list[int]], size: int, may_draft: list[bool]
     ) -> list[list[int]]:
         """Return the tokens of the drafts below the last emitted tokens, without these."""
         roots = torch.tensor([tokens[-1] for tokens in emitted], device="cpu")
-        draft = self.requests.propose(slots, roots, nodes)
+        draft = self.requests.propose(slots, roots, size)
         if self.tree:
             draft = same_on_all_ranks(get_tp_group(), draft)
             self.requests.replace_drafts(slots, draft)

@@ -57,7 +57,7 @@ class VerifiedStep:
     Attributes:
         requests: request ids by row of the batch.
         counts: number of logits vectors of each row.
-        nodes: how many of these belong to a draft of ours, root included.
+        sizes: how many of these belong to a draft of ours, root included.
         logits: of all nodes, before a grammar or penalty changes them.
         scheduled: tokens that the step has read, prompts included.
         constrained: whether a grammar restricts what may be chosen.
@@ -82,11 +82,11 @@ class VerifiedStep:
         """
         self._runner, self.scheduled, self.constrained = runner, scheduled, constrained
         self.requests: list[str] = list(runner.input_batch.req_ids)
-        self.counts = self.nodes = [1] * len(self.requests)
+        self.counts = self.sizes = [1] * len(self.requests)
         if metadata is not None:
             self.counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
             for row in drafted(runner, metadata):
-                self.nodes[row] = self.counts[row]
+                self.sizes[row] = self.counts[row]
         self.logits = StepLogits(logits, self.counts)
 
     @property
