@@ -20,17 +20,21 @@ if TYPE_CHECKING:
     from token_recycling.drafting.draft import DraftTree
     from token_recycling.drafting.matrix import AdjacencyMatrix
     from token_recycling.drafting.templates import TreeTemplate
+    from token_recycling.hf.call import CallOptions
     from token_recycling.integrations.transformers import enable
+    from token_recycling.options import Options
     from token_recycling.recycler import TokenRecycling
 
 # Imported on first use, so that `import token_recycling` does not import PyTorch (seconds).
 _LAZY = {
     "BUNDLED_MODEL": "checkpoint.load",
     "AdjacencyMatrix": "drafting.matrix",
+    "CallOptions": "hf.call",
     "Chunk": "decoding.answers",
     "DraftTree": "drafting.draft",
     "Drafter": "drafting.base",
     "Generation": "decoding.answers",
+    "Options": "options",
     "Rows": "drafting.base",
     "Stats": "decoding.metrics",
     "Step": "decoding.metrics",
@@ -42,10 +46,12 @@ _LAZY = {
 __all__ = [
     "BUNDLED_MODEL",
     "AdjacencyMatrix",
+    "CallOptions",
     "Chunk",
     "DraftTree",
     "Drafter",
     "Generation",
+    "Options",
     "PlainDecodingWarning",
     "Rows",
     "Stats",

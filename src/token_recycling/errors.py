@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 BAD_INPUT = 2  # exit code of the command line
 
@@ -20,6 +22,13 @@ def printable(text: object) -> str:
         else character
         for character in str(text)
     )
+
+
+def unknown_option(name: str, known: Iterable[str]) -> TokenRecyclingError:
+    """Return the error about an option that does not exist; it names the most similar one."""
+    near = get_close_matches(name, sorted(known), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return TokenRecyclingError(f"there is no option {printable(name)}{hint}")
 
 
 class TokenRecyclingError(ValueError):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -15,8 +16,23 @@ from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN
 from token_recycling.drafting.templates import TreeTemplate
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.util.modes import ordinary_tensors
+
+
+class OptionArguments(TypedDict, total=False):
+    """``Options`` as keyword arguments, for type checkers and editors."""
+
+    drafter: str | AnyDrafter
+    nodes: int | None
+    tree: str | Path | TreeTemplate | None
+    k: int | None
+    matrix: AdjacencyMatrix | str | Path | None
+    graph: bool | None
+    float32_logits: bool
+    queue: bool
+    warm: bool | float | None
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -61,17 +77,16 @@ class Options:
     strict: bool = False
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Options:
+    def of(cls, given: Mapping[str, Any]) -> Options:
         """Check ``given`` options and build from them.
 
         Raises:
-            TokenRecyclingError: a value has the wrong type.
-            TypeError: there is no such option.
+            TokenRecyclingError: there is no such option, or a value has the wrong type.
         """
         names = cls.names()
         for name in given:
             if name not in names:
-                raise TypeError(f"unknown option {name!r}; choose from {', '.join(names)}")
+                raise unknown_option(name, names)
         options = cls(**given)
         options._check()
         return options

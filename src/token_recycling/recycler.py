@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -21,26 +21,29 @@ from token_recycling.decoding.loop import OnDraft
 from token_recycling.decoding.metrics import Stats
 from token_recycling.decoding.prepare import compile_kernels
 from token_recycling.decoding.sequence import Sequence
-from token_recycling.decoding.text import Prompt, is_batch
+from token_recycling.decoding.text import Batch, Prompt, is_batch
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.hf.call import Call, CallOptions, prepare_call
+from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve
 from token_recycling.model.base import OnProgress
 from token_recycling.model.probe import open_target
 from token_recycling.model.target import TreeTarget
 from token_recycling.model.unwrap import model_inside
-from token_recycling.options import Options
+from token_recycling.options import OptionArguments, Options
 from token_recycling.runs import Runs, Steps, drafter_and_size
 from token_recycling.util.lock import FairLock
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.warm.start import go_on, kept_rows, warm_up
 from token_recycling.warm.store import WarmRows
 from token_recycling.warm.teach import teach
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TokenRecycling(DecodingMethod):
@@ -71,7 +74,7 @@ class TokenRecycling(DecodingMethod):
         tokenizer: Any = None,
         *,
         on_progress: OnProgress | None = None,
-        **options: Any,
+        **options: Unpack[OptionArguments],
     ) -> None:
         """Wrap a loaded model.
 
@@ -85,8 +88,8 @@ class TokenRecycling(DecodingMethod):
             **options: see ``options.Options``.
 
         Raises:
-            TokenRecyclingError: an option, the drafter, the tree or the matrix cannot be used.
-            TypeError: there is no such option.
+            TokenRecyclingError: there is no such option, or an option, the drafter, the tree or the
+                matrix cannot be used.
         """
         self.options = given = Options.of(options)
         compile_kernels()
@@ -111,6 +114,12 @@ class TokenRecycling(DecodingMethod):
         self.warned: set[str] = set()
         self.lock = FairLock()
         patch_generate(self.model)
+
+    def __repr__(self) -> str:
+        """Name the model, how drafts are made, and what they have brought so far."""
+        drafts = f"drafter={self.drafter.name!r}, {self.options.size(self.template)}"
+        brought = f", MAT {self.stats.mat:.2f} in {self.stats.steps} steps" * bool(self.stats.steps)
+        return f"<TokenRecycling of {type(self.model).__name__}: {drafts}{brought}>"
 
     def _warm_rows(self, on_progress: OnProgress | None) -> WarmRows | None:
         warm = self.options.warm
@@ -297,8 +306,14 @@ class TokenRecycling(DecodingMethod):
         with self.lock.acquired(wait=True):
             self.runs.forget()
 
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateArguments]) -> Generation: ...
+
+    @overload
+    def generate(self, prompt: Batch, **options: Unpack[GenerateArguments]) -> list[Generation]: ...
+
     def generate(
-        self, prompt: Prompt | Iterable[Prompt], **options: Any
+        self, prompt: Prompt | Batch, **options: Unpack[GenerateArguments]
     ) -> Generation | list[Generation]:
         """Generate the answer to a prompt, or to a list of prompts as one batch.
 
@@ -332,7 +347,7 @@ class TokenRecycling(DecodingMethod):
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return Generation(text, tokens, sequence.finish_reason or "", sequence.stats)
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateArguments]) -> Iterator[Chunk]:
         """Generate the answer to a prompt token by token.
 
         The caller may stop iterating at any time; matrix and context remain valid.
@@ -378,7 +393,7 @@ class TokenRecycling(DecodingMethod):
                         stats=sequence.stats if last and reason is not None else None,
                     )
 
-    def _prepare(self, prompts: list[Prompt], given: dict[str, Any], *, stream: bool) -> Call:
+    def _prepare(self, prompts: list[Prompt], given: Mapping[str, Any], *, stream: bool) -> Call:
         names = {one.name for one in fields(CallOptions)}
         options = CallOptions(**{name: given[name] for name in names & given.keys()})
         processors = {name: value for name, value in given.items() if name not in names}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 import token_recycling
-from token_recycling import TokenRecycling
+from token_recycling import CallOptions, Options, TokenRecycling, TokenRecyclingError, enable
+from token_recycling.hf.call import GenerateArguments
+from token_recycling.options import OptionArguments
 
 
 def test_the_public_names():
@@ -16,10 +19,12 @@ def test_the_public_names():
     assert token_recycling.__all__ == [
         "BUNDLED_MODEL",
         "AdjacencyMatrix",
+        "CallOptions",
         "Chunk",
         "DraftTree",
         "Drafter",
         "Generation",
+        "Options",
         "PlainDecodingWarning",
         "Rows",
         "Stats",
@@ -35,8 +40,38 @@ def test_the_public_names():
 
 
 def test_an_unknown_option_is_named(bundled):
-    with pytest.raises(TypeError, match=r"unknown option 'graphs'; choose from .*graph"):
+    with pytest.raises(
+        TokenRecyclingError, match=r"^there is no option graphs; did you mean graph"
+    ):
         TokenRecycling(bundled.model, graphs=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("max_tokens", "max_new_tokens"), ("temprature", "temperature"), ("stops", "stop")],
+)
+def test_a_misspelt_argument_gets_one_short_line(bundled, given, meant):
+    with pytest.raises(TokenRecyclingError) as caught:
+        bundled.generate("Once", **{given: 1})
+    assert str(caught.value) == f"there is no option {given}; did you mean {meant}?"
+    with pytest.raises(TokenRecyclingError, match=r"^there is no option zzz$"):
+        bundled.stream("Once", zzz=1)
+
+
+def test_types_know_every_option():
+    assert set(OptionArguments.__annotations__) == set(Options.names())
+    assert {one.name for one in fields(CallOptions)} < set(GenerateArguments.__annotations__)
+
+
+def test_representations_say_what_matters(bundled):
+    bundled.reset()
+    answer = bundled.generate("Once", max_new_tokens=5)
+    assert repr(answer).startswith("<Generation '")
+    assert "5 tokens, length, MAT" in repr(answer)
+    assert "drafter='adaptive', 16 nodes, MAT" in repr(bundled)
+    with enable(bundled.model, nodes=4) as enabled:
+        assert repr(enabled).startswith("<Enabled: <TokenRecycling of LlamaForCausalLM: ")
+    assert repr(enabled).startswith("<Disabled: ")
 
 
 def run(code):

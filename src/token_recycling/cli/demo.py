@@ -50,16 +50,16 @@ def demo(
     kind = str(recycler.model.dtype).removeprefix("torch.")
     print(f"model: {source or 'the bundled model'} ({size:.1f} M parameters, {kind})")
     prompts = DEMO if source is None else CHAT
-    options = {"max_new_tokens": max_tokens}
     print(f"> {prompts[0]}\n")
     show.legend()
-    show.stream(recycler.stream(as_prompt(recycler, prompts[0], raw=False), **options))
+    first = as_prompt(recycler, prompts[0], raw=False)
+    show.stream(recycler.stream(first, max_new_tokens=max_tokens))
     recycler.reset()
     print(f"\n{'':38} plain  recycled  speedup   MAT  tokens\n{'':36} tokens/s")
     results = []
     for question in prompts:
         prompt = as_prompt(recycler, question, raw=False)
-        result = compare(recycler, prompt, options, rounds=1, warm_up=False)
+        result = compare(recycler, prompt, {"max_new_tokens": max_tokens}, rounds=1, warm_up=False)
         results.append(result)
         print(
             f"{question[:34]:34} {result.plain_tokens_per_second:9.1f} "

@@ -90,7 +90,6 @@ def _answer(
 ) -> None:
     if as_json:
         answer = recycler.generate(prompt, **options)
-        assert not isinstance(answer, list)
         about = {
             "drafter": recycler.drafter.name,
             "drafts": recycler.options.size(recycler.template),

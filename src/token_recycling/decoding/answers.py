@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from token_recycling.decoding.metrics import Stats
 
+SHOWN = 60  # characters of a text in its repr
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -22,6 +24,14 @@ class Generation:
     token_ids: list[int]
     finish_reason: str
     stats: Stats
+
+    def __repr__(self) -> str:
+        """Show the text, its length, why it ended and its MAT."""
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}…"
+        return (
+            f"<Generation {text!r}: {len(self.token_ids)} tokens, {self.finish_reason}, "
+            f"MAT {self.stats.mat:.2f}>"
+        )
 
 
 @dataclass(frozen=True)

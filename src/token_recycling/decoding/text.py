@@ -10,6 +10,7 @@ from token_recycling.errors import TokenRecyclingError
 Message = dict[str, str]
 # A string, a conversation, or token ids.
 Prompt = str | list[Message] | list[int]
+Batch = list[str] | list[list[Message]] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
 
 
 def is_batch(prompt: Any) -> bool:

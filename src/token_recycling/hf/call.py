@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from transformers import GenerationConfig
 
 from token_recycling import defaults
 from token_recycling.decoding.accept import Acceptor, FollowAcceptor, GreedyAcceptor
@@ -16,7 +18,7 @@ from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.samplers import RowSampler
 from token_recycling.decoding.sequence import Sequence, StopRule, at_most, at_token
 from token_recycling.decoding.text import Prompt, TextStream, encode
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.hf.criteria import CriteriaRule
 from token_recycling.hf.prepare import (
     REFUSED,
@@ -89,6 +91,48 @@ class CallOptions:
         return list(strings)
 
 
+class GenerateArguments(TypedDict, total=False):
+    """Arguments of ``generate`` and ``stream``, for type checkers and editors.
+
+    The attributes of ``CallOptions``, then options of Transformers' ``generate``.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    seed: int | None
+    stop: str | Iterable[str] | None
+    keep_context: bool
+    on_progress: OnProgress | None
+    on_step: OnStep | None
+    on_draft: OnDraft | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
+    repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    min_new_tokens: int | None
+    min_length: int | None
+    max_time: float | None
+    bad_words_ids: list[list[int]] | None
+    suppress_tokens: list[int] | None
+    begin_suppress_tokens: list[int] | None
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | list[int] | None
+    exponential_decay_length_penalty: tuple[int, float] | None
+    sequence_bias: Any
+    renormalize_logits: bool | None
+    remove_invalid_values: bool | None
+    guidance_scale: float | None
+    logits_processor: Any
+    prefix_allowed_tokens_fn: Any
+    eos_token_id: int | list[int] | None
+    pad_token_id: int | None
+    generation_config: Any
+
+
 @dataclass(frozen=True)
 class Call:
     """A checked call.
@@ -137,8 +181,12 @@ def prepare_call(
     """
     if not prompts:
         raise TokenRecyclingError("the list of prompts is empty; give at least one")
-    for name in REFUSED.keys() & processors.keys():
-        raise TokenRecyclingError(f"{name} is not supported here; {REFUSED[name]}")
+    known = {*GenerateArguments.__annotations__, *vars(GenerationConfig()), *_parameters(model)}
+    for name in processors:
+        if name in REFUSED:
+            raise TokenRecyclingError(f"{name} is not supported here; {REFUSED[name]}")
+        if name not in known:
+            raise unknown_option(name, GenerateArguments.__annotations__)
     given = generate_options(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, **processors
     )
@@ -166,6 +214,12 @@ def prepare_call(
         rules = _rules(request, target, given["max_new_tokens"], special)
         sequences.append(Sequence(prompt, rules, text=text))
     return Call(options, sequences, accept)
+
+
+def _parameters(model: Any) -> Iterable[str]:
+    """Return the names of the parameters of the model's ``generate`` and ``forward``."""
+    both = (type(model).generate, model.forward)
+    return [name for method in both for name in inspect.signature(method).parameters]
 
 
 def _rules(request: Request, target: Target, most: int, special: set[int]) -> list[StopRule]:

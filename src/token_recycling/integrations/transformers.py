@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from token_recycling.decoding.metrics import Stats
 from token_recycling.drafting.matrix import AdjacencyMatrix
@@ -17,10 +17,14 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.hf.serve import streamer_ended, warn_plain
 from token_recycling.model.override import Override
 from token_recycling.model.target import TreeTarget
+from token_recycling.options import OptionArguments
 from token_recycling.recycler import TokenRecycling
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def enable(model: Any, tokenizer: Any = None, **options: Any) -> Enabled:
+
+def enable(model: Any, tokenizer: Any = None, **options: Unpack[OptionArguments]) -> Enabled:
     """Use Token Recycling in ``model.generate`` and everything that calls it, e.g. ``pipeline``.
 
     Args:
@@ -72,6 +76,10 @@ class Enabled:
     def __reduce__(self) -> Any:
         """Copy together with the model, enabled if this object is."""
         return _enabled_again, (self.recycler, self._overrides[0].call is not None)
+
+    def __repr__(self) -> str:
+        """Name the recycler, and whether it is in use."""
+        return f"<{'Enabled' if self._overrides[0].call else 'Disabled'}: {self.recycler!r}>"
 
     def disable(self) -> None:
         """Restore the model's ``generate``; calling this again does nothing."""
@@ -181,7 +189,6 @@ def generate(
 
     Raises:
         TokenRecyclingError: see ``TokenRecycling``.
-        TypeError: there is no such option.
     """
     options = token_recycling or {}
     kept = model.__dict__.get(ATTRIBUTE)
