@@ -118,6 +118,7 @@ def summarise(
             "rounds": repeated,
             "spread": measures.spread(repeated),
             "peak_memory_bytes": max((p for p in peaks if p), default=None),
+            "why_plain": decoder.recycler.draft_size.why_plain() if variant.drafter else None,
             "matrix_bytes": decoder.recycler.matrix.nbytes if recycles else None,
         }
     tokenizer = next(iter(decoders.values())).recycler.tokenizer

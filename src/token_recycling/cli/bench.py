@@ -250,3 +250,6 @@ def _print(summary: dict[str, Any]) -> None:
         for row in shown.rows:
             table.add_row(*map(Text, row))
         console.print(table)
+    for name, decoder in summary["decoders"].items():
+        if decoder["why_plain"] is not None:
+            show.note(f"{name}: {decoder['why_plain']}")

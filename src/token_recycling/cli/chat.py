@@ -111,7 +111,7 @@ class _Talk:
                     prompt, keep_context=True, on_progress=on_progress, **self.options
                 )
                 last = show.stream(noting(chunks))
-            show.ending(last)
+            show.ending(last, self.recycler.draft_size.why_plain())
         except KeyboardInterrupt:
             show.note("\ninterrupted: the answer is incomplete")
         except TokenRecyclingError as error:

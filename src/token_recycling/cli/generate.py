@@ -100,7 +100,7 @@ def _answer(
     with progress.prefill_shown() as on_progress:
         show.legend()
         last = show.stream(recycler.stream(prompt, on_progress=on_progress, **options))
-    show.ending(last)
+    show.ending(last, recycler.draft_size.why_plain())
 
 
 def _explaining(recycler: TokenRecycling) -> Callable[..., None]:
@@ -114,6 +114,9 @@ def _explaining(recycler: TokenRecycling) -> Callable[..., None]:
         if nodes := drafted_nodes(recycler.drafter, rows, draft, accepted):
             sys.stdout.flush()
             show.note("\n" + "\n".join(lines(nodes, accepted.tokens[0], text)))
+            why = recycler.draft_size.why_plain()
+            if len(nodes) == 1 and why is not None:
+                show.note(f"  {why}")
 
     return explain
 
@@ -129,3 +132,4 @@ def _compare(
         return
     print(result.text)
     show.note(result.table())
+    show.plainly(result.stats, recycler.draft_size.why_plain())

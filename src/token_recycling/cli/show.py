@@ -43,13 +43,25 @@ def stream(chunks: Iterable[Chunk]) -> Chunk | None:
     return chunk
 
 
-def ending(last: Chunk | None) -> None:
-    """Print an answer's statistics on stderr, and whether it was cut at a length limit."""
+def ending(last: Chunk | None, why_plain: str | None) -> None:
+    """Print an answer's statistics on stderr, and whether it was cut at a length limit.
+
+    Args:
+        last: the answer's last chunk.
+        why_plain: see ``DraftSize.why_plain``.
+    """
     if last is None or last.stats is None:
         return
     if last.finish_reason == "length":
         note(f"cut after {last.stats.new_tokens} tokens, at the limit of -n or of the context")
     note(statistics(last.stats))
+    plainly(last.stats, why_plain)
+
+
+def plainly(stats: Stats, why: str | None) -> None:
+    """Print on stderr how many steps had no draft, and why, if it was more than a quarter."""
+    if stats.steps and 4 * stats.plain_steps > stats.steps and why is not None:
+        note(f"{stats.plain_steps} of {stats.steps} steps without a draft; {why}")
 
 
 def statistics(stats: Stats) -> str:

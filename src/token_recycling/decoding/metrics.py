@@ -47,6 +47,7 @@ class Stats:
         prompt_tokens: prompt tokens read; those of a reused context do not count.
         new_tokens: tokens emitted, including the one of the prefill.
         steps: forwards after the prefill, counted once per row that took part.
+        plain_steps: forwards that verified no draft.
         drafted: tokens drafted.
         accepted: tokens emitted after the prefill beyond one per step.
         accepted_per_depth: how many steps accepted at least 1, 2, … tokens.
@@ -57,6 +58,7 @@ class Stats:
     prompt_tokens: int = 0
     new_tokens: int = 0
     steps: int = 0
+    plain_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
@@ -79,6 +81,7 @@ class Stats:
             self.prefill_seconds += step.seconds[0]
             return
         self.steps += 1
+        self.plain_steps += not step.drafted[row]
         self.new_tokens += emitted
         self.drafted += step.drafted[row]
         self.accepted += emitted - 1

@@ -320,3 +320,16 @@ def test_the_first_step_of_every_size_teaches_nothing():
     costs.record(8, True, 9.0)
     assert costs.spread == 0.0
     assert costs.line() == (0.0, 0.0, 0.0)
+
+
+def test_why_nothing_is_drafted_is_said_in_figures():
+    dear, cheap = (AutoSize(ACCEPTANCE, curve(COSTS[name])) for name in ("steep", "flat"))
+    assert cheap.why_plain() is None
+    said = dear.why_plain()
+    assert said == (
+        "drafts do not pay at present: verifying 2 tokens takes 2.00 times as long as a plain "
+        "step and brings 1.56 tokens"
+    )
+    Simulation(cheap).run(COSTS["flat"], 0.0, 200)
+    cheap._pause.plain_left = 0  # no pause hides what is expected of the next draft
+    assert "times as long as a plain step and brings 1.0" in cheap.why_plain()

@@ -127,6 +127,21 @@ class AutoSize(DraftSize):
         best = int(speeds.argmax()) + 1
         return now if now and speeds[best - 1] < CHANGE * speeds[now - 1] else best
 
+    def why_plain(self) -> str | None:
+        """Return the costs and tokens of the best draft if a plain step is better (see above)."""
+        promised = self._mean.cumsum()
+        at = self._rows * np.arange(1, len(promised) + 1)
+        speeds = self._speeds(promised, at)
+        if self.pays and speeds.argmax():
+            return None
+        n = int(speeds[1:].argmax())
+        brings = 1 + self._accepted / self._expected * promised[n]
+        costs = self._prices[at[n]] / self._prices[0]
+        return (
+            f"drafts do not pay at present: verifying {n + 2} tokens takes {costs:.2f} times as "
+            f"long as a plain step and brings {brings:.2f} tokens"
+        )
+
     def _speeds(self, promised: Any, at: Any) -> Any:
         """Return the tokens per unit of cost of a plain step, then of each choice of nodes.
 

@@ -55,6 +55,10 @@ class DraftSize(ABC):
             seconds: time of the step; None: it says nothing, because of what else was done in it.
         """
 
+    def why_plain(self) -> str | None:
+        """Return in one line why drafts are not verified at present; None if they are."""
+        return None
+
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt from texts, without times, for ``restore``."""
         return {}
