@@ -12,6 +12,7 @@ import httpx2 as httpx
 import uvicorn
 
 from token_recycling.server.app import Server, create_app
+from token_recycling.server.connection import Connection
 from token_recycling.server.engine import Engine
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches
@@ -68,7 +69,13 @@ def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**
     about = {"recycling": "on", "context": 2048}
     app = create_app(Server(engine, NAME, list(keys), about), origins)
     sock = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, lifespan="off")
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=5,
+        lifespan="off",
+        http=Connection,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     decoding = threading.Thread(target=engine.run, daemon=True)

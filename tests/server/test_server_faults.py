@@ -293,6 +293,56 @@ class TestFullQueue:
             assert len(served.post(COMPLETIONS, **SHORT, n=3).json()["choices"]) == 3
 
 
+class TestTwoCallers:
+    """One sends more than the server takes; the other must not wait for that, or be refused."""
+
+    HEADERS = tuple({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+
+    def flood(self, served, headers, count):
+        """Send requests from threads; return the list that gets their statuses."""
+        found = []
+
+        def ask():
+            found.append(served.post(COMPLETIONS, headers=headers, **LONG).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        return found, threads
+
+    def test_the_other_gets_its_places(self, recycler):
+        with running(recycler, keys=["one", "two"], rows=1, waiting=8) as served:
+            statuses, threads = self.flood(served, self.HEADERS[0], 12)
+            wait_for(
+                lambda: served.metric("num_requests_waiting") == 8 and statuses.count(429) == 3
+            )
+            others, more = self.flood(served, self.HEADERS[1], 4)
+            wait_for(lambda: statuses.count(429) == 7)  # four gave their places up
+            assert 429 not in others
+            # Both have four places now, so a fifth is refused as for anybody.
+            refused = served.post(COMPLETIONS, headers=self.HEADERS[1], **SHORT)
+            assert refused.status_code == 429
+            assert int(refused.headers["Retry-After"]) >= 1
+            for job in list(served.engine._waiting):
+                served.engine.abort(job)
+            served.engine.stop()
+            for thread in (*threads, *more):
+                thread.join()
+
+    def test_many_connections_of_one_caller_get_no_more(self, recycler):
+        """The control: they are one caller, and the queue is full for all of them."""
+        with running(recycler, keys=["one"], rows=1, waiting=2) as served:
+            statuses, threads = self.flood(served, self.HEADERS[0], 3)
+            wait_for(lambda: served.metric("num_requests_waiting") == 2)
+            assert served.post(COMPLETIONS, headers=self.HEADERS[0], **SHORT).status_code == 429
+            assert 429 not in statuses
+            for job in list(served.engine._waiting):
+                served.engine.abort(job)
+            served.engine.stop()
+            for thread in threads:
+                thread.join()
+
+
 class TestModelThatFails:
     """The requests of a failed step get 500; later ones are answered."""
 

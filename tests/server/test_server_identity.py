@@ -17,6 +17,7 @@ from token_recycling import TokenRecycling
 from token_recycling.bench.suites import load
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
+from token_recycling.server import engine
 
 REQUESTS, AT_ONCE = 64, 8
 ABORTED = 8  # every so many-th request is ended after its first tokens
@@ -108,6 +109,36 @@ def test_text_is_that_of_generate(texts, rows):
     assert len(set(wanted)) > REQUESTS // 2
     differ = [i for i, text in enumerate(found) if text is not None and text != wanted[i]]
     assert not differ
+
+
+@pytest.mark.parametrize("prefix", [2**26, 0])
+def test_a_full_batch_pauses_rows_and_keeps_the_text(texts, prefix, monkeypatch):
+    """Rows leave a batch that has grown too large, and join again; with and without their cache."""
+    bodies, wanted = texts
+    monkeypatch.setattr(engine, "BATCH_TOKENS", 500)
+    monkeypatch.setattr(engine, "ROOM", 8)
+    right, paused, largest = engine.Engine._pause, [], []
+
+    def pause(self):
+        right(self)
+        paused.append(len(self._paused))
+        lengths = [len(row.sequence.tokens) for row in self._batch.rows]
+        if len(lengths) > 1:
+            largest.append(max(lengths) * len(lengths))
+
+    monkeypatch.setattr(engine.Engine, "_pause", pause)
+    recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    with running(recycler, prefix=prefix) as served:
+        found = answers(served.url, bodies)
+        served.idle()
+        tokens = served.metric("generation_tokens_total")
+        read = served.metric("prompt_tokens_total")
+    assert max(paused) > 1
+    assert 300 < max(largest) <= 500
+    differ = [i for i, text in enumerate(found) if text is not None and text != wanted[i]]
+    assert not differ
+    assert tokens > 1000
+    assert 0 < read < 64 * 60  # a prompt that is read again is counted once
 
 
 def test_one_request_at_a_time_reuses_contexts_and_keeps_the_text(texts):

@@ -44,6 +44,17 @@ class TestFairQueue:
         queue.put("one", "new")
         assert [queue.pop(), queue.pop()] == [1, "new"]
 
+    def test_who_has_most_makes_room(self):
+        queue = FairQueue()
+        for item in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
+            queue.put(item[0], item)
+        assert queue.make_room("c", 1, 1) == ["a4"]  # its newest
+        assert queue.make_room("c", 1, 2) is None  # c would have 2, and only a has more
+        assert len(queue) == 6
+        assert queue.make_room("a", 1, 1) is None
+        assert queue.make_room("d", 1, 3) == ["a3", "a2", "b2"]
+        assert list(queue) == ["a1", "b1", "c1"]
+
     def test_removing(self):
         queue = FairQueue()
         queue.put("a", "x")

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,10 +136,36 @@ def test_all_addresses_a_key_and_no_time_to_drain(tmp_path):
             httpx.Client(base_url=url, timeout=60, headers=headers) as client,
             client.stream("POST", COMPLETIONS, json=body) as answer,
         ):
-            next(answer.iter_lines())
+            frames = answer.iter_lines()
+            next(frames)
             served.process.send_signal(signal.SIGTERM)
+            received = [line for line in frames if line]
+            assert json.loads(received[-1][6:])["error"]["message"] == "the server is shutting down"
             assert served.process.wait(timeout=10) == 0
         assert "Traceback" not in served.text()
+
+
+@pytest.mark.server
+def test_a_closed_terminal_is_no_loss(tmp_path):
+    """SIGHUP ends no stream, and the matrix is saved; the exit code tells if that fails."""
+    folder = tmp_path / "learned"
+    folder.mkdir()
+    for writable in (True, False):
+        with started(tmp_path, "--matrix", folder / "matrix.safetensors") as served:
+            body = {**BODY, "max_tokens": 300, "stream": True}
+            with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=60) as answer:
+                frames = answer.iter_lines()
+                received = [next(frames)]
+                if not writable:
+                    shutil.rmtree(folder)
+                served.process.send_signal(signal.SIGHUP)
+                received += frames
+            assert received[-2] == "data: [DONE]"
+            assert served.process.wait(timeout=30) == (0 if writable else 1)
+            text = served.text()
+        assert ("the matrix was not saved" in text) is not writable
+        assert (folder / "matrix.safetensors").exists() is writable
+        assert "Traceback" not in text
 
 
 @pytest.mark.server

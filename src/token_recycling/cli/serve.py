@@ -166,6 +166,9 @@ def serve(
         finally:
             if recycler.warm_rows is not None:
                 recycler.warm_rows.keep_new(recycler.model)
+            saved_last = keeper is None or keeper.finish()
+        if not saved_last:
+            raise typer.Exit(1)
 
 
 def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:

@@ -121,16 +121,18 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         """Make room for a forward of ``queries`` tokens.
 
         The capacity grows by a quarter, and by at least one chunk, so the total cost of copying is
-        linear in the length.
+        linear in the length. Room of rows that were removed is given back then.
         """
         if self.end + queries <= self.capacity:
             return
         step = max(defaults.CACHE_CHUNK, self.capacity // 4)
         old, self.extent.capacity = self.capacity, max(self.end + queries, self.capacity + step)
         self._stack()
+        rows = len(self.lengths)
         for index, (stack, views) in enumerate(self._stacks):
-            grown = stack.new_zeros(*stack.shape[:3], self.capacity, stack.shape[4])
-            grown[:, :, :, :old] = stack
+            layers, _, heads, _, size = stack.shape
+            grown = stack.new_zeros(layers, rows, heads, self.capacity, size)
+            grown[:, :, :, :old] = stack[:, :rows]
             self._bind(index, grown, views)
 
     def _stack(self) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from token_recycling.server.authentication import Caller
-from token_recycling.server.engine import DrainingError, Engine, QueueFullError
+from token_recycling.server.engine import SHUTTING_DOWN, DrainingError, Engine, QueueFullError
 from token_recycling.server.errors import ApiError, ClientGoneError
 from token_recycling.server.job import Ended, Event, Failed, Job, NewTokens
 from token_recycling.server.prompts import Answer
@@ -54,17 +54,9 @@ class Answering:
         try:
             engine.submit(self._jobs)
         except QueueFullError as error:
-            raise ApiError(
-                str(error),
-                status=429,
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                retry_after=error.seconds,
-            ) from error
+            raise _error(Failed(str(error), 429, error.seconds)) from error
         except DrainingError as error:
-            raise ApiError(
-                "the server is shutting down", status=503, kind="server_error", retry_after=1
-            ) from error
+            raise _error(Failed(SHUTTING_DOWN, 503, 1)) from error
 
     def _emitter(self, index: int) -> Callable[[Event], None]:
         def emit(event: Event) -> None:
@@ -81,9 +73,7 @@ class Answering:
         """
         index, event = await self._events.get()
         if isinstance(event, Failed):
-            if event.refused:
-                raise ApiError(event.message)
-            raise ApiError(event.message, status=500, kind="server_error")
+            raise _error(event)
         self.left -= isinstance(event, Ended)
         return index, event
 
@@ -91,6 +81,22 @@ class Answering:
         """End all jobs that have not ended."""
         for job in self._jobs:
             self._engine.abort(job)
+
+
+def _error(failed: Failed) -> ApiError:
+    """Return the error that a client gets."""
+    if failed.status == 400:
+        return ApiError(failed.message)
+    if failed.status == 429:
+        return ApiError(
+            failed.message,
+            status=429,
+            kind="rate_limit_error",
+            code="rate_limit_exceeded",
+            retry_after=failed.retry_after,
+        )
+    status, after = failed.status, failed.retry_after
+    return ApiError(failed.message, status=status, kind="server_error", retry_after=after)
 
 
 async def or_gone(request: Request, awaited: Awaitable[T]) -> T:

@@ -1,12 +1,14 @@
-"""A limit for the size of request bodies."""
+"""Limits for the size of request bodies, and for the time that they take to arrive."""
 
 from __future__ import annotations
+
+import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from token_recycling.server.errors import ApiError
 
-MOST_BYTES = 4 * 2**20
+MOST_BYTES, MOST_SECONDS = 4 * 2**20, 60.0
 
 
 class BodyTooLargeError(ApiError):
@@ -20,15 +22,26 @@ class BodyTooLargeError(ApiError):
         )
 
 
+class BodyTooSlowError(ApiError):
+    """A body that took more than ``MOST_SECONDS``."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the request's body did not arrive within {MOST_SECONDS:g} s",
+            status=408,
+            code="request_timeout",
+        )
+
+
 class BodyLimit:
-    """Middleware that refuses large bodies before they are read whole."""
+    """Middleware that refuses large and slow bodies before they are read whole."""
 
     def __init__(self, app: ASGIApp) -> None:
         """Wrap ``app``."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; a body that turns out too large raises where it is read."""
+        """Serve a request; a body that turns out too large or slow raises where it is read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -39,12 +52,20 @@ class BodyLimit:
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
                 return
-        read = 0
+        read, whole = 0, False
+        deadline = asyncio.get_running_loop().time() + MOST_SECONDS
 
         async def limited() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, whole
+            if whole:  # what comes now is that the client has gone
+                return await receive()
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                message = await asyncio.wait_for(receive(), left)
+            except asyncio.TimeoutError:
+                raise BodyTooSlowError from None
             read += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
             if read > MOST_BYTES:
                 raise BodyTooLargeError
             return message

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from threading import Condition, Event
 from time import monotonic
 
@@ -25,8 +27,10 @@ from token_recycling.server.queue import FairQueue
 from token_recycling.server.scopes import MatrixScopes
 
 logger = logging.getLogger(__name__)
-# Most tokens of a batch; rows are padded to the longest one, and padding counts.
-BATCH_TOKENS = 32768
+# Most tokens of a batch; rows are padded to the longest one, and padding counts. A row joins if
+# each can grow by ``ROOM`` tokens; when they have, the newest rows pause.
+BATCH_TOKENS, ROOM = 32768, 128
+SHUTTING_DOWN = "the server is shutting down"
 TICK = 1.0  # seconds between calls of ``on_tick`` while idle
 
 
@@ -43,7 +47,7 @@ class DrainingError(Exception):
 
 
 class AbortedError(Exception):
-    """The client has gone while its prompt was being read."""
+    """The client has gone before its prompt was read."""
 
 
 @dataclass(eq=False)
@@ -104,9 +108,11 @@ class Engine:
         )
         self._changed = Condition()  # guards _waiting, _admitted, _draining and _seconds
         self._waiting: FairQueue[Job] = FairQueue()
+        self._paused: deque[Running] = deque()  # rows that left the full batch, the oldest first
         self._admitted = 0  # jobs taken from the queue that have not ended
         self._draining = False
         self._seconds = 1.0  # a request takes, on average
+        self._end = inf  # ``monotonic()`` seconds at which answers in progress are ended
         self._ended = Event()
         self.alive = False  # True while ``run`` runs
 
@@ -118,6 +124,9 @@ class Engine:
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs that belong together: all or none.
 
+        If the queue is full, the caller with most jobs in it gives up its newest ones, as long as
+        it still has as many as the caller of ``jobs``.
+
         Raises:
             QueueFullError: there is no room.
             DrainingError: the server is shutting down.
@@ -126,13 +135,23 @@ class Engine:
             if self._draining:
                 raise DrainingError
             free = max(0, self._most_rows - self._admitted)
-            if len(self._waiting) + len(jobs) > self._most_waiting + free:
-                rounds = len(self._waiting) / self._most_rows
-                raise QueueFullError(max(1, round(rounds * self._seconds)))
+            missing = len(self._waiting) + len(jobs) - self._most_waiting - free
+            given_up: list[Job] | None = []
+            if missing > 0:
+                full = QueueFullError(self._wait())
+                given_up = self._waiting.make_room(jobs[0].caller, len(jobs), missing)
+                if given_up is None:
+                    raise full
+                for job in given_up:
+                    job.emit(Failed(f"{full}: the places go to other callers", 429, full.seconds))
             for job in jobs:
                 self._waiting.put(job.caller, job)
             self._count()
             self._changed.notify()
+
+    def _wait(self) -> int:
+        """Return a guess of the seconds until the queue has room."""
+        return max(1, round(len(self._waiting) / self._most_rows * self._seconds))
 
     def abort(self, job: Job) -> None:
         """End a job, if it has not ended."""
@@ -140,6 +159,10 @@ class Engine:
         with self._changed:
             if self._waiting.remove(job):
                 self._count()
+
+    def drain(self, seconds: float) -> None:
+        """End all answers with an error in ``seconds``; may be called in a signal handler."""
+        self._end = monotonic() + seconds
 
     def stop(self) -> None:
         """Take no more jobs, and wait until ``run`` has finished those that were taken."""
@@ -162,32 +185,38 @@ class Engine:
             self.alive = False
             with self._changed:
                 self._draining = True
-                left = [*(one.job for one in self._batch.rows), *self._waiting]
+                left = [*(one.job for one in (*self._batch.rows, *self._paused)), *self._waiting]
             for job in left:
-                job.emit(Failed("the server has stopped", refused=False))
+                job.emit(Failed("the server has stopped", 500))
             self._ended.set()
 
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or self._batch.rows or self._draining):
+                while not (self._has_work or self._draining):
                     self._changed.wait(TICK)
                     if not self._waiting:
                         self._batch.release()
                         break
-                if self._draining and not (self._waiting or self._batch.rows):
+                if self._draining and not self._has_work:
                     return
             if self._is_idle():
                 self._warm()
             if self._on_tick is not None:
                 self._on_tick()
+            while self._paused and self._fits(self._paused[0].sequence.tokens):
+                self._read(self._paused.popleft())
             while (job := self._next()) is not None:
                 self._join(job)
             if self._batch.rows:
                 self._step()
 
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._batch.rows or self._draining)
+        return not (self._has_work or self._draining)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._batch.rows or self._paused)
 
     def _warm(self) -> None:
         """Compute missing warm rows until a request arrives, for ``TICK`` seconds at most."""
@@ -199,20 +228,44 @@ class Engine:
         """Take a job from the queue if it fits into the batch."""
         with self._changed:
             job = self._waiting.next()
-            rows = self._batch.rows
-            if job is None or len(rows) >= self._most_rows:
-                return None
-            longest = max([len(job.prompt), *(len(row.sequence.tokens) for row in rows)])
-            if rows and longest * (len(rows) + 1) > BATCH_TOKENS:
+            if job is None or self._paused or not self._fits(job.prompt):
                 return None
             self._admitted += 1
             job = self._waiting.pop()
             self._count()
             return job
 
+    def _fits(self, tokens: list[int]) -> bool:
+        """Return whether a row of these tokens may join the batch."""
+        rows = self._batch.rows
+        longest = max([len(tokens), *(len(row.sequence.tokens) for row in rows)])
+        within = (longest + ROOM) * (len(rows) + 1) <= BATCH_TOKENS
+        return len(rows) < self._most_rows and (within or not rows)
+
+    def _pause(self) -> None:
+        """Take the newest rows out of a batch that has grown too large; they join again later."""
+        while len(rows := self._batch.rows) > 1:
+            longest = max(len(row.sequence.tokens) for row in rows)
+            if longest * len(rows) <= BATCH_TOKENS:
+                return
+            newest = max(rows, key=lambda row: row.job.arrived)
+            self._keep(newest)
+            self._paused.appendleft(newest)
+
     def _join(self, job: Job) -> None:
-        """Read a job's prompt and report its first token."""
-        begun = monotonic()
+        """Let a job join the batch."""
+        try:
+            row = self._prepare(job)
+        except TokenRecyclingError as error:
+            self._refuse(job, error)
+        except Exception as error:  # Transformers may raise anything
+            self._fail([job], error)
+        else:
+            self._read(row)
+
+    def _read(self, row: Running) -> None:
+        """Read a row's prompt, and what it had written before a pause; report its next token."""
+        begun, job, sequence = monotonic(), row.job, row.sequence
 
         def between(read: int, total: int) -> None:
             if job.aborted:
@@ -221,8 +274,8 @@ class Engine:
                 self._step()
 
         try:
-            row = self._prepare(job)
-            sequence = row.sequence
+            if job.aborted:
+                raise AbortedError
             prefix = self._prefix(self._scopes.owner(job.key), sequence.tokens)
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
             step = self._batch.join(row, prefix=prefix, on_progress=between)
@@ -231,19 +284,23 @@ class Engine:
             self.metrics.ended("abort", Stats(), 0.0)
             return
         except TokenRecyclingError as error:
-            self._forget(job)
-            self.metrics.ended("error", Stats(), 0.0)
-            job.emit(Failed(str(error), refused=True))
+            self._refuse(job, error)
             return
         except Exception as error:  # the model, or a processor of Transformers, may raise anything
             self._fail([job], error)
             return
         self._record(step, [row])
-        now = monotonic()
-        self.metrics.began(
-            sequence.prompt_length, sequence.cached, begun - job.arrived, now - job.arrived
-        )
+        if not row.sent:
+            now = monotonic()
+            self.metrics.began(
+                sequence.prompt_length, sequence.cached, begun - job.arrived, now - job.arrived
+            )
         self._report()
+
+    def _refuse(self, job: Job, error: TokenRecyclingError) -> None:
+        self._forget(job)
+        self.metrics.ended("error", Stats(), 0.0)
+        job.emit(Failed(str(error), 400))
 
     def _prefix(self, owner: str, tokens: list[int]) -> RecyclingCache | None:
         """Return keys and values of the longest known beginning of a prompt, or None.
@@ -286,9 +343,26 @@ class Engine:
                 accept = FollowAcceptor([LogitsProcessorList()], None, recorder)
         return Running(sequence, accept, self._scopes.drafter(job.key), job, recorder)
 
+    def _end_all(self) -> None:
+        """End all answers with an error."""
+        with self._changed:
+            waiting = [self._waiting.pop() for _ in range(len(self._waiting))]
+            self._count()
+        rows = [*self._batch.rows, *self._paused]
+        self._batch.clear()
+        self._paused.clear()
+        for row in rows:
+            self._forget(row.job)
+            self.metrics.ended("abort", row.sequence.stats, monotonic() - row.job.arrived)
+        for job in (*(row.job for row in rows), *waiting):
+            job.emit(Failed(SHUTTING_DOWN, 503))
+
     def _step(self) -> None:
         """Advance all rows by one step, and report their tokens."""
+        if monotonic() > self._end:
+            self._end_all()
         self._leave([one for one in self._batch.rows if one.job.aborted], "abort")
+        self._pause()
         if not self._batch.rows:
             return
         try:
@@ -305,7 +379,7 @@ class Engine:
     def _record(self, step: Step, rows: list[Running]) -> None:
         for row, one in enumerate(rows):
             sequence = one.sequence
-            read = sequence.prompt_length - sequence.cached
+            read = 0 if one.sent else sequence.prompt_length - sequence.cached
             for stats in (sequence.stats, self.recycler.stats):
                 stats.add(step, row, prompt_tokens=read)
 
@@ -336,16 +410,13 @@ class Engine:
         for one in lost:
             assert one.job.grammar is not None
             assert one.job.grammar.problem is not None
-            one.job.emit(Failed(one.job.grammar.problem, refused=True))
+            one.job.emit(Failed(one.job.grammar.problem, 400))
 
     def _leave(self, rows: list[Running], reason: str | None = None) -> None:
         """Let rows leave the batch, report their end, and keep what was read of them."""
         for one in rows:
             sequence = one.sequence
-            owner = self._scopes.owner(one.job.key)
-            if (context := self._batch.leave(one)) is not None:
-                self._prefixes.keep(owner, sequence.tokens[:-1], context)
-                self.metrics.prefix_bytes.set(self._prefixes.nbytes)
+            self._keep(one)
             self._forget(one.job)
             why = sequence.finish_reason or "abort"
             taken = monotonic() - one.job.arrived
@@ -354,6 +425,14 @@ class Engine:
             )
             if reason is None:
                 one.job.emit(Ended(why, sequence.stats))
+
+    def _keep(self, row: Running) -> None:
+        """Take a row out of the batch, and keep what was read of it."""
+        context = self._batch.leave(row)
+        if context is not None:
+            owner = self._scopes.owner(row.job.key)
+            self._prefixes.keep(owner, row.sequence.tokens[:-1], context)
+            self.metrics.prefix_bytes.set(self._prefixes.nbytes)
 
     def _forget(self, job: Job) -> None:
         """Note that a job which was taken from the queue is done."""
@@ -368,4 +447,4 @@ class Engine:
         for job in jobs:
             self._forget(job)
             self.metrics.ended("error", Stats(), 0.0)
-            job.emit(Failed(f"{type(error).__name__}: {one_line(error, 200)}", refused=False))
+            job.emit(Failed(f"{type(error).__name__}: {one_line(error, 200)}", 500))

@@ -57,6 +57,8 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """Return the error as a response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 408:
+            headers["Connection"] = "close"  # the rest of the body may still come
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)

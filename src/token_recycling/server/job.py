@@ -65,11 +65,14 @@ class Failed:
 
     Attributes:
         message: one line.
-        refused: True if the request is at fault, False for a fault of the server.
+        status: of the HTTP answer: 400 if the request is at fault, 429 if it gave up its place in
+            the queue, 500 for a fault of the server.
+        retry_after: seconds after which to try again, with 429.
     """
 
     message: str
-    refused: bool
+    status: int
+    retry_after: int | None = None
 
 
 Event = NewTokens | Ended | Failed

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -19,7 +20,7 @@ from token_recycling.hf.call import CallOptions
 from token_recycling.recycler import TokenRecycling
 from token_recycling.server.errors import ApiError
 from token_recycling.server.grammar import GrammarProcessor, Grammars, json_grammar
-from token_recycling.server.json_schema import ANY_OBJECT
+from token_recycling.server.json_schema import ANY_OBJECT, Schema
 from token_recycling.server.penalties import PenaltyProcessor
 from token_recycling.server.response_template import TemplateParser, response_template
 from token_recycling.server.schemas import (
@@ -29,6 +30,7 @@ from token_recycling.server.schemas import (
     NamedTool,
     SamplingFields,
 )
+from token_recycling.server.special_tokens import Marks, SpecialTokens
 from token_recycling.server.tools import AnswerParser, CallParser, call_grammar, takes_tools
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat answers end at the context
@@ -74,6 +76,7 @@ class Prompts:
         self._reserved = {*arguments, "self"}  # else a request could bring its own template
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
         self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos)
+        self._special = SpecialTokens(self.tokenizer)
         self._lock = Lock()
 
     def of_chat(self, request: ChatRequest) -> list[Answer]:
@@ -86,8 +89,9 @@ class Prompts:
             self._check_tools(request)
         grammar = self._grammar(request)
         with self._lock:
-            text = self._render(request)
-            ids = self._encode(text, "messages", special=False)
+            rendered, marks = self._render(request)
+            text = marks.text(rendered)
+            ids = self._encode(text, "messages", lambda: marks.ids(rendered, self.tokenizer))
             self._check_length(ids, "messages")
             if grammar is not None:
                 self._load_grammars()
@@ -135,12 +139,17 @@ class Prompts:
         with self._lock:
             prompts = []
             for prompt in request.prompts:
-                ids = prompt if isinstance(prompt, list) else self._encode(prompt, "prompt")
+                ids = prompt if isinstance(prompt, list) else self._of_text(prompt)
                 self._check_length(ids, "prompt")
                 prompts.append(ids)
         return self._choices(request, prompts, request.max_tokens or COMPLETION_TOKENS, None)
 
-    def _render(self, request: ChatRequest) -> str:
+    def _of_text(self, prompt: str) -> list[int]:
+        found: list[int] = self._encode(prompt, "prompt", lambda: self.tokenizer(prompt).input_ids)
+        return found
+
+    def _render(self, request: ChatRequest) -> tuple[str, Marks]:
+        """Return the conversation as the template writes it, with marks (see ``Marks``)."""
         extra = dict(request.chat_template_kwargs or {})
         if taken := sorted(self._reserved & extra.keys()):
             raise ApiError(
@@ -148,14 +157,17 @@ class Prompts:
             )
         if request.calls:
             extra["tools"] = request.tools_json
+        effort = request.reasoning_effort
+        if effort is not None and "reasoning_effort" in str(self.tokenizer.chat_template):
+            extra["reasoning_effort"] = effort
+        messages = [message.for_template() for message in request.messages]
+        (messages, extra), marks = self._special.marked([messages, extra])
         try:
-            return render(
-                self.tokenizer, [message.for_template() for message in request.messages], extra
-            )
+            return render(self.tokenizer, messages, extra), marks
         except (TokenRecyclingError, TypeError) as error:
             raise ApiError(str(error), param="messages") from error
 
-    def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
+    def _encode(self, text: str, param: str, tokenize: Callable[[], list[int]]) -> list[int]:
         # Megabytes of text would take seconds to tokenise.
         if self.context is not None and len(text) > self.context * self._longest_token:
             raise ApiError(
@@ -165,11 +177,10 @@ class Prompts:
                 code="context_length_exceeded",
             )
         try:
-            found = self.tokenizer(valid_text(text), add_special_tokens=special).input_ids
+            valid_text(text)
         except TokenRecyclingError as error:
             raise ApiError(str(error), param=param) from error
-        ids: list[int] = found
-        return ids
+        return tokenize()
 
     def _check_length(self, ids: list[int], param: str) -> None:
         if not ids:
@@ -196,7 +207,9 @@ class Prompts:
         if form is not None and form.type == "json_object":
             return json_grammar(ANY_OBJECT)
         if form is not None and form.json_schema is not None:
-            return json_grammar(form.json_schema.schema_ or ANY_OBJECT)
+            schema = form.json_schema.schema_ or ANY_OBJECT
+            self._check_schema(schema, "response_format")
+            return json_grammar(schema)
         if not (request.calls and self._forces_calls):
             return None
         functions = [tool.function for tool in request.tools or []]
@@ -204,11 +217,21 @@ class Prompts:
         if isinstance(choice, NamedTool):
             functions = [one for one in functions if one.name == choice.function.name]
         named = isinstance(choice, NamedTool)
+        for one in functions:
+            self._check_schema(one.parameters or ANY_OBJECT, "tools")
         return call_grammar(
             [one.model_dump(exclude_none=True) for one in functions],
             forced=named or choice == "required",
             several=not named and request.parallel_tool_calls is not False,
         )
+
+    def _check_schema(self, schema: Schema, param: str) -> None:
+        """Refuse special tokens in a schema: written by the model, one would end the answer."""
+        if (found := self._special.first(json.dumps(schema, ensure_ascii=False))) is not None:
+            raise ApiError(
+                f"the schema contains {json.dumps(found)}, a special token of this model",
+                param=param,
+            )
 
     def _choices(
         self,

@@ -42,6 +42,32 @@ class FairQueue(Generic[T]):
             self._waiting[caller] = items
         return item
 
+    def make_room(self, caller: str, items: int, places: int) -> list[T] | None:
+        """Remove the newest items of callers that would still have as many as ``caller`` gets.
+
+        Args:
+            caller: is about to put ``items`` items into a full queue.
+            items: their number.
+            places: how many items must go.
+
+        Returns:
+            The removed items; None, and nothing is removed, if there are not enough.
+        """
+        counts = {name: len(waiting) for name, waiting in self._waiting.items() if name != caller}
+        least = len(self._waiting.get(caller, ())) + items
+        givers: list[str] = []
+        for _ in range(places):
+            most = max(counts, key=lambda name: counts[name], default=None)
+            if most is None or counts[most] <= least:
+                return None
+            counts[most] -= 1
+            givers.append(most)
+        removed = [self._waiting[name].pop() for name in givers]
+        for name in set(givers):
+            if not self._waiting[name]:
+                del self._waiting[name]
+        return removed
+
     def remove(self, item: T) -> bool:
         """Remove ``item``; return False if it is not waiting."""
         for caller, items in self._waiting.items():

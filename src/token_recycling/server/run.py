@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import socket
+from contextlib import suppress
 from threading import Thread
 from types import FrameType
 
@@ -13,7 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.server.connection import Connection
 from token_recycling.server.engine import Engine
+
+GRACE_SECONDS = 5  # for the last frames of answers that were ended
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -44,7 +48,7 @@ def bind(host: str, port: int) -> socket.socket:
 def run(
     app: FastAPI, engine: Engine, sock: socket.socket, *, drain_seconds: int, access_log: bool
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then finish the answers in progress.
+    """Serve until SIGTERM, SIGINT or SIGHUP; then finish the answers in progress.
 
     HTTP is served in a thread of its own, and requests are decoded in this one, the main thread
     (see ``Engine``).
@@ -53,14 +57,16 @@ def run(
         app: the application of ``engine``.
         engine: decodes the requests.
         sock: a bound socket.
-        drain_seconds: after which answers in progress are ended.
+        drain_seconds: after which answers in progress are ended, with an error.
         access_log: print a line per request.
     """
     config = uvicorn.Config(
         app,
         log_level="info" if access_log else "warning",
         access_log=access_log,
-        timeout_graceful_shutdown=drain_seconds,
+        http=Connection,
+        # The engine ends the answers before.
+        timeout_graceful_shutdown=drain_seconds + GRACE_SECONDS,
         lifespan="off",
     )
     server = uvicorn.Server(config)
@@ -75,12 +81,16 @@ def run(
         first = not server.should_exit
         server.handle_exit(number, frame)  # the first signal drains; a second SIGINT does not wait
         if first:
+            engine.drain(drain_seconds)
             line = (
                 f"finishing answers in progress, for up to {drain_seconds} s; Ctrl-C again: at once"
             )
-            os.write(2, f"{line}\n".encode())  # print must not be used in a signal handler
+            with suppress(OSError):  # the terminal may have been closed
+                os.write(2, f"{line}\n".encode())  # print must not be used in a signal handler
 
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signals.append(signal.SIGHUP)
     before = {number: signal.signal(number, end) for number in signals}
     thread = Thread(target=serve, name="http")
     thread.start()

@@ -19,7 +19,7 @@ MOST_TOKENS = 2**31
 # Accepted without effect: they concern OpenAI's accounts and storage, or are hints.
 WITHOUT_EFFECT_COMPLETION = ("user",)
 WITHOUT_EFFECT_CHAT = (
-    *("user", "metadata", "safety_identifier", "service_tier"),
+    *("user", "metadata", "safety_identifier", "service_tier", "store"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
 )
 # Refused, except for values that ask for nothing; and why.
@@ -30,11 +30,6 @@ REFUSED_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "it is deprecated; use tools"),
     "moderation": ((), "there is no moderation"),
     "prediction": ((), "drafts come from the model itself"),
-    "reasoning_effort": (
-        ("none",),
-        "use chat_template_kwargs if the model's template has such a switch",
-    ),
-    "store": ((False,), "nothing is stored"),
     "verbosity": (("medium",), "models have no such setting"),
     "web_search_options": ((), "there is no web search"),
 }
@@ -77,7 +72,7 @@ class StreamOptions(Strict):
     """How to stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None  # without effect: nothing is padded
     # Ours: tells in every chunk which of its tokens were drafted.
     include_drafts: bool | None = None
 
@@ -145,6 +140,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None  # without effect: what is kept does not depend on it
 
     @model_validator(mode="before")
     @classmethod
@@ -167,6 +163,7 @@ class PastToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None  # of a call that was streamed; without effect
 
 
 class Message(BaseModel):
@@ -283,6 +280,10 @@ class ChatRequest(SamplingFields):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # Without effect if the model's template has no such variable.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     # That of vLLM
     chat_template_kwargs: Json | None = None
 
@@ -310,7 +311,8 @@ class ChatRequest(SamplingFields):
             raise FieldError("tool_choice", "tool_choice names a function that is not in tools")
         if self.calls and self.response_format and self.response_format.type != "text":
             raise FieldError(
-                "response_format", "response_format and tools cannot be combined; choose one"
+                "response_format",
+                "response_format and tools cannot be combined; set tool_choice: none",
             )
         return self
 

@@ -37,13 +37,20 @@ class MatrixKeeper:
         self._saved = monotonic()
         Thread(target=self._write, args=(self.matrix.clone(),), daemon=True).start()
 
-    def save(self) -> None:
-        """Save now."""
-        self._write(self.matrix)
+    def save(self) -> bool:
+        """Save now; return whether that succeeded."""
+        return self._write(self.matrix)
 
-    def _write(self, matrix: AdjacencyMatrix) -> None:
+    def finish(self) -> bool:
+        """Save for the last time, and not at the end of the process; return as ``save`` does."""
+        atexit.unregister(self.save)
+        return self.save()
+
+    def _write(self, matrix: AdjacencyMatrix) -> bool:
         with self._writing:
             try:
                 matrix.save(self.path)
             except TokenRecyclingError as error:
                 logger.warning("Token Recycling: the matrix was not saved: %s", error)
+                return False
+            return True

@@ -1,0 +1,154 @@
+"""Connections: senders that are slow or silent, half-closed ones, targets in absolute form."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import suppress
+
+import pytest
+
+from token_recycling.server import body_limit, connection
+
+LIMIT = 0.6
+SHORT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "temperature": 1.0, "seed": 1}
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    monkeypatch.setattr(connection, "HEADER_SECONDS", LIMIT)
+    monkeypatch.setattr(body_limit, "MOST_SECONDS", LIMIT)
+
+
+def request(body, target="/v1/completions", close=True):
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n" + "Connection: close\r\n" * close + "\r\n"
+    )
+    return head.encode() + content
+
+
+class Opened:
+    """A connection to the server."""
+
+    def __init__(self, url):
+        host, port = url.removeprefix("http://").split(":")
+        self.socket = socket.create_connection((host, int(port)))
+        self.socket.settimeout(60)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+    def send(self, data):
+        self.socket.sendall(data)
+
+    def rest(self):
+        """All that comes until the server closes; and the seconds until then."""
+        begin, data = time.monotonic(), b""
+        while part := self.socket.recv(65536):
+            data += part
+        return data.decode(), time.monotonic() - begin
+
+
+def opened(server):
+    return Opened(server.url)
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /health HTTP/1.1\r\nHo"])
+def test_a_connection_without_a_request_is_closed(server, limits, start):
+    with opened(server) as made:
+        made.send(start)
+        data, seconds = made.rest()
+    assert data == ""
+    assert LIMIT / 2 < seconds < LIMIT + 2
+
+
+def test_more_bytes_do_not_move_the_limit(server, limits):
+    with opened(server) as made:
+        begin = time.monotonic()
+        made.send(b"GET /health HTTP/1.1\r\n")
+        with suppress(OSError):  # the server has closed
+            while time.monotonic() - begin < LIMIT + 3:
+                made.send(b"A: 1\r\n")
+                time.sleep(0.1)
+    assert time.monotonic() - begin < LIMIT + 2
+
+
+def test_the_headers_of_a_later_request_have_a_limit_too(server, limits):
+    with opened(server) as made:
+        made.send(request(SHORT, close=False))
+        data = made.socket.recv(65536).decode()
+        assert data.startswith("HTTP/1.1 200")
+        made.send(b"GET /health HTTP/1.1\r\n")
+        data, seconds = made.rest()
+    assert "HTTP/1.1" not in data
+    assert seconds < LIMIT + 2
+
+
+def test_a_body_that_does_not_arrive(server, limits):
+    with opened(server) as made:
+        made.send(request(SHORT)[:-5])
+        data, seconds = made.rest()
+    assert data.startswith("HTTP/1.1 408")
+    assert "the request's body did not arrive within 0.6 s" in data
+    assert seconds < LIMIT + 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_answers_are_not_cut(server, limits, stream, monkeypatch):
+    """The control: the limits are for what clients send."""
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.05)
+    monkeypatch.setattr(body_limit, "MOST_SECONDS", 0.05)
+    with opened(server) as made:
+        made.send(request({**LONG, "stream": stream}))
+        data, seconds = made.rest()
+    assert seconds > 0.2
+    assert data.count('"finish_reason": "') + data.count('"finish_reason":"') == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [SHORT, LONG])
+def test_a_client_that_closes_its_direction_gets_its_answer(server, stream, body, monkeypatch):
+    monkeypatch.setattr(connection, "LOOK_SECONDS", 0.02)
+    with opened(server) as made:
+        made.send(request({**body, "stream": stream}, close=False))
+        made.socket.shutdown(socket.SHUT_WR)
+        data, _ = made.rest()
+    interim, _, answer = data.partition("HTTP/1.1 200")
+    assert "content-type" in answer
+    assert '"finish_reason"' in answer
+    if body is LONG and not stream:
+        assert interim.count("HTTP/1.1 102") > 1
+    assert interim.replace("HTTP/1.1 102 \r\n\r\n", "") == ""
+
+
+def test_half_a_request_is_no_request(server):
+    """The control: without a whole request there is nothing to wait for."""
+    with opened(server) as made:
+        made.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        made.socket.shutdown(socket.SHUT_WR)
+        data, seconds = made.rest()
+    assert "200" not in data
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("target", ["http://x/v1/completions", "HTTPS://x:80/v1/completions"])
+def test_targets_in_absolute_form(server, target):
+    with opened(server) as made:
+        made.send(request(SHORT, target))
+        data, _ = made.rest()
+    assert data.startswith("HTTP/1.1 200")
+
+
+def test_other_targets_in_absolute_form(server):
+    for target in ("http://x", "http://x/v1/nothing"):
+        with opened(server) as made:
+            made.send(request(SHORT, target))
+            data, _ = made.rest()
+        assert data.startswith(("HTTP/1.1 404", "HTTP/1.1 405"))
