@@ -210,7 +210,7 @@ def wrong_calls(folder):
         (["-n", 5], "no prompt"),
         (["-p", ""], "no prompt"),
         ([p, "-p", p], "twice"),
-        ([p, "-n", 0], "max_new_tokens"),
+        ([p, "-n", 0], "-n is 0; it must be 1 or more"),
         ([p, "-n", "many"], "--max-tokens"),
         ([p, "--temp", -1], "temperature"),
         ([p, "--temp", 1, "--top-p", 7], "top_p"),

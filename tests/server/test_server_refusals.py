@@ -177,6 +177,16 @@ CHAT_CASES = [
     ),
     (
         {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"$ref": "#"}},
+            }
+        },
+        "response_format",
+        "invalid schema: no text satisfies it",
+    ),
+    (
+        {
             "tools": [
                 {
                     "type": "function",

@@ -144,6 +144,6 @@ def subject(summary: dict[str, Any]) -> str:
     note = f", {model['note']}" if model["note"] else ""
     return (
         f"{model['name']}{note}: {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}; "
-        f"{machine['device_name']}, {machine['threads']} threads; "
+        f"{machine['device_name']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}; "
         f"torch {machine['torch']}, transformers {machine['transformers']}"
     )

@@ -179,7 +179,13 @@ class Sampling:
     stop: StopStrings = None
 
     def options(self, max_tokens: int) -> dict[str, Any]:
-        """Return the given options as arguments of ``TokenRecycling.generate``."""
+        """Return the given options as arguments of ``TokenRecycling.generate``.
+
+        Raises:
+            TokenRecyclingError: ``max_tokens`` is below 1.
+        """
+        if max_tokens < 1:
+            raise TokenRecyclingError(f"-n is {max_tokens}; it must be 1 or more")
         given = {name: value for name, value in vars(self).items() if value is not None}
         given["temperature"] = given.pop("temp")
         return {"max_new_tokens": max_tokens, "seed": None, **given}

@@ -53,13 +53,23 @@ class Grammars:
             TokenRecyclingError: the grammar is not valid or too large.
         """
         made = LLMatcher(self.tokens, grammar, log_level=0)
-        if made.is_error():
-            raise TokenRecyclingError(f"invalid schema: {one_line(made.get_error(), 300)}")
-        return made
+        if not made.is_error():
+            first = made.deep_copy()
+            first.compute_bitmask()  # a grammar that no text satisfies fails only here
+            if not first.is_error():
+                return made
+            made = first
+        raise TokenRecyclingError(f"invalid schema: {_problem(made)}")
 
     def processor(self, matcher: LLMatcher, prompt_length: int) -> GrammarProcessor:
         """Return the processor of an answer that follows ``prompt_length`` tokens."""
         return GrammarProcessor(matcher.deep_copy(), self._vocab_size, prompt_length)
+
+
+def _problem(matcher: LLMatcher) -> str:
+    """Return the error of a matcher as one line, without the state of the library."""
+    error = matcher.get_error().partition("<state>")[0]
+    return "no text satisfies it" if "NoExtensionBias" in error else one_line(error, 300)
 
 
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
@@ -86,7 +96,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         if self.problem is None:
             llguidance.torch.fill_next_token_bitmask(self._matcher, self._mask)
         if self._matcher.is_error():
-            self.problem = f"the grammar of the answer: {one_line(self._matcher.get_error(), 200)}"
+            self.problem = f"the grammar of the answer: {_problem(self._matcher)}"
             return scores
         bits = torch.arange(32, dtype=torch.int32)
         allowed = ((self._mask[0, :, None] >> bits) & 1).bool().flatten()[: scores.shape[-1]]
