@@ -40,8 +40,8 @@ from token_recycling.util.modes import ordinary_tensors
 from token_recycling.warm.fill import fill
 from widen import SHAPES
 
-NODES = (1, 5, 17, 33, 65, 81)
-DRAFTED = (17, 33, 65, 81)  # nodes of drafts without a model
+NODES = (1, 4, 16, 32, 48, 64)
+DRAFTED = (16, 32, 64)  # nodes of drafts without a model
 REPEATS = 30
 TEXT = 500  # tokens of a text without a model
 TIES = 8  # roundings of the largest logit within which two tokens are all but tied
@@ -117,17 +117,6 @@ def interpreted(device: torch.device) -> Iterator[None]:
         yield
     finally:
         del os.environ["TRITON_INTERPRET"]
-
-
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Compile steps with another backend of ``torch.compile``; "eager" generates no code."""
-    before = graphs.BACKEND
-    graphs.BACKEND = name
-    try:
-        yield
-    finally:
-        graphs.BACKEND = before
 
 
 def load(source: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
@@ -271,8 +260,7 @@ class Bench:
             for nodes in NODES:
                 if deadline.over:
                     break
-                with backend("eager"):
-                    runner = self._runner(self._drafter(nodes), nodes, context)
+                runner = self._runner(self._drafter(nodes), nodes, context)
                 seconds = self._step_seconds(runner)
                 plain = plain or seconds
                 floor = (self.weight_bytes + context * self.kv_bytes) / self.speed
@@ -283,13 +271,12 @@ class Bench:
     def compiled(self, deadline: Deadline) -> dict[str, Any]:
         """Captured steps with code by Inductor and without, and the time to compile."""
         rows = []
-        for nodes in (1, 17, 65):
-            for name in ("eager", graphs.BACKEND):
+        for nodes in (1, 16, 64):
+            for name, compiled in (("captured", False), ("compiled", True)):
                 if deadline.over:
                     break
                 begin = time.perf_counter()
-                with backend(name):
-                    runner = self._runner(self._drafter(nodes), nodes, self._middle)
+                runner = self._runner(self._drafter(nodes), nodes, self._middle, compiled=compiled)
                 ready = time.perf_counter() - begin
                 seconds = self._step_seconds(runner)
                 rows.append({"nodes": nodes, "by": name, "seconds": seconds, "ready": ready})
@@ -316,9 +303,9 @@ class Bench:
         return {"rows": rows}
 
     def phases(self, deadline: Deadline) -> dict[str, Any]:
-        """Time of the whole compiled step, of the model alone in it, and the longest kernels."""
+        """Time of the whole captured step, of the model alone in it, and the longest kernels."""
         found: dict[str, Any] = {"context": self._middle}
-        for nodes in (17, 33, 81):
+        for nodes in (16, 32, 64):
             if deadline.over:
                 break
             runner = self._runner(self._drafter(nodes), nodes, self._middle)
@@ -364,7 +351,7 @@ class Bench:
             "generate, static compiled cache": self._generate(cache_implementation="static"),
             "default": self._way(graph=True, warm=None),
             "default, eager": self._way(graph=False, warm=None),
-            **{f"{n} nodes": self._way(graph=True, nodes=n - 1) for n in (17, 33, 65)},
+            **{f"{n} nodes": self._way(graph=True, nodes=n - 1) for n in (16, 32, 64)},
         }
         taken: dict[str, list[list[float]]] = {name: [] for name in ways}
         failed: dict[str, str] = {}
@@ -404,12 +391,14 @@ class Bench:
             self._full.update(torch.arange(vocab), torch.randint(vocab, shape, generator=generator))
         return AdaptiveDrafter(self._full.clone(), nodes - 1)
 
-    def _runner(self, drafter: AnyDrafter, nodes: int, context: int) -> GraphRunner:
-        """Compile a step that stands behind ``context`` random tokens."""
+    def _runner(
+        self, drafter: AnyDrafter, nodes: int, context: int, *, compiled: bool = False
+    ) -> GraphRunner:
+        """Capture a step that stands behind ``context`` random tokens."""
         torch._dynamo.reset()  # variants of the step are counted
         self.target.prefill([self.tokens[:context]])
         slots = decoder.slots_for(context + nodes)
-        runner = GraphRunner(GraphStep(self.target, drafter, 1, slots, nodes))
+        runner = GraphRunner(GraphStep(self.target, drafter, 1, slots, nodes), compiled=compiled)
         with ordinary_tensors():
             runner.step.begin([Sequence(self.tokens[: context + 1])], [])
         for _ in range(3):

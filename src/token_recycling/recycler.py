@@ -107,7 +107,9 @@ class TokenRecycling(DecodingMethod):
             matrix.check(self.target.vocab_size, name, what="this model")
             self.matrix = matrix
             drafter, size = drafter_and_size(given, self.target, matrix, self.template)
-        self.runs = Runs(self.target, drafter, size, given.graphs_on(self.target.device))
+        device = self.target.device
+        graphs, compiles = given.graphs_on(device), given.compiles_on(device)
+        self.runs = Runs(self.target, drafter, size, graphs, compiles)
         self.warm_rows = self._warm_rows(on_progress)
         self._insert_warm_rows()
         self.stats = Stats()

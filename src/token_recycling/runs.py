@@ -72,6 +72,7 @@ class Runs:
         drafter: proposes the drafts.
         size: the draft-size policy.
         graphs: whether steps run as graphs where they can.
+        compiles: whether graphs are compiled.
         compiling: context entered while a graph is compiled, which may take minutes the first time.
         latest: number of the answer that began last.
     """
@@ -80,6 +81,7 @@ class Runs:
     drafter: AnyDrafter
     size: DraftSize
     graphs: bool
+    compiles: bool
     compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
     latest: int = 0
     _graph: GraphDecoder | None = field(default=None, init=False)
@@ -134,7 +136,13 @@ class Runs:
             return None
         if self._graph is None or self._graph.drafter is not self.drafter:
             try:
-                self._graph = GraphDecoder(self.target, self.drafter, self.size, self.compiling)
+                self._graph = GraphDecoder(
+                    self.target,
+                    self.drafter,
+                    self.size,
+                    compiles=self.compiles,
+                    compiling=self.compiling,
+                )
             except GraphError:
                 return None
         return self._graph

@@ -16,20 +16,15 @@ from token_recycling.graph import kernels, runner
 PROMPTS = random_prompts([20, 7, 33, 1])
 
 
-@pytest.fixture(params=["eager", "inductor"])
-def _backend(request, monkeypatch):
-    monkeypatch.setattr(runner, "BACKEND", request.param)
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("graph", [None, "compiled"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_captured_step_gives_the_same_text(name, rows):
+def test_a_captured_step_gives_the_same_text(name, rows, graph):
+    torch._dynamo.reset()
     model = make(name)
     prompts = PROMPTS[:rows]
     expected = [plain(model, prompt, 100) for prompt in prompts]
-    recycler = TokenRecycling(model.cuda(), nodes=15, strict=True)
+    recycler = TokenRecycling(model.cuda(), nodes=15, strict=True, graph=graph)
     with warnings.catch_warnings():
         # Of all warnings only this one: Inductor's advises TensorFloat32 for float32 models.
         warnings.filterwarnings("error", message="decoding without a graph")

@@ -4,6 +4,7 @@ The default suite captures the graph and runs its operations as they are: one co
 Inductor takes a minute on two cores. `make test-fused` runs the same tests compiled.
 """
 
+import gc
 import os
 import warnings
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence, at_most
 from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.draft import DraftTree, chains
-from token_recycling.drafting.size.auto import COOLDOWN, PATIENCE, AutoSize
+from token_recycling.drafting.size.auto import COOLDOWN, GRAPH_SIZES, PATIENCE, AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import decoder, runner
 from token_recycling.graph.step import GraphStep
@@ -495,3 +496,50 @@ def test_the_check_of_a_graph_leaves_nothing_behind(llama):
         recycler.generate(PROMPTS[0], max_new_tokens=30)
         matrices.append(recycler.matrix.state())
     assert all(one.equal(other) for one, other in zip(*(m.values() for m in matrices)))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 2}])
+def test_a_step_that_is_only_captured_is_not_compiled(llama, options, monkeypatch):
+    """As on CUDA by default; here the operations of the step run one by one."""
+    options = {"max_new_tokens": 60, **options}
+    eager = recycling(llama, graph=False).generate(PROMPTS[0], **options)
+    recycler = recycling(llama)
+    recycler.runs.compiles = False
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", None)
+        found = recycler.generate(PROMPTS[0], **options)
+    assert found.token_ids == eager.token_ids
+    assert found.stats.accepted > 0
+    assert len(runners(recycler)) == 1
+
+
+def test_nothing_is_collected_during_a_capture():
+    """A graph that is freed meanwhile would end it."""
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="x"), runner.uncollected():
+        assert not gc.isenabled()
+        raise ValueError("x")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with runner.uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_tensor_parallel_model_is_decoded_plainly(llama, monkeypatch):
+    monkeypatch.setattr(type(llama), "tp_size", 2)
+    with pytest.warns(UserWarning, match=r"plain decoding.*tensor parallel \(tp_plan\)"):
+        recycler = TokenRecycling(llama)
+    assert recycler.generate(PROMPTS[0], max_new_tokens=5).stats.drafted == 0
+    with pytest.raises(TokenRecyclingError, match="tensor parallel"):
+        TokenRecycling(llama, strict=True)
+
+
+def test_sizes_of_graphs_are_few():
+    policy = AutoSize(tuple(0.34 * n**-0.95 for n in range(1, 81)), CostCurve.assumed("cuda"))
+    assert policy.typical() in GRAPH_SIZES
+    few = AutoSize((0.5, 0.4, 0.3), CostCurve.assumed("cuda"))
+    assert few.typical() == 4

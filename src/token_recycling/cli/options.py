@@ -78,6 +78,9 @@ Graph = Annotated[
     bool | None,
     typer.Option("--graph/--no-graph", help="Run each step as one graph; default: on CUDA."),
 ]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile graphs on CUDA too; the first time, minutes.")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt without a chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -91,6 +94,7 @@ class Loading:
     dtype: Dtype = None
     float32_logits: Float32Logits = False
     graph: Graph = None
+    compiled: Compile = False
     drafter: Drafter = defaults.DRAFTER
     nodes: Nodes = None
     tree: Tree = None
@@ -115,6 +119,8 @@ class Loading:
             raise TokenRecyclingError(
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
+        if self.compiled and self.graph is False:
+            raise TokenRecyclingError("--compile and --no-graph contradict each other")
         self._check()
         with busy_shown(f"loading {self.model or 'the bundled model'}"):
             import torch
@@ -122,6 +128,7 @@ class Loading:
 
             from token_recycling.checkpoint.load import load_checkpoint
             from token_recycling.decoding.prepare import compile_kernels, is_compiled
+            from token_recycling.options import COMPILED
             from token_recycling.recycler import TokenRecycling
 
             logging.set_verbosity_error()
@@ -142,7 +149,7 @@ class Loading:
                 tree=self.tree,
                 k=self.candidates,
                 matrix=self.matrix if self.matrix and self.matrix.exists() else None,
-                graph=self.graph,
+                graph=COMPILED if self.compiled else self.graph,
                 float32_logits=self.float32_logits,
                 warm=self.warm,
                 strict=self.strict,

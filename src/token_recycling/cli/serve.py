@@ -42,6 +42,7 @@ FIELDS = (
     "candidates",
     "matrix",
     "graph",
+    "compiled",
     "warm",
     "float32_logits",
     "threads",

@@ -68,6 +68,8 @@ class GraphDecoder:
         target: TreeTarget,
         drafter: AnyDrafter,
         size: DraftSize,
+        *,
+        compiles: bool,
         compiling: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Decode with ``drafter``.
@@ -77,6 +79,7 @@ class GraphDecoder:
             drafter: see ``can_draft``.
             size: draft-size policy. Each size is a graph of its own, so all drafts have one, which
                 is looked at when an answer begins.
+            compiles: compile the steps; False: only capture them.
             compiling: context entered while a step is compiled, which may take minutes the first
                 time.
 
@@ -89,7 +92,8 @@ class GraphDecoder:
         written = getattr(model.get_output_embeddings(), "out_features", target.vocab_size)
         if written != target.vocab_size:
             raise GraphError("the LM head is wider than the vocabulary")
-        self.target, self.drafter, self.size, self.compiling = target, drafter, size, compiling
+        self.target, self.drafter, self.size = target, drafter, size
+        self._compiles, self._compiling = compiles, compiling
         if not can_draft(drafter, target.device):
             raise GraphError(f"the drafter {drafter.name} runs on the CPU")
         if not target.takes_positions:
@@ -154,12 +158,11 @@ class GraphDecoder:
     def _make(
         self, batch: int, slots: int, size: int, processors: list[Processors] | None
     ) -> GraphRunner:
-        with ordinary_tensors(), self.compiling():  # the caller may be in inference mode
+        with ordinary_tensors(), self._compiling():  # the caller may be in inference mode
             for _ in range(2):
                 try:
-                    return GraphRunner(
-                        GraphStep(self.target, self.drafter, batch, slots, size, processors)
-                    )
+                    step = GraphStep(self.target, self.drafter, batch, slots, size, processors)
+                    return GraphRunner(step, compiled=self._compiles)
                 except torch.OutOfMemoryError:
                     self._runners = {}  # free their caches, then retry
         raise GraphError(f"not enough memory for a cache of {batch} x {slots} tokens")

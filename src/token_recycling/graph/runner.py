@@ -1,25 +1,42 @@
-"""One graph: a step compiled, on a GPU captured, compared with the eager step, and launched."""
+"""One graph: a step captured on a GPU, or compiled, compared with the eager step, and launched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.draft import root_only
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.graph.step import LAG, GraphStep
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
 BACKEND = "inductor"
-WARM_UP = 3  # runs before the capture
+WARM_UP, TIMED = 3, 5  # runs before the capture; and for the time of a step
 TIES = 4  # roundings of the largest logit within which tokens are all but tied
 VARIANTS = 64  # compiled variants of one function; PyTorch's default limit is 8
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect garbage, then not until the end: a graph that is freed would end a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphError(TokenRecyclingError):
@@ -27,13 +44,17 @@ class GraphError(TokenRecyclingError):
 
 
 class GraphRunner:
-    """Runs a ``GraphStep`` repeatedly: compiled as one graph and, on a GPU, captured."""
+    """Runs a ``GraphStep`` repeatedly: on a GPU captured, and compiled on request."""
 
-    def __init__(self, step: GraphStep) -> None:
-        """Compile and warm up, with no active rows, so that nothing is learnt or committed.
+    def __init__(self, step: GraphStep, *, compiled: bool) -> None:
+        """Warm up, with no active rows, so that nothing is learnt or committed, and capture.
+
+        Args:
+            step: the step.
+            compiled: compile it as one graph, which may take minutes.
 
         Raises:
-            GraphError: the step does not compile as one graph.
+            GraphError: the step cannot be compiled or captured.
         """
         self.step = step
         device = step.target.device
@@ -42,7 +63,9 @@ class GraphRunner:
         self._on_device = partial(torch.cuda.device, device) if cuda else nullcontext
         self.lag = LAG if cuda else 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._compiled = torch.compile(step.advance, fullgraph=True, backend=BACKEND)
+        self._advance: Callable[[], tuple[Tensor, Tensor, Tensor]] = step.advance
+        if compiled:
+            self._advance = torch.compile(step.advance, fullgraph=True, backend=BACKEND)
         try:
             with self._on_device():
                 self._output = output = self._capture() if cuda else self._run()
@@ -56,6 +79,7 @@ class GraphRunner:
         self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **memory)
         self._turn = 0
         self._agrees: bool | None = None  # with an eager step; None: not known yet
+        self._slower: str | None = None  # how much longer it takes than an eager plain step
 
     def _run(self) -> Tensor:
         with (
@@ -64,7 +88,7 @@ class GraphRunner:
             self.step.target.linears or nullcontext(),
             ordinary_tensors(),
         ):
-            return self.step.finish(*self._compiled())
+            return self.step.finish(*self._advance())
 
     def _capture(self) -> Tensor:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -74,11 +98,20 @@ class GraphRunner:
             for _ in range(WARM_UP):
                 self._run()
         current.wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
-        # A capture that fails does not leave its stream.
-        with torch.cuda.stream(current), capture:
-            return self._run()
+        for attempt in range(2):
+            self._graph = torch.cuda.CUDAGraph()
+            capture = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
+            try:
+                # A capture that fails does not leave its stream.
+                with uncollected(), torch.cuda.stream(current), capture:
+                    return self._run()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                if attempt:
+                    raise
+                torch.cuda.synchronize()
+        raise AssertionError("the second attempt returns or raises")
 
     def check(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
         """Compare the first two steps with eager ones on these texts; restore what they changed.
@@ -90,12 +123,17 @@ class GraphRunner:
             generators: of the sampled rows; empty: the argmax is taken.
 
         Raises:
-            GraphError: the two differ by more than rounding explains.
+            GraphError: the two differ by more than rounding explains, or the graph takes longer
+                than a plain step of the eager loop.
         """
         if self._agrees is None:
             self._agrees = self._agrees_with_eager(sequences, generators)
+            if self._agrees and self._graph is not None:
+                self._slower = self._slower_than_plain(sequences)
         if not self._agrees:
             raise GraphError("steps of the graph differ from the same steps without it")
+        if self._slower is not None:
+            raise GraphError(self._slower)
 
     def _agrees_with_eager(
         self, sequences: list[Sequence], generators: list[torch.Generator]
@@ -129,6 +167,21 @@ class GraphRunner:
                 same = step.target.dtype != torch.float32
             result(lambda: eager)  # restores the matrix
         return same
+
+    def _slower_than_plain(self, sequences: list[Sequence]) -> str | None:
+        """Return in one line that a step takes longer than an eager plain one, or None."""
+        target, step = self.step.target, self.step
+        with self._on_device(), step.target.lm_head, ordinary_tensors():
+            step.active.zero_()  # nothing is committed or learnt
+            roots = root_only(torch.tensor([one.tokens[-1] for one in sequences], device="cpu"))
+            captured = _seconds(self._replay)
+            plain = _seconds(lambda: target.verify(roots))
+        if captured <= plain:
+            return None
+        return (
+            f"a captured step of {step.size} tokens takes {captured * 1e3:.1f} ms and a plain step "
+            f"of the eager loop {plain * 1e3:.1f} ms"
+        )
 
     def _replay(self) -> Tensor:
         if self._graph is None:
@@ -185,3 +238,15 @@ class GraphRunner:
             return found
 
         return wait
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Return the median seconds of ``run`` on the current CUDA device."""
+    found = []
+    for _ in range(TIMED):
+        torch.cuda.synchronize()
+        begin = perf_counter()
+        run()
+        torch.cuda.synchronize()
+        found.append(perf_counter() - begin)
+    return median(found)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -16,6 +17,9 @@ from token_recycling.model.cpu import attention as cpu
 # Attribute of a mask that requests packed queries: that mask packed, by heads in a group.
 PACKED = "token_recycling_packed"
 UNKNOWN = ("position_bias", "softcap")  # options that alter the scores; left to the stock function
+# PyTorch may choose cuDNN, whose plans are made anew for every length of the keys (23 to 37 ms).
+CUDA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ALIGNED = 8  # entries, required of a mask's rows by the memory-efficient kernel
 Attention = Callable[..., "tuple[Tensor, Tensor | None]"]
 
 
@@ -60,14 +64,29 @@ def packed_attention(
             packed[group] = cpu.pack_mask(attention_mask, group)
         scale = size**-0.5 if scale is None else scale
         return cpu.attend(query, key, value, packed[group], scale), None
-    if group == 1:
+    if group == 1 and not query.is_cuda:
         return stock(module, query, key, value, attention_mask, **others)
     if group not in packed:
-        packed[group] = attention_mask.repeat(1, 1, group, 1)
+        packed[group] = repeated_mask(attention_mask, group)
     mask = packed[group][..., : key.shape[2]]
     queries = query.reshape(batch, key.shape[1], group * q, size)
-    out = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
+    if query.is_cuda:
+        with sdpa_kernel(CUDA_BACKENDS):
+            out = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
+    else:
+        out = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, q, -1).transpose(1, 2).contiguous(), None
+
+
+def repeated_mask(mask: Tensor, group: int) -> Tensor:
+    """Return a mask [B, 1, q, s] for every head of a group, [B, 1, group · q, s].
+
+    Its rows begin at multiples of ``ALIGNED`` entries; else every layer would copy it.
+    """
+    batch, _, q, s = mask.shape
+    made = mask.new_empty(batch, 1, group, q, -(-s // ALIGNED) * ALIGNED)
+    made[..., :s] = mask[:, :, None]
+    return made.flatten(2, 3)[..., :s]
 
 
 def install() -> None:

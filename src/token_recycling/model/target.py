@@ -101,6 +101,9 @@ class TreeTarget:
         self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class overrides _sample")
+        if (getattr(model, "tp_size", None) or 1) > 1:
+            # Draft sizes depend on time, so that processes would disagree and wait for ever.
+            raise TokenRecyclingError("it is tensor parallel (tp_plan)")
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:

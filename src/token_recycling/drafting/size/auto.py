@@ -31,6 +31,8 @@ FEWEST, GROWTH = 8, 2.0
 REFRESH = 16  # steps for which costs are taken as constant
 # While ``StepCosts.spread`` is below ``ENOUGH``, one step of ``EXPLORE`` takes half its best size.
 ENOUGH, EXPLORE = 8.0, 16
+# Sizes of graphs: few, and at the edges of the tiles of matrix products on GPUs.
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64)
 CHANGE = 1.1  # by how much another size must be faster for a graph of it
 # After ``PATIENCE`` drafts in a row of which none is worth verifying, drafts pause for ``COOLDOWN``
 # steps, twice as many every time; then ``PROBE`` drafts are verified whatever they promise.
@@ -121,10 +123,10 @@ class AutoSize(DraftSize):
         return min(self.most, int(self._reach)) if self.pays else 1
 
     def typical(self, now: int = 0) -> int:
-        """Return the best size of an average draft; ``now`` if that is nearly as good."""
+        """Return the best of ``GRAPH_SIZES`` for an average draft; ``now`` if nearly as good."""
         promised = self._mean.cumsum()
         speeds = self._speeds(promised, self._rows * np.arange(1, len(promised) + 1))
-        best = int(speeds.argmax()) + 1
+        best = max((n for n in GRAPH_SIZES if n <= self.most), key=lambda n: float(speeds[n - 1]))
         return now if now and speeds[best - 1] < CHANGE * speeds[now - 1] else best
 
     def why_plain(self) -> str | None:
