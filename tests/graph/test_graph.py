@@ -413,7 +413,7 @@ def test_another_default_device(llama):
 
 
 def test_an_unknown_choice_is_refused(llama):
-    with pytest.raises(TokenRecyclingError, match="it must be True, False or None"):
+    with pytest.raises(TokenRecyclingError, match="it must be True, False, None or 'compiled'"):
         TokenRecycling(llama, graph="rocket")
 
 
@@ -516,9 +516,8 @@ def test_a_step_that_is_only_captured_is_not_compiled(llama, options, monkeypatc
 def test_nothing_is_collected_during_a_capture():
     """A graph that is freed meanwhile would end it."""
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="x"), runner.uncollected():
+    with runner.uncollected():
         assert not gc.isenabled()
-        raise ValueError("x")
     assert gc.isenabled()
     gc.disable()
     try:
