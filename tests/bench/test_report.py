@@ -186,8 +186,10 @@ def test_texts_are_escaped():
     summary["sample"]["pieces"][1][0] = bad
     summary["machine"]["command"] = summary["questions"][0]["name"] = bad
     summary["model"]["name"] = bad
-    summary["decoders"][bad] = decoder(1.2)
     summary["kinds"] = [*KINDS, bad, "$x$ \x07"]
+    summary["decoders"][bad] = decoder(1.2)
+    for one in summary["decoders"].values():
+        one["kinds"] = dict.fromkeys(summary["kinds"], one["overall"])
     html, text = read(summary)
     assert "<script" not in html
     assert text.count(bad) >= 8

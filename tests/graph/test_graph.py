@@ -365,7 +365,7 @@ def test_layers_that_share_entries(name):
 def test_what_failed_is_not_tried_again(llama, monkeypatch):
     tried = []
 
-    def failing(self, step):
+    def failing(self, step, *, compiled):
         tried.append(step)
         raise runner.GraphError("no")
 
@@ -530,7 +530,7 @@ def test_nothing_is_collected_during_a_capture():
 
 def test_a_tensor_parallel_model_is_decoded_plainly(llama, monkeypatch):
     monkeypatch.setattr(type(llama), "tp_size", 2)
-    with pytest.warns(UserWarning, match=r"plain decoding.*tensor parallel \(tp_plan\)"):
+    with pytest.warns(UserWarning, match=r"tensor parallel \(tp_plan\); falling back to plain"):
         recycler = TokenRecycling(llama)
     assert recycler.generate(PROMPTS[0], max_new_tokens=5).stats.drafted == 0
     with pytest.raises(TokenRecyclingError, match="tensor parallel"):

@@ -92,7 +92,7 @@ def test_options_that_transformers_refuses_are_one_line(recycler):
     with pytest.raises(TokenRecyclingError, match=r"top_p is 7\.0"):
         recycler.generate([5, 6], temperature=1.0, top_p=7.0)
     with pytest.raises(TokenRecyclingError, match="refuses") as caught:
-        recycler.generate([5, 6], no_such_option=3)
+        recycler.generate([5, 6], bad_words_ids=[])
     assert "\n" not in str(caught.value)
     with pytest.raises(TokenRecyclingError, match="beam"):
         recycler.generate([5, 6], num_beams=3)

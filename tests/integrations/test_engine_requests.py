@@ -259,7 +259,7 @@ def test_chains_are_accepted_up_to_the_first_wrong_token(rows):
 
 def test_drafts_shrink_with_the_batch():
     options = ServingOptions.parse({"max_step_tokens": "64"})
-    assert [options.nodes_for(n, 33) for n in (1, 2, 4, 16, 64, 500)] == [33, 32, 16, 4, 1, 1]
+    assert [options.size_for(n, 33) for n in (1, 2, 4, 16, 64, 500)] == [33, 32, 16, 4, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_options(model, single, ways):
     assert recycler_of(model) is first
     model.generate(**single, max_new_tokens=5, token_recycling={"drafter": "paper"}, **ways)
     assert recycler_of(model).drafter.name == "paper"
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(TokenRecyclingError, match="colour"):
         model.generate(**single, max_new_tokens=5, token_recycling={"colour": 1}, **ways)
 
 

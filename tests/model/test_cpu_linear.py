@@ -385,11 +385,11 @@ def test_a_copy_of_the_model_has_ordinary_layers(calls):
 @pytest.mark.parametrize(
     ("ratios", "used"),
     [
-        ((0.5, 0.5, 0.5, 0.5, 0.5), range(1, MOST_ROWS + 1)),
-        ((1.0, 0.5, 0.5, 0.5, 0.5), range(TRIAL_ROWS[1], MOST_ROWS + 1)),
-        ((0.5, 0.5, 1.2, 0.5, 0.5), range(1, TRIAL_ROWS[1] + 1)),
-        ((1.0, 0.5, 1.0, 1.0, 1.0), range(TRIAL_ROWS[1], TRIAL_ROWS[1] + 1)),
-        ((1.0, 1.0, 1.0, 1.0, 1.0), range(0)),
+        ((0.5, 0.5, 0.5, 0.5, 0.5, 0.5), range(1, MOST_ROWS + 1)),
+        ((1.0, 0.5, 0.5, 0.5, 0.5, 0.5), range(TRIAL_ROWS[1], MOST_ROWS + 1)),
+        ((0.5, 0.5, 1.2, 0.5, 0.5, 0.5), range(1, TRIAL_ROWS[1] + 1)),
+        ((1.0, 0.5, 1.0, 1.0, 1.0, 1.0), range(TRIAL_ROWS[1], TRIAL_ROWS[1] + 1)),
+        ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0), range(0)),
     ],
 )
 def test_the_trial_decides(ratios, used, monkeypatch, calls):

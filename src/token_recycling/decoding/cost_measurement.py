@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import token_recycling
 from token_recycling import defaults
 from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence
@@ -26,6 +25,7 @@ from token_recycling.model.limits import config_digest
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.files import cache_folder
 from token_recycling.util.machine import device_name, synchronize
+from token_recycling.version import __version__
 
 CONTEXT = 64  # tokens in the cache
 # Tokens verified. The measurement may end after any of them, so those that say most come first.
@@ -144,7 +144,7 @@ def identity(model: Any, device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "torch": torch.__version__,
-        "token_recycling": token_recycling.__version__,
+        "token_recycling": __version__,
     }
 
 

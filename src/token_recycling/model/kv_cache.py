@@ -128,9 +128,9 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         step = max(defaults.CACHE_CHUNK, self.capacity // 4)
         old, self.extent.capacity = self.capacity, max(self.end + queries, self.capacity + step)
         self._stack()
-        rows = len(self.lengths)
         for index, (stack, views) in enumerate(self._stacks):
-            layers, _, heads, _, size = stack.shape
+            layers, rows, heads, _, size = stack.shape
+            rows = min(rows, len(self.lengths))
             grown = stack.new_zeros(layers, rows, heads, self.capacity, size)
             grown[:, :, :, :old] = stack[:, :rows]
             self._bind(index, grown, views)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from itertools import groupby
 
@@ -330,6 +331,8 @@ def test_why_nothing_is_drafted_is_said_in_figures():
         "drafts do not pay at present: verifying 2 tokens takes 2.00 times as long as a plain "
         "step and brings 1.56 tokens"
     )
-    Simulation(cheap).run(COSTS["flat"], 0.0, 200)
-    cheap._pause.plain_left = 0  # no pause hides what is expected of the next draft
-    assert "times as long as a plain step and brings 1.0" in cheap.why_plain()
+    Simulation(dear).run(COSTS["steep"], 0.02, 300)
+    takes, brings = re.findall(r"(?:takes|brings) (\d\.\d\d)", dear.why_plain())
+    assert float(takes) > 1.2 * float(brings)
+    cheap._pause.plain_left = 7
+    assert cheap.why_plain() == "drafts pause for 7 more steps: none was worth verifying"

@@ -134,8 +134,10 @@ class AutoSize(DraftSize):
         promised = self._mean.cumsum()
         at = self._rows * np.arange(1, len(promised) + 1)
         speeds = self._speeds(promised, at)
-        if self.pays and speeds.argmax():
-            return None
+        if speeds.argmax():
+            left = self._pause.plain_left
+            none = f"drafts pause for {left} more steps: none was worth verifying"
+            return none if left else None
         n = int(speeds[1:].argmax())
         brings = 1 + self._accepted / self._expected * promised[n]
         costs = self._prices[at[n]] / self._prices[0]

@@ -27,7 +27,7 @@ from token_recycling.util.modes import ThreadContext, without_autocast
 MOST_ROWS = 128
 # The trial of kernel and PyTorch: numbers of rows, seconds in all, and the ratio of their times
 # below which the kernel is used.
-TRIAL_ROWS = (1, 4, 16, 64, MOST_ROWS)
+TRIAL_ROWS = (1, 2, 4, 16, 64, MOST_ROWS)
 TRIAL_SECONDS = 0.2
 CLEAR = 0.97
 # Bytes of weights that are multiplied in the trial; with many rows, where arithmetic takes longer
