@@ -12,7 +12,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.model.attention import pack_queries, packed_attention
+from token_recycling.model.gpu.attention import TreeView
+from token_recycling.model.limits import AttentionWindow
 
 Seconds = Callable[[Callable[[], Any]], float]
 CONTEXTS = (256, 2048, 8192, 32768)
@@ -103,7 +106,18 @@ def _ways(
     marked = mask.clone()
     pack_queries(marked)
     packed = partial(packed_attention, sdpa_attention_forward)
+    ours: dict[str, Callable[[], Any]] = {}
+    if has_device_kernels(query.device):
+        from token_recycling.model.gpu.attention_kernel import attend
+
+        n, slots = visible.shape[1:]
+        lengths = torch.tensor([slots - n], device=query.device)
+        positions = lengths.expand(1, n).contiguous()
+        above = visible[:, :, slots - n :].contiguous()
+        view = TreeView(lengths, positions, above, AttentionWindow("full"))
+        ours["kernel"] = lambda: attend(query, key, value, view, query.shape[-1] ** -0.5)
     return {
+        **ours,
         "repeated": lambda: sdpa_attention_forward(layer, query, key, value, mask)[0],
         "grouped": lambda: sdpa(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2),
         "packed": lambda: packed(layer, query, key, value, marked)[0],

@@ -19,8 +19,9 @@ that shape, which answers with its text at the shape's cost. Parts, each for eve
   engines     the same in vLLM and SGLang, where installed (widened models only)
 
 In float32 only identity is measured; of random weights everything but identity, speeds, engines.
-Every part writes its figures as soon as it has them, starts nothing new after --minutes, and is
-left out when FILE.json has it. What fails is written down with its reason, and the rest follows.
+Every part is a process of its own, part by part in the order of --parts. It writes its figures as
+soon as it has them, starts nothing new after --minutes, and is left out when FILE.json has it. What
+fails is written down with its reason, and the rest follows.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ import argparse
 import gc
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,8 @@ MODELS = ("random-qwen2.5-0.5b", "random-llama-1b", "random-llama-8b", "llama-1b
 DTYPES = ("bfloat16", "float32")
 EXACT = ("identity",)  # what is measured in float32
 TEXT = ("identity", "speeds", "engines")  # what needs text
-ALL = (*PARTS, "engines")
+# In the order of what one wants to know first.
+ALL = tuple(dict.fromkeys(("identity", "speeds", "costs", *PARTS, "engines")))
 CONTEXTS = (256, 2048, 8192, 32768)
 TINY = "tiny"
 SHAPES[TINY] = dict(
@@ -81,6 +85,7 @@ DRY: dict[str, Any] = dict(
 )
 SAME = ("device_name", "torch", "transformers")  # of figures in one file
 ENGINE_SECONDS = 240.0  # of one process
+LOAD_SECONDS = 120.0  # to start a process and to make and load a model, beside a part
 
 
 class Figures:
@@ -164,6 +169,41 @@ def engines(source: str, bench: Bench, dtype: str) -> dict[str, Any]:
     return found
 
 
+def in_processes(
+    options: argparse.Namespace, models: list[str], dtypes: list[str], parts: list[str]
+) -> int:
+    """Measure every part in a process of its own; return an exit code.
+
+    A part that hangs, or breaks its CUDA context, costs its own time and nothing else.
+    """
+    out = options.out or Path(tempfile.mkdtemp()) / "gpu.json"
+    device = torch.device("cuda")
+    with tempfile.TemporaryDirectory() as temporary:
+        work = options.work or Path(temporary)
+        for part in parts:
+            for model, dtype in product(models, dtypes):
+                if part not in wanted(model, dtype, parts):
+                    continue
+                if Figures(out, describe(device), dry=False).has(model, dtype, part):
+                    continue
+                command = [sys.executable, __file__, "--in-process", "--out", out, "--work", work]
+                command += ["--models", model, "--dtypes", dtype, "--parts", part]
+                command += ["--new-tokens", options.new_tokens, "--rounds", options.rounds]
+                command += ["--minutes", options.minutes]
+                limit = 60 * options.minutes + LOAD_SECONDS
+                try:
+                    ended = subprocess.run(list(map(str, command)), timeout=limit).returncode
+                    reason = f"exit code {ended}"
+                except subprocess.TimeoutExpired:
+                    reason = f"took longer than {limit:.0f} s"
+                figures = Figures(out, describe(device), dry=False)
+                if part not in figures.found["models"].get(model, {}).get(dtype, {}):
+                    figures.note(model, dtype, part, {"failed": reason})
+    figures = Figures(out, describe(device), dry=False)
+    print(table(figures.found))
+    return int(figures.failed)
+
+
 def import_kernels() -> None:
     """Define the kernels of the device, if Triton is installed."""
     if find_spec("triton"):
@@ -185,6 +225,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=7.0, help="most minutes of a part")
     parser.add_argument("--work", type=Path, help="folder for widened models; kept")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--in-process", action="store_true", help="not a process for each part")
     options = parser.parse_args()
     dry = options.dry_run
     if not dry and not torch.cuda.is_available():
@@ -196,6 +237,8 @@ def main() -> None:
     for given, known in ((parts, ALL), ([m.removeprefix(RANDOM) for m in models], SHAPES)):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
+    if not (dry or options.in_process):
+        sys.exit(in_processes(options, models, dtypes, parts))
     if dry:
         runner.BACKEND = "aot_eager"  # traced, no code generated
         # The interpreter is slow: only parts about the kernels themselves use it.

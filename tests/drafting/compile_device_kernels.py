@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from token_recycling.drafting.kernels import device
 from token_recycling.graph import kernels
+from token_recycling.model.gpu import attention_kernel
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))
@@ -48,6 +49,9 @@ POINTERS = {
     "values": "*bf16",
     "mask_out": "*bf16",
     "like": "*bf16",
+    **dict.fromkeys(("query", "key", "value", "found_out"), "*bf16"),
+    **dict.fromkeys(("sums_out", "tops_out", "totals_out", "sums", "tops", "totals"), "*fp32"),
+    "scale": "fp32",
     "learning_rate": "fp32",
     "old_weight": "fp32",
     "lowest": "fp32",
@@ -69,7 +73,9 @@ NUMBERS = (
     "features",
     "total",
 )
-NUMBERS += ("size", "heads")
+NUMBERS += ("size", "heads", "splits")
+NUMBERS += tuple(f"{a}_{b}" for a in ("query", "key", "value") for b in ("row", "head", "slot"))
+NUMBERS += ("query_node",)
 
 
 def variants():
@@ -99,6 +105,16 @@ def variants():
     for rule in range(3):
         constants = {"RULE": rule, "ROWS": 8, "BLOCK": kernels.SLOTS_AT_ONCE}
         yield f"layout rule={rule}", kernels._layout, constants, 4
+    for n, group, size in product((1, 16, 64, 257), (1, 4, 8), (64, 128, 256)):
+        queries, keys = attention_kernel.blocks(n, group, size)
+        own = {"GROUP": group, "D": size, "WIDTH": size, "QUERIES": queries}
+        yield f"merge n={n} G={group} D={size}", attention_kernel._merge, own, 4
+        own = {**own, "RULE": 0, "ROWS": 1, "KEYS": keys, "PRECISION": "ieee"}
+        yield f"attend n={n} G={group} D={size}", attention_kernel._attend, own, 4
+    for rule in (1, 2):
+        own = {"GROUP": 4, "D": 128, "WIDTH": 128, "QUERIES": 64, "RULE": rule, "ROWS": 4}
+        own = {**own, "KEYS": 64, "PRECISION": "ieee"}
+        yield f"attend rule={rule}", attention_kernel._attend, own, 4
     yield "commit", kernels._commit, {"ROWS": 8, "BLOCK": 1024}, 4
 
 

@@ -15,7 +15,7 @@ from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.graph import tensors
 from token_recycling.graph.drafting import make_drafting
-from token_recycling.model.attention import pack_queries
+from token_recycling.model.attention import add_views, pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
 
@@ -131,6 +131,7 @@ class GraphStep:
             target.dtype,
         )
         pack_queries(masks)
+        add_views(masks, target.windows, self.cache.lengths, positions, draft.ancestors)
         output = target.model(
             input_ids=draft.tokens,
             attention_mask=masks,

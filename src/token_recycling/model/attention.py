@@ -13,9 +13,13 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from token_recycling.model.cpu import attention as cpu
+from token_recycling.model.gpu import attention as gpu
+from token_recycling.model.gpu.attention import TreeView
+from token_recycling.model.limits import AttentionWindow
 
 # Attribute of a mask that requests packed queries: that mask packed, by heads in a group.
 PACKED = "token_recycling_packed"
+VIEW = "token_recycling_view"  # and the one that says what its nodes see
 UNKNOWN = ("position_bias", "softcap")  # options that alter the scores; left to the stock function
 # PyTorch may choose cuDNN, whose plans are made anew for every length of the keys (23 to 37 ms).
 CUDA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -69,13 +73,30 @@ def packed_attention(
     if group not in packed:
         packed[group] = repeated_mask(attention_mask, group)
     mask = packed[group][..., : key.shape[2]]
-    queries = query.reshape(batch, key.shape[1], group * q, size)
-    if query.is_cuda:
-        with sdpa_kernel(CUDA_BACKENDS):
-            out = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
-    else:
-        out = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
-    return out.reshape(batch, heads, q, -1).transpose(1, 2).contiguous(), None
+
+    def by_pytorch() -> Tensor:
+        queries = query.reshape(batch, key.shape[1], group * q, size)
+        out = _sdpa(queries, key, value, mask, scale)
+        return out.reshape(batch, heads, q, -1).transpose(1, 2).contiguous()
+
+    view = getattr(attention_mask, VIEW, None)
+    if view is not None and gpu.is_here(query) and gpu.fits(query, key, value):
+        from token_recycling.model.gpu.attention_kernel import attend  # imports Triton
+
+        def by_kernel() -> Tensor:
+            return attend(query, key, value, view, size**-0.5 if scale is None else scale)
+
+        if gpu.is_faster(query, key, by_kernel, by_pytorch):
+            return by_kernel(), None
+    return by_pytorch(), None
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Call PyTorch's attention; on CUDA not cuDNN's (see ``CUDA_BACKENDS``)."""
+    if not query.is_cuda:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    with sdpa_kernel(CUDA_BACKENDS):
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def repeated_mask(mask: Tensor, group: int) -> Tensor:
@@ -109,3 +130,25 @@ def pack_queries(masks: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor
     for mask in masks.values() if isinstance(masks, dict) else (masks,):
         setattr(mask, PACKED, {})
     return masks
+
+
+def add_views(
+    masks: Tensor | dict[str, Tensor],
+    windows: dict[str, AttentionWindow],
+    lengths: Tensor,
+    positions: Tensor,
+    ancestors: Tensor,
+) -> None:
+    """Let packed queries be served by the kernel for GPUs, which reads no mask.
+
+    Args:
+        masks: see ``masks.additive_masks``.
+        windows: by layer type.
+        lengths: int64 [B], committed entries; the draft follows the longest row.
+        positions: int64 [B, n], of the nodes.
+        ancestors: bool [B, n, n].
+    """
+    by_kind = masks if isinstance(masks, dict) else dict.fromkeys(windows, masks)
+    above = ancestors.contiguous()
+    for kind, mask in by_kind.items():
+        setattr(mask, VIEW, TreeView(lengths, positions, above, windows[kind]))

@@ -213,7 +213,9 @@ class TreeTarget:
         positions = slots[begin:][None]
         visible = (slots <= slots[begin:, None])[None]
         ids = torch.tensor([tokens], device=self.device)
-        self._forward(ids, positions, visible, slots[None], [len(tokens) - 1], packs=True)
+        lengths = torch.tensor([begin], device=self.device)
+        chain = (lengths, visible[:, :, begin:])
+        self._forward(ids, positions, visible, slots[None], [len(tokens) - 1], draft=chain)
         self.cache.lengths = [end]
         found = self.cache.entries(begin, end)
         worst = 0.0
@@ -272,7 +274,7 @@ class TreeTarget:
             positions,
             torch.cat([committed, draft.ancestors], dim=2),
             torch.cat([slots, positions], dim=1),
-            packs=True,
+            draft=(lengths[:, 0], draft.ancestors),
         )
 
     @_without_gradients
@@ -293,18 +295,22 @@ class TreeTarget:
         key_positions: Tensor,
         logits_at: list[int] | None = None,
         *,
-        packs: bool = False,
+        draft: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run the model over ``tokens`` [B, q]; return all logits, or those at ``logits_at``.
 
         ``visible`` (bool [B, q, s]) and ``key_positions`` (int64 [B, s]) cover all slots up to and
-        including the new ones. ``packs``: see ``attention.pack_queries``.
+        including the new ones. ``draft``: lengths and ancestors of few tokens behind the longest row
+        (see ``attention.add_views``).
         """
         self.cache.reserve(tokens.shape[1])
         masks = additive_masks(self.windows, visible, positions, key_positions, self.dtype)
+        if draft is not None:
+            attention.pack_queries(masks)
+            attention.add_views(masks, self.windows, draft[0], positions, draft[1])
         inputs: dict[str, Any] = {
             "input_ids": tokens,
-            "attention_mask": attention.pack_queries(masks) if packs else masks,
+            "attention_mask": masks,
             "position_ids": positions,
         }
         if not self.takes_positions:

@@ -1,0 +1,1 @@
+"""Attention over draft trees on GPUs."""

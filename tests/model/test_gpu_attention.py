@@ -1,0 +1,232 @@
+"""The attention kernel for GPUs in Triton's interpreter, against float64.
+
+``make test-device-kernels`` installs Triton and sets TRITON_INTERPRET=1.
+"""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from architectures import make
+from models import plain, random_prompts
+from token_recycling import TokenRecycling
+from token_recycling.model import attention as packing
+from token_recycling.model.gpu import attention as gpu
+from token_recycling.model.gpu import attention_kernel
+from token_recycling.model.gpu.attention import TreeView
+from token_recycling.model.gpu.attention_kernel import attend
+from token_recycling.model.limits import AttentionWindow
+from token_recycling.model.masks import additive_masks
+
+WINDOWS = (AttentionWindow("full"), AttentionWindow("sliding", 9), AttentionWindow("chunked", 7))
+
+
+def a_tree(rng, batch, n):
+    """Parents before children; depths and ancestors."""
+    ancestors = torch.eye(n, dtype=torch.bool).repeat(batch, 1, 1)
+    depths = torch.zeros(batch, n, dtype=torch.long)
+    for row in range(batch):
+        for node in range(1, n):
+            parent = int(torch.randint(0, node, (1,), generator=rng))
+            ancestors[row, node] |= ancestors[row, parent]
+            depths[row, node] = depths[row, parent] + 1
+    return depths, ancestors
+
+
+class Case:
+    """Random queries, keys and values behind committed rows of several lengths."""
+
+    def __init__(self, n, batch=1, group=1, heads=2, size=16, lengths=None, window=WINDOWS[0],
+                 dtype=torch.float32, spare=3, seed=0):  # fmt: skip
+        rng = torch.Generator().manual_seed(seed)
+        lengths = torch.tensor(lengths or [37, 5, 20, 0][:batch])
+        slots = int(lengths.max()) + n + spare
+        depths, ancestors = a_tree(rng, batch, n)
+        self.view = TreeView(lengths, lengths[:, None] + depths, ancestors, window)
+        self.query = torch.randn(batch, heads * group, n, size, generator=rng).to(dtype)
+        # As in a cache: a view of tensors with more room.
+        whole = torch.randn(2, batch, heads, slots + 5, size, generator=rng).to(dtype)
+        whole[:, :, :, int(lengths.max()) + n :] = torch.nan  # slots that hold nothing
+        self.key, self.value = whole[0, :, :, :slots], whole[1, :, :, :slots]
+        self.group, self.n, self.end = group, n, int(lengths.max())
+
+    def mask(self, dtype=torch.float64):
+        lengths, positions, ancestors, window = self.view
+        every = torch.arange(self.end + self.n)
+        committed = (every[: self.end] < lengths[:, None])[:, None].expand(-1, self.n, -1)
+        visible = torch.cat([committed, ancestors], dim=2)
+        keys = torch.cat([every[: self.end].expand(len(lengths), -1), positions], dim=1)
+        return additive_masks({"x": window}, visible, positions, keys, dtype)
+
+    def expected(self):
+        """[B, n, H, D] in float64."""
+        key, value = (
+            one[:, :, : self.end + self.n].double().repeat_interleave(self.group, dim=1)
+            for one in (self.key, self.value)
+        )
+        scores = self.query.double() @ key.transpose(2, 3) * 0.3 + self.mask()
+        return (scores.softmax(-1) @ value).transpose(1, 2)
+
+    def found(self, **changes):
+        return attend(self.query, self.key, self.value, self.view._replace(**changes), 0.3).double()
+
+
+def close(found, expected, dtype=torch.float32):
+    limit = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    return float((found - expected).abs().max()) <= limit * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("n", [1, 2, 17, 64])
+@pytest.mark.parametrize(("batch", "group"), [(1, 1), (1, 3), (4, 2), (2, 8)])
+def test_what_nodes_see(n, batch, group):
+    case = Case(n, batch, group)
+    assert close(case.found(), case.expected())
+
+
+def test_the_largest_draft():
+    case = Case(257, heads=1, group=2)
+    assert close(case.found(), case.expected())
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("n", [1, 17])
+def test_windows(window, n):
+    case = Case(n, batch=3, window=window, lengths=[150, 5, 20])
+    assert close(case.found(), case.expected())
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_sizes_of_heads(size):
+    case = Case(5, size=size, heads=1)
+    assert close(case.found(), case.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    case = Case(17, batch=2, group=2, dtype=dtype)
+    assert close(case.found(), case.expected(), dtype)
+
+
+@pytest.mark.parametrize("programs", [1, 264])
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 500])
+def test_parts_of_the_keys(programs, length, monkeypatch):
+    """One part or several, and those that have nothing to read."""
+    monkeypatch.setattr(attention_kernel, "PROGRAMS", programs)
+    case = Case(3, lengths=[length], heads=1, spare=300)
+    assert close(case.found(), case.expected())
+
+
+def test_a_node_that_sees_nothing_is_zero():
+    case = Case(4)
+    ancestors = case.view.ancestors.clone()
+    ancestors[0, 2] = False
+    found = case.found(ancestors=ancestors, lengths=torch.tensor([0]))
+    assert found[0, 2].abs().max() == 0
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("broken", ["lengths", "ancestors", "positions", "window"])
+def test_wrong_views_are_noticed(broken):
+    """The checks above fail if a node sees other keys."""
+    case = Case(17, batch=2, window=WINDOWS[1], lengths=[37, 20])
+    wrong = {
+        "lengths": case.view.lengths - torch.tensor([0, 1]),
+        "ancestors": case.view.ancestors.transpose(1, 2).contiguous(),
+        "positions": case.view.positions + 3,
+        "window": WINDOWS[0],
+    }[broken]
+    assert not close(case.found(**{broken: wrong}), case.expected())
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Let models on this CPU use the kernel; returns the calls."""
+    calls = []
+
+    def noted(*args):
+        calls.append(args[0].shape)
+        return attend(*args)
+
+    monkeypatch.setattr(packing.cpu, "fits", lambda *a: False)
+    monkeypatch.setattr(gpu, "is_here", lambda query: True)
+    monkeypatch.setattr(gpu, "is_faster", lambda *a: True)
+    monkeypatch.setattr(attention_kernel, "attend", noted)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_text_of_models(name, rows, used):
+    model, prompts = make(name), random_prompts([9, 4])[:rows]
+    expected = [plain(model, prompt, 12) for prompt in prompts]
+    recycler = TokenRecycling(model, nodes=5, warm=False, strict=True)
+    found = recycler.generate(prompts, max_new_tokens=12)
+    assert [one.token_ids for one in found] == expected
+    assert used
+
+
+def test_a_wrong_kernel_is_found_when_a_model_is_probed(used, monkeypatch):
+    """The control: what the kernel computes is what the model uses."""
+
+    def blind(query, key, value, view, scale):
+        causal = torch.ones_like(view.ancestors).tril()
+        return attend(query, key, value, view._replace(ancestors=causal), scale)
+
+    monkeypatch.setattr(attention_kernel, "attend", blind)
+    with pytest.warns(UserWarning, match="its logits in a tree differ"):
+        TokenRecycling(make("llama"), nodes=5, warm=False)
+
+
+class TestTrial:
+    """Which kernel is used, with times and results that are made up."""
+
+    @pytest.fixture(autouse=True)
+    def _no_cuda(self, monkeypatch):
+        monkeypatch.setattr(gpu, "_settled", {})
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        self.capturing = False
+
+    def chosen(self, ours, theirs):
+        query, key = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 30, 8)
+        return gpu.is_faster(query, key, ours, theirs)
+
+    def slow(self):
+        sum(range(200_000))
+        return torch.ones(3)
+
+    def test_the_faster_one_and_once(self):
+        assert self.chosen(lambda: torch.ones(3), self.slow)
+        assert self.chosen(self.slow, lambda: torch.ones(3))  # it is settled
+
+    def test_the_slower_one_is_not(self):
+        assert not self.chosen(self.slow, lambda: torch.ones(3))
+
+    def test_another_result_is_refused(self):
+        assert not self.chosen(lambda: torch.full((3,), 1.01), self.slow)
+
+    def test_nor_one_that_fails(self):
+        def failing():
+            raise RuntimeError("no")
+
+        assert not self.chosen(failing, self.slow)
+
+    def test_nothing_is_tried_during_a_capture(self):
+        self.capturing = True
+        assert not self.chosen(lambda: torch.ones(3), self.slow)
+        self.capturing = False
+        assert self.chosen(lambda: torch.ones(3), self.slow)
+
+
+def test_views_belong_to_layers():
+    masks = {kind: torch.zeros(1, 1, 2, 5) for kind in ("full", "sliding")}
+    windows = {"full": WINDOWS[0], "sliding": WINDOWS[1]}
+    lengths, positions = torch.tensor([3]), torch.tensor([[3, 4]])
+    packing.add_views(masks, windows, lengths, positions, torch.eye(2).bool()[None])
+    for kind, mask in masks.items():
+        assert getattr(mask, packing.VIEW).window == windows[kind]
