@@ -30,13 +30,14 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.drafting import can_draft
 from token_recycling.graph.runner import GraphError, GraphRunner
 from token_recycling.graph.step import GraphStep
+from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
-SMALLEST = 256  # slots of the smallest cache; larger ones are this times powers of two
+SMALLEST = 256  # slots of the smallest cache
 SPARE_SLOTS = 64  # spare slots of a new cache beyond the first step
-MOST_GRAPHS = 4  # graphs that are kept, each with its cache
+MOST_GRAPHS = 4  # graphs that are kept; those for as many rows and slots share a cache
 
 
 def can_capture(accept: Acceptor) -> bool:
@@ -55,8 +56,8 @@ def can_capture(accept: Acceptor) -> bool:
 def slots_for(tokens: int) -> int:
     """Return the slots of the smallest cache with room for ``tokens``."""
     slots = SMALLEST
-    while slots < tokens:
-        slots *= 2
+    while slots < tokens:  # powers of two, and halfway between them
+        slots = slots * 3 // 2 if slots & (slots - 1) == 0 else slots * 4 // 3
     return slots
 
 
@@ -155,16 +156,25 @@ class GraphDecoder:
             del self._runners[next(iter(self._runners))]
         return runner
 
+    def _cache_of(self, batch: int, slots: int) -> FixedCache | None:
+        """Return the cache of a kept step for as many rows and slots, or None."""
+        caches = (runner.step.cache for runner in self._runners.values())
+        return next((one for one in caches if (one.batch, one.slots) == (batch, slots)), None)
+
     def _make(
         self, batch: int, slots: int, size: int, processors: list[Processors] | None
     ) -> GraphRunner:
         with ordinary_tensors(), self._compiling():  # the caller may be in inference mode
             for _ in range(2):
+                cache = self._cache_of(batch, slots)
                 try:
-                    step = GraphStep(self.target, self.drafter, batch, slots, size, processors)
-                    return GraphRunner(step, compiled=self._compiles)
+                    return GraphRunner(
+                        GraphStep(self.target, self.drafter, batch, slots, size, processors, cache),
+                        compiled=self._compiles,
+                    )
                 except torch.OutOfMemoryError:
                     self._runners = {}  # free their caches, then retry
+                    del cache
         raise GraphError(f"not enough memory for a cache of {batch} x {slots} tokens")
 
     def steps(

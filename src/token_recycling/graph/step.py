@@ -41,6 +41,7 @@ class GraphStep:
         slots: int,
         size: int | None,
         processors: list[Processors] | None = None,
+        cache: FixedCache | None = None,
     ) -> None:
         """Allocate the tensors of the step.
 
@@ -51,13 +52,15 @@ class GraphStep:
             slots: slots of the cache.
             size: most tokens that a step verifies per row; None: whole drafts.
             processors: logits processors of every row, for sampling; None: take the argmax.
+            cache: that of another step for as many rows and slots, of which only one is in use
+                between ``begin`` and the end of its texts; None: a new one.
         """
         self.target = target
         device = target.device
         # The step has its own rows; the drafter with its matrix is shared.
         self.drafting = make_drafting(drafter, batch, slots, size, device)
         self.size, self.most = self.drafting.size, self.drafting.max_depth + 1
-        self.cache = FixedCache(target.cache, batch, slots, device)
+        self.cache = FixedCache(target.cache, batch, slots, device) if cache is None else cache
         self._operations: Any = tensors
         if has_device_kernels(device):
             from token_recycling.graph import kernels  # imports Triton

@@ -300,8 +300,8 @@ class TreeTarget:
         """Run the model over ``tokens`` [B, q]; return all logits, or those at ``logits_at``.
 
         ``visible`` (bool [B, q, s]) and ``key_positions`` (int64 [B, s]) cover all slots up to and
-        including the new ones. ``draft``: lengths and ancestors of few tokens behind the longest row
-        (see ``attention.add_views``).
+        including the new ones. ``draft``: lengths and ancestors of few tokens behind the longest
+        row (see ``attention.add_views``).
         """
         self.cache.reserve(tokens.shape[1])
         masks = additive_masks(self.windows, visible, positions, key_positions, self.dtype)
