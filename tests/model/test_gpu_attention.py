@@ -188,7 +188,6 @@ class TestTrial:
     @pytest.fixture(autouse=True)
     def _no_cuda(self, monkeypatch):
         monkeypatch.setattr(gpu, "_settled", {})
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         self.capturing = False
 

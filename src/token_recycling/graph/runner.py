@@ -6,8 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,11 +15,12 @@ from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.draft import root_only
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.graph.step import LAG, GraphStep
+from token_recycling.util.machine import median_seconds
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
 BACKEND = "inductor"
-WARM_UP, TIMED = 3, 5  # runs before the capture; and for the time of a step
+WARM_UP = 3  # runs before the capture
 TIES = 4  # roundings of the largest logit within which tokens are all but tied
 VARIANTS = 64  # compiled variants of one function; PyTorch's default limit is 8
 
@@ -174,8 +173,8 @@ class GraphRunner:
         with self._on_device(), step.target.lm_head, ordinary_tensors():
             step.active.zero_()  # nothing is committed or learnt
             roots = root_only(torch.tensor([one.tokens[-1] for one in sequences], device="cpu"))
-            captured = _seconds(self._replay)
-            plain = _seconds(lambda: target.verify(roots))
+            captured = median_seconds(self._replay, target.device)
+            plain = median_seconds(lambda: target.verify(roots), target.device)
         if captured <= plain:
             return None
         return (
@@ -238,15 +237,3 @@ class GraphRunner:
             return found
 
         return wait
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    """Return the median seconds of ``run`` on the current CUDA device."""
-    found = []
-    for _ in range(TIMED):
-        torch.cuda.synchronize()
-        begin = perf_counter()
-        run()
-        torch.cuda.synchronize()
-        found.append(perf_counter() - begin)
-    return median(found)

@@ -7,7 +7,10 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -62,6 +65,18 @@ def commit() -> str:
         return ""
     # An installed package may lie inside another repository, e.g. in its virtual environment.
     return found[1] if found[:1] == [f"src/{folder.name}/"] else ""
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """Return the median of the seconds that ``run`` takes, until ``device`` has finished."""
+    times = []
+    for _ in range(rounds):
+        synchronize(device)
+        begin = perf_counter()
+        run()
+        synchronize(device)
+        times.append(perf_counter() - begin)
+    return median(times)
 
 
 def describe(device: torch.device) -> dict[str, Any]:

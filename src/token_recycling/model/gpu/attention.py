@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +12,12 @@ from torch import Tensor
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import one_line
 from token_recycling.model.limits import AttentionWindow
+from token_recycling.util.machine import median_seconds
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
-ROUNDS, CLEAR = 5, 0.97  # of the trial; and the ratio of times below which our kernel is used
+CLEAR = 0.97  # ratio of times below which our kernel is used
 # Largest difference of the results, in roundings of the largest value.
 CLOSE = 64
 # Shapes -> whether our kernel is used. An entry never changes, so that a process computes the same
@@ -91,7 +90,8 @@ def _trial(ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
         if not bool((mine - its).abs().max() <= noise):  # NaN too
             logger.warning("Token Recycling: the attention kernel is not used: results differ")
             return False
-        return _seconds(ours) < CLEAR * _seconds(theirs)
+        device = mine.device
+        return median_seconds(ours, device) < CLEAR * median_seconds(theirs, device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton's compiler may raise anything
@@ -99,15 +99,3 @@ def _trial(ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
             "Token Recycling: the attention kernel is not used: %s", one_line(error, 200)
         )
         return False
-
-
-def _seconds(run: Callable[[], Tensor]) -> float:
-    """Return the median seconds of ``run`` on the current CUDA device."""
-    times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        begin = perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(perf_counter() - begin)
-    return median(times)
