@@ -11,7 +11,7 @@ A program's M queries are numbered g · n + node for head g of its group.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,9 +21,52 @@ from torch import Tensor
 from token_recycling.model.gpu.attention import TreeView
 
 RULES = {"full": 0, "sliding": 1, "chunked": 2}
-QUERIES, KEYS = 64, 64  # at once, at most
+QUERIES, KEYS = 64, 64  # of a program at once, at most
+MERGED = 8  # queries whose parts a program adds
 FEWEST_KEYS = 128  # of a program, unless there are fewer
 PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H100
+
+
+@triton.jit
+def _add(
+    q,
+    keys,
+    values,
+    key_slot,
+    value_slot,
+    slot,
+    there,
+    visible,
+    scale,
+    top,
+    total,
+    found,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add some slots to the largest score, the sum of weights and the weighted values so far."""
+    entry = tl.arange(0, WIDTH)
+    whole = entry < D
+    at = slot.to(tl.int64)
+    k = tl.load(
+        keys + at[None, :] * key_slot + entry[:, None],
+        mask=there[None, :] & whole[:, None],
+        other=0.0,
+    )
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(scores - base[:, None])
+    kept = tl.exp(top - base)
+    v = tl.load(
+        values + at[:, None] * value_slot + entry[None, :],
+        mask=there[:, None] & whole[None, :],
+        other=0.0,
+    )
+    found = found * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total * kept + tl.sum(weights, 1), found
 
 
 @triton.jit
@@ -61,7 +104,7 @@ def _attend(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend with some queries of a group to a part of its keys.
+    """Attend with some queries of a group to a part of its keys; the first part has the draft too.
 
     Writes, per query, the largest score, the sum of exp(score - largest), and the values weighted
     by these; -inf and 0 if it sees none of the keys.
@@ -75,13 +118,12 @@ def _attend(
     rows = tl.arange(0, ROWS)
     end = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0).to(tl.int32)
     length = tl.load(lengths + row).to(tl.int32)
-    last = end + n
-    chunk = (tl.cdiv(last, splits) + KEYS - 1) // KEYS * KEYS
+    chunk = (tl.cdiv(end, splits) + KEYS - 1) // KEYS * KEYS
     begin = split * chunk
-    stop = tl.minimum(begin + chunk, last)
-    position = tl.load(positions + row * n + node, mask=inside, other=0)
+    stop = tl.minimum(begin + chunk, length)
     if RULE == 1:  # no node sees a slot before the window of the row's end
         begin = tl.maximum(begin, tl.maximum(length - size, 0).to(tl.int32) // KEYS * KEYS)
+    position = tl.load(positions + row * n + node, mask=inside, other=0).to(tl.int32)
     entry = tl.arange(0, WIDTH)
     whole = entry < D
     own = query + row.to(tl.int64) * query_row + (head * GROUP + place // n) * query_head
@@ -92,46 +134,34 @@ def _attend(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     found = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for start in range(begin, stop, KEYS):
+    for start in range(begin, stop, KEYS):  # committed slots
         slot = start + tl.arange(0, KEYS)
         there = slot < stop
-        at = slot.to(tl.int64)
-        k = tl.load(
-            keys + at[None, :] * key_slot + entry[:, None],
-            mask=there[None, :] & whole[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
-        child = slot - end
-        drafted = (child >= 0) & there
-        above = tl.load(
-            ancestors + (row * n + node[:, None]) * n + child[None, :],
-            mask=inside[:, None] & drafted[None, :],
-            other=0,
-        )
-        visible = tl.where(drafted[None, :], above != 0, (slot < length)[None, :])
-        visible = visible & there[None, :]
+        visible = inside[:, None] & there[None, :]
+        if RULE == 1:
+            visible = visible & (position[:, None] - slot[None, :] < size)
+        elif RULE == 2:
+            visible = visible & (position[:, None] // size == slot[None, :] // size)
+        top, total, found = _add(
+            q, keys, values, key_slot, value_slot, slot, there, visible, scale,
+            top, total, found, D, WIDTH, PRECISION,
+        )  # fmt: skip
+    for first in range(0, tl.where(split == 0, n, 0), KEYS):  # the draft
+        child = first + tl.arange(0, KEYS)
+        there = child < n
+        visible = inside[:, None] & there[None, :]
+        above = ancestors + (row * n + node[:, None]) * n + child[None, :]
+        visible = visible & (tl.load(above, mask=visible, other=0) != 0)
         if RULE != 0:
-            below = tl.load(positions + row * n + child, mask=drafted, other=0)
-            seen = tl.where(drafted, below, at)
+            seen = tl.load(positions + row * n + child, mask=there, other=0).to(tl.int32)
             if RULE == 1:
                 visible = visible & (position[:, None] - seen[None, :] < size)
             else:
                 visible = visible & (position[:, None] // size == seen[None, :] // size)
-        scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(scores - base[:, None])
-        kept = tl.exp(top - base)
-        total = total * kept + tl.sum(weights, 1)
-        v = tl.load(
-            values + at[:, None] * value_slot + entry[None, :],
-            mask=there[:, None] & whole[None, :],
-            other=0.0,
-        )
-        found = found * kept[:, None]
-        found += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        top = higher
+        top, total, found = _add(
+            q, keys, values, key_slot, value_slot, end + child, there, visible, scale,
+            top, total, found, D, WIDTH, PRECISION,
+        )  # fmt: skip
     out = (tl.program_id(1).to(tl.int64) * splits + split) * (GROUP * n) + place
     tl.store(tops_out + out, top, mask=inside)
     tl.store(totals_out + out, total, mask=inside)
@@ -191,10 +221,25 @@ def _merge(
     )
 
 
-def blocks(n: int, group: int, size: int) -> tuple[int, int]:
-    """Return how many queries and keys a program has at once: dot products need 16 or more."""
-    queries = min(QUERIES, max(16, triton.next_power_of_2(group * n)))
-    return queries, KEYS if size <= 128 else KEYS // 2
+class Blocks(NamedTuple):
+    """How a program works.
+
+    Attributes:
+        queries: at once.
+        keys: at once.
+        warps: of a program.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+
+
+def blocks(n: int, group: int, size: int) -> Blocks:
+    """Return how programs attend: dot products need 16 of everything, registers are few."""
+    most = QUERIES if size <= 64 else QUERIES // 2 if size <= 128 else QUERIES // 4
+    queries = min(most, max(16, triton.next_power_of_2(group * n)))
+    return Blocks(queries, KEYS if size <= 64 else KEYS // 2, 8 if queries > 16 else 4)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: float) -> Tensor:
@@ -213,21 +258,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
     batch, count, n, size = query.shape
     heads, slots = key.shape[1], key.shape[2]
     group = count // heads
-    queries, keys = blocks(n, group, size)
-    parts = triton.cdiv(group * n, queries)
+    how = blocks(n, group, size)
+    parts = triton.cdiv(group * n, how.queries)
     splits = min(triton.cdiv(slots, FEWEST_KEYS), triton.cdiv(PROGRAMS, parts * batch * heads))
     splits = max(1, splits)
     shape = (batch * heads, splits, group * n)
     sums = query.new_empty((*shape, size), dtype=torch.float32)
     tops, totals = query.new_empty((2, *shape), dtype=torch.float32)
     found = query.new_empty((batch, n, count, size))
-    constants: dict[str, Any] = {
-        "GROUP": group,
-        "D": size,
-        "WIDTH": max(16, triton.next_power_of_2(size)),
-        "QUERIES": queries,
-        "num_warps": 4,
-    }
+    width = max(16, triton.next_power_of_2(size))
     _attend[(parts, batch * heads, splits)](
         query,
         key,
@@ -247,11 +286,28 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
+        GROUP=group,
         RULE=RULES[view.window.rule],
         ROWS=triton.next_power_of_2(batch),
-        KEYS=keys,
+        D=size,
+        WIDTH=width,
+        QUERIES=how.queries,
+        KEYS=how.keys,
         PRECISION="ieee",
-        **constants,
+        num_warps=how.warps,
     )
-    _merge[(parts, batch * heads)](sums, tops, totals, found, n, heads, splits, **constants)
+    _merge[(triton.cdiv(group * n, MERGED), batch * heads)](
+        sums,
+        tops,
+        totals,
+        found,
+        n,
+        heads,
+        splits,
+        GROUP=group,
+        D=size,
+        WIDTH=width,
+        QUERIES=MERGED,
+        num_warps=4,
+    )
     return found
