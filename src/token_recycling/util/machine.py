@@ -57,7 +57,7 @@ def synchronize(device: torch.device) -> None:
 
 def commit() -> str:
     """Return the commit of the checkout that this package was imported from, or ""."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     ask = ["git", "-C", str(folder), "rev-parse", "--show-prefix", "HEAD"]
     try:
         found = subprocess.run(ask, capture_output=True, text=True).stdout.split()
