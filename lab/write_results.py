@@ -30,7 +30,8 @@ def command(name: str) -> str:
     """The command line of a run, with its machine."""
     summary = load(name)
     machine, model = summary["machine"], summary["model"]
-    words = machine["command"].replace(" --resume", "")
+    # An option of earlier runs, which is gone: what it asked for is what happens now.
+    words = machine["command"].replace(" --resume", "").replace(" --no-tune", "")
     shape = f", {model['note']}" if model["note"] else ""
     sets = f" with {', '.join(machine['instructions'])}" if machine.get("instructions") else ""
     return (
