@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from serving import running
 from token_recycling.server import body_limit, connection
 
 LIMIT = 0.6
@@ -152,3 +153,59 @@ def test_other_targets_in_absolute_form(server):
             made.send(request(SHORT, target))
             data, _ = made.rest()
         assert data.startswith(("HTTP/1.1 404", "HTTP/1.1 405"))
+
+
+@pytest.mark.parametrize("more", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_client_that_sent_more_and_leaves_is_noticed(server, more):
+    body = {**LONG, "max_tokens": 1900, "logit_bias": {"1": -100}, "n": 4}
+    with opened(server) as made:
+        made.send(request(body, close=False))
+        end = time.monotonic() + 20
+        while server.rows < 4:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        made.send(more)
+        time.sleep(0.05)
+        before = server.metric("request_success_total", finished_reason="abort")
+    server.idle(5)
+    assert server.metric("request_success_total", finished_reason="abort") > before
+
+
+def test_a_client_that_sends_too_much_ahead_is_cut(server):
+    with opened(server) as made:
+        made.send(request(LONG, close=False))
+        with suppress(OSError):
+            for _ in range(40):
+                made.send(b"GET /health HTTP/1.1\r\nA: " + b"x" * 8000)
+                time.sleep(0.01)
+            made.rest()
+    server.idle(5)
+
+
+def test_a_body_that_nobody_needs_has_a_limit_too(recycler, limits):
+    """The answer, a refusal, was sent before the body came."""
+    with running(recycler, keys=["secret"]) as served, Opened(served.url) as made:
+        begin = time.monotonic()
+        made.send(request({**SHORT, "prompt": "x" * 5000}, close=False)[:-4000])
+        with suppress(OSError):
+            while time.monotonic() - begin < LIMIT + 4:
+                made.send(b"x")
+                time.sleep(0.1)
+    assert time.monotonic() - begin < LIMIT + 3
+
+
+def test_half_a_body_and_no_more_to_come(server):
+    with opened(server) as made:
+        made.send(request(SHORT, close=False)[:-5])
+        made.socket.shutdown(socket.SHUT_WR)
+        data, seconds = made.rest()
+    assert "102" not in data
+    assert seconds < 5
+
+
+def test_all_requests_of_a_half_closed_client_are_answered(server):
+    with opened(server) as made:
+        made.send(request(SHORT, close=False) + request(SHORT, close=False))
+        made.socket.shutdown(socket.SHUT_WR)
+        data, _ = made.rest()
+    assert data.count("HTTP/1.1 200") == 2

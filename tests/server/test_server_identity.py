@@ -143,6 +143,34 @@ def test_a_full_batch_pauses_rows_and_keeps_the_text(texts, prefix, monkeypatch)
     assert read == sum(len(encode(recycler.tokenizer, body["messages"])) for body in bodies)
 
 
+def test_paused_rows_whose_clients_have_gone_block_nobody(monkeypatch):
+    monkeypatch.setattr(engine, "BATCH_TOKENS", 300)
+    monkeypatch.setattr(engine, "ROOM", 8)
+    recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    body = {"prompt": "Once upon a time", "max_tokens": 1500, "temperature": 1.0, "seed": 1}
+    body |= {"stream": True, "logit_bias": {"1": -100}}
+    with running(recycler) as served, httpx.Client(base_url=served.url, timeout=60) as client:
+        streams = [client.stream("POST", "/v1/completions", json=body) for _ in range(3)]
+        answers = [stream.__enter__() for stream in streams]
+        first = [answer.iter_lines() for answer in answers]
+        for lines in first:
+            next(lines)
+        end = time.monotonic() + 20
+        while len(served.engine._paused) < 2:
+            assert time.monotonic() < end
+            next(first[0])
+        gone = {id(row.job) for row in served.engine._paused}
+        assert gone
+        for stream in streams[1:]:
+            stream.__exit__(None, None, None)
+        end = time.monotonic() + 3
+        while served.engine._paused:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        streams[0].__exit__(None, None, None)
+        served.idle()
+
+
 def test_one_request_at_a_time_reuses_contexts_and_keeps_the_text(texts):
     bodies, wanted = texts
     recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from transformers import AutoTokenizer
@@ -122,6 +123,31 @@ def test_the_server_reads_them_as_text(server):
     plain = server.post(messages=[{"role": "user", "content": "Hello "}], **asked)
     more = answer.json()["usage"]["prompt_tokens"] - plain.json()["usage"]["prompt_tokens"]
     assert more > 1  # one token for each part of its name, and not one in all
+
+
+def test_tokens_of_turns_that_are_not_declared_special():
+    template, special, end, _ = FAMILIES["SmolLM2"]
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    tokenizer.add_tokens([*special, "<tool_call>"])
+    tokenizer.chat_template = template + "<tool_call>"
+    special = SpecialTokens(tokenizer)
+    assert special.first(f"a {end} b") == end
+    assert special.first("a <tool_call> b") is None  # templates look for such words in messages
+
+
+@pytest.mark.parametrize("pattern", ["^{}$", "^a{}b$"])
+def test_patterns_that_force_a_special_token_are_refused(server, pattern):
+    token = special_of(server)
+    literal = re.escape(token)
+    schema = {"type": "string", "pattern": pattern.format(literal)}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
+    answer = server.post(**body, response_format=form)
+    if answer.status_code == 200:  # its text was written in pieces
+        assert token in json.loads(answer.json()["choices"][0]["message"]["content"])
+    else:
+        assert answer.status_code == 400
+        assert "special token" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["enum", "property", "tool"])

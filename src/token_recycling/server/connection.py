@@ -11,6 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 # Seconds for the headers of a request, from the connection's start or from its first byte; and
 # between two looks at whether a client that has closed its direction is still there.
 HEADER_SECONDS, LOOK_SECONDS = 15.0, 0.5
+MOST_AHEAD = 2**16  # bytes that a client may send before it has its answer
 
 
 class Connection(H11Protocol):
@@ -38,10 +39,20 @@ class Connection(H11Protocol):
         """Receive a part of a request."""
         super().data_received(data)
         self._watch()
+        if self.conn.their_state is h11.DONE:  # what comes now belongs to a later request
+            if len(self.conn.trailing_data[0]) > MOST_AHEAD:
+                self.transport.close()
+            else:  # uvicorn stops reading, and would not see that the client leaves
+                self.flow.resume_reading()
 
     def _watch(self) -> None:
-        """Set the deadline while headers are awaited; more bytes do not move it."""
-        if self.conn.their_state is not h11.IDLE:
+        """Set the deadline while headers are awaited, or a body that nobody needs any longer.
+
+        More bytes do not move it.
+        """
+        answered = self.cycle is not None and self.cycle.response_complete
+        state = self.conn.their_state
+        if state is not h11.IDLE and not (answered and state is h11.SEND_BODY):
             self._unwatch()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
@@ -53,7 +64,8 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return True, to keep a connection on which an answer is due, until it has been sent."""
-        due = self.cycle is not None and not self.cycle.response_complete
+        cycle = self.cycle
+        due = cycle is not None and not (cycle.response_complete or cycle.more_body)
         self._half_closed = due and self.conn.their_http_version != b"1.0"
         if self._half_closed:
             self._look()
@@ -70,8 +82,12 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Close a connection on which no other request can come; else wait for one."""
         super().on_response_complete()
+        if not self.cycle.response_complete:  # of a request that came before this answer
+            return
         if self._half_closed:
             self.transport.close()
+        elif self.conn.their_state is h11.SEND_BODY:
+            self._watch()
 
 
 class AbsoluteForm:

@@ -58,11 +58,13 @@ class Running(Row):
         job: what was asked for.
         recorder: notes log probabilities, if asked for.
         sent: tokens reported.
+        cached: prompt tokens that were not read, when it joined for the first time.
     """
 
     job: Job
     recorder: LogprobRecorder | None
     sent: int = 0
+    cached: int = 0
 
 
 class Engine:
@@ -243,7 +245,14 @@ class Engine:
         return len(rows) < self._most_rows and (within or not rows)
 
     def _pause(self) -> None:
-        """Take the newest rows out of a batch that has grown too large; they join again later."""
+        """Take the newest rows out of a batch that has grown too large; they join again later.
+
+        Those whose clients have gone do not.
+        """
+        for row in [one for one in self._paused if one.job.aborted]:
+            self._paused.remove(row)
+            self._forget(row.job)
+            self.metrics.ended("abort", row.sequence.stats, monotonic() - row.job.arrived)
         while len(rows := self._batch.rows) > 1:
             longest = max(len(row.sequence.tokens) for row in rows)
             if longest * len(rows) <= BATCH_TOKENS:
@@ -291,7 +300,7 @@ class Engine:
             return
         self._record(step, [row])
         if not row.sent:
-            now = monotonic()
+            row.cached, now = sequence.cached, monotonic()
             self.metrics.began(
                 sequence.prompt_length, sequence.cached, begun - job.arrived, now - job.arrived
             )
@@ -404,7 +413,7 @@ class Engine:
             drafted = [begin > 0 and at < len(new) - 1 for at in range(begin, len(new))]
             likely = None if one.recorder is None else one.recorder.take(tokens)
             pieces = sequence.text.pieces[begin:]
-            one.job.emit(NewTokens(tokens, pieces, drafted, likely, sequence.cached))
+            one.job.emit(NewTokens(tokens, pieces, drafted, likely, one.cached))
         self._leave(ended)
         self._leave(lost, "error")
         for one in lost:

@@ -29,6 +29,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos: list[int]) -> None:
         """Use ``tokenizer``, for logits of ``vocab_size`` tokens; ``eos`` ends an answer."""
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, eos
+        ids = {*tokenizer.all_special_ids, *eos}
+        self._special = torch.tensor(sorted(one for one in ids if one < vocab_size)).long()
 
     @cached_property
     def tokens(self) -> Any:
@@ -63,7 +65,7 @@ class Grammars:
 
     def processor(self, matcher: LLMatcher, prompt_length: int) -> GrammarProcessor:
         """Return the processor of an answer that follows ``prompt_length`` tokens."""
-        return GrammarProcessor(matcher.deep_copy(), self._vocab_size, prompt_length)
+        return GrammarProcessor(matcher.deep_copy(), self._vocab_size, prompt_length, self._special)
 
 
 def _problem(matcher: LLMatcher) -> str:
@@ -81,9 +83,15 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
             an exception because that would end the answers that are decoded together with this.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, prompt_length: int) -> None:
-        """Follow ``matcher``, which is in its first state, after ``prompt_length`` tokens."""
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, prompt_length: int, special: Tensor
+    ) -> None:
+        """Follow ``matcher``, which is in its first state, after ``prompt_length`` tokens.
+
+        ``special`` (int64) are the special tokens, which are no text and may only end an answer.
+        """
         self._matcher, self._read = matcher, prompt_length
+        self._special = special
         self._mask = llguidance.torch.allocate_token_bitmask(1, vocab_size)
         self.problem: str | None = None
 
@@ -100,4 +108,9 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
             return scores
         bits = torch.arange(32, dtype=torch.int32)
         allowed = ((self._mask[0, :, None] >> bits) & 1).bool().flatten()[: scores.shape[-1]]
+        if not self._matcher.is_accepting():
+            allowed[self._special] = False
+            if not allowed.any():  # the grammar's text is that of a special token
+                self.problem = "the grammar of the answer: it requires the text of a special token"
+                return scores
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
@@ -45,6 +47,12 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Return False for requests that were cancelled at the end: their traceback says nothing."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return not (kind is not None and issubclass(kind, asyncio.CancelledError))
+
+
 def run(
     app: FastAPI, engine: Engine, sock: socket.socket, *, drain_seconds: int, access_log: bool
 ) -> None:
@@ -69,6 +77,7 @@ def run(
         timeout_graceful_shutdown=drain_seconds + GRACE_SECONDS,
         lifespan="off",
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     server = uvicorn.Server(config)
 
     def serve() -> None:

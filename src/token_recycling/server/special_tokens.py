@@ -18,7 +18,9 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         """Find the special tokens of ``tokenizer``."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        texts = {str(one) for one in added if one.special} | set(tokenizer.all_special_tokens)
+        template = str(getattr(tokenizer, "chat_template", ""))
+        texts = {str(one) for one in added if one.special or _begins_turn(str(one), template)}
+        texts |= set(tokenizer.all_special_tokens)
         alternatives = "|".join(map(re.escape, sorted(texts - {""}, key=len, reverse=True)))
         self._pattern = re.compile(alternatives) if alternatives else None
 
@@ -44,6 +46,11 @@ class SpecialTokens:
             return value
 
         return replace(value), marks
+
+
+def _begins_turn(token: str, template: str) -> bool:
+    """Return whether a token that is not declared special is one by the template's use of it."""
+    return ("|" in token or "｜" in token) and token in template
 
 
 class Marks:
