@@ -44,6 +44,8 @@ python lab/questions.py --data "$DATA" --out "$QUESTIONS"
 FIXED=adaptive@8,adaptive@16
 ALL=generate,generate-pld,paper,auto,$FIXED
 real real --per-kind 3 --decoders "$ALL"                             # 45 questions, greedy
+# What drafts bring, and what the loop and its kernels do without them.
+real real-loop --per-kind 3 --decoders generate,none,prompt-lookup,auto
 real real-cold --cold --per-kind 1 --decoders "generate,paper,auto,$FIXED"
 if wanted real-taught; then  # the vocabulary and 30,000 tokens of answers to other questions
     token-recycling warm -m "$MODEL" --threads "$THREADS"

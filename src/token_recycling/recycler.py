@@ -26,7 +26,7 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.drafting.size.base import DraftSize
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve
@@ -199,7 +199,13 @@ class TokenRecycling(DecodingMethod):
             TokenRecyclingError: the checkpoint cannot be loaded, or as in ``__init__``.
         """
         own = {name: options.pop(name) for name in Options.names() if name in options}
-        model, tokenizer = load_checkpoint(name_or_path, device, dtype, **options)
+        try:
+            model, tokenizer = load_checkpoint(name_or_path, device, dtype, **options)
+        except TokenRecyclingError as error:
+            for name in options:  # Transformers passes what it does not know to the model
+                if f"unexpected keyword argument '{name}'" in str(error):
+                    raise unknown_option(name, Options.names()) from error
+            raise
         return cls(model, tokenizer, on_progress=on_progress, **own)
 
     def reset(self) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from token_recycling import TokenRecycling
+from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.bench.prompts import DEMO
 from token_recycling.cli import main
 from token_recycling.drafting import registry as drafters
 from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.paper import PaperDrafter
 from token_recycling.drafting.templates import TreeTemplate
 
 ROOT = Path(__file__).parents[2]
@@ -120,3 +122,45 @@ def test_a_number_of_nodes_holds_for_an_object_too(example, bundled):
     steps = []
     recycler.generate(DEMO[0], max_new_tokens=40, on_step=steps.append)
     assert max(step.size for step in steps) == 3
+
+
+def wrong(change):
+    """A drafter whose drafts are changed by ``change``."""
+
+    class Wrong(PaperDrafter):
+        trusted = False
+
+        def propose(self, rows, roots, size=None):
+            draft = super().propose(rows, roots, size)
+            return change(draft) if draft.size > 2 else draft
+
+    return Wrong
+
+
+def with_(draft, name, value):
+    part = getattr(draft, name).clone()
+    part[:, 2] = value
+    return replace(draft, **{name: part})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: with_(d, "parents", 2), "a parent must come before its children"),
+        (lambda d: with_(d, "parents", -1), "a parent must come before its children"),
+        (lambda d: with_(d, "tokens", -1), "tokens must be from 0 to 4095"),
+        (lambda d: with_(d, "tokens", 4096), "tokens must be from 0 to 4095"),
+        (lambda d: with_(d, "depths", 5), "depths must be"),
+        (lambda d: replace(d, tokens=d.tokens.float()), r"tokens must be int64 \[1, \d+\]"),
+        (lambda d: replace(d, tokens=d.tokens.roll(1, dims=1)), "node 0 must be the root"),
+    ],
+)
+def test_wrong_drafts_are_one_line(bundled, change, says):
+    """A cycle of parents would never end."""
+    matrix = AdjacencyMatrix(bundled.target.vocab_size, 8)
+    drafter = wrong(change)(matrix, TreeTemplate.load("ranked", 8))
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter)
+    with pytest.raises(TokenRecyclingError, match=f"^the draft of paper is wrong: {says}"):
+        recycler.generate(DEMO[0], max_new_tokens=60)
+    right = wrong(lambda draft: draft)(matrix, TreeTemplate.load("ranked", 8))  # the control
+    TokenRecycling(bundled.model, bundled.tokenizer, drafter=right).generate(DEMO[0])

@@ -58,6 +58,11 @@ def test_a_misspelt_argument_gets_one_short_line(bundled, given, meant):
         bundled.stream("Once", zzz=1)
 
 
+def test_a_misspelt_option_is_not_blamed_on_the_model():
+    with pytest.raises(TokenRecyclingError, match=r"^there is no option draftr; did you mean draft"):
+        TokenRecycling.from_pretrained(draftr="paper")
+
+
 def test_types_know_every_option():
     assert set(OptionArguments.__annotations__) == set(Options.names())
     assert {one.name for one in fields(CallOptions)} < set(GenerateArguments.__annotations__)

@@ -76,7 +76,10 @@ class Comparison:
             f"Token Recycling  {self.tokens_per_second:7.1f} tokens/s   MAT {self.stats.mat:.2f}\n"
             f"speedup {self.speedup:.2f}x, output "
             + ("identical" if self.identical else "DIFFERENT")
-            + f" ({len(self.tokens)} tokens, median of {len(self.seconds)} interleaved rounds)"
+            + f" ({len(self.tokens)} tokens, median of {len(self.seconds)} interleaved rounds)\n"
+            + f"a step takes {self.stats.mat / self.speedup:.2f} times as long as one of "
+            + f"model.generate and brings {self.stats.mat:.2f} tokens"
+            + ("" if self.stats.drafted else "; nothing was drafted")
         )
 
 

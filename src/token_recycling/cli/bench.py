@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -239,7 +240,8 @@ def _print(summary: dict[str, Any]) -> None:
 
     from token_recycling.bench import tables
 
-    console = Console(width=None if Console().is_terminal else 220)
+    known = Console().is_terminal or "COLUMNS" in os.environ
+    console = Console(width=None if known else 220)
     whole = tables.overall(summary)
     found = whole if console.width >= WIDE else whole.only(*tables.NARROW)
     for shown in (found, tables.by_kind(summary), tables.spec_bench(summary)):

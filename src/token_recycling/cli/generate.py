@@ -126,7 +126,8 @@ def _compare(
 ) -> None:
     from token_recycling.bench.compare import compare
 
-    result = compare(recycler, prompt, options)
+    with progress.busy_shown("decoding with model.generate and with Token Recycling in turn"):
+        result = compare(recycler, prompt, options)
     if as_json:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
         return

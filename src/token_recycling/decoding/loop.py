@@ -19,6 +19,7 @@ from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.size.base import DraftSize
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.base import OnProgress, Target
 from token_recycling.util.modes import without_autocast
 
@@ -205,6 +206,8 @@ class Decoding:
         roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device="cpu")
         with without_autocast(self.target.device):
             draft = self.drafter.propose(self.rows, roots, self.size.limit()).to("cpu")
+        if not self.drafter.trusted and (problem := draft.check(roots, self.target.vocab_size)):
+            raise TokenRecyclingError(f"the draft of {self.drafter.name} is wrong: {problem}")
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device="cpu"))

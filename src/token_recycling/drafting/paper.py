@@ -23,6 +23,7 @@ class PaperDrafter(Drafter[Rows]):
     """
 
     name = "paper"
+    trusted = True
     matrix: AdjacencyMatrix
 
     def __init__(
