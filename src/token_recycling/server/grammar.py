@@ -97,12 +97,13 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return ``scores`` [1, V] with -inf for tokens that the grammar rules out."""
+        if self.problem is not None:
+            return scores
         new = input_ids[0, self._read :].tolist()
         self._read += len(new)
         if new:
             self._matcher.consume_tokens(new)
-        if self.problem is None:
-            llguidance.torch.fill_next_token_bitmask(self._matcher, self._mask)
+        llguidance.torch.fill_next_token_bitmask(self._matcher, self._mask)
         if self._matcher.is_error():
             self.problem = f"the grammar of the answer: {_problem(self._matcher)}"
             return scores
