@@ -59,11 +59,14 @@ def main(
     out: Annotated[Path, typer.Option(help="The file to write.")],
     per_kind: Annotated[int, typer.Option(help="Questions per kind of Spec-Bench.")] = SPEC_BENCH,
     others: Annotated[int, typer.Option(help="Questions of GSM8K and of MBPP.")] = OTHERS,
+    unseen: Annotated[bool, typer.Option(help="Leave out those of both halves.")] = False,
 ) -> None:
     """Write the questions as JSONL."""
+    used = {one.name for one in questions(data)} if unseen else set()
     rows = [
         {"id": one.name, "kind": one.category, "prompt": one.turns[0]}
         for one in questions(data, per_kind, others)
+        if one.name not in used
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
