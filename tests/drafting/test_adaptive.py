@@ -238,7 +238,7 @@ def test_a_poisoned_matrix_recovers(bundled, greedy):
     first, later = mat(poisoned, *greedy), mat(poisoned, *more)
     healthy_first, healthy = mat(clean, *greedy), mat(clean, *more)
     assert first < healthy_first
-    assert later > 0.85 * healthy  # 0.90 with the seed above
+    assert later > 0.9 * healthy
 
 
 @pytest.mark.parametrize("k", [1, 2, 8])
