@@ -77,8 +77,8 @@ class GraphRunner:
         self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **memory)
         self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **memory)
         self._turn = 0
-        self._agrees: bool | None = None  # with an eager step; None: not known yet
-        self._slower: str | None = None  # how much longer it takes than an eager plain step
+        self._checked = False
+        self._problem: str | None = None  # why it is not used, once it was checked
 
     def _run(self) -> Tensor:
         with (
@@ -125,14 +125,14 @@ class GraphRunner:
             GraphError: the two differ by more than rounding explains, or the graph takes longer
                 than a plain step of the eager loop.
         """
-        if self._agrees is None:
-            self._agrees = self._agrees_with_eager(sequences, generators)
-            if self._agrees and self._graph is not None:
-                self._slower = self._slower_than_plain(sequences)
-        if not self._agrees:
-            raise GraphError("steps of the graph differ from the same steps without it")
-        if self._slower is not None:
-            raise GraphError(self._slower)
+        if not self._checked:
+            if not self._agrees_with_eager(sequences, generators):
+                self._problem = "steps of the graph differ from the same steps without it"
+            elif self._graph is not None:
+                self._problem = self._slower_than_plain(sequences)
+            self._checked = True
+        if self._problem is not None:
+            raise GraphError(self._problem)
 
     def _agrees_with_eager(
         self, sequences: list[Sequence], generators: list[torch.Generator]

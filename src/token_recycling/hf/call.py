@@ -181,12 +181,12 @@ def prepare_call(
     """
     if not prompts:
         raise TokenRecyclingError("the list of prompts is empty; give at least one")
-    known = {*GenerateArguments.__annotations__, *vars(GenerationConfig()), *_parameters(model)}
+    ours = GenerateArguments.__annotations__
     for name in processors:
         if name in REFUSED:
             raise TokenRecyclingError(f"{name} is not supported here; {REFUSED[name]}")
-        if name not in known:
-            raise unknown_option(name, GenerateArguments.__annotations__)
+        if name not in ours and name not in _known_to(model):
+            raise unknown_option(name, ours)
     given = generate_options(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, **processors
     )
@@ -216,10 +216,11 @@ def prepare_call(
     return Call(options, sequences, accept)
 
 
-def _parameters(model: Any) -> Iterable[str]:
-    """Return the names of the parameters of the model's ``generate`` and ``forward``."""
+def _known_to(model: Any) -> set[str]:
+    """Return the names of the options of the model's ``generate`` and ``forward``."""
     both = (type(model).generate, model.forward)
-    return [name for method in both for name in inspect.signature(method).parameters]
+    parameters = (name for method in both for name in inspect.signature(method).parameters)
+    return {*vars(GenerationConfig()), *parameters}
 
 
 def _rules(request: Request, target: Target, most: int, special: set[int]) -> list[StopRule]:

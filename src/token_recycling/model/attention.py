@@ -70,11 +70,11 @@ def packed_attention(
         return cpu.attend(query, key, value, packed[group], scale), None
     if group == 1 and not query.is_cuda:
         return stock(module, query, key, value, attention_mask, **others)
-    if group not in packed:
-        packed[group] = repeated_mask(attention_mask, group)
-    mask = packed[group][..., : key.shape[2]]
 
     def by_pytorch() -> Tensor:
+        if group not in packed:
+            packed[group] = repeated_mask(attention_mask, group)
+        mask = packed[group][..., : key.shape[2]]
         queries = query.reshape(batch, key.shape[1], group * q, size)
         out = _sdpa(queries, key, value, mask, scale)
         return out.reshape(batch, heads, q, -1).transpose(1, 2).contiguous()

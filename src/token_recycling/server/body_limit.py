@@ -14,11 +14,12 @@ MOST_BYTES, MOST_SECONDS = 4 * 2**20, 60.0
 class BodyTooLargeError(ApiError):
     """A body of more than ``MOST_BYTES``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, closes: bool = False) -> None:
         super().__init__(
             f"the request is larger than {MOST_BYTES // 2**20} MiB",
             status=413,
             code="request_too_large",
+            closes=closes,
         )
 
 
@@ -30,6 +31,7 @@ class BodyTooSlowError(ApiError):
             f"the request's body did not arrive within {MOST_SECONDS:g} s",
             status=408,
             code="request_timeout",
+            closes=True,
         )
 
 
@@ -47,10 +49,7 @@ class BodyLimit:
             return
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > MOST_BYTES:
-                response = BodyTooLargeError().response()
-                # The rest of the body is not read, so the connection cannot be used again.
-                response.headers["Connection"] = "close"
-                await response(scope, receive, send)
+                await BodyTooLargeError(closes=True).response()(scope, receive, send)
                 return
         read, whole = 0, False
         deadline = asyncio.get_running_loop().time() + MOST_SECONDS

@@ -251,8 +251,7 @@ class Engine:
         """
         for row in [one for one in self._paused if one.job.aborted]:
             self._paused.remove(row)
-            self._forget(row.job)
-            self.metrics.ended("abort", row.sequence.stats, monotonic() - row.job.arrived)
+            self._aborted(row)
         while len(rows := self._batch.rows) > 1:
             longest = max(len(row.sequence.tokens) for row in rows)
             if longest * len(rows) <= BATCH_TOKENS:
@@ -361,10 +360,14 @@ class Engine:
         self._batch.clear()
         self._paused.clear()
         for row in rows:
-            self._forget(row.job)
-            self.metrics.ended("abort", row.sequence.stats, monotonic() - row.job.arrived)
+            self._aborted(row)
         for job in (*(row.job for row in rows), *waiting):
             job.emit(Failed(SHUTTING_DOWN, 503))
+
+    def _aborted(self, row: Running) -> None:
+        """Note that a row which is not in the batch will not go on."""
+        self._forget(row.job)
+        self.metrics.ended("abort", row.sequence.stats, monotonic() - row.job.arrived)
 
     def _step(self) -> None:
         """Advance all rows by one step, and report their tokens."""

@@ -31,6 +31,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        closes: bool = False,
     ) -> None:
         """Describe the error.
 
@@ -41,9 +42,10 @@ class ApiError(Exception):
             param: the field at fault.
             code: OpenAI's ``code``.
             retry_after: seconds for the header Retry-After.
+            closes: the connection cannot be used again: a body has not been read whole.
         """
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status, self.retry_after, self.closes = status, retry_after, closes
         self.body: dict[str, Any] = {
             "error": {
                 # A message may quote characters that cannot be encoded.
@@ -57,8 +59,8 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """Return the error as a response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status == 408:
-            headers["Connection"] = "close"  # the rest of the body may still come
+        if self.closes:
+            headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)

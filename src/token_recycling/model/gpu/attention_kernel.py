@@ -20,7 +20,7 @@ from torch import Tensor
 
 from token_recycling.model.gpu.attention import TreeView
 
-RULES = {"full": 0, "sliding": 1, "chunked": 2}
+RULES = {"full": 0, "sliding": 1, "chunked": 2}  # of windows, as constants of kernels
 QUERIES, KEYS = 64, 64  # of a program at once, at most
 MERGED = 8  # queries whose parts a program adds
 FEWEST_KEYS = 128  # of a program, unless there are fewer
