@@ -163,11 +163,11 @@ def regress(features: Any, hits: Any, trials: Any, ridge: float = 1e-3) -> Any:
 def fitted_rates(evidence: Any, k: int) -> tuple[Any, dict[str, Any]]:
     """Return rates per feature, float64 [f], and the constants that give them."""
     hits, trials = evidence.astype(np.float64)
-    _, lacking, chain, beside, runner_up, _ = host.features(k)
+    _, lacking, chain, beside, nothing = host.features(k)
     rates = host.expected_rates(k).copy()
     odds = np.arange(host.BINS) / 2 - 9.0
     found: dict[str, Any] = {"row": [], "lacking": []}
-    for level in range(host.LEVELS):
+    for level in range(host.LEVELS + 2):  # those of the root row too
         part = slice(level * k * host.BINS, (level + 1) * k * host.BINS)
         rank, of = np.divmod(np.arange(k * host.BINS), host.BINS)
         x = np.stack([np.ones(len(of)), odds[of], np.log2(1 + rank)], axis=1)
@@ -192,7 +192,7 @@ def fitted_rates(evidence: Any, k: int) -> tuple[Any, dict[str, Any]]:
         (hits[part].reshape(runs, depths) + weight * by_run[:, None])
         / (trials[part].reshape(runs, depths) + weight)
     ).flatten()
-    part = slice(beside, runner_up)
+    part = slice(beside, nothing)
     found["beside"] = ((hits[part] + 0.5) / (trials[part] + 1)).round(4).tolist()
     rates[part] = (hits[part] + 0.5) / (trials[part] + 1)
     return np.clip(rates, host.LOWEST, host.HIGHEST), found

@@ -26,8 +26,16 @@ IN_ROW = {
     "token": (-0.58, 0.63, -0.32),
     "pair": (-0.38, 0.65, -0.40),
     "triple": (-0.14, 0.64, -0.57),
+    "runners-up": (-2.81, 0.06, -0.41),
+    "rejected": (-1.49, 0.44, -0.30),
 }
-LACKING = {"token": (-3.86, -0.24), "pair": (-4.13, -0.35), "triple": (-4.28, -0.36)}
+LACKING = {
+    "token": (-3.86, -0.24),
+    "pair": (-4.13, -0.35),
+    "triple": (-4.28, -0.36),
+    "runners-up": (-3.09, -0.03),
+    "rejected": (-3.40, -0.04),
+}
 DEPTHS = (0, 1, 2, 4, 8)
 WINDOW, PRIOR, FLOOR = 16, 4.0, 1e-4
 
@@ -71,7 +79,8 @@ class PlainDrafter:
     hits: dict = field(default_factory=dict)
     trials: dict = field(default_factory=dict)
     weights: dict = field(default_factory=dict)
-    runners: list = field(default_factory=list)  # candidates that lost to the next root
+    root_row: dict = field(default_factory=dict)  # candidates of the next root, best first
+    rejected: bool = False  # the root row is made of rejected nodes
 
     def place(self, level, text):
         """(slot, key) of the last token of ``text`` at a level, or None."""
@@ -114,8 +123,6 @@ class PlainDrafter:
         elif kind == "absent":
             a, b = LACKING[feature[1]]
             expected = 1 / (1 + exp(-(a + b * (feature[2] / 2 - 9))))
-        elif kind == "runner-up":
-            expected = 0.1 / (feature[1] + 2)
         elif kind == "chain":
             expected = RUNS[feature[1]][1 if feature[2] else 0]
         else:
@@ -132,10 +139,11 @@ class PlainDrafter:
         if source in LEVELS:
             start = 0.0 if source not in levels else 0.7 if source == levels[-1] else 0.3
         else:
-            start = {"chain": 0.5, "constant": 0.0}.get(source, 0.1 if len(levels) > 1 else 1.0)
+            root = 0.3 if len(levels) > 1 else 0.8
+            start = {"chain": 0.5, "constant": 0.0, "root": root}[source]
         return self.weights.get((which, source), start)
 
-    def candidates(self, text, below, run, depth, runners=()):
+    def candidates(self, text, below, run, depth, at_root=False):
         """[(candidate, {source: feature}, log odds)] at the end of ``text``, and the weight set."""
         rows = {level: self.row(level, text) for level in LEVELS}
         rows = {level: row for level, row in rows.items() if row is not None}
@@ -144,34 +152,43 @@ class PlainDrafter:
             order += [t for t in rows[level] if t not in order]
         if below is not None and below not in order:
             order.append(below)
-        ranks = {token: rank for rank, token in enumerate(runners) if token not in order}
-        order += ranks
+        levels = {level: level for level in rows}  # source: level
+        if at_root and self.root_row:
+            rows["root"] = self.root_row
+            levels["root"] = "rejected" if self.rejected else "runners-up"
+            order += [t for t in self.root_row if t not in order]
         state = 0 if below is None else 2 if run >= 4 else 1
-        which = ("token", *(level for level in rows if level != "token")), state
+        which = ("token", *(level for level in rows if level in ("pair", "triple"))), state
         found = []
         for token in order:
             features = {}
-            for level, row in rows.items():
+            for source, row in rows.items():
+                level = levels[source]
                 best = next(iter(row.values()))
                 if token in row:
                     rank = list(row).index(token)
-                    features[level] = "rank", level, rank, probability_class(row[token])
+                    features[source] = "rank", level, rank, probability_class(row[token])
                 else:
-                    features[level] = "absent", level, probability_class(best)
+                    features[source] = "absent", level, probability_class(best)
             if below is not None:
                 length = last_at_most(run, RUNS)
                 on = token == below
                 features["chain"] = ("beside", length)
                 if on:
                     features["chain"] = "chain", length, last_at_most(depth, DEPTHS)
-            if token in ranks:
-                features["runner-up"] = "runner-up", ranks[token]
-            odds = self.weight(which, "constant")
-            for source in (*LEVELS, "chain", "runner-up"):
+            pattern = self.pattern(features)
+            odds = self.weight(which, "constant") + self.weights.get((pattern, "constant"), 0)
+            for source in (*LEVELS, "chain", "root"):
                 if source in features:
-                    odds += self.weight(which, source) * self.logit(features[source])
+                    weight = self.weight(which, source) + self.weights.get((pattern, source), 0)
+                    odds += weight * self.logit(features[source])
             found.append((token, features, min(6.0, max(-9.0, odds))))
         return found, which
+
+    @staticmethod
+    def pattern(features):
+        """The sources that have a candidate."""
+        return frozenset(s for s, feature in features.items() if feature[0] in ("rank", "chain"))
 
     def propose(self, text, nodes):
         """[(token, parent, score)], the root first."""
@@ -184,8 +201,7 @@ class PlainDrafter:
             if len(paths[node]) - len(text) < self.max_depth:
                 depth = on_chain[node]
                 below = chain[depth] if 0 <= depth < len(chain) else None
-                runners = self.runners if node == 0 else ()
-                found, _ = self.candidates(paths[node], below, run, depth, runners)
+                found, _ = self.candidates(paths[node], below, run, depth, node == 0)
                 for token, _, odds in found:
                     value = logs[node] - log1p(exp(-odds))
                     if value > log(FLOOR):
@@ -215,11 +231,33 @@ class PlainDrafter:
         self.remember(text, paths, rows, emitted)
 
     def remember(self, text, paths, rows, emitted):
-        """Keep what lost to the last emitted token, after as much of the draft as was right."""
+        """Keep what may follow the last emitted token, from the draft's nodes where it was chosen.
+
+        That is after as much of the draft as was right.
+        """
         for right in range(len(emitted) - 1, -1, -1):
-            if [*text, *emitted[:right]] in paths:
-                row = rows.get(paths.index([*text, *emitted[:right]]), {})
-                self.runners = [token for token in row if token != emitted[right]][: self.k - 1]
+            before = [*text, *emitted[:right]]
+            if before in paths:
+                self.root_row, self.rejected = {}, False
+                at = paths.index(before)
+                if at not in rows:
+                    return
+                losers = {t: p for t, p in rows[at].items() if t != emitted[right]}
+                sources = [
+                    row
+                    for node, row in sorted(rows.items())
+                    if len(paths[node]) == len(before) + 1 and paths[node][:-1] == before
+                ][:7]
+                self.rejected = bool(sources)
+                mixed = {}
+                for row in sources:
+                    for token, p in row.items():
+                        mixed[token] = mixed.get(token, 0) + 0.9 * p / len(sources)
+                for token, p in losers.items():
+                    share = 0.1 if sources else 1.0
+                    mixed[token] = mixed.get(token, 0) + share * p / sum(losers.values())
+                best = sorted(mixed.items(), key=lambda pair: -pair[1])[: self.k - 1]
+                self.root_row = {t: half(min(p, 1)) for t, p in best}
                 return
 
     def count(self, text, emitted):
@@ -227,17 +265,20 @@ class PlainDrafter:
         on_chain = True
         for depth, truth in enumerate(emitted):
             below = chain[depth] if on_chain and depth < len(chain) else None
-            runners = self.runners if depth == 0 else ()
-            found, which = self.candidates(text, below, run, depth, runners)
-            step = {}
+            found, which = self.candidates(text, below, run, depth, depth == 0)
+            step = {}  # by weight set and source
             for token, features, odds in found:
                 error = (token == truth) - 1 / (1 + exp(-odds))
-                for source, feature in features.items():
-                    step[source] = step.get(source, 0) + error * self.logit(feature)
-                step["constant"] = step.get("constant", 0) + error
-            for source, value in step.items():
-                new = self.weight(which, source) + self.learning_rate * value
-                self.weights[which, source] = new
+                for one in (which, self.pattern(features)):
+                    for source, feature in features.items():
+                        slope = error * self.logit(feature)
+                        step[one, source] = step.get((one, source), 0) + slope
+                    step[one, "constant"] = step.get((one, "constant"), 0) + error
+            for (one, source), value in step.items():
+                old = (
+                    self.weight(one, source) if one == which else self.weights.get((one, source), 0)
+                )
+                self.weights[one, source] = old + self.learning_rate * value
             for token, features, _ in found:
                 for feature in features.values():
                     self.trials[feature] = self.trials.get(feature, 0) + 1

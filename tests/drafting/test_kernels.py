@@ -16,19 +16,19 @@ from token_recycling.drafting.kernels import host
 from token_recycling.util.tokens import NO_TOKEN
 
 V = 11
+KINDS_OF_ROWS = (*LEVELS, "runners-up", "rejected")
+SOURCES = (*LEVELS, "chain", "root")
 LENGTHS, DEPTH_CLASSES = list(RUNS), list(DEPTHS)
 
 
 def index_of(feature, k):
     """The index of a feature of the plain drafter in the compiled one's counts."""
-    _, lacking, chain, beside, runner_up, _ = host.features(k)
+    _, lacking, chain, beside, _ = host.features(k)
     kind = feature[0]
     if kind == "rank":
-        return (LEVELS.index(feature[1]) * k + feature[2]) * host.BINS + feature[3]
+        return (KINDS_OF_ROWS.index(feature[1]) * k + feature[2]) * host.BINS + feature[3]
     if kind == "absent":
-        return lacking + LEVELS.index(feature[1]) * host.BINS + feature[2]
-    if kind == "runner-up":
-        return runner_up + feature[1]
+        return lacking + KINDS_OF_ROWS.index(feature[1]) * host.BINS + feature[2]
     if kind == "beside":
         return beside + LENGTHS.index(feature[1])
     length, depth = LENGTHS.index(feature[1]), DEPTH_CLASSES.index(feature[2])
@@ -118,9 +118,15 @@ class Both:
         assert np.array_equal(matrix.evidence.numpy(), np.stack([hits, trials]))
         for levels, state in [(("token",), 0), (LEVELS, 2), (("token", "triple"), 1)]:
             which = sum(LEVELS.index(level) for level in levels) * 3 + state
-            for i, source in enumerate((*LEVELS, "chain", "runner-up", "constant")):
+            for i, source in enumerate((*SOURCES, "constant")):
                 expected = self.plain.weight((levels, state), source)
                 assert float(matrix.weights[which, i]) == pytest.approx(expected, abs=1e-9)
+        for number in range(host.PATTERNS):
+            pattern = frozenset(s for i, s in enumerate(SOURCES) if number >> i & 1)
+            for i, source in enumerate((*SOURCES, "constant")):
+                expected = self.plain.weights.get((pattern, source), 0.0)
+                found = float(matrix.weights[host.SETS + number, i])
+                assert found == pytest.approx(expected, abs=1e-9)
 
 
 def run(both, steps):
@@ -216,3 +222,44 @@ def test_rows_of_different_lengths_are_drafted_as_if_alone():
         for name in ("tokens", "parents", "depths", "ancestors", "valid", "scores"):
             assert getattr(alone, name)[0].equal(getattr(whole, name)[row]), name
     assert isinstance(whole, DraftTree)
+
+
+A, THE, DOG, CAT, ONE = range(5)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "rejected", "expected"),
+    [
+        ([THE], True, {DOG: 0.9 * 0.9, ONE: 0.1 * 0.5 / 0.5, CAT: 0.9 * 0.1}),
+        ([], False, {ONE: 1.0}),
+        ([A, THE], True, None),  # the root is A, whose own child row is what follows it
+    ],
+)
+def test_a_root_row_is_what_follows_rejected_nodes(drafted, rejected, expected):
+    """After the token "a" was chosen where "the" was drafted: the example of ``host.remember``."""
+    tokens = np.array([CAT, *drafted])
+    behind = {THE: ([DOG, CAT], [0.9, 0.1]), A: ([CAT, DOG], [0.8, 0.2])}
+    rows = [([A, ONE], [0.5, 0.5]), *(behind[token] for token in drafted)]
+    ids, p = np.array([row[0] for row in rows], np.int32), np.array([row[1] for row in rows])
+    emitted = np.array([A, NO_TOKEN] if expected is not None else [A, CAT])
+    k = 4  # of the row that is made, which may be longer than those here
+    candidates, probabilities = np.empty(k - 1, np.int32), np.empty(k - 1, np.uint16)
+    found = host.remember(
+        tokens,
+        np.zeros(len(tokens), np.int64),
+        np.ones(len(tokens), np.bool_),
+        ids,
+        p.astype(np.float32),
+        np.ones(len(tokens), np.bool_),
+        emitted,
+        candidates,
+        probabilities,
+        False,
+    )
+    if expected is None:  # "a" was drafted and has no children: its runners-up alone
+        rejected, expected = False, {DOG: 1.0}
+    assert found == rejected
+    shown = dict(zip(candidates.tolist(), host.HALVES[probabilities].tolist()))
+    shown.pop(NO_TOKEN, None)
+    assert list(shown) == list(expected)
+    assert list(shown.values()) == pytest.approx(list(expected.values()), abs=1e-3)

@@ -28,7 +28,40 @@ CHAIN = 16  # longest chain
 DEEPER = 6  # levels that a tree may have below the chain's end
 THREAD_NODES = 128  # nodes of all rows from which a thread of its own is faster
 SOURCES = ("token", "pair", "triple")  # by level of the row
-RUNNER_UP = "runner-up"  # a source of the root's children
+ROOT_ROW = "last step"  # a source of the root's children: the root row
+
+
+@dataclass
+class RootRows(Rows):
+    """What the last step says of the tokens that may follow the next root (``host.remember``).
+
+    Attributes:
+        candidates: int32 [B, k - 1], best first; ``NO_TOKEN`` where there is none.
+        probabilities: float16 [B, k - 1].
+        rejected: bool [B], True if it comes from the distributions behind rejected nodes.
+    """
+
+    candidates: Tensor
+    probabilities: Tensor
+    rejected: Tensor
+
+    @classmethod
+    def none(cls, batch: int, k: int) -> RootRows:
+        """Return rows without candidates."""
+        candidates = torch.full((batch, k - 1), NO_TOKEN, dtype=torch.int32, device="cpu")
+        probabilities = torch.zeros((batch, k - 1), dtype=torch.float16, device="cpu")
+        return cls(candidates, probabilities, torch.zeros(batch, dtype=torch.bool, device="cpu"))
+
+    def clear(self) -> None:
+        """Forget all candidates."""
+        self.candidates.fill_(NO_TOKEN)
+        self.probabilities.zero_()
+        self.rejected.zero_()
+
+    def arrays(self) -> host.RootArrays:
+        """Return views for the kernels."""
+        bits = self.probabilities.view(torch.uint16)
+        return host.RootArrays(self.candidates.numpy(), bits.numpy(), self.rejected.numpy())
 
 
 @dataclass
@@ -38,12 +71,12 @@ class AdaptiveRows(Rows):
     Attributes:
         context: the tokens so far, including the root of the last draft.
         chains: the chains of the last draft.
-        runners: int32 [B, k - 1], the candidates that lost to the next root, best first.
+        root_rows: one more row of candidates for the next root.
     """
 
     context: Context
     chains: Chains
-    runners: Tensor
+    root_rows: RootRows
 
 
 class AdaptiveDrafter(Drafter[AdaptiveRows]):
@@ -52,9 +85,9 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     Beyond the paper (docs/drafting.md): rows keep probabilities and are averaged over time; pairs
     and triples of tokens have rows of their own; the tokens that followed an earlier occurrence of
     the last n-gram are one more branch (the chain); what these sources say of a candidate is
-    calibrated by how often its kind was right, and mixed with weights learnt online; tokens that
-    lost to the root are candidates for the token after it; and the tree
-    consists of the best nodes by these scores, not of a fixed shape.
+    calibrated by how often its kind was right, and mixed with weights learnt online; the
+    distributions behind rejected nodes are a row for the next root; and the tree consists of the
+    best nodes by these scores, not of a fixed shape.
     """
 
     name = "adaptive"
@@ -105,8 +138,8 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         if matrix.evidence.shape[1] != len(self._rates):
             shape = (2, len(self._rates))
             matrix.evidence = torch.zeros(shape, dtype=torch.float32, device="cpu")
-        if matrix.weights.shape != (host.SETS, host.INPUTS):
-            shape = (host.SETS, host.INPUTS)
+        shape = (host.SETS + host.PATTERNS, host.INPUTS)
+        if matrix.weights.shape != shape:
             matrix.weights = torch.zeros(shape, dtype=torch.float64, device="cpu")
         self._acceptance = tuple(0.34 * node**-0.95 for node in range(1, nodes + 1))
 
@@ -138,15 +171,14 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     def new_rows(self, batch: int, capacity: int | None = None) -> AdaptiveRows:
         """Return empty contexts."""
         context = Context.empty(batch, capacity, self.max_depth + 2)
-        shape = (batch, self.matrix.k - 1)
-        runners = torch.full(shape, NO_TOKEN, dtype=torch.int32, device="cpu")
-        return AdaptiveRows(context, Chains.none(batch, self.chain_length), runners)
+        chains = Chains.none(batch, self.chain_length)
+        return AdaptiveRows(context, chains, RootRows.none(batch, self.matrix.k))
 
     def load(self, rows: AdaptiveRows, texts: list[list[int]]) -> None:
         """Load the texts as context."""
         rows.context.load(texts)
         rows.chains.clear()
-        rows.runners.fill_(NO_TOKEN)
+        rows.root_rows.clear()
         if not bool(self.matrix.weights.any()):
             self.matrix.weights.copy_(torch.from_numpy(host.initial_weights()))
         host.refresh_logits(self._tables())
@@ -185,15 +217,23 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             rows.chains.tokens.numpy(),
             rows.chains.counts.numpy(),
             rows.chains.runs.numpy(),
-            rows.runners.numpy(),
         )
+        root_rows = rows.root_rows.arrays()
         tables = self._tables()
 
         def run(part: slice) -> None:
-            context, lengths, first, chain, counts, runs, runners = (a[part] for a in state)
-            own = host.Drafts(*(array[part] for array in drafts))
+            context, lengths, first, chain, counts, runs = (a[part] for a in state)
             host.propose(
-                context, lengths, first, chain, counts, runs, runners, tables, self.max_depth, own
+                context,
+                lengths,
+                first,
+                chain,
+                counts,
+                runs,
+                host.RootArrays(*(array[part] for array in root_rows)),
+                tables,
+                self.max_depth,
+                host.Drafts(*(array[part] for array in drafts)),
             )
 
         in_threads(batch, THREAD_NODES // n, run)
@@ -208,7 +248,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         )
 
     def sources(self, rows: AdaptiveRows, draft: DraftTree) -> list[str]:
-        """Return "root", "chain", the longest context whose row has the token, or "runner-up"."""
+        """Return "root", "chain", the longest context whose row has the token, or "last step"."""
         tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
         length = int(rows.context.lengths[0])
         before = [NO_TOKEN, NO_TOKEN, *rows.context.tokens[0, :length].tolist()][-3:-1]
@@ -230,7 +270,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
                 if (row := host.find(level, second, first, token, tables)) >= 0
                 and tokens[node] in tables.candidates[row]
             ]
-            found.append(in_rows[-1] if in_rows else RUNNER_UP)
+            found.append(in_rows[-1] if in_rows else ROOT_ROW)
         return found
 
     def observe(
@@ -244,7 +284,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             rows.chains.tokens.numpy(),
             rows.chains.counts.numpy(),
             rows.chains.runs.numpy(),
-            rows.runners.numpy(),
+            rows.root_rows.arrays(),
             as_array(draft.tokens),
             as_array(draft.parents),
             as_array(draft.valid),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import device as _operations  # noqa: F401
 from token_recycling.drafting.kernels import host
@@ -55,9 +55,10 @@ class DeviceDrafting:
         self._chain = torch.zeros((batch, max(drafter.chain_length, 1)), device=device).long()
         self._counts = torch.zeros_like(self._lengths)
         self._runs = torch.zeros_like(self._lengths)
-        self._runners = torch.full(
-            (batch, matrix.k - 1), NO_TOKEN, dtype=torch.int32, device=device
-        )
+        root_rows = RootRows.none(batch, matrix.k)
+        self._root_ids = root_rows.candidates.to(device)
+        self._root_p = root_rows.probabilities.view(torch.int16).to(device)
+        self._rejected = root_rows.rejected.to(device)
         self._slots = torch.zeros((batch, self.size, host.LEVELS), device=device).long()
         self._slot_keys = torch.zeros_like(self._slots)
 
@@ -67,10 +68,16 @@ class DeviceDrafting:
         self.drafter.load(rows, texts)
         self._context.copy_(rows.context.tokens)
         self._lengths.copy_(rows.context.lengths)
-        self._runners.copy_(rows.runners)
+        self.set_root_rows(rows.root_rows)
         for name, tensor in self._learnt.items():
             tensor.copy_(getattr(self.drafter.matrix, name))
         self._logits.copy_(torch.from_numpy(self.drafter.logits))
+
+    def set_root_rows(self, rows: RootRows) -> None:
+        """Copy root rows to the device."""
+        self._root_ids.copy_(rows.candidates)
+        self._root_p.copy_(rows.probabilities.view(torch.int16))
+        self._rejected.copy_(rows.rejected)
 
     def end(self) -> None:
         """Copy the matrix back."""
@@ -86,7 +93,7 @@ class DeviceDrafting:
             self._chain,
             self._counts,
             self._runs,
-            self._runners,
+            *self._root_rows,
             self._slots,
             self._slot_keys,
             *self._tables,
@@ -95,6 +102,10 @@ class DeviceDrafting:
         )
         tokens, parents, depths, ancestors, valid, scores = parts
         return DraftTree(tokens, parents, depths, ancestors, valid, self.max_depth, scores)
+
+    @property
+    def _root_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._root_ids, self._root_p, self._rejected
 
     @property
     def _tables(self) -> tuple[Tensor | int, ...]:
@@ -123,7 +134,7 @@ class DeviceDrafting:
             self._chain,
             self._counts,
             self._runs,
-            self._runners,
+            *self._root_rows,
             draft.valid,
             accepted.emitted,
             *self._tables[:6],
@@ -133,7 +144,14 @@ class DeviceDrafting:
             drafter.learning_rate,
         )
         torch.ops.token_recycling.device_remember(
-            ids, values, accepted.path, accepted.emitted, accepted.counts, self._runners
+            ids,
+            values,
+            draft.parents,
+            draft.valid,
+            accepted.path,
+            accepted.emitted,
+            accepted.counts,
+            *self._root_rows,
         )
         torch.ops.token_recycling.device_learn(
             self._slots,

@@ -21,6 +21,10 @@ from torch import Tensor
 from token_recycling.drafting.kernels import host
 
 LEVELS = tl.constexpr(host.LEVELS)
+RUNNERS_UP = tl.constexpr(host.RUNNERS_UP)
+SETS, PATTERNS = tl.constexpr(host.SETS), tl.constexpr(host.PATTERNS)
+SIBLINGS = tl.constexpr(host.SIBLINGS)
+RUNNERS_SHARE, TINY = tl.constexpr(host.RUNNERS_SHARE), tl.constexpr(host.TINY)
 INPUTS = tl.constexpr(host.INPUTS)
 BINS = tl.constexpr(host.BINS)
 LONG = tl.constexpr(host.LONG)
@@ -81,6 +85,12 @@ def _by_level(level, third, second, first, chain):
 
 
 @triton.jit
+def _weight(of_set, of_pattern, source):
+    """Return the weight of a source: that of the node's set plus that of each lane's pattern."""
+    return tl.load(of_set + source).to(tl.float32) + tl.load(of_pattern + source).to(tl.float32)
+
+
+@triton.jit
 def _gather(
     before,
     last,
@@ -88,7 +98,9 @@ def _gather(
     below,
     run,
     depth,
-    runners,
+    root_ids,
+    root_p,
+    rejected,
     at_root,
     V,
     P,
@@ -105,15 +117,16 @@ def _gather(
     """Unite the candidates of all sources at a node, and mix what these say of each.
 
     The candidates of a level are ``WIDTH`` lanes, those of triples first; the chain's token is on
-    the first lane behind them, and the runners-up of the root follow. This is the order in which
+    the first lane behind them, and those of the root row follow. This is the order in which
     ``host.gather`` finds them. A candidate of several sources has the same log odds on each of its
-    lanes; a runner-up that another source has is left out.
+    lanes. Sources are numbered as in ``host``: the levels of rows, 3 for the chain, 4 for the root
+    row.
 
     Returns:
         Per lane: candidate (-1: none), first lane of its candidate or not, log odds, feature, log
-        odds of the feature, and whether it is a runner-up. Then, for triples, pairs, tokens and the
-        chain: the feature of candidates that they lack, its log odds, and whether the source is
-        there. Then the weight set, and the rows of the pair and the triple.
+        odds of the feature, source, and weight set of the candidate's pattern. Then, by source: the
+        feature of candidates that it lacks, its log odds, and whether the source is there. Then the
+        weight set of the node, and the rows of the pair and the triple.
     """
     lane = tl.arange(0, 4 * WIDTH)
     level = 2 - lane // WIDTH
@@ -121,63 +134,83 @@ def _gather(
     row2, there2 = _find(2, before, last, token, V, P, T, candidates, keys, K)
     row1, there1 = _find(1, before, last, token, V, P, T, candidates, keys, K)
     row0, there0 = _find(0, before, last, token, V, P, T, candidates, keys, K)
+    there4 = at_root & (tl.load(root_ids, mask=at_root & (K > 1), other=-1) >= 0)
     row = _by_level(level, row2, row1, row0, 0)
     inside = _by_level(level, there2.to(tl.int32), there1.to(tl.int32), there0.to(tl.int32), 0) != 0
     inside = inside & (rank < K)
     found = tl.load(candidates + row * K + rank, mask=inside, other=-1)
     chained = (level == -1) & (rank == 0) & (below >= 0)
     found = tl.where(chained, below.to(tl.int32), found)
-    losing = (level == -1) & (rank > 0) & (rank < K) & at_root
-    found = tl.where(losing, tl.load(runners + rank - 1, mask=losing, other=-1), found)
-    same = (found[:, None] == found[None, :]) & (found[None, :] >= 0)
-    first = (found >= 0) & (tl.min(tl.where(same, lane[None, :], 4 * WIDTH), 1) == lane)
-    losing = losing & first
-    found = tl.where((level >= 0) | chained | losing, found, -1)
+    at_end = (level == -1) & (rank > 0) & (rank < K) & there4
+    found = tl.where(at_end, tl.load(root_ids + rank - 1, mask=at_end, other=-1), found)
     valid = found >= 0
+    source = tl.where(level >= 0, level, tl.where(rank > 0, 4, 3))
+    same = (found[:, None] == found[None, :]) & valid[None, :]
+    first = valid & (tl.min(tl.where(same, lane[None, :], 4 * WIDTH), 1) == lane)
+    bit = tl.where(valid, tl.full([], 1, tl.int32) << source, 0)
+    pattern = SETS + tl.sum(tl.where(same, bit[None, :], 0), 1)
     # Features
-    lacking = LEVELS * K * BINS
-    chain = lacking + LEVELS * BINS
+    lacking = (LEVELS + 2) * K * BINS
+    chain = lacking + (LEVELS + 2) * BINS
     beside = chain + RUN_CLASSES * DEPTH_CLASSES
-    runner_up = beside + RUN_CLASSES
-    nothing = runner_up + K - 1
+    nothing = beside + RUN_CLASSES
+    root_level = RUNNERS_UP + (tl.load(rejected, mask=at_root, other=0) != 0).to(tl.int32)
     bits = tl.load(probabilities + row * K + rank, mask=inside, other=0)
-    kind = (level * K + rank) * BINS + tl.load(classes + bits, mask=inside, other=0)
+    bits = tl.where(at_end, tl.load(root_p + rank - 1, mask=at_end, other=0), bits)
+    kind = tl.where(at_end, root_level * K + rank - 1, level * K + rank) * BINS
+    kind += tl.load(classes + bits, mask=valid & (inside | at_end), other=0)
     length = _length_class(run)
     kind = tl.where(chained, chain + length * DEPTH_CLASSES + _depth_class(depth), kind)
-    kind = tl.where(losing, runner_up + rank - 1, kind)
     best2 = tl.load(classes + tl.load(probabilities + row2 * K, mask=there2, other=0))
     best1 = tl.load(classes + tl.load(probabilities + row1 * K, mask=there1, other=0))
     best0 = tl.load(classes + tl.load(probabilities + row0 * K, mask=there0, other=0))
+    best4 = tl.load(classes + tl.load(root_p, mask=there4, other=0))
     lack2 = tl.where(there2, lacking + 2 * BINS + best2, nothing)
     lack1 = tl.where(there1, lacking + BINS + best1, nothing)
     lack0 = tl.where(there0, lacking + best0, nothing)
     lack3 = tl.where(below >= 0, beside + length, nothing)
+    lack4 = tl.where(there4, lacking + root_level * BINS + best4, nothing)
     logit = tl.load(logits + kind, mask=valid, other=0.0)
     logit2 = tl.load(logits + lack2)
     logit1 = tl.load(logits + lack1)
     logit0 = tl.load(logits + lack0)
     logit3 = tl.load(logits + lack3)
-    # The mixture
+    logit4 = tl.load(logits + lack4)
+    # The mixture: as if all sources lacked a candidate, plus what those say that have it.
     state = tl.where(below >= 0, tl.where(run >= LONG, 2, 1), 0)
     which = (there1.to(tl.int32) + 2 * there2.to(tl.int32)) * 3 + state
     of_set = weights + which * INPUTS
-    weight0 = tl.load(of_set).to(tl.float32)
-    weight1 = tl.load(of_set + 1).to(tl.float32)
-    weight2 = tl.load(of_set + 2).to(tl.float32)
-    weight3 = tl.load(of_set + 3).to(tl.float32)
-    all_lack = weight0 * logit0 + weight1 * logit1 + weight2 * logit2 + weight3 * logit3
-    all_lack += tl.load(of_set + 5).to(tl.float32)
-    weight = _by_level(level, weight2, weight1, weight0, weight3)
-    weight = tl.where(losing, tl.load(of_set + 4).to(tl.float32), weight)
-    beyond = _by_level(level, logit2, logit1, logit0, logit3)
-    more = weight * (logit - tl.where(losing, 0.0, beyond))
-    more = tl.where(valid, more, 0.0)
-    odds = all_lack + tl.sum(tl.where(same, more[None, :], 0.0), 1)
+    of_pattern = weights + pattern * INPUTS
+    weight = _weight(of_set, of_pattern, source)
+    beyond = tl.where(at_end, logit4, _by_level(level, logit2, logit1, logit0, logit3))
+    more = tl.where(valid, weight * (logit - beyond), 0.0)
+    odds = tl.sum(tl.where(same, more[None, :], 0.0), 1)
+    odds += _weight(of_set, of_pattern, 0) * logit0
+    odds += _weight(of_set, of_pattern, 1) * logit1
+    odds += _weight(of_set, of_pattern, 2) * logit2
+    odds += _weight(of_set, of_pattern, 3) * logit3
+    odds += _weight(of_set, of_pattern, 4) * logit4
+    odds += _weight(of_set, of_pattern, 5)
     odds = tl.minimum(tl.maximum(odds, LEAST), MOST)
-    lacks = (lack2, lack1, lack0, lack3)
-    lack_logits = (logit2, logit1, logit0, logit3)
-    sources = (there2, there1, there0, below >= 0)
-    return found, first, odds, kind, logit, losing, lacks, lack_logits, sources, which, row1, row2
+    source = tl.where(valid, source, -1)
+    lacks = (lack0, lack1, lack2, lack3, lack4)
+    lack_logits = (logit0, logit1, logit2, logit3, logit4)
+    there = (there0, there1, there2, below >= 0, there4)
+    return (
+        found,
+        first,
+        odds,
+        kind,
+        logit,
+        source,
+        pattern,
+        lacks,
+        lack_logits,
+        there,
+        which,
+        row1,
+        row2,
+    )
 
 
 # Propose
@@ -224,7 +257,9 @@ def _propose(
     chain,
     counts,
     runs,
-    runners,
+    root_ids,
+    root_p,
+    rejected,
     candidates,
     probabilities,
     keys,
@@ -266,7 +301,7 @@ def _propose(
     length = last + 1
     first = tl.load(text + last - 1, mask=last > 0, other=-1)
     second = tl.load(text + last - 2, mask=last > 1, other=-1)
-    losers = runners + row * (K - 1)
+    own_ids, own_p = root_ids + row * (K - 1), root_p + row * (K - 1)
     # The chain
     run, after = _match(text, length, root)
     count = tl.where(run > 0, tl.minimum(length - after, longest_chain), 0)
@@ -281,7 +316,7 @@ def _propose(
     tl.store(counts + row, tl.where(n > 1, count, -1))
     tl.store(runs + row, run)
     # Nodes, as vectors; pending candidates by node and lane.
-    tokens = tl.where(node == 0, root, 0)
+    tokens = tl.where(node == 0, root, 0).to(tl.int32)  # few registers
     parents = tl.zeros([NODES], tl.int32)
     depths = tl.zeros([NODES], tl.int32)
     logs = tl.where(node == 0, 0.0, NONE)
@@ -301,14 +336,16 @@ def _propose(
         cur = grown - 1
         below = at(links, link, linked_to)
         below = tl.where((linked_to >= 0) & (linked_to < count), below, -1)
-        _, is_first, odds, _, _, _, _, _, _, _, pair_row, triple_row = _gather(
+        _, is_first, odds, _, _, _, _, _, _, _, _, pair_row, triple_row = _gather(
             before,
             previous,
             token,
             below,
             run,
             linked_to,
-            losers,
+            own_ids,
+            own_p,
+            rejected + row,
             cur == 0,
             V,
             P,
@@ -337,7 +374,7 @@ def _propose(
         taken = (expanded[:, None] == above) & (lane[None, :] == spot)
         pending = tl.where(taken, NONE, pending)
         level = 2 - spot // WIDTH
-        parent_token = at(tokens, node, above)
+        parent_token = at(tokens, node, above).to(tl.int64)
         source = tl.where(level == 2, at(triples, node, above), at(pairs, node, above))
         source = tl.where(level == 0, parent_token, source.to(tl.int64))
         linked_to = at(on_chain, node, above)
@@ -345,24 +382,25 @@ def _propose(
         candidate = tl.load(
             candidates + source * K + spot % WIDTH, mask=(grows > 0) & (level >= 0), other=-1
         ).to(tl.int64)
-        losing = (level < 0) & (spot % WIDTH > 0)
-        loser = tl.load(losers + spot % WIDTH - 1, mask=(grows > 0) & losing, other=-1)
-        token = tl.where(level >= 0, candidate, tl.where(losing, loser.to(tl.int64), beneath))
+        at_end = (level < 0) & (spot % WIDTH > 0)
+        of_root = tl.load(own_ids + spot % WIDTH - 1, mask=(grows > 0) & at_end, other=-1)
+        token = tl.where(level >= 0, candidate, tl.where(at_end, of_root.to(tl.int64), beneath))
         follows = (linked_to >= 0) & (linked_to < count) & (token == beneath)
         linked_to = tl.where(follows, linked_to + 1, -1)
         depth = at(depths, node, above) + 1
         # The two tokens before the new node
         higher = at(parents, node, above)
-        before = tl.where(above == 0, first, at(tokens, node, higher))
+        before = tl.where(above == 0, first, at(tokens, node, higher).to(tl.int64))
         previous = parent_token
         new = (node == grown) & (grows > 0)
-        tokens = tl.where(new, token, tokens)
+        tokens = tl.where(new, token.to(tl.int32), tokens)
         parents = tl.where(new, above, parents)
         depths = tl.where(new, depth, depths)
         logs = tl.where(new, log, logs)
         on_chain = tl.where(new, linked_to, on_chain)
     inside = node < n
     valid = logs > NONE / 2
+    tokens = tokens.to(tl.int64)
     out = row * n + node
     tl.store(tokens_out + out, tokens, mask=inside)
     tl.store(parents_out + out, parents.to(tl.int64), mask=inside)
@@ -430,7 +468,9 @@ def _count(
     chain,
     counts,
     runs,
-    runners,
+    root_ids,
+    root_p,
+    rejected,
     valid,
     emitted,
     candidates,
@@ -460,8 +500,6 @@ def _count(
     One program for all rows, in order, so that results do not depend on timing (see
     ``host.count``).
     """
-    lane = tl.arange(0, 4 * WIDTH)
-    level = 2 - lane // WIDTH
     step = tl.arange(0, STEPS)
     V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
     for row in range(0, batch):
@@ -488,10 +526,11 @@ def _count(
                 odds,
                 kind,
                 logit,
-                losing,
+                source,
+                pattern,
                 lacks,
                 lack_logits,
-                sources,
+                there,
                 which,
                 _,
                 _,
@@ -502,7 +541,9 @@ def _count(
                 below,
                 run,
                 depth,
-                runners + row * (K - 1),
+                root_ids + row * (K - 1),
+                root_p + row * (K - 1),
+                rejected + row,
                 number_before == 0,
                 V,
                 P,
@@ -519,24 +560,31 @@ def _count(
             present = found >= 0
             right = (found == truth) & present
             error = right.to(tl.float32) - 1.0 / (1.0 + tl.exp(-odds))
-            all_errors = tl.sum(tl.where(first, error, 0.0), 0)
+            own_error = tl.where(first, error, 0.0)
+            all_errors = tl.sum(own_error, 0)
             number_found = tl.sum(first.to(tl.float32), 0)
             is_found = tl.sum((right & first).to(tl.float32), 0)
             of_set = weights + which * INPUTS
+            sets = SETS + tl.arange(0, PATTERNS)
+            of_sets = weights + sets * INPUTS
+            of_pattern = sets[:, None] == pattern[None, :]
+            errors = tl.sum(tl.where(of_pattern, own_error[None, :], 0.0), 1)
             tl.debug_barrier()  # everything is read before anything is written
-            for index in tl.static_range(4):
-                own = present & (level == 2 - index) & (losing == 0)
+            for index in tl.static_range(5):
+                own = source == index
                 lack_logit = lack_logits[index]
-                gradient = lack_logit * all_errors
-                gradient += tl.sum(tl.where(own, (logit - lack_logit) * error, 0.0), 0)
-                source = 2 - index if index < 3 else 3
-                old = tl.load(of_set + source)
-                tl.store(of_set + source, old + learning_rate * gradient)
+                slope = tl.where(own, (logit - lack_logit) * error, 0.0)
+                gradient = lack_logit * all_errors + tl.sum(slope, 0)
+                tl.store(of_set + index, tl.load(of_set + index) + learning_rate * gradient)
+                gradients = tl.sum(tl.where(of_pattern, slope[None, :], 0.0), 1)
+                gradients += lack_logit * errors
+                old = tl.load(of_sets + index)
+                tl.store(of_sets + index, old + learning_rate * gradients)
                 has = tl.sum(own.to(tl.float32), 0)
                 hit = tl.sum((own & right).to(tl.float32), 0)
                 _count_lack(
                     lacks[index],
-                    sources[index],
+                    there[index],
                     number_found - has,
                     is_found - hit,
                     evidence,
@@ -544,9 +592,8 @@ def _count(
                     logits,
                     features,
                 )
-            gradient = tl.sum(tl.where(losing, logit * error, 0.0), 0)
-            tl.store(of_set + 4, tl.load(of_set + 4) + learning_rate * gradient)
             tl.store(of_set + 5, tl.load(of_set + 5) + learning_rate * all_errors)
+            tl.store(of_sets + 5, tl.load(of_sets + 5) + learning_rate * errors)
             hits = tl.load(evidence + kind, mask=present, other=0.0) + right.to(tl.float32)
             trials = tl.load(evidence + features + kind, mask=present, other=0.0) + 1.0
             _store_evidence(kind, hits, trials, evidence, rates, logits, features, present)
@@ -565,29 +612,83 @@ def _count(
 def _remember(
     ids,
     values,
+    parents,
+    valid,
     path,
     emitted,
     counts,
-    runners,
+    root_ids,
+    root_p,
+    rejected,
     n,
     p,
     t,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
+    NODES: tl.constexpr,
 ):
-    """Note what lost to the last emitted token of one row (see ``host.remember``)."""
+    """Make the root row of one row of the batch (see ``host.remember``).
+
+    ``SIBLINGS`` + 1 groups of ``WIDTH`` lanes: the candidates behind rejected nodes, then the
+    runners-up.
+    """
     row = tl.program_id(0)
     count = tl.load(counts + row)
     there = count > 0
-    node = row * n + tl.load(path + row * p + count - 1, mask=there, other=0)
+    last = tl.load(path + row * p + count - 1, mask=there, other=0)
     token = tl.load(emitted + row * t + count - 1, mask=there, other=-1)
-    finite = _finite(tl.load(values + node * K).to(tl.float32))
+    finite = _finite(tl.load(values + (row * n + last) * K).to(tl.float32))
+    # Rejected nodes, in order
+    node = tl.arange(0, NODES)
+    inside = node < n
+    best = tl.load(values + (row * n + node) * K, mask=inside, other=float("nan")).to(tl.float32)
+    sibling = (tl.load(parents + row * n + node, mask=inside, other=-1) == last) & (node > last)
+    sibling = sibling & (tl.load(valid + row * n + node, mask=inside, other=0) != 0)
+    sibling = sibling & _finite(best)
+    place = tl.cumsum(sibling.to(tl.int32), 0) - 1
+    number = tl.minimum(tl.sum(sibling.to(tl.int32), 0), SIBLINGS)
+    group = tl.arange(0, SIBLINGS + 1)
+    chosen = sibling[None, :] & (place[None, :] == group[:, None]) & (group[:, None] < SIBLINGS)
+    source = tl.sum(tl.where(chosen, node[None, :], 0), 1)
+    source = tl.where(group == SIBLINGS, last, source.to(tl.int64))
+    used = ((group < number) | (group == SIBLINGS)).to(tl.int32)
+    used *= tl.where(finite & there, 1, 0)  # as an integer: Triton's interpreter needs it
+    # Their candidates
     rank = tl.arange(0, WIDTH)
-    found = tl.load(ids + node * K + rank, mask=rank < K, other=-1)
-    loses = (found != token) & (rank < K)
-    place = tl.cumsum(loses.to(tl.int32), 0) - 1
-    loser = tl.where(finite, found, -1).to(tl.int32)
-    tl.store(runners + row * (K - 1) + place, loser, mask=loses & (place < K - 1) & there)
+    at = (row * n + source[:, None]) * K + rank[None, :]
+    mask = (used[:, None] != 0) & (rank[None, :] < K)
+    found = tl.load(ids + at, mask=mask, other=-1)
+    logit = tl.load(values + at, mask=mask, other=-float("inf")).to(tl.float32)
+    share = tl.exp(logit - tl.max(tl.where(mask, logit, -1e30), 1)[:, None])
+    share = tl.where(mask, share, 0.0)
+    share = share / tl.maximum(tl.sum(share, 1), 1e-30)[:, None]
+    loses = (group[:, None] < SIBLINGS) | (found != token)
+    lost = tl.sum(tl.where(loses, share, 0.0), 1)
+    of_runners = tl.where(number > 0, RUNNERS_SHARE, 1.0) / tl.maximum(lost, TINY)
+    of_siblings = (1.0 - RUNNERS_SHARE) / tl.maximum(number, 1).to(tl.float32)
+    share = share * tl.where(group == SIBLINGS, of_runners, of_siblings)[:, None]
+    found = tl.where(loses & mask, found, -1)
+    # Their union
+    lane = tl.arange(0, (SIBLINGS + 1) * WIDTH)
+    found = tl.reshape(found, [(SIBLINGS + 1) * WIDTH])
+    share = tl.reshape(share, [(SIBLINGS + 1) * WIDTH])
+    valid_lane = found >= 0
+    same = (found[:, None] == found[None, :]) & valid_lane[None, :]
+    mixed = tl.sum(tl.where(same, share[None, :], 0.0), 1)
+    first = valid_lane & (tl.min(tl.where(same, lane[None, :], (SIBLINGS + 1) * WIDTH), 1) == lane)
+    better = (mixed[None, :] > mixed[:, None]) | (
+        (mixed[None, :] == mixed[:, None]) & (lane[None, :] < lane[:, None])
+    )
+    place = tl.sum((better & first[None, :]).to(tl.int32), 1)
+    own_ids, own_p = root_ids + row * (K - 1), root_p + row * (K - 1)
+    empty = tl.full([WIDTH], -1, tl.int32)
+    tl.store(own_ids + rank, empty, mask=(rank < K - 1) & there)
+    tl.store(own_p + rank, empty.to(tl.int16) + 1, mask=(rank < K - 1) & there)
+    tl.debug_barrier()
+    kept = first & (place < K - 1)
+    tl.store(own_ids + place, found.to(tl.int32), mask=kept)
+    tl.store(own_p + place, _to_half(tl.minimum(mixed, 1.0)).to(tl.int16), mask=kept)
+    tl.store(rejected + row, (number > 0) & finite, mask=there)
 
 
 @triton.jit
@@ -721,7 +822,9 @@ def _launch_propose(
     chain: Tensor,
     counts: Tensor,
     runs: Tensor,
-    runners: Tensor,
+    root_ids: Tensor,
+    root_p: Tensor,
+    rejected: Tensor,
     slots: Tensor,
     slot_keys: Tensor,
     candidates: Tensor,
@@ -749,7 +852,9 @@ def _launch_propose(
         chain,
         counts,
         runs,
-        runners,
+        root_ids,
+        root_p,
+        rejected,
         candidates,
         probabilities,
         keys,
@@ -785,7 +890,7 @@ def _launch_propose(
 
 @_launch_propose.register_fake
 def _(context: Tensor, lengths: Tensor, roots: Tensor, *args: Any) -> Any:
-    batch, n = args[4].shape[:2]
+    batch, n = args[6].shape[:2]
     tokens, parents, depths = (roots.new_empty((batch, n)) for _ in range(3))
     ancestors = roots.new_empty((batch, n, n), dtype=torch.bool)
     valid = roots.new_empty((batch, n), dtype=torch.bool)
@@ -802,7 +907,9 @@ def _launch_count(
     chain: Tensor,
     counts: Tensor,
     runs: Tensor,
-    runners: Tensor,
+    root_ids: Tensor,
+    root_p: Tensor,
+    rejected: Tensor,
     valid: Tensor,
     emitted: Tensor,
     candidates: Tensor,
@@ -824,7 +931,9 @@ def _launch_count(
         chain,
         counts,
         runs,
-        runners,
+        root_ids,
+        root_p,
+        rejected,
         valid,
         emitted,
         candidates,
@@ -888,24 +997,41 @@ def _launch_learn(
     )
 
 
-@torch.library.custom_op("token_recycling::device_remember", mutates_args=("runners",))
+@torch.library.custom_op(
+    "token_recycling::device_remember", mutates_args=("root_ids", "root_p", "rejected")
+)
 def _launch_remember(
-    ids: Tensor, values: Tensor, path: Tensor, emitted: Tensor, counts: Tensor, runners: Tensor
+    ids: Tensor,
+    values: Tensor,
+    parents: Tensor,
+    valid: Tensor,
+    path: Tensor,
+    emitted: Tensor,
+    counts: Tensor,
+    root_ids: Tensor,
+    root_p: Tensor,
+    rejected: Tensor,
 ) -> None:
     batch, n, k = ids.shape
     _remember[(batch,)](
         ids,
         values,
+        parents,
+        valid,
         path,
         emitted,
         counts,
-        runners,
+        root_ids,
+        root_p,
+        rejected,
         n,
         path.stride(0),
         emitted.stride(0),
         K=k,
         WIDTH=triton.next_power_of_2(k),
-        num_warps=1,
+        NODES=triton.next_power_of_2(n),
+        num_warps=REMEMBER_WARPS,
+        **REGISTERS,
     )
 
 
@@ -916,7 +1042,7 @@ def _(*args: Any) -> None:
     return None
 
 
-COUNT_WARPS, LEARN_WARPS = 4, 1
+COUNT_WARPS, REMEMBER_WARPS, LEARN_WARPS = 4, 8, 1
 # Few programs run, so that none has to leave registers to others: without this, NVIDIA's assembler
 # keeps a few values in memory to use fewer registers.
 REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 248}

@@ -16,8 +16,12 @@ from token_recycling.util.compiled import compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 LEVELS = 3  # rows of the token, of the pair that ends with it, and of the triple
-INPUTS = LEVELS + 3  # of the mixture: one per level, the chain, the runners-up, and a constant
-SETS = 12  # weight sets: pair row or not, triple row or not, chain state
+# Levels of the root row, if it comes from the runners-up alone, or from rejected nodes too
+RUNNERS_UP, REJECTED = LEVELS, LEVELS + 1
+INPUTS = LEVELS + 3  # of the mixture: one per level, the chain, the root row, and a constant
+SETS = 12  # weight sets of a node: pair row or not, triple row or not, chain state
+# Weight sets of a candidate, by the sources that have it: the rows by level, chain, root row
+PATTERNS = 32
 BINS = 32  # classes of a probability: its log odds from -9 on, in steps of 1/2
 LONG = 4  # length from which a match is long, in tokens
 RUNS = np.array([0, 1, 2, 3, 4, 5, 7, 10, 16])  # lower bound of each class of match lengths
@@ -27,17 +31,27 @@ PRIOR = 4.0  # weight of the expected rate, in trials
 # Expected rates, fitted by lab/fit.py to 59 answers of SmolLM2-135M-Instruct.
 # Per level, the log odds of the rate of a row's candidate: a + b · log odds of its probability
 # + c · log2(1 + rank), and of a candidate that the row lacks: a + b · log odds of the row's best.
-IN_ROW = np.array([[-0.58, 0.63, -0.32], [-0.38, 0.65, -0.40], [-0.14, 0.64, -0.57]])
-LACKING = np.array([[-3.86, -0.24], [-4.13, -0.35], [-4.28, -0.36]])
+IN_ROW = np.array(
+    [
+        [-0.58, 0.63, -0.32],
+        [-0.38, 0.65, -0.40],
+        [-0.14, 0.64, -0.57],
+        [-2.81, 0.06, -0.41],
+        [-1.49, 0.44, -0.30],
+    ]
+)
+LACKING = np.array([[-3.86, -0.24], [-4.13, -0.35], [-4.28, -0.36], [-3.09, -0.03], [-3.40, -0.04]])
 # Per class of match lengths: of the chain's first token, of later ones, and of all other tokens.
 FIRST_ON_CHAIN = np.array([0.01, 0.24, 0.47, 0.60, 0.65, 0.75, 0.80, 0.87, 0.95])
 LATER_ON_CHAIN = np.array([0.01, 0.60, 0.69, 0.71, 0.78, 0.81, 0.84, 0.87, 0.93])
 BESIDE_CHAIN = np.array([0.01, 0.032, 0.022, 0.018, 0.013, 0.010, 0.009, 0.007, 0.004])
 LOWEST, HIGHEST = 0.0005, 0.995  # bounds of calibrated rates
-RUNNER_UP = 0.1  # of the n-th runner-up of the root: this by n + 1
+SIBLINGS = 7  # most rejected nodes that a root row is made of
+RUNNERS_SHARE = 0.1  # of the runners-up in a root row from rejected nodes
 LEAST, MOST = -9.0, 6.0  # bounds of a mixture's log odds
 LEARNING_RATE = 0.02  # of the weights
 FLOOR = math.log(1e-4)  # nodes with a lower log probability are not proposed
+TINY = 1e-9  # least sum of probabilities that is divided by
 WINDOW = 16  # longest n-gram that is compared
 NO_CHAIN = -2  # chain token at a node where there is none; differs from every candidate
 
@@ -57,7 +71,7 @@ class Tables(NamedTuple):
         probabilities: uint16 [V + P + T, k], the bits of float16 values.
         keys: int64 [P + T], the pair or triple of each slot.
         evidence: float32 [2, f], hits and trials per feature (see ``features``).
-        weights: float64 [SETS, INPUTS], of the mixture (see ``gather``).
+        weights: float64 [SETS + PATTERNS, INPUTS], of the mixture (see ``gather``).
         rates: float64 [f], expected rates per feature before any evidence.
         logits: float64 [f], log odds of the calibrated rates; computed from the evidence.
     """
@@ -72,6 +86,20 @@ class Tables(NamedTuple):
     weights: Array
     rates: Array
     logits: Array
+
+
+class RootArrays(NamedTuple):
+    """What may follow the root of each of B rows (see ``remember``).
+
+    Attributes:
+        candidates: int32 [B, k - 1], best first, padded with ``NO_TOKEN``.
+        probabilities: uint16 [B, k - 1], the bits of float16 values.
+        rejected: bool [B], True if rejected nodes are among its sources.
+    """
+
+    candidates: Array
+    probabilities: Array
+    rejected: Array
 
 
 class Drafts(NamedTuple):
@@ -305,28 +333,27 @@ def preceding(node: int, tokens: Array, parents: Array, before: int, last: int) 
 
 
 @compiled
-def features(k: int) -> tuple[int, int, int, int, int, int]:
+def features(k: int) -> tuple[int, int, int, int, int]:
     """Return the number of features, and the first one of each kind.
 
     The kinds, in order: candidates in a row, by level, rank and class of the probability;
     candidates that a row lacks, by level and class of the row's best probability; chain tokens, by
     classes of match length and depth; candidates that are not the chain's token, by match length;
-    runners-up of the root that no other source has, by rank; and one for sources that are missing.
+    and one for sources that are missing.
     """
-    lacking = LEVELS * k * BINS
-    chain = lacking + LEVELS * BINS
+    lacking = (LEVELS + 2) * k * BINS
+    chain = lacking + (LEVELS + 2) * BINS
     beside = chain + len(RUNS) * len(DEPTHS)
-    runner_up = beside + len(RUNS)
-    nothing = runner_up + k - 1
-    return nothing + 1, lacking, chain, beside, runner_up, nothing
+    nothing = beside + len(RUNS)
+    return nothing + 1, lacking, chain, beside, nothing
 
 
 @compiled
 def expected_rates(k: int) -> Array:
     """Return the rate at which candidates of each feature are right before any evidence."""
-    count, lacking, chain, beside, runner_up, nothing = features(k)
+    count, lacking, chain, beside, nothing = features(k)
     rates = np.empty(count)
-    for level in range(LEVELS):
+    for level in range(LEVELS + 2):
         a, b, c = IN_ROW[level]
         low, slope = LACKING[level]
         for bin_ in range(BINS):
@@ -341,19 +368,17 @@ def expected_rates(k: int) -> Array:
             rate = LATER_ON_CHAIN[run] if depth else FIRST_ON_CHAIN[run]
             rates[chain + run * len(DEPTHS) + depth] = rate
         rates[beside + run] = BESIDE_CHAIN[run]
-    for rank in range(k - 1):
-        rates[runner_up + rank] = RUNNER_UP / (rank + 2.0)
     rates[nothing] = 0.5
     return rates
 
 
 def initial_weights() -> Array:
-    """Return the weights before any evidence, float64 [SETS, INPUTS].
+    """Return the weights before any evidence, float64 [SETS + PATTERNS, INPUTS].
 
-    The row of the longest context counts most; shorter ones share the rest. Without any row, what
-    the runners-up say is taken as it is.
+    The row of the longest context counts most; shorter ones share the rest. The sets of patterns,
+    which are added to these, are 0.
     """
-    weights = np.zeros((SETS, INPUTS))
+    weights = np.zeros((SETS + PATTERNS, INPUTS))
     for rows_there in range(4):
         levels = [0] + [level for level in (1, 2) if rows_there & level]
         for state in range(3):
@@ -361,7 +386,7 @@ def initial_weights() -> Array:
             weights[which, levels] = 0.3
             weights[which, levels[-1]] = 0.7
             weights[which, LEVELS] = 0.5
-            weights[which, LEVELS + 1] = 0.1 if rows_there else 1.0
+            weights[which, LEVELS + 1] = 0.3 if rows_there else 0.8
     return weights
 
 
@@ -398,7 +423,8 @@ def gather(
     below: int,
     run: int,
     depth: int,
-    runners: Array,
+    root_row: int,
+    roots: RootArrays,
     tables: Tables,
     found: Array,
     kinds: Array,
@@ -408,9 +434,10 @@ def gather(
 
     A source says how likely a candidate is by the log odds of its feature. The score's log odds are
     a weighted sum of these: logistic mixing, from data compression (M. Mahoney, "Adaptive weighing
-    of context models for lossless data compression", Florida Tech CS-2005-16). The weights depend
-    on which rows the node has and on the chain. For example, a token row with log odds of -1 and
-    weight 0.5, a pair row with 1 and weight 0.8, and a constant of 0.1 give 0.4: a score of 0.6.
+    of context models for lossless data compression", Florida Tech CS-2005-16). The weights are the
+    sum of two sets, one for the rows and the chain that the node has, and one for the sources that
+    have the candidate. For example, a token row with log odds of -1 and weight 0.5, a pair row with
+    1 and weight 0.8, and a constant of 0.1 give 0.4: a score of 0.6.
 
     Args:
         before: the token before ``last``.
@@ -419,82 +446,130 @@ def gather(
         below: the chain's next token, or ``NO_CHAIN``.
         run: length of the match that gave the chain.
         depth: number of chain tokens above this one.
-        runners: int32 [r], the runners-up of the node (see ``remember``), padded with ``NO_TOKEN``;
-            they are candidates where no other source has them.
+        root_row: index of the node's root row, -1 for every node but the root.
+        roots: the root rows.
         tables: what has been learnt.
-        found: int64 [(LEVELS + 1) · k], gets the candidates.
-        kinds: int64 [(LEVELS + 1) · k, LEVELS + 2], gets their features by source.
-        odds: float64 [(LEVELS + 1) · k], gets the log odds of their scores.
+        found: int64 [c], c = (LEVELS + 1) · k, gets the candidates.
+        kinds: int64 [c, LEVELS + 3], gets their features by source, and the set of their pattern.
+        odds: float64 [c], gets the log odds of their scores.
 
     Returns:
-        The number of candidates, the index of the weight set, and the index of the chain's token
+        The number of candidates, the weight set of the node, and the index of the chain's token
         among the candidates, -1 where there is none.
     """
     k = tables.candidates.shape[1]
-    _, lacking, chain, beside, runner_up, nothing = features(k)
+    _, lacking, chain, beside, nothing = features(k)
     n = 0
     rows_there = 0
-    lacks = np.empty(LEVELS, np.int64)
-    for level in range(LEVELS):
-        lacks[level] = nothing
+    lacks = np.full(LEVELS + 2, nothing)  # by source
     for level in range(LEVELS - 1, -1, -1):
         row = find(level, before, last, token, tables)
         if row < 0:
             continue
         if level > 0:
             rows_there += level
-        lacks[level] = lacking + level * BINS + BIN_OF[tables.probabilities[row, 0]]
-        for i in range(n):
-            kinds[i, level] = lacks[level]
-        others = n
-        for rank in range(k):
-            candidate = tables.candidates[row, rank]
-            if candidate < 0:
-                break
-            at = position(candidate, found, others)
-            if at == others:
-                at = n
-                found[at] = candidate
-                for other in range(LEVELS):
-                    kinds[at, other] = lacks[other]
-                n += 1
-            kinds[at, level] = (level * k + rank) * BINS + BIN_OF[tables.probabilities[row, rank]]
+        n = add_row(
+            level,
+            level,
+            tables.candidates[row],
+            tables.probabilities[row],
+            k,
+            lacking,
+            lacks,
+            n,
+            found,
+            kinds,
+        )
     on_chain = -1
     state = 0
-    chained = nothing
     if below >= 0:
         state = 2 if run >= LONG else 1
         length = class_of(run, RUNS)
-        chained = beside + length
+        lacks[LEVELS] = beside + length
+        for i in range(n):
+            kinds[i, LEVELS] = lacks[LEVELS]
         on_chain = position(below, found, n)
         if on_chain == n:
             found[n] = below
-            for level in range(LEVELS):
-                kinds[n, level] = lacks[level]
+            for source in range(LEVELS + 2):
+                kinds[n, source] = lacks[source]
+            kinds[n, LEVELS + 2] = SETS
             n += 1
+        kinds[on_chain, LEVELS] = chain + length * len(DEPTHS) + class_of(depth, DEPTHS)
+        kinds[on_chain, LEVELS + 2] += 1 << LEVELS
+    if root_row >= 0 and k > 1 and roots.candidates[root_row, 0] >= 0:
+        n = add_row(
+            REJECTED if roots.rejected[root_row] else RUNNERS_UP,
+            LEVELS + 1,
+            roots.candidates[root_row],
+            roots.probabilities[root_row],
+            k,
+            lacking,
+            lacks,
+            n,
+            found,
+            kinds,
+        )
     which = rows_there * 3 + state
     for i in range(n):
-        kinds[i, LEVELS + 1] = nothing
-    others = n
-    for rank in range(len(runners)):
-        candidate = runners[rank]
-        if candidate < 0:
-            break
-        if position(candidate, found, others) == others:
-            found[n] = candidate
-            for level in range(LEVELS):
-                kinds[n, level] = lacks[level]
-            kinds[n, LEVELS + 1] = runner_up + rank
-            n += 1
-    for i in range(n):
-        kinds[i, LEVELS] = chained
-        if i == on_chain:
-            kinds[i, LEVELS] = chain + length * len(DEPTHS) + class_of(depth, DEPTHS)
-        total = tables.weights[which, INPUTS - 1]
+        pattern = kinds[i, LEVELS + 2]
+        total = tables.weights[which, INPUTS - 1] + tables.weights[pattern, INPUTS - 1]
         for source in range(LEVELS + 2):
-            total += tables.weights[which, source] * tables.logits[kinds[i, source]]
+            weight = tables.weights[which, source] + tables.weights[pattern, source]
+            total += weight * tables.logits[kinds[i, source]]
         odds[i] = min(MOST, max(LEAST, total))
     return n, which, on_chain
+
+
+@compiled
+def add_row(
+    level: int,
+    source: int,
+    candidates: Array,
+    probabilities: Array,
+    k: int,
+    lacking: int,
+    lacks: Array,
+    n: int,
+    found: Array,
+    kinds: Array,
+) -> int:
+    """Unite the candidates of a row with those found so far (see ``gather``).
+
+    Args:
+        level: of the row, which its features depend on.
+        source: column of ``kinds``.
+        candidates: int32 [≤ k], best first, padded with ``NO_TOKEN``.
+        probabilities: uint16, of the same size.
+        k: of the matrix.
+        lacking: see ``features``.
+        lacks: int64 [LEVELS + 2], the features of a candidate that no source has, modified.
+        n: number of candidates found so far.
+        found: int64 [c], modified.
+        kinds: int64 [c, LEVELS + 3], modified.
+
+    Returns:
+        The number of candidates.
+    """
+    lacks[source] = lacking + level * BINS + BIN_OF[probabilities[0]]
+    for i in range(n):
+        kinds[i, source] = lacks[source]
+    others = n
+    for rank in range(len(candidates)):
+        candidate = candidates[rank]
+        if candidate < 0:
+            break
+        at = position(candidate, found, others)
+        if at == others:
+            at = n
+            found[at] = candidate
+            for other in range(LEVELS + 2):
+                kinds[at, other] = lacks[other]
+            kinds[at, LEVELS + 2] = SETS
+            n += 1
+        kinds[at, source] = (level * k + rank) * BINS + BIN_OF[probabilities[rank]]
+        kinds[at, LEVELS + 2] += 1 << source
+    return n
 
 
 # Propose
@@ -508,7 +583,7 @@ def grow(
     chain: Array,
     count: int,
     run: int,
-    runners: Array,
+    roots: RootArrays,
     tables: Tables,
     max_depth: int,
     drafts: Drafts,
@@ -526,7 +601,7 @@ def grow(
         chain: int64, from ``match``.
         count: valid tokens of ``chain``.
         run: length of the match.
-        runners: int32 [r], of the root (see ``remember``).
+        roots: the root rows.
         tables: what has been learnt.
         max_depth: of the tree.
         drafts: gets the tree.
@@ -535,9 +610,8 @@ def grow(
     ancestors, valid, scores = drafts.ancestors[row], drafts.valid[row], drafts.scores[row]
     n, k = len(tokens), tables.candidates.shape[1]
     found = np.empty((LEVELS + 1) * k, np.int64)
-    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 2), np.int64)
+    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 3), np.int64)
     odds = np.empty((LEVELS + 1) * k)
-    none = np.empty(0, np.int32)
     # Log probability, token, parent and chain depth of pending candidates, from ``begin`` on.
     worth = np.empty(2 * n)
     pending = np.empty((2 * n, 3), np.int64)
@@ -572,7 +646,8 @@ def grow(
                 below,
                 run,
                 on_chain[node],
-                runners if node == 0 else none,
+                row if node == 0 else -1,
+                roots,
                 tables,
                 found,
                 kinds,
@@ -627,7 +702,7 @@ def propose(
     chain: Array,
     counts: Array,
     runs: Array,
-    runners: Array,
+    root_rows: RootArrays,
     tables: Tables,
     max_depth: int,
     drafts: Drafts,
@@ -641,7 +716,7 @@ def propose(
         chain: int64 [B, c], gets the chains.
         counts: int64 [B], gets their lengths.
         runs: int64 [B], gets the lengths of the matches.
-        runners: int32 [B, r], of the roots (see ``remember``).
+        root_rows: of the roots (see ``remember``).
         tables: what has been learnt.
         max_depth: of a tree.
         drafts: gets the trees.
@@ -656,7 +731,7 @@ def propose(
             chain[row],
             counts[row],
             runs[row],
-            runners[row],
+            root_rows,
             tables,
             max_depth,
             drafts,
@@ -668,12 +743,13 @@ def propose(
 
 @compiled
 def count(
+    row: int,
     context: Array,
     length: int,
     chain: Array,
     chained: int,
     run: int,
-    runners: Array,
+    roots: RootArrays,
     emitted: Array,
     tables: Tables,
     learning_rate: float,
@@ -685,12 +761,13 @@ def count(
     Candidates count whether or not they were drafted.
 
     Args:
+        row: its index in ``roots``.
         context: int64 [≥ length], the last token is the root.
         length: number of tokens.
         chain: int64, from ``match``.
         chained: valid tokens of ``chain``.
         run: length of the match.
-        runners: int32 [r], of the root (see ``remember``).
+        roots: the root rows.
         emitted: int64 [t], padded with ``NO_TOKEN``.
         tables: what has been learnt.
         learning_rate: of the weights.
@@ -698,9 +775,8 @@ def count(
     k = tables.candidates.shape[1]
     nothing = len(tables.rates) - 1
     found = np.empty((LEVELS + 1) * k, np.int64)
-    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 2), np.int64)
+    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 3), np.int64)
     odds = np.empty((LEVELS + 1) * k)
-    none = np.empty(0, np.int32)
     step = np.empty(INPUTS)
     token = context[length - 1]
     before, last = ending(context, length)
@@ -717,7 +793,8 @@ def count(
             below,
             run,
             depth,
-            runners if depth == 0 else none,
+            row if depth == 0 else -1,
+            roots,
             tables,
             found,
             kinds,
@@ -728,9 +805,13 @@ def count(
             error = -1.0 / (1.0 + math.exp(-odds[i]))
             if found[i] == truth:
                 error += 1.0
+            pattern = kinds[i, LEVELS + 2]
             for source in range(LEVELS + 2):
-                step[source] += error * tables.logits[kinds[i, source]]
+                slope = error * tables.logits[kinds[i, source]]
+                step[source] += slope
+                tables.weights[pattern, source] += learning_rate * slope
             step[INPUTS - 1] += error
+            tables.weights[pattern, INPUTS - 1] += learning_rate * error
         for source in range(INPUTS):
             tables.weights[which, source] += learning_rate * step[source]
         for i in range(many):
@@ -756,7 +837,7 @@ def observe(
     chain: Array,
     counts: Array,
     runs: Array,
-    runners: Array,
+    root_rows: RootArrays,
     tokens: Array,
     parents: Array,
     valid: Array,
@@ -779,7 +860,7 @@ def observe(
         chain: int64 [B, c].
         counts: int64 [B], -1 where no draft was grown, so that nothing is counted.
         runs: int64 [B].
-        runners: int32 [B, r], modified.
+        root_rows: modified.
         tokens: int64 [B, n], the draft.
         parents: int64 [B, n].
         valid: bool [B, n]; a row whose root is invalid has ended.
@@ -797,12 +878,13 @@ def observe(
             continue
         if counts[row] >= 0 and learning_rate >= 0:
             count(
+                row,
                 context[row],
                 length,
                 chain[row],
                 counts[row],
                 runs[row],
-                runners[row],
+                root_rows,
                 emitted[row],
                 tables,
                 learning_rate,
@@ -822,14 +904,17 @@ def observe(
                 old_weight,
                 tables,
             )
-        remember(
+        root_rows.rejected[row] = remember(
             tokens[row],
             parents[row],
             valid[row],
             ids[row],
+            p[row],
             finite[row],
             emitted[row],
-            runners[row],
+            root_rows.candidates[row],
+            root_rows.probabilities[row],
+            root_rows.rejected[row],
         )
     append_emitted(context, lengths, emitted)
 
@@ -840,26 +925,40 @@ def remember(
     parents: Array,
     valid: Array,
     ids: Array,
+    p: Array,
     finite: Array,
     emitted: Array,
-    runners: Array,
-) -> None:
-    """Note the runners-up of one row's next root: the candidates that lost to it.
+    candidates: Array,
+    probabilities: Array,
+    before: bool,
+) -> bool:
+    """Make the root row of one row: what may follow the next root, whose own row is not known yet.
 
-    Such a token is often the one after the root (LogitSpec, arXiv 2507.01449).
+    Where the next root was chosen, the draft had other tokens, whose distributions were computed:
+    what follows these often follows the root too. So the row is the mean of the distributions of
+    the rejected children of the last accepted node, plus its runners-up: such a token is often the
+    one after the root (LogitSpec, arXiv 2507.01449). Without rejected children it is the
+    runners-up alone. For example, the root is "a"; "the" was rejected, and "dog" (0.9) and "cat"
+    (0.1) were expected after it; "one" alone lost to "a": the row is dog (0.81), one (0.1), cat
+    (0.09).
 
     Args:
         tokens: int64 [n], the draft.
         parents: int64 [n].
         valid: bool [n]; a row whose root is invalid has ended.
         ids: int32 [n, k], the target's best candidates at every node.
+        p: float32 [n, k].
         finite: bool [n], False where these must not be used.
         emitted: int64 [t], padded with ``NO_TOKEN``; the last one is the next root.
-        runners: int32 [r], gets the best other candidates of its distribution, in order, padded
-            with ``NO_TOKEN``.
+        candidates: int32 [k - 1], gets the row's candidates, padded with ``NO_TOKEN``.
+        probabilities: uint16 [k - 1], gets the bits of their float16 probabilities.
+        before: result of the last call for this row.
+
+    Returns:
+        True if the row has rejected children among its sources; ``before`` if it has ended.
     """
     if not valid[0] or emitted[0] < 0:
-        return
+        return before
     last = 0  # node after which the last token was chosen
     depth = 0
     while depth + 1 < len(emitted) and emitted[depth + 1] >= 0:
@@ -871,14 +970,48 @@ def remember(
             break
         last = below
         depth += 1
-    runners[:] = NO_TOKEN
+    candidates[:] = NO_TOKEN
+    probabilities[:] = 0
     if not finite[last]:
-        return
+        return False
+    k = ids.shape[1]
+    siblings = np.empty(SIBLINGS, np.int64)
     count = 0
-    for rank in range(ids.shape[1]):
-        if ids[last, rank] != emitted[depth] and count < len(runners):
-            runners[count] = ids[last, rank]
+    for node in range(last + 1, len(tokens)):
+        if count < SIBLINGS and valid[node] and finite[node] and parents[node] == last:
+            siblings[count] = node
             count += 1
+    union = np.empty((SIBLINGS + 1) * k, np.int64)
+    mixed = np.zeros((SIBLINGS + 1) * k)
+    n = 0
+    for i in range(count):
+        for rank in range(k):
+            at = position(ids[siblings[i], rank], union, n)
+            if at == n:
+                union[n] = ids[siblings[i], rank]
+                n += 1
+            mixed[at] += (1.0 - RUNNERS_SHARE) / count * p[siblings[i], rank]
+    lost = 0.0
+    for rank in range(k):
+        if ids[last, rank] != emitted[depth]:
+            lost += p[last, rank]
+    share = RUNNERS_SHARE if count > 0 else 1.0
+    for rank in range(k):
+        if ids[last, rank] != emitted[depth]:
+            at = position(ids[last, rank], union, n)
+            if at == n:
+                union[n] = ids[last, rank]
+                n += 1
+            mixed[at] += share * p[last, rank] / max(lost, TINY)
+    for rank in range(min(len(candidates), n)):
+        best = 0
+        for i in range(n):
+            if mixed[i] > mixed[best]:
+                best = i
+        candidates[rank] = union[best]
+        probabilities[rank] = to_half(min(mixed[best], 1.0))
+        mixed[best] = -1.0
+    return count > 0
 
 
 @compiled
