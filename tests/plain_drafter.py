@@ -37,7 +37,7 @@ LACKING = {
     "rejected": (-3.40, -0.04),
 }
 DEPTHS = (0, 1, 2, 4, 8)
-WINDOW, PRIOR, FLOOR = 16, 4.0, 1e-4
+WINDOW, PRIOR, FLOOR = 16, 30.0, 1e-4
 
 
 def half(p):
@@ -278,7 +278,8 @@ class PlainDrafter:
                 old = (
                     self.weight(one, source) if one == which else self.weights.get((one, source), 0)
                 )
-                self.weights[one, source] = old + self.learning_rate * value
+                rate = self.learning_rate * (1 if one == which else 0.5)
+                self.weights[one, source] = old + rate * value
             for token, features, _ in found:
                 for feature in features.values():
                     self.trials[feature] = self.trials.get(feature, 0) + 1

@@ -33,6 +33,7 @@ DEPTH_CLASSES = tl.constexpr(len(host.DEPTHS))
 FLOOR = tl.constexpr(host.FLOOR)
 WINDOW = tl.constexpr(host.WINDOW)
 PRIOR = tl.constexpr(host.PRIOR)
+PATTERN_RATE = tl.constexpr(host.PATTERN_RATE)
 LOWEST, HIGHEST = tl.constexpr(host.LOWEST), tl.constexpr(host.HIGHEST)
 LEAST, MOST = tl.constexpr(host.LEAST), tl.constexpr(host.MOST)
 NONE = tl.constexpr(-1e30)  # log probability of no candidate
@@ -579,7 +580,7 @@ def _count(
                 gradients = tl.sum(tl.where(of_pattern, slope[None, :], 0.0), 1)
                 gradients += lack_logit * errors
                 old = tl.load(of_sets + index)
-                tl.store(of_sets + index, old + learning_rate * gradients)
+                tl.store(of_sets + index, old + learning_rate * PATTERN_RATE * gradients)
                 has = tl.sum(own.to(tl.float32), 0)
                 hit = tl.sum((own & right).to(tl.float32), 0)
                 _count_lack(
@@ -593,7 +594,8 @@ def _count(
                     features,
                 )
             tl.store(of_set + 5, tl.load(of_set + 5) + learning_rate * all_errors)
-            tl.store(of_sets + 5, tl.load(of_sets + 5) + learning_rate * errors)
+            old = tl.load(of_sets + 5)
+            tl.store(of_sets + 5, old + learning_rate * PATTERN_RATE * errors)
             hits = tl.load(evidence + kind, mask=present, other=0.0) + right.to(tl.float32)
             trials = tl.load(evidence + features + kind, mask=present, other=0.0) + 1.0
             _store_evidence(kind, hits, trials, evidence, rates, logits, features, present)

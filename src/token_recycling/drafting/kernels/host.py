@@ -26,7 +26,7 @@ BINS = 32  # classes of a probability: its log odds from -9 on, in steps of 1/2
 LONG = 4  # length from which a match is long, in tokens
 RUNS = np.array([0, 1, 2, 3, 4, 5, 7, 10, 16])  # lower bound of each class of match lengths
 DEPTHS = np.array([0, 1, 2, 4, 8])  # lower bound of each class of depths in the chain
-PRIOR = 4.0  # weight of the expected rate, in trials
+PRIOR = 30.0  # weight of the expected rate, in trials
 
 # Expected rates, fitted by lab/fit.py to 59 answers of SmolLM2-135M-Instruct.
 # Per level, the log odds of the rate of a row's candidate: a + b · log odds of its probability
@@ -50,6 +50,7 @@ SIBLINGS = 7  # most rejected nodes that a root row is made of
 RUNNERS_SHARE = 0.1  # of the runners-up in a root row from rejected nodes
 LEAST, MOST = -9.0, 6.0  # bounds of a mixture's log odds
 LEARNING_RATE = 0.02  # of the weights
+PATTERN_RATE = 0.5  # of the weights of patterns, as a share of it
 FLOOR = math.log(1e-4)  # nodes with a lower log probability are not proposed
 TINY = 1e-9  # least sum of probabilities that is divided by
 WINDOW = 16  # longest n-gram that is compared
@@ -392,7 +393,7 @@ def initial_weights() -> Array:
 
 @compiled
 def refresh_logit(feature: int, tables: Tables) -> None:
-    """Compute the log odds of a feature's rate: (hits + 4 · expected) / (trials + 4)."""
+    """Compute the log odds of a feature's rate: (hits + 30 · expected) / (trials + 30)."""
     hits = min(tables.evidence[0, feature], tables.evidence[1, feature])
     rate = (hits + PRIOR * tables.rates[feature]) / (tables.evidence[1, feature] + PRIOR)
     rate = min(max(rate, LOWEST), HIGHEST)
@@ -809,9 +810,9 @@ def count(
             for source in range(LEVELS + 2):
                 slope = error * tables.logits[kinds[i, source]]
                 step[source] += slope
-                tables.weights[pattern, source] += learning_rate * slope
+                tables.weights[pattern, source] += learning_rate * PATTERN_RATE * slope
             step[INPUTS - 1] += error
-            tables.weights[pattern, INPUTS - 1] += learning_rate * error
+            tables.weights[pattern, INPUTS - 1] += learning_rate * PATTERN_RATE * error
         for source in range(INPUTS):
             tables.weights[which, source] += learning_rate * step[source]
         for i in range(many):
