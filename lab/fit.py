@@ -125,15 +125,20 @@ def measure(
     sizes: str = "15,60",
     starts: str = "cold,hot",
     exact: bool = True,
+    first: Annotated[Path | None, typer.Option("--start", help="Matrix to start from.")] = None,
 ) -> None:
     """MAT of the drafter of this checkout on the checking half, by kind of question."""
     answers, _, check = opened(model, path, data)
     answers.exact = exact
+
+    def made() -> AdaptiveDrafter:
+        return drafter(answers) if first is None else AdaptiveDrafter(AdjacencyMatrix.load(first))
+
     for start, size in product(starts.split(","), map(int, sizes.split(","))):
-        each = Run(drafter(answers), size)
+        each = Run(made(), size)
         for one in check:
             if start == "cold":
-                each.drafter = drafter(answers)
+                each.drafter = made()
             run(answers, [one], {"": each})
         prose = mat(one for one in each.results if one.kind in PROSE)
         kinds = {kind: round(value, 2) for kind, value in by_kind(each.results).items()}
