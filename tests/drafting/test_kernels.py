@@ -263,3 +263,20 @@ def test_a_root_row_is_what_follows_rejected_nodes(drafted, rejected, expected):
     shown.pop(NO_TOKEN, None)
     assert list(shown) == list(expected)
     assert list(shown.values()) == pytest.approx(list(expected.values()), abs=1e-3)
+
+
+def test_rows_with_a_candidate_twice_change_no_other_memory():
+    """A damaged matrix: the weight sets are found by bits, which must not add up."""
+    both = Both(**CASE)
+    matrix = both.matrix
+    matrix.all_candidates.fill_(1)
+    matrix.keys.copy_(torch.arange(len(matrix.keys)))
+    tables = both.drafter._tables()
+    shape = ((host.LEVELS + 1) * matrix.k, host.LEVELS + 3)
+    found, kinds, odds = np.empty(shape[0], np.int64), np.empty(shape, np.int64), np.empty(shape[0])
+    rows = both.rows.root_rows
+    rows.candidates.fill_(1)
+    count, _, _ = host.gather(0, 0, 1, 1, 3, 0, 0, rows.arrays(), tables, found, kinds, odds)
+    assert 0 < count <= len(found)
+    assert kinds[:count, -1].min() >= 0
+    assert kinds[:count, -1].max() < host.PATTERNS

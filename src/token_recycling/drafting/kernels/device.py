@@ -149,7 +149,8 @@ def _gather(
     same = (found[:, None] == found[None, :]) & valid[None, :]
     first = valid & (tl.min(tl.where(same, lane[None, :], 4 * WIDTH), 1) == lane)
     bit = tl.where(valid, tl.full([], 1, tl.int32) << source, 0)
-    pattern = SETS + tl.sum(tl.where(same, bit[None, :], 0), 1)
+    # The bits of its sources; a damaged row that has a candidate twice must not exceed them.
+    pattern = SETS + tl.minimum(tl.sum(tl.where(same, bit[None, :], 0), 1), PATTERNS - 1)
     # Features
     lacking = (LEVELS + 2) * K * BINS
     chain = lacking + (LEVELS + 2) * BINS

@@ -451,7 +451,8 @@ def gather(
         roots: the root rows.
         tables: what has been learnt.
         found: int64 [c], c = (LEVELS + 1) · k, gets the candidates.
-        kinds: int64 [c, LEVELS + 3], gets their features by source, and the set of their pattern.
+        kinds: int64 [c, LEVELS + 3], gets their features by source, and their pattern: a bit
+            for each source that has the candidate.
         odds: float64 [c], gets the log odds of their scores.
 
     Returns:
@@ -494,10 +495,10 @@ def gather(
             found[n] = below
             for source in range(LEVELS + 2):
                 kinds[n, source] = lacks[source]
-            kinds[n, LEVELS + 2] = SETS
+            kinds[n, LEVELS + 2] = 0
             n += 1
         kinds[on_chain, LEVELS] = chain + length * len(DEPTHS) + class_of(depth, DEPTHS)
-        kinds[on_chain, LEVELS + 2] += 1 << LEVELS
+        kinds[on_chain, LEVELS + 2] |= 1 << LEVELS
     if root_row >= 0 and k > 1 and roots.candidates[root_row, 0] >= 0:
         n = add_row(
             REJECTED if roots.rejected[root_row] else RUNNERS_UP,
@@ -513,7 +514,7 @@ def gather(
         )
     which = rows_there * 3 + state
     for i in range(n):
-        pattern = kinds[i, LEVELS + 2]
+        pattern = SETS + kinds[i, LEVELS + 2]
         total = tables.weights[which, INPUTS - 1] + tables.weights[pattern, INPUTS - 1]
         for source in range(LEVELS + 2):
             weight = tables.weights[which, source] + tables.weights[pattern, source]
@@ -566,10 +567,10 @@ def add_row(
             found[at] = candidate
             for other in range(LEVELS + 2):
                 kinds[at, other] = lacks[other]
-            kinds[at, LEVELS + 2] = SETS
+            kinds[at, LEVELS + 2] = 0
             n += 1
         kinds[at, source] = (level * k + rank) * BINS + BIN_OF[probabilities[rank]]
-        kinds[at, LEVELS + 2] += 1 << source
+        kinds[at, LEVELS + 2] |= 1 << source
     return n
 
 
@@ -806,7 +807,7 @@ def count(
             error = -1.0 / (1.0 + math.exp(-odds[i]))
             if found[i] == truth:
                 error += 1.0
-            pattern = kinds[i, LEVELS + 2]
+            pattern = SETS + kinds[i, LEVELS + 2]
             for source in range(LEVELS + 2):
                 slope = error * tables.logits[kinds[i, source]]
                 step[source] += slope
