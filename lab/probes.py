@@ -27,27 +27,22 @@ FIRST = (1, 3, 12)
 
 
 def mask_of(length: int, begin: int, count: int) -> Tensor:
-    """Return the mask of a text and of three groups of ``count`` single rows behind it.
+    """Return the mask of a text and of two groups of ``count`` single rows behind it.
 
-    Row j of the first and the third group follows token ``begin`` + j, one of the second follows
-    the token after that. Bool [t, t], t = length + 3 · count.
+    Row j of a group follows token ``begin`` + j. Bool [t, t], t = length + 2 · count.
     """
-    total = length + 3 * count
+    total = length + 2 * count
     mask = torch.eye(total, dtype=torch.bool)
     mask[:length, :length] = torch.ones(length, length, dtype=torch.bool).tril()
-    for group, further in enumerate((0, 1, 0)):
+    for group in range(2):
         for j in range(count):
-            mask[length + group * count + j, : begin + j + 1 + further] = True
+            mask[length + group * count + j, : begin + j + 1] = True
     return mask
 
 
 @torch.inference_mode()
 def candidates(model: Any, one: Recording) -> tuple[dict[str, Tensor], list[int]]:
-    """Return the candidates int64 [n, 12] of each source, and the tokens that they should have.
-
-    The probe behind the root guesses one token further, so its list has the tokens after next of
-    the next positions.
-    """
+    """Return the candidates int64 [n, 12] of each source, and the tokens that they should have."""
     ids = torch.tensor([*one.prompt, *one.answer])
     begin, count = len(one.prompt) - 1, len(one.answer) - 2
     at = torch.arange(
@@ -66,20 +61,19 @@ def candidates(model: Any, one: Recording) -> tuple[dict[str, Tensor], list[int]
     ]
     losers = torch.tensor([row[:CANDIDATES] for row in others])
     probe = embeddings[: len(one.prompt)].mean(0).expand(count, -1)
-    more = torch.cat([probe, probe, model.model.embed_tokens(losers[:, 0])])
+    more = torch.cat([probe, model.model.embed_tokens(losers[:, 0])])
     mask = mask_of(len(ids), begin, count)
     hidden = model.model(
         inputs_embeds=torch.cat([embeddings, more])[None],
         attention_mask=torch.zeros(mask.shape).masked_fill(~mask, -1e9)[None, None],
-        position_ids=torch.cat([torch.arange(len(ids)), at + 1, at + 2, at + 1])[None],
+        position_ids=torch.cat([torch.arange(len(ids)), at + 1, at + 1])[None],
     ).last_hidden_state[0]
     assert torch.allclose(hidden[: len(ids)], plain.last_hidden_state[0], atol=1e-2)
-    behind, further, rejected = best(hidden[len(ids) :]).split(count)
+    behind, rejected = best(hidden[len(ids) :]).split(count)
     found = {
         "runners-up of the root": losers,
         "probe row behind the last node": behind,
         "best other token in the root's place": rejected,
-        "probe row behind the root, one further": torch.cat([behind[:1], further[:-1]]),
     }
     for layer in LAYERS:
         found[f"layer {layer}"] = best(model.model.norm(plain.hidden_states[layer][0, at]))
