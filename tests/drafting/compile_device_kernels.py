@@ -4,8 +4,7 @@ python tests/drafting/compile_device_kernels.py [NAME…]    (make test-device-k
 
 NAME…: only kernels whose names begin so.
 
-Exits with 1 if a kernel does not compile or keeps registers in memory (spills), up to ``SPILLED``
-bytes left aside.
+Exits with 1 if a kernel does not compile or keeps registers in memory (spills).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DRAFTING = (device._propose, device._count, device._remember)  # may use many registers
-SPILLED = 8  # bytes per thread that are let pass: propose with k = 16 and 256 nodes on sm_100
 POINTERS = {
     "context": "*i64",
     "lengths": "*i64",
@@ -176,7 +174,7 @@ def main():
             source = ASTSource(kernel, signature(kernel, constants, target), constexprs=constants)
             compiled = triton.compile(source, target=target, options=options)
             registers, spilled = resources(compiled, target)
-            failed += spilled > SPILLED
+            failed += spilled > 0
             print(
                 f"{name:22} {target.backend + ' ' + str(target.arch):12} {warps:5} {registers:9} "
                 f"{compiled.metadata.shared:7} {spilled:7}"
