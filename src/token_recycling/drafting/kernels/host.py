@@ -988,11 +988,8 @@ def remember(
     n = 0
     for i in range(count):
         for rank in range(k):
-            at = position(ids[siblings[i], rank], union, n)
-            if at == n:
-                union[n] = ids[siblings[i], rank]
-                n += 1
-            mixed[at] += (1.0 - RUNNERS_SHARE) / count * p[siblings[i], rank]
+            part = (1.0 - RUNNERS_SHARE) / count * p[siblings[i], rank]
+            n = add_share(ids[siblings[i], rank], part, union, mixed, n)
     lost = 0.0
     for rank in range(k):
         if ids[last, rank] != emitted[depth]:
@@ -1000,11 +997,8 @@ def remember(
     share = RUNNERS_SHARE if count > 0 else 1.0
     for rank in range(k):
         if ids[last, rank] != emitted[depth]:
-            at = position(ids[last, rank], union, n)
-            if at == n:
-                union[n] = ids[last, rank]
-                n += 1
-            mixed[at] += share * p[last, rank] / max(lost, TINY)
+            part = share * p[last, rank] / max(lost, TINY)
+            n = add_share(ids[last, rank], part, union, mixed, n)
     for rank in range(min(len(candidates), n)):
         best = 0
         for i in range(n):
@@ -1014,6 +1008,17 @@ def remember(
         probabilities[rank] = to_half(min(mixed[best], 1.0))
         mixed[best] = -1.0
     return count > 0
+
+
+@compiled
+def add_share(candidate: int, share: float, union: Array, mixed: Array, n: int) -> int:
+    """Add to the share of a candidate in the union of ``n``; return the size of the union."""
+    at = position(candidate, union, n)
+    if at == n:
+        union[n] = candidate
+        n += 1
+    mixed[at] += share
+    return n
 
 
 @compiled
