@@ -92,7 +92,7 @@ test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -n 2 --dist worksteal \
 		tests/drafting/test_device_kernels.py tests/graph/test_device_step.py \
 		tests/model/test_gpu_attention.py
-	PYTHONPATH=build/triton $(BIN)/python tests/drafting/compile_device_kernels.py
+	PYTHONPATH=build/triton:tests $(BIN)/python tests/drafting/compile_device_kernels.py
 	rm -f build/gpu-dry-run.json
 	PYTHONPATH=build/triton $(BIN)/python lab/gpu_suite.py --dry-run --out build/gpu-dry-run.json
 

@@ -20,7 +20,6 @@ from token_recycling.model.limits import AttentionWindow
 Seconds = Callable[[Callable[[], Any]], float]
 CONTEXTS = (256, 2048, 8192, 32768)
 NODES = (1, 16, 32, 64, 81)
-PIECES = 64  # of a row of logits, for top-k in two stages
 
 
 class _Layer(nn.Module):
@@ -140,17 +139,6 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return sdpa(query.double(), key, value, attn_mask=mask.double()).transpose(1, 2)
 
 
-def two_stages(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """``torch.topk`` of the last dimension, by the k best of each of ``PIECES`` pieces."""
-    *rows, size = logits.shape
-    width = -(-size // PIECES)
-    padded = nn.functional.pad(logits, (0, PIECES * width - size), value=-torch.inf)
-    values, places = padded.view(*rows, PIECES, width).topk(min(k, width), dim=-1)
-    begins = torch.arange(0, PIECES * width, width, device=logits.device)[:, None]
-    best, which = values.flatten(-2).topk(k, dim=-1)
-    return best, (places + begins).flatten(-2).gather(-1, which)
-
-
 def top_k(
     vocabulary: int, dtype: torch.dtype, device: torch.device, seconds: Seconds, k: int = 8
 ) -> list[dict[str, Any]]:
@@ -161,9 +149,12 @@ def top_k(
         ways: dict[str, Callable[[Tensor], Any]] = {
             "read once": lambda rows: rows.amax(dim=-1),
             "topk": lambda rows: rows.topk(k, dim=-1),
-            "two stages": lambda rows: two_stages(rows, k),
         }
-        assert torch.equal(two_stages(logits, k)[0], logits.topk(k, dim=-1)[0])
+        if has_device_kernels(device):
+            from token_recycling.drafting.kernels.top_k import device_top_k
+
+            ways["by blocks"] = lambda rows: device_top_k(rows, k)
+            assert torch.equal(device_top_k(logits, k)[0], logits.topk(k, dim=-1)[0])
         for name, way in ways.items():
             with torch.no_grad():
                 rows.append({"nodes": n, "way": name, "seconds": seconds(partial(way, logits))})

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import gpu_kernels
@@ -21,13 +20,11 @@ from gpu_launches import Launches
 from token_recycling import TokenRecycling
 from token_recycling.bench.compare import plain_generate
 from token_recycling.bench.prompts import DEMO
-from token_recycling.decoding.accept import accept_choices
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.decoding.text import as_conversation, encode
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
-from token_recycling.drafting.candidates import best_candidates
-from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.draft import chains
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
@@ -41,9 +38,8 @@ from token_recycling.warm.fill import fill
 from widen import SHAPES
 
 NODES = (1, 4, 16, 32, 48, 64)
-DRAFTED = (16, 32, 64)  # nodes of drafts without a model
+DRAFTED = (16, 32, 64)  # nodes of drafts on the host and on the device
 REPEATS = 30
-TEXT = 500  # tokens of a text without a model
 TIES = 8  # roundings of the largest logit within which two tokens are all but tied
 RANDOM = "random-"  # before the name of a shape: random weights instead of the bundled model's
 LONGEST = 65536  # positions of a model with random weights
@@ -168,7 +164,7 @@ class Bench:
         self.contexts = tuple(c for c in contexts if limit is None or c + max(NODES) < limit)
         config, vocab = self.target.config, self.target.vocab_size
         generator = torch.Generator().manual_seed(0)
-        most = max(*contexts, TEXT) + 1
+        most = max(contexts) + 1
         self.tokens = torch.randint(vocab, (most,), generator=generator).tolist()
         weights = sum(w.numel() * w.element_size() for w in model.parameters())
         embedding = model.get_input_embeddings().weight
@@ -194,7 +190,7 @@ class Bench:
                 return {"not counted": "Triton is not installed"}
             for batch in (1, 4):
                 self.target.prefill([self.tokens[:20]] * batch)
-                step = GraphStep(self.target, self._drafter(17), batch, 256, 17)
+                step = GraphStep(self.target, self._drafter(17), batch, 256, 17, kernels=True)
                 with ordinary_tensors():
                     step.begin([Sequence(self.tokens[:21]) for _ in range(batch)], [])
                 names = Launches(self.recycler.model).during(step)
@@ -283,24 +279,18 @@ class Bench:
         return {"context": self._middle, "rows": rows}
 
     def drafting(self, deadline: Deadline) -> dict[str, Any]:
-        """Drafting and learning alone: kernels of the device, captured, against the host's.
-
-        Both begin with logits on the device and end with a draft on the device.
-        """
+        """Steps that draft on the device against steps that draft on the host; both captured."""
         rows = []
+        context = min(self.contexts)
         for nodes in self.drafted:
-            logits = torch.randn(1, nodes, self.target.vocab_size, device=self.device)
-            logits = logits.to(self.target.dtype)
-            ways = {"host": self._host_drafting, "device": self._device_drafting}
             with interpreted(self.device), ordinary_tensors(), torch.no_grad():
-                if not has_device_kernels(self.device):
-                    del ways["device"]
-                for name, make in ways.items():
-                    run = make(nodes, logits)
-                    for _ in range(3):
-                        run()
-                    rows.append({"nodes": nodes, "by": name, "seconds": self._wall(run)})
-        return {"rows": rows}
+                for where in ("host", "device"):
+                    kernels = where == "device"
+                    if deadline.over or (kernels and not has_device_kernels(self.device)):
+                        continue
+                    runner = self._runner(self._drafter(nodes), nodes, context, kernels=kernels)
+                    rows.append({"nodes": nodes, "by": where, "seconds": self._active(runner)})
+        return {"context": context, "rows": rows}
 
     def phases(self, deadline: Deadline) -> dict[str, Any]:
         """Time of the whole captured step, of the model alone in it, and the longest kernels."""
@@ -392,13 +382,21 @@ class Bench:
         return AdaptiveDrafter(self._full.clone(), nodes - 1)
 
     def _runner(
-        self, drafter: AnyDrafter, nodes: int, context: int, *, compiled: bool = False
+        self,
+        drafter: AnyDrafter,
+        nodes: int,
+        context: int,
+        *,
+        compiled: bool = False,
+        kernels: bool | None = None,
     ) -> GraphRunner:
         """Capture a step that stands behind ``context`` random tokens."""
+        kernels = has_device_kernels(self.device) if kernels is None else kernels
         torch._dynamo.reset()  # variants of the step are counted
         self.target.prefill([self.tokens[:context]])
         slots = decoder.slots_for(context + nodes)
-        runner = GraphRunner(GraphStep(self.target, drafter, 1, slots, nodes), compiled=compiled)
+        step = GraphStep(self.target, drafter, 1, slots, nodes, kernels=kernels)
+        runner = GraphRunner(step, compiled=compiled)
         with ordinary_tensors():
             runner.step.begin([Sequence(self.tokens[: context + 1])], [])
         for _ in range(3):
@@ -411,60 +409,23 @@ class Bench:
     def _step_seconds(self, runner: GraphRunner) -> float:
         return self._seconds(partial(runner.launch, IDLE))
 
-    def _wall(self, run: Callable[[], Any]) -> float:
-        """Median seconds of a run until the device has finished, by the host's clock."""
+    def _active(self, runner: GraphRunner) -> float:
+        """Median seconds of a step of a row that goes on, by the host's clock."""
         found = []
         for _ in range(self.repeats):
+            runner.step.begin([Sequence(self.tokens[: min(self.contexts) + 1])], [])
             synchronize(self.device)
             begin = time.perf_counter()
-            run()
-            synchronize(self.device)
+            runner.launch([True])()
             found.append(time.perf_counter() - begin)
         return median(found)
-
-    def _host_drafting(self, nodes: int, logits: Tensor) -> Callable[[], Any]:
-        drafter = self._drafter(nodes)
-        rows = drafter.new_rows(1, 1024)
-        drafter.load(rows, [self.tokens[:TEXT]])
-        roots = torch.tensor([self.tokens[TEXT]])
-
-        def run() -> DraftTree:
-            draft = drafter.propose(rows, roots, nodes).padded(nodes)
-            moved = draft.to(self.device)
-            accepted = accept_choices(draft, draft.tokens)  # on the host: one token is emitted
-            drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
-            return moved
-
-        return run
-
-    def _device_drafting(self, nodes: int, logits: Tensor) -> Callable[[], Any]:
-        from token_recycling.drafting.on_device import DeviceDrafting
-        from token_recycling.graph import kernels
-
-        drafting = DeviceDrafting(self._drafter(nodes), 1, 1024, nodes, self.device)
-        drafting.begin([self.tokens[:TEXT]])
-        roots = torch.tensor([self.tokens[TEXT]], device=self.device)
-
-        def run() -> DraftTree:
-            draft = drafting.propose(roots)
-            accepted, _ = kernels.accept(draft, draft.tokens, roots)
-            drafting.observe(draft, logits, accepted)
-            return draft
-
-        if self.device.type != "cuda":
-            return run
-        for _ in range(3):
-            run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return replaying(graph, run)
 
     def _model_only(self, nodes: int, context: int) -> Callable[[], Any]:
         """The forward of a chain of ``nodes`` as a graph of its own."""
         self.target.prefill([self.tokens[:context]])
         slots = decoder.slots_for(context + nodes)
-        step = GraphStep(self.target, NoDrafter(), 1, slots, 1)
+        kernels = has_device_kernels(self.device)
+        step = GraphStep(self.target, NoDrafter(), 1, slots, 1, kernels=kernels)
         step.cache.load(self.target.cache)
         tokens = torch.tensor([self.tokens[:nodes]], device=self.device)
         draft = chains(tokens)

@@ -83,7 +83,7 @@ def _compiled(part: dict[str, Any]) -> list[str]:
 
 def _drafting(part: dict[str, Any]) -> list[str]:
     rows = [[str(row["nodes"]), row["by"], f"{row['seconds'] * 1e3:.3f}"] for row in part["rows"]]
-    return _grid(["nodes", "drafting and learning on the", "ms"], rows)
+    return _grid(["nodes", "a captured step that drafts on the", "ms"], rows)
 
 
 def _phases(part: dict[str, Any]) -> list[str]:

@@ -3,11 +3,14 @@
     python lab/record.py --model FOLDER --data ../shared/data --out build/records/greedy.pt
 
 ``lab/replay.py`` decodes these answers again with any drafter. A run that was interrupted is
-continued.
+continued. With ``--references`` the answers are those of GSM8K, which the model would not write;
+all candidates are left to an exact replay.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,6 +118,13 @@ def along(answer: list[int], root: int, branch: tuple[int, ...]) -> tuple[int, t
     return root, branch[used:]
 
 
+def references(data: Path) -> dict[str, str]:
+    """Return the reference answers of GSM8K by question, without the calculator's notes."""
+    lines = (data / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
+    found = map(json.loads, lines)
+    return {one["question"]: re.sub("<<.*?>>", "", one["answer"]) for one in found}
+
+
 def main(
     model: Annotated[str, typer.Option(help="Checkpoint.")],
     data: Annotated[Path, typer.Option(help="Folder of the question files.")],
@@ -124,6 +134,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 128,
     nodes: Annotated[int, typer.Option(help="Nodes below the root of a draft.")] = 15,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    use_references: Annotated[bool, typer.Option("--references", help="See above.")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     """Record answers."""
@@ -135,6 +146,10 @@ def main(
     found: list[Recording] = torch.load(out, weights_only=False) if out.exists() else []
     done = {one.name for one in found}
     asked = questions(data, per_kind, others)
+    given: dict[str, str] = {}
+    if use_references:
+        given, tokens = references(data), 1
+        asked = [question for question in asked if question.turns[0] in given]
     out.parent.mkdir(parents=True, exist_ok=True)
     for number, question in enumerate(asked):
         if question.name in done:
@@ -151,6 +166,11 @@ def main(
             if not recording.answer:
                 recording.answer += step.tokens[0]  # of the prefill
         watch.finish()
+        if use_references:
+            text = given[question.turns[0]]
+            recording.answer = recycler.tokenizer(text, add_special_tokens=False).input_ids
+            recording.places = {}
+            recording.ids, recording.logits = recording.ids[:0], recording.logits[:0]
         found.append(recording)
         torch.save(found, out)
         print(f"{number + 1} of {len(asked)}: {question.name}, {len(recording.answer)} tokens")

@@ -16,13 +16,21 @@ import tempfile
 from itertools import product
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from token_recycling.drafting.kernels import device
+from architectures import make
+from token_recycling import TokenRecycling
+from token_recycling.drafting.draft import chains
+from token_recycling.drafting.kernels import device, top_k
 from token_recycling.graph import kernels
+from token_recycling.graph.step import GraphStep
 from token_recycling.model.gpu import attention_kernel
+from token_recycling.model.gpu.attention import TreeView
+from token_recycling.util.launch import only_compiled
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))
@@ -51,6 +59,8 @@ POINTERS = {
     "ancestors": "*i1",
     "ancestors_out": "*i1",
     "scores_out": "*fp32",
+    **dict.fromkeys(("maxima", "maxima_out"), "*fp32"),
+    "values_out": "*bf16",
     "values": "*bf16",
     "mask_out": "*bf16",
     "like": "*bf16",
@@ -80,7 +90,7 @@ NUMBERS = (
 )
 NUMBERS += ("size", "heads", "splits")
 NUMBERS += tuple(f"{a}_{b}" for a in ("query", "key", "value") for b in ("row", "head", "slot"))
-NUMBERS += ("query_node",)
+NUMBERS += ("query_node", "count")
 
 
 def variants():
@@ -124,6 +134,10 @@ def variants():
     for size in (64, 128, 256):
         own = {"GROUP": 4, "D": size, "WIDTH": size, "QUERIES": attention_kernel.MERGED}
         yield f"merge D={size}", attention_kernel._merge, own, 4
+    for k in (8, 12, 16):
+        own = {"K": k, "WIDTH": triton.next_power_of_2(k), "BLOCK": top_k.BLOCK, "BLOCKS": 2048}
+        yield f"choose k={k}", top_k._choose, own, 4
+    yield "maxima", top_k._maxima, {"BLOCK": top_k.BLOCK, "MANY": top_k.MANY}, 4
     yield "commit", kernels._commit, {"ROWS": 8, "BLOCK": 1024}, 4
 
 
@@ -134,6 +148,8 @@ def signature(kernel, constants, target):
     for name in kernel.arg_names:
         if name in constants:
             found[name] = "constexpr"
+        elif name == "logits" and kernel in (top_k._choose, top_k._maxima):
+            found[name] = half
         elif name in NUMBERS and not (kernel is kernels._layout and name == "most"):
             found[name] = "i32"
         else:
@@ -159,8 +175,56 @@ def resources(compiled, target):
     return int(registers), int(spilled)
 
 
+class NoGPU:
+    """What Triton's launcher asks of a driver before it compiles, for a GPU that is not here."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self.target
+
+
+def compile_by_launcher(target):
+    """Compile what a step launches, with the arguments that it has, by the path of a launch."""
+    launched = (*DRAFTING, device._learn, kernels._layout, kernels._accept, kernels._commit)
+    launched += (top_k._maxima, top_k._choose, attention_kernel._attend, attention_kernel._merge)
+    driver.set_active(NoGPU(target))
+    for kernel in launched:
+        kernel.device_caches.clear()
+    recycler = TokenRecycling(make("gemma3"), graph=False, warm=False, nodes=15)
+    recycler.generate([3, 5, 7], max_new_tokens=3)
+    dtype = torch.float16 if target.arch == 75 else torch.bfloat16
+    step = GraphStep(recycler.target, recycler.drafter, 1, 256, 16, kernels=True)
+    step.drafting.compile(dtype)
+    draft = chains(torch.zeros(1, 16, dtype=torch.long))
+    query, key = torch.zeros(1, 8, 16, 64, dtype=dtype), torch.zeros(1, 2, 256, 64, dtype=dtype)
+    windows = recycler.target.windows
+    with only_compiled():
+        positions, _, _ = kernels.layout(windows, step.cache.lengths, draft, 256, None, dtype)
+        kernels.accept(draft, draft.tokens, step.roots)
+        kernels.commit(step.cache, draft.parents, step.roots)
+        for window in windows.values():
+            view = TreeView(step.cache.lengths, positions, draft.ancestors.contiguous(), window)
+            attention_kernel.attend(query, key, key, view, 0.1)
+    for kernel in launched:
+        (found,) = (cache[0] for cache in kernel.device_caches.values())
+        assert found, f"{kernel.__name__} was not compiled"
+        assert all("cubin" in one.asm for one in found.values())
+
+
 def main():
     failed = 0
+    for target in TARGETS if not sys.argv[1:] else ():
+        if target.backend == "cuda":  # options of a launch follow the installed PyTorch
+            compile_by_launcher(target)
+            print(f"by the launcher for sm_{target.arch}: compiled", flush=True)
     print(f"{'kernel':22} {'target':12} {'warps':>5} {'registers':>9} {'shared':>7} {'spilled':>7}")
     for name, kernel, constants, warps in variants():
         if not name.startswith(tuple(sys.argv[1:]) or ""):

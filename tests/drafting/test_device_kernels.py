@@ -31,6 +31,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
 import triton.language as tl
 
 from token_recycling.drafting.kernels import device, host
+from token_recycling.drafting.kernels.top_k import device_top_k
 from token_recycling.drafting.on_device import DeviceDrafting
 from token_recycling.graph import kernels
 
@@ -74,7 +75,7 @@ class Both:
             at the floor.
         """
         root_rows = self.rows.root_rows.select(torch.arange(self.batch))
-        self.device.begin(self.texts)
+        self.device.begin(self.texts, torch.zeros(self.batch))
         self.host.load(self.rows, self.texts)
         self.rows.root_rows = root_rows  # as in a text that goes on
         self.device.set_root_rows(root_rows)
@@ -216,13 +217,15 @@ def test_the_device_drafts_what_the_oracle_drafts(seed, k, nodes, pairs, triples
     both = WithOracle(seed, min(k, 11), nodes, pairs, triples, 0.4, chain, 0.02)
     run(both, 12)
     drafting = DeviceDrafting(both.drafter, 1, 200, nodes + 1, DEVICE)
-    drafting.begin([both.text])
+    drafting.begin([both.text], torch.tensor([1]))
     drafting.set_root_rows(both.rows.root_rows)
     both.text.append(1)
-    tree = both.plain.propose(both.text, nodes + 1)
+    # One node more: the last one of the draft may be tied with it.
+    longer = both.plain.propose(both.text, nodes + 2)
+    tree = longer[: nodes + 1]
     draft = on_host(drafting.propose(torch.tensor([1], device=DEVICE)))
     assert int(draft.valid.sum()) == len(tree)
-    scores = [score for _, _, score in tree]
+    scores = [score for _, _, score in longer]
     for node, (token, parent, score) in enumerate(tree):
         assert float(draft.scores[0, node]) == pytest.approx(score, rel=1e-4, abs=1e-7)
         if (int(draft.tokens[0, node]), int(draft.parents[0, node])) != (token, parent):
@@ -248,8 +251,8 @@ def test_nodes_of_equal_scores(k):
     texts = [[1, 2, 3], [4]]
     drafter.load(rows, texts)
     drafting = DeviceDrafting(AdaptiveDrafter(matrix, 40), 2, 50, 41, DEVICE)
-    drafting.begin(texts)
     roots = torch.tensor([7, 9])
+    drafting.begin(texts, roots)
     expected = drafter.propose(rows, roots, 41)
     found = on_host(drafting.propose(roots.to(DEVICE)))
     assert expected.valid.all()
@@ -280,3 +283,32 @@ def test_another_constant_turns_this_red(monkeypatch, what):
     # A compiled kernel notices that its constants have changed.
     with pytest.raises((AssertionError, RuntimeError)):
         steps()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    k=st.integers(1, 16),
+    vocab=st.sampled_from([16, 100, 128, 129, 1000, 2300]),
+    kind=st.sampled_from(["any", "ties", "masked", "nan"]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_top_k_by_blocks_is_exact(seed, k, vocab, kind, dtype):
+    """Values of PyTorch's topk; of equal ones the first tokens, as on the host."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 3, vocab, generator=rng).to(dtype)
+    if kind == "ties":
+        logits = (logits * 2).round()
+    elif kind == "masked":  # all but a few tokens are forbidden
+        logits.masked_fill_(torch.rand(2, 3, vocab, generator=rng) > 3 / vocab, -torch.inf)
+    elif kind == "nan":
+        logits[0, 1, vocab // 2] = torch.nan
+    values, ids = device_top_k(logits, k)
+    if kind == "nan":
+        assert torch.isinf(values[0, 1, 0])
+        assert int(ids[0, 1, 0]) == vocab // 2
+        values[0, 1], ids[0, 1], logits[0, 1] = 0, 0, 0
+        values[0, 1], ids[0, 1] = 0, torch.arange(k)
+    expected = logits.sort(dim=-1, descending=True, stable=True)
+    assert values.equal(expected.values[..., :k])
+    assert ids.equal(expected.indices[..., :k])

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.graph import kernels, runner
+from token_recycling.graph import decoder, kernels, runner
 
 PROMPTS = random_prompts([20, 7, 33, 1])
 
@@ -77,12 +77,22 @@ def test_the_matrix_has_learnt_what_the_eager_loop_learns():
     assert float(more.max()) < 1.5
 
 
-@pytest.mark.parametrize("drafter", ["paper", "prompt-lookup"])
-def test_other_drafters_decode_without_a_graph(drafter):
+@pytest.mark.parametrize("drafter", ["adaptive", "paper", "prompt-lookup", "none"])
+def test_the_host_may_draft_for_a_captured_step(drafter, monkeypatch):
+    """As it does for drafters without kernels, and for the default one where these fail."""
+    monkeypatch.setattr(decoder, "has_device_kernels", lambda device: False)
     model = make("llama")
-    expected = plain(model, PROMPTS[0], 40)
+    prompts = PROMPTS[:2]
+    expected = [plain(model, prompt, 60) for prompt in prompts]
     recycler = TokenRecycling(model.cuda(), drafter=drafter, strict=True)
-    assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="decoding without")
+        for _ in range(2):
+            answers = recycler.generate(prompts, max_new_tokens=60)
+            assert [answer.token_ids for answer in answers] == expected
+    runners = list(recycler.runs._graph._runners.values())
+    assert runners
+    assert all(runner._graph is not None and runner.lag == 0 for runner in runners)
 
 
 def test_a_failed_capture_is_one_line_and_the_text_goes_on(monkeypatch):

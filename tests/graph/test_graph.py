@@ -6,6 +6,7 @@ Inductor takes a minute on two cores. `make test-fused` runs the same tests comp
 
 import gc
 import os
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.draft import DraftTree, chains
 from token_recycling.drafting.size.auto import COOLDOWN, GRAPH_SIZES, PATIENCE, AutoSize
 from token_recycling.drafting.size.costs import CostCurve
-from token_recycling.graph import decoder, runner
+from token_recycling.graph import compilation, decoder, runner
+from token_recycling.graph.drafting import HostDrafting
 from token_recycling.graph.step import GraphStep
 
 PROMPTS = random_prompts([20, 7, 33, 1])
@@ -151,7 +153,9 @@ def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
     answers = recycler.generate(PROMPTS, **options)
     assert [a.token_ids for a in answers] == [a.token_ids for a in eager]
     assert len(runners(recycler)) > 1
-    other = recycler.generate(PROMPTS, **(options | {"temperature": 1.5}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # new graphs share the caches, which are full
+        other = recycler.generate(PROMPTS, **(options | {"temperature": 1.5}))
     assert [a.token_ids for a in other] != [a.token_ids for a in answers]
 
 
@@ -189,6 +193,72 @@ def test_without_a_compiler_there_is_a_warning_and_the_same_text(llama, monkeypa
         eager = recycling(llama, graph=False)
         expected = eager.generate(PROMPTS[0], max_new_tokens=40, **options)
         assert answer.token_ids == expected.token_ids
+
+
+def test_kernels_that_fail_leave_drafting_to_the_host(llama, monkeypatch):
+    """The step is still a graph, and the kernels are not tried again."""
+    tried = []
+
+    def step(*args, kernels, **options):
+        tried.append(kernels)
+        if kernels:
+            raise RuntimeError("ptxas failed\nwith many lines")
+        return GraphStep(*args, kernels=kernels, **options)
+
+    monkeypatch.setattr(compilation.KernelCompiler, "ready", lambda self, *shape: True)
+    monkeypatch.setattr(decoder, "has_device_kernels", lambda device: True)
+    monkeypatch.setattr(decoder, "GraphStep", step)
+    recycler = recycling(llama)
+    with pytest.warns(UserWarning, match="without kernels for drafts: ptxas failed") as caught:
+        answer = recycler.generate(PROMPTS[0], max_new_tokens=40)
+    assert len(caught) == 1
+    assert "\n" not in str(caught[0].message)
+    assert answer.token_ids == plain(llama, PROMPTS[0], 40)
+    assert answer.stats.accepted > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == answer.token_ids
+    assert tried == [True, False]
+
+
+def test_the_host_drafts_until_the_kernels_are_compiled(llama, monkeypatch):
+    """A thread compiles them; the answer does not wait for it."""
+    begun, may_end, used = threading.Event(), threading.Event(), []
+
+    def compiles(self, *shape):
+        begun.set()
+        assert may_end.wait(60)
+
+    def step(*args, kernels, **options):
+        used.append(kernels)
+        return GraphStep(*args, kernels=False, **options)  # there are none for a CPU
+
+    monkeypatch.setattr(compilation, "WAIT", 0.05)
+    monkeypatch.setattr(compilation.KernelCompiler, "_compile", compiles)
+    monkeypatch.setattr(decoder, "has_device_kernels", lambda device: True)
+    monkeypatch.setattr(decoder, "GraphStep", step)
+    recycler = recycling(llama)
+    expected = plain(llama, PROMPTS[0], 40)
+    assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
+    assert used == [False]
+    assert begun.is_set()
+    may_end.set()
+    monkeypatch.setattr(compilation, "WAIT", 60)
+    assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
+    assert used == [False, True]
+
+
+def test_kernels_that_do_not_compile_leave_drafting_to_the_host(llama, monkeypatch):
+    def fails(self, *shape):
+        raise RuntimeError("no assembler")
+
+    monkeypatch.setattr(compilation.KernelCompiler, "_compile", fails)
+    monkeypatch.setattr(decoder, "has_device_kernels", lambda device: True)
+    recycler = recycling(llama)
+    with pytest.warns(UserWarning, match="without kernels for drafts: no assembler"):
+        answer = recycler.generate(PROMPTS[0], max_new_tokens=40)
+    assert answer.token_ids == plain(llama, PROMPTS[0], 40)
+    assert [runner.step.drafting.lag for runner in runners(recycler)] == [0]
 
 
 @several
@@ -439,13 +509,22 @@ def _stands_in_a_row(draft):
     draft.depths.copy_(torch.arange(draft.depths.shape[1]).expand_as(draft.depths))
 
 
-@pytest.mark.parametrize("what", ["commit", "mask", "positions"])
+@pytest.mark.parametrize("what", ["commit", "mask", "positions", "roots"])
 def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
     expected = [plain(llama, prompt, 60) for prompt in PROMPTS]
     recycler = recycling(llama)
     torch._dynamo.reset()  # what was compiled is not compiled again
-    if what == "commit":
-        around = GraphStep(recycler.target, recycler.drafter, 1, 256, 16)._operations
+    if what == "roots":
+        learn = HostDrafting.learn
+
+        def forgets(self, output):
+            roots = self._roots
+            learn(self, output)
+            self._roots = roots
+
+        monkeypatch.setattr(HostDrafting, "learn", forgets)
+    elif what == "commit":
+        around = GraphStep(recycler.target, recycler.drafter, 1, 256, 16, kernels=False)._operations
         monkeypatch.setattr(around, "commit", _commits_nothing)
     else:
         breaks = _sees_everything if what == "mask" else _stands_in_a_row

@@ -10,7 +10,9 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import device as _operations  # noqa: F401
 from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.top_k import device_top_k, is_faster
 from token_recycling.drafting.matrix import STATE
+from token_recycling.util.launch import only_compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 
@@ -22,7 +24,10 @@ class DeviceDrafting:
     Attributes:
         size: nodes of every draft, root included.
         max_depth: of a draft.
+        lag: steps that may be launched before the output of the first one is read.
     """
+
+    lag = 1
 
     def __init__(
         self,
@@ -61,8 +66,9 @@ class DeviceDrafting:
         self._rejected = root_rows.rejected.to(device)
         self._slots = torch.zeros((batch, self.size, host.LEVELS), device=device).long()
         self._slot_keys = torch.zeros_like(self._slots)
+        self._by_blocks: bool | None = None  # whether top-k is; None: not tried
 
-    def begin(self, texts: list[list[int]]) -> None:
+    def begin(self, texts: list[list[int]], roots: Tensor) -> None:
         """Copy the matrix to the device, and the texts, without the next roots."""
         rows = self.drafter.new_rows(len(texts), self._context.shape[1])
         self.drafter.load(rows, texts)
@@ -83,6 +89,25 @@ class DeviceDrafting:
         """Copy the matrix back."""
         for name, tensor in self._learnt.items():
             getattr(self.drafter.matrix, name).copy_(tensor)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile the kernels for logits of ``dtype``, which takes seconds; run none of them."""
+        device, (batch, n) = self._context.device, self._slots.shape[:2]
+        roots = torch.zeros(batch, dtype=torch.long, device=device)
+        path = torch.zeros((batch, self.max_depth + 1), dtype=torch.long, device=device)
+        shape = (batch, n, self.drafter.matrix.vocab_size)
+        with only_compiled():
+            draft = self.propose(roots)
+            logits = torch.zeros(shape, dtype=dtype, device=device)
+            device_top_k(logits, self.drafter.matrix.k)
+            self._by_blocks = False
+            self.observe(draft, logits, Accepted(path, torch.zeros_like(path), roots))
+
+    def prepare(self) -> None:
+        """Do nothing: drafts are made within the step."""
+
+    def learn(self, output: Tensor) -> None:
+        """Do nothing: the step has learnt."""
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
@@ -123,11 +148,20 @@ class DeviceDrafting:
             matrix.triples,
         )
 
-    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+    def _top_k(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the k best logits and their tokens, by blocks if that is faster here."""
+        k = self.drafter.matrix.k
+        trying = self._by_blocks is None and not torch.compiler.is_compiling()
+        if trying and not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._by_blocks = is_faster(logits, k)
+        values, ids = device_top_k(logits, k) if self._by_blocks else logits.topk(k, dim=-1)
+        return values, ids
+
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> Tensor | None:
         """Learn from a step (see ``Drafter.observe``)."""
         drafter, learnt = self.drafter, self._learnt
         matrix = drafter.matrix
-        values, ids = logits[..., : matrix.vocab_size].topk(matrix.k, dim=-1)
+        values, ids = self._top_k(logits[..., : matrix.vocab_size])
         torch.ops.token_recycling.device_count(
             self._context,
             self._lengths,
@@ -165,3 +199,4 @@ class DeviceDrafting:
             matrix.vocab_size,
             drafter.old_weight,
         )
+        return None

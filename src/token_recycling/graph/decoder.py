@@ -23,12 +23,13 @@ from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.samplers import RowSampler, are_node_wise
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import STATE
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import DraftSize
-from token_recycling.errors import TokenRecyclingError
-from token_recycling.graph.drafting import can_draft
-from token_recycling.graph.runner import GraphError, GraphRunner
+from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.graph.compilation import KernelCompiler
+from token_recycling.graph.runner import GraphError, GraphRunner, StepError
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
@@ -77,7 +78,7 @@ class GraphDecoder:
 
         Args:
             target: the model.
-            drafter: see ``can_draft``.
+            drafter: of any kind.
             size: draft-size policy. Each size is a graph of its own, so all drafts have one, which
                 is looked at when an answer begins.
             compiles: compile the steps; False: only capture them.
@@ -85,7 +86,7 @@ class GraphDecoder:
                 time.
 
         Raises:
-            GraphError: the drafter or the model cannot be captured.
+            GraphError: the model cannot be captured, or the drafter never drafts.
         """
         model = target.model
         if {weight.device for weight in model.parameters()} != {target.device}:
@@ -95,10 +96,10 @@ class GraphDecoder:
             raise GraphError("the LM head is wider than the vocabulary")
         self.target, self.drafter, self.size = target, drafter, size
         self._compiles, self._compiling = compiles, compiling
-        if not can_draft(drafter, target.device):
-            raise GraphError(f"the drafter {drafter.name} runs on the CPU")
         if not target.takes_positions:
             raise GraphError("the model takes no position ids")
+        self._kernels = has_device_kernels(target.device)  # and none has failed
+        self._compiler = KernelCompiler(drafter, target.device, target.dtype)
         self._runners: dict[Any, GraphRunner] = {}
         self._failed: dict[Any, GraphError] = {}
         self._addresses: list[Any] = []
@@ -141,13 +142,14 @@ class GraphDecoder:
             self._runners, self._failed, self._addresses = {}, {}, addresses
         size = self.next_size
         slots = slots_for(length + size + SPARE_SLOTS)
-        key = (batch, slots, size, tuple(map(_name, processors or ())))
+        kernels = self._kernels and self._compiler.ready(batch, slots, size)
+        key = (batch, slots, size, tuple(map(_name, processors or ())), kernels)
         if key in self._failed:
             raise self._failed[key]
         runner = self._runners.pop(key, None)
         if runner is None:
             try:
-                runner = self._make(batch, slots, size, processors)
+                runner = self._make(batch, slots, size, processors, kernels)
             except GraphError as reason:
                 self._failed[key] = reason
                 raise
@@ -162,19 +164,35 @@ class GraphDecoder:
         return next((one for one in caches if (one.batch, one.slots) == (batch, slots)), None)
 
     def _make(
-        self, batch: int, slots: int, size: int, processors: list[Processors] | None
+        self,
+        batch: int,
+        slots: int,
+        size: int,
+        processors: list[Processors] | None,
+        kernels: bool,
     ) -> GraphRunner:
         with ordinary_tensors(), self._compiling():  # the caller may be in inference mode
             for _ in range(2):
                 cache = self._cache_of(batch, slots)
                 try:
-                    return GraphRunner(
-                        GraphStep(self.target, self.drafter, batch, slots, size, processors, cache),
-                        compiled=self._compiles,
+                    step = GraphStep(
+                        self.target,
+                        self.drafter,
+                        batch,
+                        slots,
+                        size,
+                        processors,
+                        cache,
+                        kernels=kernels,
                     )
+                    return GraphRunner(step, compiled=self._compiles)
                 except torch.OutOfMemoryError:
                     self._runners = {}  # free their caches, then retry
                     del cache
+                except GraphError:
+                    raise
+                except Exception as error:  # compilers may raise anything
+                    raise StepError(one_line(error, 200)) from error
         raise GraphError(f"not enough memory for a cache of {batch} x {slots} tokens")
 
     def steps(
@@ -202,6 +220,10 @@ class GraphDecoder:
                 runner = self._runner(len(sequences), longest, processors)
                 runner.check(sequences, generators_of(sampled))
             except GraphError as reason:
+                if self._kernels and isinstance(reason, StepError):
+                    self._kernels = False
+                    warnings.warn(f"decoding without kernels for drafts: {reason}", stacklevel=2)
+                    continue
                 warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
                 return  # Python shows a repeated warning once
             if not (yield from self._fill(runner, sequences, sampled, check)):

@@ -1,162 +1,147 @@
-"""Drafting within a compiled step: by kernels, or on the host as custom operations."""
+"""Drafting for a step that runs again and again on the same tensors: on the host, or by kernels."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
-from weakref import WeakValueDictionary
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
-from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels.choice import has_device_kernels
-from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.tokens import NO_TOKEN
 
-_drafting: WeakValueDictionary[str, HostDrafting] = WeakValueDictionary()
+LAG = 1  # steps by which the host may be behind
 
 
 class Drafting(Protocol):
     """A drafter and its rows, as called by a step that runs many times on the same tensors.
 
+    Only ``propose`` and ``observe`` are part of the graph.
+
     Attributes:
         size: nodes of every draft, root included.
         max_depth: of a draft.
+        lag: steps that may be launched before the output of the first one is read.
     """
 
     size: int
     max_depth: int
+    lag: int
 
     @property
     def drafter(self) -> AnyDrafter:
         """Return the drafter, which is shared with other steps."""
 
-    def begin(self, texts: list[list[int]]) -> None:
-        """Load the texts, without the next roots."""
+    def begin(self, texts: list[list[int]], roots: Tensor) -> None:
+        """Load the texts, without the next roots, int64 [B] on the host."""
 
     def end(self) -> None:
         """Store what was learnt in the drafter's matrix, if it is not there already."""
 
+    def prepare(self) -> None:
+        """Do what the host must do before each step."""
+
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
 
-    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        """Learn from a step (see ``Drafter.observe``)."""
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> Tensor | None:
+        """Learn from a step, or return what the host needs to do so, int64 [B, m]."""
 
-
-def can_draft(drafter: AnyDrafter, device: torch.device) -> bool:
-    """Return True if ``drafter`` can be part of a step on ``device``."""
-    return device.type == "cpu" or _has_kernels(drafter, device)
-
-
-def _has_kernels(drafter: AnyDrafter, device: torch.device) -> bool:
-    return isinstance(drafter, AdaptiveDrafter) and has_device_kernels(device)
+    def learn(self, output: Tensor) -> None:
+        """Learn on the host from a step's output, the summary and the result of ``observe``."""
 
 
 def make_drafting(
-    drafter: AnyDrafter, batch: int, capacity: int, size: int | None, device: torch.device
+    drafter: AnyDrafter,
+    batch: int,
+    capacity: int,
+    size: int | None,
+    device: torch.device,
+    *,
+    kernels: bool,
 ) -> Drafting:
-    """Return ``drafter`` and new rows for steps on ``device`` (see ``HostDrafting``)."""
-    if _has_kernels(drafter, device):
+    """Return ``drafter`` and new rows for steps on ``device``.
+
+    Args:
+        drafter: shared with other steps.
+        batch: B.
+        capacity: most tokens of a row.
+        size: most nodes of a draft, root included; None: as many as the drafter proposes.
+        device: of the target.
+        kernels: draft on the device, if the drafter has kernels for it.
+    """
+    if kernels and isinstance(drafter, AdaptiveDrafter):
         from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
 
-        return DeviceDrafting(cast("Any", drafter), batch, capacity, size, device)
-    return HostDrafting(drafter, batch, capacity, size)
+        return DeviceDrafting(drafter, batch, capacity, size, device)
+    return HostDrafting(drafter, batch, capacity, size, device)
 
 
 class HostDrafting:
-    """A drafter and its rows, as called by a compiled step on the CPU.
+    """Any drafter: it drafts and learns on the host, before and after each step.
 
-    The compiler sees two opaque operations, so any drafter can be used. ``order`` is a tensor that
-    both claim to modify, which keeps them in order.
+    The draft goes to the device in one copy, and what the drafter learns from comes back with the
+    step's summary.
     """
 
-    def __init__(self, drafter: AnyDrafter, batch: int, capacity: int, size: int | None) -> None:
-        """Make rows for ``batch`` texts of at most ``capacity`` tokens.
+    lag = 0
 
-        Args:
-            drafter: shared with other steps.
-            batch: B.
-            capacity: most tokens of a row.
-            size: most nodes of a draft, root included; None: as many as the drafter proposes.
-        """
+    def __init__(
+        self,
+        drafter: AnyDrafter,
+        batch: int,
+        capacity: int,
+        size: int | None,
+        device: torch.device,
+    ) -> None:
+        """Make rows (see ``make_drafting``)."""
         self.drafter, self.rows = drafter, drafter.new_rows(batch, capacity)
-        draft = drafter.propose(self.rows, torch.zeros(batch, dtype=torch.long, device="cpu"), size)
-        self.size, self.max_depth = draft.size, draft.max_depth
-        self.order = torch.zeros(1, dtype=torch.long, device="cpu")
-        self.key = str(id(self))
-        _drafting[self.key] = self
+        self._roots = torch.zeros(batch, dtype=torch.long, device="cpu")
+        self._draft = drafter.propose(self.rows, self._roots, size)
+        self.size, self.max_depth = self._draft.size, self._draft.max_depth
+        self._on_device = self._draft.pack().to(device)
 
-    def begin(self, texts: list[list[int]]) -> None:
-        """Load the texts, without the next roots."""
+    def begin(self, texts: list[list[int]], roots: Tensor) -> None:
+        """Load the texts, without the next roots, int64 [B] on the host."""
         self.drafter.load(self.rows, texts)
+        self._roots = roots
 
     def end(self) -> None:
         """Do nothing: the drafter has learnt directly."""
 
+    def prepare(self) -> None:
+        """Draft, and copy the draft to the device."""
+        self._draft = self.drafter.propose(self.rows, self._roots, self.size).padded(self.size)
+        self._on_device.copy_(self._draft.pack())
+
     def propose(self, roots: Tensor) -> DraftTree:
-        """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
-        tokens, parents, depths, ancestors, valid = torch.ops.token_recycling.propose(
-            self.order, self.key, roots, self.size
+        """Return the prepared drafts."""
+        return DraftTree.unpack(self._on_device, self.max_depth)
+
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> Tensor | None:
+        """Return the paths, and the ids and probabilities of the candidates at every node."""
+        matrix = self.drafter.matrix
+        values, ids = logits[..., : matrix.vocab_size if matrix else None].topk(self.drafter.k)
+        bits = values.float().softmax(dim=-1).view(torch.int32).long()
+        return torch.cat([accepted.path, ids.flatten(1), bits.flatten(1)], dim=1)
+
+    def learn(self, output: Tensor) -> None:
+        """Learn from a step, whose last tokens are the next roots."""
+        shape = (len(output), self.size, self.drafter.k)
+        most, found = self.max_depth + 1, self.size * self.drafter.k
+        _, emitted, path, ids, bits = torch.split(output, [1, most, most, found, found], dim=1)
+        p = bits.int().view(torch.float32).reshape(shape).numpy()
+        counts = (emitted != NO_TOKEN).sum(dim=1)
+        self.drafter.observe(
+            self.rows,
+            self._draft.only(counts > 0),
+            Candidates(ids.reshape(shape).numpy(), p, np.isfinite(p).all(axis=-1)),
+            Accepted(path, emitted, counts),
         )
-        return DraftTree(tokens, parents, depths, ancestors, valid, self.max_depth)
-
-    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        """Learn from a step (see ``Drafter.observe``)."""
-        parts = (draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid)
-        chosen = (accepted.path, accepted.emitted, accepted.counts)
-        torch.ops.token_recycling.observe(self.order, self.key, *parts, logits, *chosen)
-
-
-@torch.library.custom_op("token_recycling::propose", mutates_args=("order",))
-def _propose(
-    order: Tensor, key: str, roots: Tensor, size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    drafting = _drafting[key]
-    with ordinary_tensors():
-        draft = drafting.drafter.propose(drafting.rows, roots.clone(), size).padded(size)
-    parts = (draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid)
-    # Results of an operation must not share memory.
-    tokens, parents, depths, ancestors, valid = (part.clone().contiguous() for part in parts)
-    return tokens, parents, depths, ancestors, valid
-
-
-@_propose.register_fake
-def _(order: Tensor, key: str, roots: Tensor, size: int) -> Any:
-    batch = roots.shape[0]
-    tokens = roots.new_empty(batch, size)
-    ancestors = roots.new_empty((batch, size, size), dtype=torch.bool)
-    valid = torch.empty_like(tokens, dtype=torch.bool)
-    return tokens, torch.empty_like(tokens), torch.empty_like(tokens), ancestors, valid
-
-
-@torch.library.custom_op("token_recycling::observe", mutates_args=("order",))
-def _observe(
-    order: Tensor,
-    key: str,
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    ancestors: Tensor,
-    valid: Tensor,
-    logits: Tensor,
-    path: Tensor,
-    emitted: Tensor,
-    counts: Tensor,
-) -> None:
-    drafting = _drafting[key]
-    draft = DraftTree(tokens, parents, depths, ancestors, valid, drafting.max_depth)
-    with ordinary_tensors():
-        accepted = Accepted(path, emitted, counts)
-        drafter = drafting.drafter
-        vocabulary = drafter.matrix.vocab_size if drafter.matrix else logits.shape[-1]
-        candidates = best_candidates(logits[..., :vocabulary], drafter.k)
-        drafter.observe(drafting.rows, draft, candidates, accepted)
-
-
-@_observe.register_fake
-def _(*args: Any) -> None:
-    return None
+        last = emitted.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        self._roots = torch.where(counts > 0, last, self._roots)

@@ -18,6 +18,7 @@ from token_recycling.drafting.kernels.device import at
 from token_recycling.model.gpu.attention_kernel import RULES
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.limits import AttentionWindow
+from token_recycling.util.launch import launch
 
 SLOTS_AT_ONCE = 1024
 
@@ -187,7 +188,9 @@ def _launch_layout(
     depths, ancestors = depths.contiguous(), ancestors.contiguous()
     positions, draft_slots = depths.new_empty((batch, n)), depths.new_empty(n)
     mask = depths.new_empty((batch, n, slots), dtype=dtype)
-    _layout[(batch, n)](
+    launch(
+        _layout,
+        (batch, n),
         lengths,
         depths,
         ancestors,
@@ -269,7 +272,9 @@ def _launch_accept(
     given = [part.contiguous() for part in (tokens, parents, depths, valid, choices)]
     path, emitted = tokens.new_empty((batch, longest)), tokens.new_empty((batch, longest))
     counts, summary = tokens.new_empty(batch), tokens.new_empty((batch, longest + 1))
-    _accept[(batch,)](
+    launch(
+        _accept,
+        (batch,),
         *given,
         roots,
         path,
@@ -302,7 +307,9 @@ def _launch_commit(
 ) -> None:
     batch, heads, slots, size = entries[0].shape
     block = min(triton.next_power_of_2(heads * size), 1024)
-    _commit[(len(entries), batch, triton.cdiv(heads * size, block))](
+    launch(
+        _commit,
+        (len(entries), batch, triton.cdiv(heads * size, block)),
         pointers,
         path,
         counts,

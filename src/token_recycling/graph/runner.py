@@ -13,8 +13,9 @@ from torch import Tensor
 
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.draft import root_only
-from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.graph.step import LAG, GraphStep
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.graph.drafting import LAG
+from token_recycling.graph.step import GraphStep
 from token_recycling.util.machine import median_seconds
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
@@ -42,6 +43,10 @@ class GraphError(TokenRecyclingError):
     """The step of this model and drafter cannot be run as a graph here."""
 
 
+class StepError(GraphError):
+    """A step cannot be captured or compiled, is wrong, or too slow; another one may do."""
+
+
 class GraphRunner:
     """Runs a ``GraphStep`` repeatedly: on a GPU captured, and compiled on request."""
 
@@ -51,27 +56,19 @@ class GraphRunner:
         Args:
             step: the step.
             compiled: compile it as one graph, which may take minutes.
-
-        Raises:
-            GraphError: the step cannot be compiled or captured.
         """
         self.step = step
         device = step.target.device
         cuda = device.type == "cuda"
         # Streams, captures and events use the current device, so select ours.
         self._on_device = partial(torch.cuda.device, device) if cuda else nullcontext
-        self.lag = LAG if cuda else 0
+        self.lag = step.drafting.lag if cuda else 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._advance: Callable[[], tuple[Tensor, Tensor, Tensor]] = step.advance
         if compiled:
             self._advance = torch.compile(step.advance, fullgraph=True, backend=BACKEND)
-        try:
-            with self._on_device():
-                self._output = output = self._capture() if cuda else self._run()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # compilers may raise anything
-            raise GraphError(one_line(error, 200)) from error
+        with self._on_device():
+            self._output = output = self._capture() if cuda else self._run()
         # Host buffers of outputs and inputs, one set per step in flight.
         memory: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
         self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **memory)
@@ -122,7 +119,7 @@ class GraphRunner:
             generators: of the sampled rows; empty: the argmax is taken.
 
         Raises:
-            GraphError: the two differ by more than rounding explains, or the graph takes longer
+            StepError: the two differ by more than rounding explains, or the graph takes longer
                 than a plain step of the eager loop.
         """
         if not self._checked:
@@ -132,7 +129,7 @@ class GraphRunner:
                 self._problem = self._slower_than_plain(sequences)
             self._checked = True
         if self._problem is not None:
-            raise GraphError(self._problem)
+            raise StepError(self._problem)
 
     def _agrees_with_eager(
         self, sequences: list[Sequence], generators: list[torch.Generator]
@@ -149,16 +146,16 @@ class GraphRunner:
                 if step.sampler is not None:
                     for row in range(len(sequences)):
                         step.sampler.draw(row, 2 * step.most)
-                found = run().cpu()
+                found = run()
                 if step.sampler is not None:
                     for row in range(len(sequences)):
                         step.sampler.rewind(row, 0)
                 return found
 
             def two(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-                return lambda: torch.stack([run().cpu(), run().cpu()])
+                return lambda: torch.stack([step.take(run), step.take(run)])
 
-            eager, captured = result(two(step)), result(two(self._replay))
+            eager, captured = result(two(step.run)), result(two(self._replay))
             same = captured.equal(eager)
             if not same and step.sampler is None:
                 same = self._all_but_tied(result, eager, captured)
@@ -173,7 +170,7 @@ class GraphRunner:
         with self._on_device(), step.target.lm_head, ordinary_tensors():
             step.active.zero_()  # nothing is committed or learnt
             roots = root_only(torch.tensor([one.tokens[-1] for one in sequences], device="cpu"))
-            captured = median_seconds(self._replay, target.device)
+            captured = median_seconds(lambda: step.take(self._replay), target.device)
             plain = median_seconds(lambda: target.verify(roots), target.device)
         if captured <= plain:
             return None
@@ -221,19 +218,21 @@ class GraphRunner:
         turn = self._turn = (self._turn + 1) % (LAG + 1)
         rows, on = self._rows[turn], self._active[turn]
         on.copy_(torch.tensor(active, device="cpu"))
+        self.step.drafting.prepare()
         with self._on_device():
             self.step.active.copy_(on, non_blocking=True)
             output = self._replay()
             if self._graph is None:
                 rows.copy_(output)
-                return rows.tolist
+                summary = self.step.read(rows)
+                return summary.tolist
             rows.copy_(output, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
 
         def wait() -> list[list[int]]:
             event.synchronize()
-            found: list[list[int]] = rows.tolist()
+            found: list[list[int]] = self.step.read(rows).tolist()
             return found
 
         return wait

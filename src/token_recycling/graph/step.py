@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +13,11 @@ from token_recycling.decoding.samplers import NodeSampler
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.graph import tensors
-from token_recycling.graph.drafting import make_drafting
+from token_recycling.graph.drafting import LAG, make_drafting
 from token_recycling.model.attention import add_views, pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
-
-LAG = 1  # steps by which the host may be behind
 
 
 class GraphStep:
@@ -42,30 +40,34 @@ class GraphStep:
         size: int | None,
         processors: list[Processors] | None = None,
         cache: FixedCache | None = None,
+        *,
+        kernels: bool,
     ) -> None:
         """Allocate the tensors of the step.
 
         Args:
             target: must have read a prompt, so that the shapes of its cache are known.
-            drafter: see ``can_draft``.
+            drafter: shared with other steps.
             batch: B.
             slots: slots of the cache.
             size: most tokens that a step verifies per row; None: whole drafts.
             processors: logits processors of every row, for sampling; None: take the argmax.
             cache: that of another step for as many rows and slots, of which only one is in use
                 between ``begin`` and the end of its texts; None: a new one.
+            kernels: use Triton kernels, which draft on the device if the drafter has some.
         """
         self.target = target
         device = target.device
         # The step has its own rows; the drafter with its matrix is shared.
-        self.drafting = make_drafting(drafter, batch, slots, size, device)
+        self.drafting = make_drafting(drafter, batch, slots, size, device, kernels=kernels)
         self.size, self.most = self.drafting.size, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device) if cache is None else cache
+        self.cache.lengths.zero_()  # the first runs, without a text, write behind them
         self._operations: Any = tensors
-        if has_device_kernels(device):
-            from token_recycling.graph import kernels  # imports Triton
+        if kernels:
+            from token_recycling.graph import kernels as operations  # imports Triton
 
-            self._operations = kernels
+            self._operations = operations
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
         self.sampler: NodeSampler | None = None
@@ -81,8 +83,8 @@ class GraphStep:
             generators: one per row if tokens are sampled, otherwise none.
         """
         self.cache.load(self.target.cache)
-        self.drafting.begin([sequence.tokens[:-1] for sequence in sequences])
         roots = torch.tensor([sequence.tokens[-1] for sequence in sequences], device="cpu")
+        self.drafting.begin([sequence.tokens[:-1] for sequence in sequences], roots)
         self.roots.copy_(roots)
         active = [sequence.active for sequence in sequences]
         self.active.copy_(torch.tensor(active, device="cpu"))
@@ -91,23 +93,47 @@ class GraphStep:
 
     def logits(self) -> Tensor:
         """Propose and verify alone; return the logits [B, n, V]."""
+        self.drafting.prepare()
         return self._verify(self.drafting.propose(self.roots).only(self.active))
 
     def __call__(self) -> Tensor:
-        """Take a step; return the output for the host, int64 [B, p + 1] (see ``step_summary``)."""
+        """Take a step without a graph; return its summary (see ``take``)."""
+        return self.take(self.run)
+
+    def run(self) -> Tensor:
+        """Run the step's operations; return the output (see ``advance``)."""
         return self.finish(*self.advance())
 
-    def finish(self, summary: Tensor, path: Tensor, counts: Tensor) -> Tensor:
-        """Commit the accepted nodes and return the summary; not compiled, but captured.
+    def take(self, run: Callable[[], Tensor]) -> Tensor:
+        """Take a step with ``run``, which returns its output, and wait for it.
+
+        Returns:
+            The summary on the host, int64 [B, p + 1] (see ``step_summary``).
+        """
+        self.drafting.prepare()
+        return self.read(run().cpu())
+
+    def read(self, output: Tensor) -> Tensor:
+        """Learn from a step's output on the host; return its summary."""
+        self.drafting.learn(output)
+        return output[:, : self.most + 1]
+
+    def finish(self, output: Tensor, path: Tensor, counts: Tensor) -> Tensor:
+        """Commit the accepted nodes and return the output; not compiled, but captured.
 
         A compiled function may work on copies of the cache and write them back at its end, whereas
         the kernel of the commit writes to addresses.
         """
         self._operations.commit(self.cache, path, counts)
-        return summary
+        return output
 
     def advance(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Propose, verify, accept and observe; return the summary, paths and counts."""
+        """Propose, verify, accept and observe.
+
+        Returns:
+            The output for the host int64 [B, m], whose first p + 1 columns are the summary (see
+            ``step_summary``); the paths int64 [B, p]; and the counts int64 [B].
+        """
         device = self.target.device
         with torch.autocast(device.type, enabled=False):
             draft = self.drafting.propose(self.roots).only(self.active)
@@ -115,12 +141,14 @@ class GraphStep:
         # Nothing is emitted, learnt or committed after an overflow (see ``Decoding._advance``).
         draft = draft.only(self.active & ~overflowed(logits))
         choices = greedy(logits) if self.sampler is None else self.sampler(draft.depths, logits)
-        accepted, summary = self._operations.accept(draft, choices, self.roots)
+        accepted, output = self._operations.accept(draft, choices, self.roots)
         with torch.autocast(device.type, enabled=False):
-            self.drafting.observe(draft, logits, accepted)
+            observed = self.drafting.observe(draft, logits, accepted)
+        if observed is not None:
+            output = torch.cat([output, observed], dim=1)
         if self.sampler is not None:
             self.sampler.chosen.add_(accepted.counts)
-        return summary, accepted.path, accepted.counts
+        return output, accepted.path, accepted.counts
 
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft's slots follow the longest row."""

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from token_recycling.drafting.kernels import host
+from token_recycling.util.launch import launch
 
 LEVELS = tl.constexpr(host.LEVELS)
 RUNNERS_UP = tl.constexpr(host.RUNNERS_UP)
@@ -848,7 +849,9 @@ def _launch_propose(
     valid = roots.new_empty((batch, n), dtype=torch.bool)
     scores = roots.new_empty((batch, n), dtype=torch.float32)
     width, nodes = _width(candidates), triton.next_power_of_2(n)
-    _propose[(batch,)](
+    launch(
+        _propose,
+        (batch,),
         context,
         lengths,
         roots,
@@ -928,7 +931,9 @@ def _launch_count(
     triples: int,
     learning_rate: float,
 ) -> None:
-    _count[(1,)](
+    launch(
+        _count,
+        (1,),
         context,
         lengths,
         chain,
@@ -981,7 +986,9 @@ def _launch_learn(
     old_weight: float,
 ) -> None:
     total = valid.numel()
-    _learn[(total, host.LEVELS)](
+    launch(
+        _learn,
+        (total, host.LEVELS),
         slots,
         slot_keys,
         valid,
@@ -1016,7 +1023,9 @@ def _launch_remember(
     rejected: Tensor,
 ) -> None:
     batch, n, k = ids.shape
-    _remember[(batch,)](
+    launch(
+        _remember,
+        (batch,),
         ids,
         values,
         parents,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from token_recycling.model.gpu.attention import TreeView
+from token_recycling.util.launch import launch
 
 RULES = {"full": 0, "sliding": 1, "chunked": 2}  # of windows, as constants of kernels
 QUERIES, KEYS = 64, 64  # of a program at once, at most
@@ -267,7 +268,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
     tops, totals = query.new_empty((2, *shape), dtype=torch.float32)
     found = query.new_empty((batch, n, count, size))
     width = max(16, triton.next_power_of_2(size))
-    _attend[(parts, batch * heads, splits)](
+    launch(
+        _attend,
+        (parts, batch * heads, splits),
         query,
         key,
         value,
@@ -296,7 +299,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
         PRECISION="ieee",
         num_warps=how.warps,
     )
-    _merge[(triton.cdiv(group * n, MERGED), batch * heads)](
+    launch(
+        _merge,
+        (triton.cdiv(group * n, MERGED), batch * heads),
         sums,
         tops,
         totals,
