@@ -1,9 +1,9 @@
 """Fit the adaptive drafter's constants on one half of recorded answers, check on the other.
 
-    python lab/fit.py calibration --model FOLDER --data ../shared/data --answers RECORDS.pt
+    python lab/fit.py calibration --model FOLDER --answers RECORDS.pt
 
-Every verb prints what it found and the MAT before and after. The order of the answers is that of
-``lab/questions.py``; "cold" empties the matrix before each answer, "hot" keeps it.
+Every verb prints what it found and the MAT before and after. "Cold" empties the matrix before each
+answer, "hot" keeps it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import typer
 
-from questions import CHECK, FIT, half, questions
+from questions import CHECK, FIT, half
 from record import Recording
 from replay import Answers, Run, by_kind, mat, run
 from token_recycling import TokenRecycling
@@ -35,22 +35,16 @@ app = typer.Typer(pretty_exceptions_enable=False)
 SIZES = (7, 15, 60)
 PROSE = ("writing", "roleplay", "reasoning", "stem", "humanities", "coding")
 Model = Annotated[str, typer.Option(help="Checkpoint.")]
-Data = Annotated[Path, typer.Option(help="Folder of the question files.")]
 Path_ = Annotated[Path, typer.Option("--answers", help="Written by record.py.")]
 Make = Callable[[], AdaptiveDrafter]
 
 
-def opened(model: str, path: Path, data: Path) -> tuple[Answers, list[Recording], list[Recording]]:
+def opened(model: str, path: Path) -> tuple[Answers, list[Recording], list[Recording]]:
     """Return the recordings, and those of the two halves."""
     torch.set_num_threads(2)
     recycler = TokenRecycling.from_pretrained(model, device="cpu", nodes=4, warm=False)
     answers = Answers(path, recycler)
-    by_name = {one.name: one for one in answers.recordings}
-    asked = questions(data)
-    halves = [
-        [by_name[one.name] for one in half(asked, which) if one.name in by_name]
-        for which in (FIT, CHECK)
-    ]
+    halves = [half(answers.recordings, which) for which in (FIT, CHECK)]
     print(f"{len(halves[0])} answers to fit, {len(halves[1])} to check")
     return answers, halves[0], halves[1]
 
@@ -97,14 +91,13 @@ def compare(
 @app.command()
 def prepare(
     model: Model,
-    data: Data,
     path: Path_,
     nodes: int = 40,
     halves: str = "10",
     starts: str = "hot,cold",
 ) -> None:
     """Compute the candidates that the other verbs need; as slow as decoding."""
-    answers, fit, check = opened(model, path, data)
+    answers, fit, check = opened(model, path)
     answers.exact = True
     for which in halves:
         for start in starts.split(","):
@@ -120,7 +113,6 @@ def prepare(
 @app.command()
 def measure(
     model: Model,
-    data: Data,
     path: Path_,
     sizes: str = "15,60",
     starts: str = "cold,hot",
@@ -128,7 +120,7 @@ def measure(
     first: Annotated[Path | None, typer.Option("--start", help="Matrix to start from.")] = None,
 ) -> None:
     """MAT of the drafter of this checkout on the checking half, by kind of question."""
-    answers, _, check = opened(model, path, data)
+    answers, _, check = opened(model, path)
     answers.exact = exact
 
     def made() -> AdaptiveDrafter:
@@ -225,11 +217,9 @@ def averaged_weights(
 
 
 @app.command()
-def calibration(
-    model: Model, data: Data, path: Path_, nodes: int = 15, exact: bool = False
-) -> None:
+def calibration(model: Model, path: Path_, nodes: int = 15, exact: bool = False) -> None:
     """Initial rates and weights of the calibration."""
-    answers, fit, check = opened(model, path, data)
+    answers, fit, check = opened(model, path)
     weights, evidence = averaged_weights(answers, fit, lambda: drafter(answers), nodes)
     rates, found = fitted_rates(evidence, 12)
     first = host.initial_weights()
@@ -252,9 +242,9 @@ def calibration(
 
 
 @app.command()
-def acceptance(model: Model, data: Data, path: Path_, most: int = 80, exact: bool = False) -> None:
+def acceptance(model: Model, path: Path_, most: int = 80, exact: bool = False) -> None:
     """The expected acceptance of the node of each rank, a · n^-b, with a cold start."""
-    answers, fit, check = opened(model, path, data)
+    answers, fit, check = opened(model, path)
     answers.exact = exact
 
     def shares(chosen: Sequence[Recording]) -> Any:
@@ -285,9 +275,9 @@ def acceptance(model: Model, data: Data, path: Path_, most: int = 80, exact: boo
 
 
 @app.command()
-def sizes(model: Model, data: Data, path: Path_) -> None:
+def sizes(model: Model, path: Path_) -> None:
     """Candidates per row, and slots for pairs and triples."""
-    answers, _, check = opened(model, path, data)
+    answers, _, check = opened(model, path)
     compare(
         answers,
         check,
@@ -323,11 +313,11 @@ def with_rows(answers: Answers, rows: AdjacencyMatrix, tokens: Sequence[int]) ->
 
 
 @app.command()
-def warm(model: Model, data: Data, path: Path_, exact: bool = False) -> None:
+def warm(model: Model, path: Path_, exact: bool = False) -> None:
     """Rows that the model fills: what is put in front of a token."""
     from token_recycling.warm.context import choose, contexts
 
-    answers, _, check = opened(model, path, data)
+    answers, _, check = opened(model, path)
     tokenizer = load_tokenizer(model)
     print(choose(answers.target, tokenizer, 12, answers.vocab_size))
     # Tokens that can be met in a tree; a row of another one changes nothing.
@@ -341,13 +331,11 @@ def warm(model: Model, data: Data, path: Path_, exact: bool = False) -> None:
 
 
 @app.command()
-def warm_count(
-    model: Model, data: Data, path: Path_, prefix: str = "198", most: int = 8000
-) -> None:
+def warm_count(model: Model, path: Path_, prefix: str = "198", most: int = 8000) -> None:
     """Rows that the model fills: how many are worth it, frequent tokens first."""
     from token_recycling.warm.context import choose, frequent_tokens
 
-    answers, _, check = opened(model, path, data)
+    answers, _, check = opened(model, path)
     tokenizer = load_tokenizer(model)
     print(choose(answers.target, tokenizer, 12, answers.vocab_size))
     order = list(dict.fromkeys([*frequent_tokens(tokenizer), *range(answers.vocab_size)]))[:most]
@@ -430,9 +418,9 @@ def tree_mat(paths: Sequence[list[tuple[int, ...]]], nodes: Collection[tuple[int
 
 
 @app.command()
-def tree(model: Model, data: Data, path: Path_) -> None:
+def tree(model: Model, path: Path_) -> None:
     """The ranked tree: which rank paths does the answers' text take most often? Writes it."""
-    answers, fit, check = opened(model, path, data)
+    answers, fit, check = opened(model, path)
     matrix = AdjacencyMatrix(answers.vocab_size, TREE_CANDIDATES)
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0

@@ -394,7 +394,7 @@ class Bench:
         kernels = has_device_kernels(self.device) if kernels is None else kernels
         torch._dynamo.reset()  # variants of the step are counted
         self.target.prefill([self.tokens[:context]])
-        slots = decoder.slots_for(context + nodes)
+        slots = decoder.slots_for(context, nodes)
         step = GraphStep(self.target, drafter, 1, slots, nodes, kernels=kernels)
         runner = GraphRunner(step, compiled=compiled)
         with ordinary_tensors():
@@ -423,7 +423,7 @@ class Bench:
     def _model_only(self, nodes: int, context: int) -> Callable[[], Any]:
         """The forward of a chain of ``nodes`` as a graph of its own."""
         self.target.prefill([self.tokens[:context]])
-        slots = decoder.slots_for(context + nodes)
+        slots = decoder.slots_for(context, nodes)
         kernels = has_device_kernels(self.device)
         step = GraphStep(self.target, NoDrafter(), 1, slots, 1, kernels=kernels)
         step.cache.load(self.target.cache)

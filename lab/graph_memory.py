@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from token_recycling.graph.decoder import SPARE_SLOTS, slots_for
+from token_recycling.graph.decoder import slots_for
 from widen import SHAPES
 
 MODELS = ("llama-1b", "llama-8b", "llama-70b")
@@ -35,7 +35,7 @@ def main() -> None:
         shape = SHAPES[name]
         cells = []
         for context in CONTEXTS:
-            slots = slots_for(context + LARGEST + SPARE_SLOTS)
+            slots = slots_for(context, LARGEST)
             cells.append(f"{gibibytes(shape, context):.2f} + {gibibytes(shape, slots):.2f}")
         print(f"| {name} | {' | '.join(cells)} |")
 

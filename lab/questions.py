@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 import typer
 
@@ -37,7 +37,18 @@ def questions(data: Path, per_kind: int = SPEC_BENCH, others: int = OTHERS) -> l
     return [group[i] for i in range(longest) for group in groups if i < len(group)]
 
 
-def half(questions: list[Question], which: int) -> list[Question]:
+class Asked(Protocol):
+    """A question, or a recorded answer to one."""
+
+    @property
+    def category(self) -> str:
+        """Return its kind."""
+
+
+Kind = TypeVar("Kind", bound=Asked)
+
+
+def half(questions: list[Kind], which: int) -> list[Kind]:
     """Return every second question of each kind: the half ``FIT`` or ``CHECK``."""
     seen: dict[str, int] = {}
     chosen = []

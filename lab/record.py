@@ -49,6 +49,11 @@ class Recording:
     ids: Any = None  # int32 [N, c]
     logits: Any = None  # float16 [N, c], less the largest
 
+    @property
+    def category(self) -> str:
+        """Return the kind of the question."""
+        return self.kind
+
 
 class Watch(AdaptiveDrafter):
     """The drafter; it gets ``CANDIDATES`` per node, notes them, and learns from the first k."""
@@ -148,7 +153,7 @@ def main(
     asked = questions(data, per_kind, others)
     given: dict[str, str] = {}
     if use_references:
-        given, tokens = references(data), 1
+        given, tokens = references(data), 8  # a step at least, for the prompt
         asked = [question for question in asked if question.turns[0] in given]
     out.parent.mkdir(parents=True, exist_ok=True)
     for number, question in enumerate(asked):

@@ -1,8 +1,7 @@
 """How the matrix grows when a model is taught by its own answers to generic prompts.
 
     python lab/teach.py teach --model FOLDER --out build/taught
-    python lab/teach.py curve --model FOLDER --data ../shared/data --answers RECORDS.pt \\
-        --taught build/taught
+    python lab/teach.py curve --model FOLDER --answers RECORDS.pt --taught build/taught
 
 ``teach`` writes the matrix after 1,000, 3,000, 10,000, … tokens; ``curve`` decodes recorded answers
 of the checking half again, each from a copy of every matrix (see ``lab/record.py``).
@@ -18,7 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
-from fit import PROSE, Data, Model, Path_, drafter, opened
+from fit import PROSE, Model, Path_, drafter, opened
 from replay import Result, by_kind, mat
 from token_recycling import AdjacencyMatrix, TokenRecycling
 from token_recycling.drafting.adaptive import AdaptiveDrafter
@@ -65,14 +64,13 @@ def teach(
 @app.command()
 def curve(
     model: Model,
-    data: Data,
     path: Path_,
     taught: Annotated[Path, typer.Option(help="Folder of matrices.")],
     sizes: str = "15,60",
     exact: bool = False,
 ) -> None:
     """MAT of the checking half, cold, from each matrix in the folder."""
-    answers, _, check = opened(model, path, data)
+    answers, _, check = opened(model, path)
     answers.exact = exact
     files = sorted(taught.glob("*.safetensors"), key=lambda file: int(file.stem))
     for size in map(int, sizes.split(",")):

@@ -233,7 +233,7 @@ def test_the_host_drafts_until_the_kernels_are_compiled(llama, monkeypatch):
         used.append(kernels)
         return GraphStep(*args, kernels=False, **options)  # there are none for a CPU
 
-    monkeypatch.setattr(compilation, "WAIT", 0.05)
+    monkeypatch.setattr(decoder, "WAIT", 0.05)
     monkeypatch.setattr(compilation.KernelCompiler, "_compile", compiles)
     monkeypatch.setattr(decoder, "has_device_kernels", lambda device: True)
     monkeypatch.setattr(decoder, "GraphStep", step)
@@ -243,7 +243,7 @@ def test_the_host_drafts_until_the_kernels_are_compiled(llama, monkeypatch):
     assert used == [False]
     assert begun.is_set()
     may_end.set()
-    monkeypatch.setattr(compilation, "WAIT", 60)
+    monkeypatch.setattr(decoder, "WAIT", 60)
     assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
     assert used == [False, True]
 
@@ -449,6 +449,43 @@ def test_what_failed_is_not_tried_again(llama, monkeypatch):
         with pytest.warns(UserWarning, match="without a graph: no"):
             recycler.generate(PROMPTS[0], max_new_tokens=5)
     assert len(tried) == 1
+
+
+def test_the_cache_has_room_for_the_two_steps_that_are_compared():
+    for length, size in ((1, 2), (200, 81), (254, 257)):
+        # Before the second step: all nodes of the first one and its next root, at most.
+        assert decoder.slots_for(length, size) >= length + size + 1 + size
+
+
+def test_the_newer_setting_of_the_precision_is_known_too(llama, monkeypatch):
+    """PyTorch refuses to read the older one once the newer one was written."""
+
+    def refuses():
+        raise RuntimeError("mixed")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
+    recycler = recycling(llama)
+    answer = recycler.generate(PROMPTS[0], max_new_tokens=20)
+    assert answer.token_ids == plain(llama, PROMPTS[0], 20)
+    assert runners(recycler)
+
+
+def test_autocast_keeps_no_copies_of_weights_while_a_step_runs(llama, monkeypatch):
+    """A captured step would read them after autocast has freed them."""
+    found = []
+    advance = GraphStep.advance
+
+    def seen(self):
+        found.append(torch.is_autocast_cache_enabled())
+        return advance(self)
+
+    monkeypatch.setattr(GraphStep, "advance", seen)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    recycler = recycling(llama, nodes=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        recycler.generate(PROMPTS[0], max_new_tokens=3)
+        assert torch.is_autocast_cache_enabled()
+    assert found[0] is False
 
 
 def test_without_memory_it_goes_on_without_a_graph(llama, monkeypatch):

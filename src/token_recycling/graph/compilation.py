@@ -25,24 +25,27 @@ class KernelCompiler:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kernels")
         self._asked: dict[tuple[int, int, int], Future[None]] = {}
 
-    def ready(self, batch: int, slots: int, size: int) -> bool:
-        """Return True if the kernels are compiled; wait for that for at most ``WAIT`` seconds.
+    def ask(self, batch: int, slots: int, size: int) -> Future[None]:
+        """Compile the kernels after those that were asked for before.
 
         Args:
             batch: B.
             slots: most tokens of a row.
             size: nodes of a draft, root included.
+        """
+        shape = (batch, slots, size)
+        if shape not in self._asked:
+            self._asked[shape] = self._pool.submit(self._compile, *shape)
+        return self._asked[shape]
+
+    def ready(self, batch: int, slots: int, size: int, seconds: float) -> bool:
+        """Return True if the kernels are compiled; wait for that for at most ``seconds``.
 
         Raises:
             StepError: they cannot be compiled.
         """
-        if not isinstance(self.drafter, AdaptiveDrafter):
-            return True  # it has none
-        shape = (batch, slots, size)
-        if shape not in self._asked:
-            self._asked[shape] = self._pool.submit(self._compile, *shape)
         try:
-            self._asked[shape].result(WAIT)
+            self.ask(batch, slots, size).result(seconds)
         except NotReady:
             return False
         except Exception as error:  # compilers may raise anything
@@ -50,12 +53,13 @@ class KernelCompiler:
         return True
 
     def _compile(self, batch: int, slots: int, size: int) -> None:
+        if not isinstance(self.drafter, AdaptiveDrafter):
+            return  # it has none
         from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
 
         cuda = self.device.type == "cuda"
         # Not the default stream, which would wait for a capture in another thread.
         stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
-        assert isinstance(self.drafter, AdaptiveDrafter)
         with torch.cuda.device(self.device) if cuda else nullcontext(), torch.cuda.stream(stream):
             drafting = DeviceDrafting(self.drafter, batch, slots, size, self.device)
             drafting.compile(self.dtype)

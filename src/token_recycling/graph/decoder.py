@@ -28,10 +28,11 @@ from token_recycling.drafting.matrix import STATE
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.graph.compilation import KernelCompiler
+from token_recycling.graph.compilation import WAIT, KernelCompiler
 from token_recycling.graph.runner import GraphError, GraphRunner, StepError
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.kv_cache import FixedCache
+from token_recycling.model.lm_head import Float32Head
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
@@ -54,10 +55,15 @@ def can_capture(accept: Acceptor) -> bool:
     )
 
 
-def slots_for(tokens: int) -> int:
-    """Return the slots of the smallest cache with room for ``tokens``."""
+def slots_for(length: int, size: int) -> int:
+    """Return the slots of the smallest cache for texts of ``length`` and drafts of ``size``.
+
+    There is room for the two steps that are compared, and some more.
+    """
     slots = SMALLEST
-    while slots < tokens:  # powers of two, and halfway between them
+    while slots < length + size + max(
+        SPARE_SLOTS, 2 * size
+    ):  # powers of two, and halfway between them
         slots = slots * 3 // 2 if slots & (slots - 1) == 0 else slots * 4 // 3
     return slots
 
@@ -99,7 +105,9 @@ class GraphDecoder:
         if not target.takes_positions:
             raise GraphError("the model takes no position ids")
         self._kernels = has_device_kernels(target.device)  # and none has failed
-        self._compiler = KernelCompiler(drafter, target.device, target.dtype)
+        dtype = torch.float32 if isinstance(target.lm_head, Float32Head) else target.dtype
+        self._compiler = KernelCompiler(drafter, target.device, dtype)
+        self._patience = 0.0  # seconds that this answer may still wait for kernels
         self._runners: dict[Any, GraphRunner] = {}
         self._failed: dict[Any, GraphError] = {}
         self._addresses: list[Any] = []
@@ -125,7 +133,8 @@ class GraphDecoder:
         learnt = [getattr(matrix, name).data_ptr() for name in STATE] if matrix else []
         weights = [weight.data_ptr() for weight in self.target.model.parameters()]
         copied = getattr(self.target.lm_head, "weight", None)  # float32 copy of the LM head
-        modes = [torch.is_autocast_enabled(), torch.get_float32_matmul_precision()]
+        device = self.target.device.type
+        modes = [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), precision()]
         return [learnt, weights, None if copied is None else copied.data_ptr(), modes]
 
     def _runner(self, batch: int, length: int, processors: list[Processors] | None) -> GraphRunner:
@@ -141,8 +150,13 @@ class GraphDecoder:
         if (addresses := self._captured_addresses()) != self._addresses:
             self._runners, self._failed, self._addresses = {}, {}, addresses
         size = self.next_size
-        slots = slots_for(length + size + SPARE_SLOTS)
-        kernels = self._kernels and self._compiler.ready(batch, slots, size)
+        slots = slots_for(length, size)
+        kernels = self._kernels
+        if kernels:  # those of drafts first, even if the first steps are plain
+            self._compiler.ask(batch, slots_for(length, self._drafted), self._drafted)
+            begun = perf_counter()
+            kernels = self._compiler.ready(batch, slots, size, self._patience)
+            self._patience = max(0.0, self._patience - (perf_counter() - begun))
         key = (batch, slots, size, tuple(map(_name, processors or ())), kernels)
         if key in self._failed:
             raise self._failed[key]
@@ -211,6 +225,7 @@ class GraphDecoder:
         """
         sampled = accept if isinstance(accept, FollowAcceptor) else None
         self.size.begin(len(sequences))
+        self._patience = WAIT
         # A drafter may propose fewer nodes than it is asked for.
         self._drafted = min(self.size.typical(self._drafted) or self._whole, self._whole)
         while any(sequence.active for sequence in sequences):
@@ -295,6 +310,14 @@ class GraphDecoder:
                 with self.target.inference_context():
                     step.cache.clear()
         return True
+
+
+def precision() -> str:
+    """Return how exactly PyTorch multiplies float32 matrices."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer setting of the same was used
+        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def generators_of(sampled: FollowAcceptor | None) -> list[torch.Generator]:

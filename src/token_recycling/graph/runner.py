@@ -39,6 +39,17 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def uncast() -> Iterator[None]:
+    """Keep no copies of weights that autocast makes: a graph would read them after their end."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
 class GraphError(TokenRecyclingError):
     """The step of this model and drafter cannot be run as a graph here."""
 
@@ -80,6 +91,7 @@ class GraphRunner:
     def _run(self) -> Tensor:
         with (
             torch._dynamo.config.patch(recompile_limit=VARIANTS),
+            uncast(),
             self.step.target.lm_head,
             self.step.target.linears or nullcontext(),
             ordinary_tensors(),

@@ -62,7 +62,8 @@ class GraphStep:
         self.drafting = make_drafting(drafter, batch, slots, size, device, kernels=kernels)
         self.size, self.most = self.drafting.size, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device) if cache is None else cache
-        self.cache.lengths.zero_()  # the first runs, without a text, write behind them
+        # The first runs choose between kernels, by results and times: of a full cache.
+        self.cache.fill(self.size)
         self._operations: Any = tensors
         if kernels:
             from token_recycling.graph import kernels as operations  # imports Triton

@@ -362,6 +362,13 @@ class FixedCache(Cache):  # type: ignore[misc]
     def _pairs(self, cache: RecyclingCache) -> list[tuple[Any, Any]]:
         return [(self.layers[n], cache.layers[n]) for n in self._filled]
 
+    def fill(self, size: int) -> None:
+        """Make all rows full of random entries, but for a draft of ``size`` nodes."""
+        generator = torch.Generator(self.lengths.device).manual_seed(0)
+        for entries in self.entries:
+            entries.normal_(generator=generator)
+        self.lengths.fill_(self.slots - size)
+
     def load(self, cache: RecyclingCache) -> None:
         """Copy the committed entries from ``cache``."""
         end = cache.end

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 _thread = threading.local()
 
 
@@ -23,6 +25,8 @@ def only_compiled() -> Iterator[None]:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run a Triton kernel with one program per element of ``grid``."""
     if getattr(_thread, "compiles", False):
-        kernel.warmup(*args, grid=grid, **options)
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        if compiled is not None and torch.cuda.is_available():
+            compiled._init_handles()  # some versions compile the launcher only here
     else:
         kernel[grid](*args, **options)

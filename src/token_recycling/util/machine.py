@@ -18,6 +18,7 @@ import transformers
 
 from token_recycling.version import __version__
 
+PAUSE = 2_000_000  # clock cycles of a GPU, about a millisecond
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 
 
@@ -76,6 +77,27 @@ def median_seconds(run: Callable[[], object], device: torch.device, rounds: int 
         run()
         synchronize(device)
         times.append(perf_counter() - begin)
+    return median(times)
+
+
+def device_seconds(run: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """Return the median of the seconds that a GPU works on ``run``, as within a graph.
+
+    The GPU is made to wait until all of it has been launched, so that the host's time does not
+    count. Other devices: ``median_seconds``.
+    """
+    if device.type != "cuda":
+        return median_seconds(run, device, rounds)
+    times: list[float] = []
+    cuda: Any = torch.cuda
+    for _ in range(rounds):
+        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        cuda._sleep(PAUSE)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
     return median(times)
 
 

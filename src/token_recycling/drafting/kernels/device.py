@@ -314,6 +314,7 @@ def _propose(
     links = tl.load(text + slot, mask=linked & (slot < last), other=0)
     links = tl.where(slot == last, root, links)
     tl.store(chain + row * c + link, links, mask=linked)
+    tl.debug_barrier()  # all warps have read the length and the context
     tl.store(text + last, root)
     tl.store(lengths + row, length)
     tl.store(counts + row, tl.where(n > 1, count, -1))

@@ -261,7 +261,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
     group = count // heads
     how = blocks(n, group, size)
     parts = triton.cdiv(group * n, how.queries)
-    splits = min(triton.cdiv(slots, FEWEST_KEYS), triton.cdiv(PROGRAMS, parts * batch * heads))
+    # At most as many programs as run at once: one more would take as long as all of them.
+    splits = min(triton.cdiv(slots, FEWEST_KEYS), PROGRAMS // (parts * batch * heads))
     splits = max(1, splits)
     shape = (batch * heads, splits, group * n)
     sums = query.new_empty((*shape, size), dtype=torch.float32)
