@@ -107,14 +107,19 @@ def _ways(
     packed = partial(packed_attention, sdpa_attention_forward)
     ours: dict[str, Callable[[], Any]] = {}
     if has_device_kernels(query.device):
-        from token_recycling.model.gpu.attention_kernel import attend
+        from token_recycling.model.gpu.attention_kernel import Blocks, attend
 
         n, slots = visible.shape[1:]
         lengths = torch.tensor([slots - n], device=query.device)
         positions = lengths.expand(1, n).contiguous()
         above = visible[:, :, slots - n :].contiguous()
         view = TreeView(lengths, positions, above, AttentionWindow("full"))
-        ours["kernel"] = lambda: attend(query, key, value, view, query.shape[-1] ** -0.5)
+        attended = partial(attend, query, key, value, view, query.shape[-1] ** -0.5)
+        ours["kernel"] = attended
+        if query.dtype != torch.float32 and compiles and torch.cuda.get_device_capability()[0] >= 9:
+            # Tiles for Hopper's own matrix instructions, to see whether the kernel should have them
+            for how in (Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 3)):
+                ours[f"kernel, {how.queries} x {how.keys}"] = partial(attended, how)
     return {
         **ours,
         "repeated": lambda: sdpa_attention_forward(layer, query, key, value, mask)[0],

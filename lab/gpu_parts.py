@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -39,6 +40,7 @@ from widen import SHAPES
 
 NODES = (1, 4, 16, 32, 48, 64)
 DRAFTED = (16, 32, 64)  # nodes of drafts on the host and on the device
+WARPS = (1, 2, 4, 8) if torch.cuda.is_available() else (1,)
 REPEATS = 30
 TIES = 8  # roundings of the largest logit within which two tokens are all but tied
 RANDOM = "random-"  # before the name of a shape: random weights instead of the bundled model's
@@ -279,7 +281,10 @@ class Bench:
         return {"context": self._middle, "rows": rows}
 
     def drafting(self, deadline: Deadline) -> dict[str, Any]:
-        """Steps that draft on the device against steps that draft on the host; both captured."""
+        """Steps that draft on the device against steps that draft on the host; both captured.
+
+        Those on the device once more with other numbers of warps for the kernel that grows trees.
+        """
         rows = []
         context = min(self.contexts)
         for nodes in self.drafted:
@@ -290,6 +295,16 @@ class Bench:
                         continue
                     runner = self._runner(self._drafter(nodes), nodes, context, kernels=kernels)
                     rows.append({"nodes": nodes, "by": where, "seconds": self._active(runner)})
+                for warps in WARPS if has_device_kernels(self.device) else ():
+                    if deadline.over:
+                        break
+                    with patch(
+                        "token_recycling.drafting.kernels.device.warps",
+                        lambda *_, count=warps: count,
+                    ):
+                        runner = self._runner(self._drafter(nodes), nodes, context)
+                        by = f"device, {warps} warps"
+                        rows.append({"nodes": nodes, "by": by, "seconds": self._active(runner)})
         return {"context": context, "rows": rows}
 
     def phases(self, deadline: Deadline) -> dict[str, Any]:

@@ -229,11 +229,13 @@ class Blocks(NamedTuple):
         queries: at once.
         keys: at once.
         warps: of a program.
+        stages: of loads ahead of their use; None: Triton's default.
     """
 
     queries: int
     keys: int
     warps: int
+    stages: int | None = None
 
 
 def blocks(n: int, group: int, size: int) -> Blocks:
@@ -243,7 +245,14 @@ def blocks(n: int, group: int, size: int) -> Blocks:
     return Blocks(queries, KEYS if size <= 64 else KEYS // 2, 8 if queries > 16 else 4)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: float) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    view: TreeView,
+    scale: float,
+    how: Blocks | None = None,
+) -> Tensor:
     """Attend with the nodes of drafts.
 
     Args:
@@ -252,6 +261,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
         value: like ``key``.
         view: what the nodes see.
         scale: multiplies the scores.
+        how: how programs work; None: see ``blocks``.
 
     Returns:
         [B, n, H, D]; zeros for a node that sees nothing.
@@ -259,7 +269,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
     batch, count, n, size = query.shape
     heads, slots = key.shape[1], key.shape[2]
     group = count // heads
-    how = blocks(n, group, size)
+    how = how or blocks(n, group, size)
     parts = triton.cdiv(group * n, how.queries)
     # At most as many programs as run at once: one more would take as long as all of them.
     splits = min(triton.cdiv(slots, FEWEST_KEYS), PROGRAMS // (parts * batch * heads))
@@ -299,6 +309,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
         KEYS=how.keys,
         PRECISION="ieee",
         num_warps=how.warps,
+        **({} if how.stages is None else {"num_stages": how.stages}),
     )
     launch(
         _merge,
