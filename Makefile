@@ -7,7 +7,7 @@ REPOSITORY ?= your-name/token-recycling
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-slow test-real test-real-vllm test-models test-versions test-quantised
-.PHONY: test-graph test-clients test-server test-vllm test-sglang test-engines test-device-kernels test-all
+.PHONY: test-graph test-clients test-server test-vllm test-sglang test-engines test-device-kernels test-half-hour test-all
 .PHONY: lint format models train fit bench hub clean
 
 help: ## Show this list.
@@ -55,7 +55,7 @@ test-real-vllm: build/vllm/ready .venv/ready
 # Everything; what a change can touch, before an issue is called resolved.
 test-all: ## Every test there is (well over an hour on two cores), with the seconds of each part.
 	.ci/parts lint test test-slow test-graph test-real test-models test-versions test-quantised \
-		test-device-kernels test-clients test-server test-vllm test-sglang
+		test-device-kernels test-half-hour test-clients test-server test-vllm test-sglang
 
 test-models: .venv/ready ## Examine every architecture of Transformers; fails if one is not as expected.
 	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
@@ -88,13 +88,19 @@ build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 		--target build/quantised -r $<
 	touch $@
 
-test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and compiled; the GPU suite's dry run.
+test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and compiled.
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -n 2 --dist worksteal \
 		tests/drafting/test_device_kernels.py tests/graph/test_device_step.py \
 		tests/model/test_gpu_attention.py
 	PYTHONPATH=build/triton:tests $(BIN)/python tests/drafting/compile_device_kernels.py
-	rm -f build/gpu-dry-run.json
-	PYTHONPATH=build/triton $(BIN)/python lab/gpu_suite.py --dry-run --out build/gpu-dry-run.json
+
+HALF_HOUR = build/half-hour
+test-half-hour: build/triton/ready ## The first half hour on a GPU (lab/first_half_hour.sh), dry: on a CPU.
+	rm -rf $(HALF_HOUR)
+	for part in 1 2 3; do \
+		DRY=1 PYTHON=$(BIN)/python PYTHONPATH=build/triton lab/first_half_hour.sh $$part $(HALF_HOUR); \
+	done
+	! grep -L 'exit code [05]' $(HALF_HOUR)/*.txt | grep .  # 5: tests that need a GPU
 
 build/triton/ready: tests/requirements/triton.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton -r $<
