@@ -168,9 +168,9 @@ class GraphStep:
             input_ids=draft.tokens,
             attention_mask=masks,
             position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
+            **{target.cache_name: self.cache},
         )
         logits: Tensor = output.logits.to(target.device)
         return logits

@@ -18,6 +18,7 @@ from token_recycling.hf.request import (
     row_by_row,
 )
 from token_recycling.hf.serve import patch_generate
+from token_recycling.model.cache_name import NEW, OLD
 from token_recycling.model.limits import input_device
 
 # Transformers warns if these are passed with greedy decoding.
@@ -42,7 +43,8 @@ REFUSED = {
     "inputs_embeds": "pass the prompt as token ids",
     "attention_mask": "prompts need no padding",
     "position_ids": "prompts need no padding",
-    "past_key_values": "set keep_context",
+    OLD: "set keep_context",
+    NEW: "set keep_context",
     "use_cache": "the cache is always used",
     "return_dict_in_generate": "call model.generate with custom_generate",
     "output_scores": "call model.generate with custom_generate",

@@ -14,13 +14,15 @@ from torch import Tensor
 from transformers.generation import GenerationMode, LogitsProcessorList
 
 from token_recycling.hf.cache_interop import extendable
+from token_recycling.model.cache_name import NEW, OLD, cache_in
 
 OWN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Model inputs that any call may have; a call with others goes to stock decoding.
 KNOWN_INPUTS = {
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    OLD,
+    NEW,
     "use_cache",
     "logits_to_keep",
     "cache_position",
@@ -109,7 +111,7 @@ class Request:
     @property
     def cache(self) -> Any:
         """The user's cache, or the one that Transformers created for this call."""
-        return self.inputs.get("past_key_values")
+        return cache_in(self.inputs)
 
     @property
     def cached(self) -> int:

@@ -28,6 +28,7 @@ from token_recycling.hf.cache_interop import hand_out, read_padding, take_in
 from token_recycling.hf.criteria import BatchCriteria, CriteriaRule, looks_at_batch
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.model.base import Target
+from token_recycling.model.cache_name import CACHE_NAME, cache_in
 from token_recycling.model.override import Override, is_covered
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.lock import FairLock
@@ -57,7 +58,7 @@ class Recycler(Protocol):
 def patch_generate(model: Any) -> None:
     """Make ``generate`` pass ``streamer``, ``tokenizer`` and similar arguments to a recycler.
 
-    Transformers (at least 4.57 to 5.23) collects them but, if ``custom_generate`` is a callable,
+    Transformers (at least 4.57 to 5.24) collects them but, if ``custom_generate`` is a callable,
     replaces them with the callable's own arguments. The patched method of this model object keeps
     them for our decoding methods.
     """
@@ -75,7 +76,7 @@ def _extract(
     if not isinstance(custom_generate, DecodingMethod):
         return stock(custom_generate, kwargs, *others)
     found = stock(None, kwargs, *others)
-    found["own_cache"] = kwargs.get("past_key_values") is not None
+    found["own_cache"] = cache_in(kwargs) is not None
     return found
 
 
@@ -254,7 +255,7 @@ def _recycle(
         sequences=output.ids(),
         scores=scores.scores,
         logits=scores.logits,
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
     )
 
 

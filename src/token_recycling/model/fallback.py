@@ -11,6 +11,7 @@ from transformers import DynamicCache, GenerationMixin
 
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.model.base import LearnPrompt, OnProgress, PromptMask
+from token_recycling.model.cache_name import cache_name
 from token_recycling.model.limits import (
     check_prompts,
     context_limit,
@@ -92,8 +93,9 @@ class PlainTarget:
         state: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
         if "logits_to_keep" in self._takes:
             state["logits_to_keep"] = 1
-        if "past_key_values" in self._takes and self.model._supports_default_dynamic_cache():
-            state["past_key_values"] = DynamicCache(config=text_config(self.model.config))
+        name = cache_name(self._takes)
+        if name in self._takes and self.model._supports_default_dynamic_cache():
+            state[name] = DynamicCache(config=text_config(self.model.config))
         if not SLICES_BY_LENGTH:
             length = self._ids.shape[1]
             return dict(self.model._get_initial_cache_position(length, self.device, state))

@@ -17,6 +17,7 @@ from token_recycling.drafting.draft import DraftTree
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
 from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
+from token_recycling.model.cache_name import cache_name
 from token_recycling.model.changes import ModelState
 from token_recycling.model.cpu.linear import CpuLinear
 from token_recycling.model.cpu.vectors import FORMS
@@ -95,6 +96,7 @@ class TreeTarget:
         self.max_context = least(context_limit(model.config), slot_limit(model.config))
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.takes_positions = "position_ids" in self._takes
+        self.cache_name = cache_name(self._takes)
         self.slices_logits = "logits_to_keep" in self._takes
         few_rows = self.device.type == "cpu" and self.dtype in FORMS
         self.linears = CpuLinear(model) if few_rows else None
@@ -319,8 +321,7 @@ class TreeTarget:
         if sliced:  # a chunk may need no logits; compute one position then
             inputs["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
         with self.lm_head, self.linears or nullcontext():
-            output = self.model(
-                **inputs, past_key_values=self.cache, use_cache=True, return_dict=True
-            )
+            inputs[self.cache_name] = self.cache
+            output = self.model(**inputs, use_cache=True, return_dict=True)
         logits: Tensor = output.logits.to(self.device)
         return logits if logits_at is None or sliced else logits[:, logits_at or [0]]
