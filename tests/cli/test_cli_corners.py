@@ -136,6 +136,8 @@ class TestMistyped:
             ("install", "the commands are bench, chat"),
             ("prompt.txt", "no such command: prompt.txt"),
             ("some/file", "no such command: some/file"),
+            ("frobnicate", "the commands are bench, chat"),
+            ("Hello", "the commands are bench, chat"),
         ],
     )
     def test_a_word_near_a_verb_is_no_prompt(self, capsys, word, says):
@@ -146,7 +148,19 @@ class TestMistyped:
         assert f"-p {word}" in err
         assert err.count("\n") == 1
 
-    @pytest.mark.parametrize("arguments", [["Hello"], ["-p", "chta"], ["Chat with me"], ["Why?"]])
+    @pytest.mark.parametrize("answer, code", [("y\n", 0), ("n\n", 130), ("\n", 130)])
+    def test_on_a_terminal_it_asks(self, capsys, monkeypatch, answer, code):
+        typed(monkeypatch, answer)
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        found, out, err = call(capsys, "frobnicate", "-n", 3)
+        assert found == code
+        assert "no such command: frobnicate; is it a prompt? [y/N]" in err
+        assert bool(out.strip()) is (code == 0)
+
+    @pytest.mark.parametrize(
+        "arguments", [["Hello!"], ["-p", "chta"], ["Chat with me"], ["Why?"], ["你好"]]
+    )
     def test_a_prompt_is_one(self, capsys, arguments):
         code, out, _ = call(capsys, *arguments, "-n", 3)
         assert code == 0

@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence, at_most
 from token_recycling.drafting.base import Drafter, Rows
-from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.draft import chains
 from token_recycling.drafting.size.auto import COOLDOWN, GRAPH_SIZES, PATIENCE, AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import compilation, decoder, runner
@@ -568,8 +568,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
         verify = GraphStep._verify
 
         def broken(self, draft):
-            wrong = DraftTree(**{**vars(draft), "ancestors": draft.ancestors.clone()})
-            wrong = DraftTree(**{**vars(wrong), "depths": draft.depths.clone()})
+            wrong = replace(draft, ancestors=draft.ancestors.clone(), depths=draft.depths.clone())
             breaks(wrong)
             return verify(self, wrong)
 

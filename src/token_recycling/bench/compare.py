@@ -60,6 +60,11 @@ class Comparison:
         """Tokens per second of Token Recycling over those of ``model.generate``."""
         return self.tokens_per_second / self.plain_tokens_per_second
 
+    @property
+    def step_ratio(self) -> float:
+        """Seconds of a step over those of one of ``model.generate``."""
+        return self.stats.mat / self.speedup
+
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as JSON types."""
         return {
@@ -71,15 +76,17 @@ class Comparison:
 
     def table(self) -> str:
         """Return the comparison as a few lines of text."""
+        stats, ratio = self.stats, self.step_ratio
+        drafted = f"{stats.accepted} of {stats.drafted} drafted tokens were right"
         return (
             f"model.generate   {self.plain_tokens_per_second:7.1f} tokens/s\n"
-            f"Token Recycling  {self.tokens_per_second:7.1f} tokens/s   MAT {self.stats.mat:.2f}\n"
+            f"Token Recycling  {self.tokens_per_second:7.1f} tokens/s   MAT {stats.mat:.2f}\n"
             f"speedup {self.speedup:.2f}x, output "
             + ("identical" if self.identical else "DIFFERENT")
             + f" ({len(self.tokens)} tokens, median of {len(self.seconds)} interleaved rounds)\n"
-            + f"a step takes {self.stats.mat / self.speedup:.2f} times as long as one of "
-            + f"model.generate and brings {self.stats.mat:.2f} tokens"
-            + ("" if self.stats.drafted else "; nothing was drafted")
+            + f"a step takes {ratio:.2f} times as long as one of model.generate and brings "
+            + f"{stats.mat:.2f} tokens ({drafted if stats.drafted else 'nothing was drafted'})"
+            + ("; it is shorter by faster kernels: docs/cpu.md" if ratio < 1 else "")
         )
 
 

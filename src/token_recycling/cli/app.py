@@ -53,6 +53,7 @@ FOREIGN = re.compile(
     "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|start|"
     "stop|test|train|version"
 )
+WORD = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 PATH = re.compile(r"\S*[/\\_]\S*|\S+\.[a-z]\w{1,11}")
 NEAR = 0.75  # difflib similarity ratio
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as in a shell
@@ -160,15 +161,20 @@ def _refuse_late_verb(argv: list[str]) -> None:
 
 
 def _refuse_mistyped(word: str) -> None:
-    """Reject a single word that resembles a verb, a verb of similar programs, or a path.
+    """Reject a single word or path that is no verb; on a terminal, ask whether it is a prompt.
+
+    Nobody is asked about a word that resembles a verb of ours or of similar programs, or a path.
 
     Raises:
-        TokenRecyclingError: ``word`` is one of these.
+        TokenRecyclingError: ``word`` is no prompt.
+        typer.Abort: it was asked, and is none.
     """
-    if not word or word.startswith("-") or len(word.split()) > 1:
+    if not (WORD.fullmatch(word) or PATH.fullmatch(word)):
         return
     near = get_close_matches(word.lower(), sorted(VERBS), n=1, cutoff=NEAR)
-    if not (near or FOREIGN.fullmatch(word.lower()) or PATH.fullmatch(word)):
+    clear = near or FOREIGN.fullmatch(word.lower()) or PATH.fullmatch(word)
+    if not clear and sys.stdin.isatty() and sys.stderr.isatty():
+        typer.confirm(f"no such command: {word}; is it a prompt?", abort=True, err=True)
         return
     meant = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(sorted(VERBS))}."
     raise TokenRecyclingError(f"no such command: {word}; {meant} To use it as a prompt: -p {word}")

@@ -26,10 +26,14 @@ def busy_shown(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress_shown(what: str) -> Iterator[Any]:
+def progress_shown(what: str, most: float | None = None) -> Iterator[Any]:
     """Yield an ``on_progress(done, total)`` that shows a bar with the remaining time on stderr.
 
     If stderr is not a terminal, it prints a line at intervals.
+
+    Args:
+        what: is counted.
+        most: seconds after which the work ends, done or not; None: it ends when all is done.
     """
     from rich.console import Console
     from rich.progress import (
@@ -43,7 +47,7 @@ def progress_shown(what: str) -> Iterator[Any]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(what)
+        yield _Lines(what, most)
         return
     columns = (
         TextColumn(what),
@@ -52,6 +56,7 @@ def progress_shown(what: str) -> Iterator[Any]:
         TimeElapsedColumn(),
         TextColumn("left:"),
         TimeRemainingColumn(),
+        TextColumn("" if most is None else f"at most {most:.0f} s"),
     )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(what, total=None)
@@ -61,10 +66,12 @@ def progress_shown(what: str) -> Iterator[Any]:
 class _Lines:
     """Prints progress as lines, at most one per ``PAUSE`` seconds."""
 
-    PAUSE = 20.0
+    PAUSE = 10.0
 
-    def __init__(self, what: str) -> None:
-        self.what, self.begun, self.last, self.first = what, monotonic(), monotonic(), -1
+    def __init__(self, what: str, most: float | None) -> None:
+        now = monotonic()
+        self.what, self.begun, self.last, self.first = what, now, now, -1
+        self.end = None if most is None else now + most
 
     def __call__(self, done: int, total: int) -> None:
         if self.first < 0:  # a resumed run starts with finished items, which took no time
@@ -74,7 +81,10 @@ class _Lines:
             return
         self.last = now
         left = (now - self.begun) / (done - self.first) * (total - done)
-        print(f"{self.what}: {done} of {total}, {left:.0f} s left", file=sys.stderr, flush=True)
+        line = f"{self.what}: {done} of {total}, {left:.0f} s left"
+        if self.end is not None and now + left > self.end:
+            line += f"; this call ends in {max(0.0, self.end - now):.0f} s"
+        print(line, file=sys.stderr, flush=True)
 
 
 def prefill_shown() -> AbstractContextManager[OnProgress | None]:

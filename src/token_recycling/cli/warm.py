@@ -54,7 +54,7 @@ def warm(
         raise TokenRecyclingError("this model is decoded plainly; it uses no rows")
     begun = perf_counter()
     try:
-        with progress.progress_shown("tokens") as on_progress:
+        with progress.progress_shown("tokens", seconds) as on_progress:
             found = recycler.warm_rows = warm_up(
                 target,
                 recycler.tokenizer,
@@ -67,7 +67,7 @@ def warm(
             raise TokenRecyclingError(f"the rows are not kept: {found.unkept}")
         left = None if seconds is None else seconds - (perf_counter() - begun)
         if answers and (left is None or left > 0):
-            with progress.progress_shown("tokens of answers") as on_progress:
+            with progress.progress_shown("tokens of answers", left) as on_progress:
                 recycler.teach(answers, seconds=left, on_progress=on_progress)
     except KeyboardInterrupt:
         kept = kept_rows(target, recycler.tokenizer, k)
@@ -99,3 +99,5 @@ def warm(
         )
         return
     print(found.line)
+    if not found.complete or found.answered < answers:
+        print("run it again to go on" + ("" if found.complete else "; answers come last"))

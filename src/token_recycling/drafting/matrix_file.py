@@ -74,8 +74,8 @@ class MatrixFile:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # a damaged file may raise anything
             raise TokenRecyclingError(
-                f"{path} is damaged or not a matrix file ({one_line(error, 200)}); "
-                "delete it or save it again"
+                f"{path} is not a matrix file, or damaged ({one_line(error, 200)}); "
+                "name another file"
             ) from error
         tokens = found.get("candidates", torch.empty(0))
         width = tokens.shape[-1] if tokens.ndim == 2 else 0

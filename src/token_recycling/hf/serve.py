@@ -68,6 +68,7 @@ def patch_generate(model: Any) -> None:
 
 
 def _extract(
+    model: Any,
     stock: Callable[..., dict[str, Any]],
     custom_generate: Any,
     kwargs: dict[str, Any],

@@ -132,7 +132,9 @@ def _is_hubs(present: Any) -> bool:
 CONTINUOUS = ("generate_batch", "init_continuous_batching")
 
 
-def _continuous(recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+def _continuous(
+    recycler: TokenRecycling, model: Any, stock: Callable[..., Any], *args: Any, **kw: Any
+) -> Any:
     """Warn that continuous batching is decoded plainly, then run it."""
     warn_plain(recycler, "continuous batching has its own cache and loop")
     return stock(*args, **kw)
@@ -149,14 +151,14 @@ HUB_METHODS = {
 
 
 def _recycled(
-    recycler: TokenRecycling, stock: Callable[..., Any], *args: Any, **kwargs: Any
+    recycler: TokenRecycling, model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call ``generate`` with the recycler as decoding method, unless another is requested."""
     given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     if given.get("custom_generate") is not None:
         return stock(*args, **kwargs)
     with streamer_ended(given.get("streamer")):
-        configs = (given.get("generation_config"), recycler.model.generation_config)
+        configs = (given.get("generation_config"), model.generation_config)
         for name, method in HUB_METHODS.items():
             values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
             if all(value in (None, 1) for value in values):
@@ -195,4 +197,5 @@ def generate(
     if kept is None or kept[0] != options:
         kept = (options, TokenRecycling(model, **options))
         setattr(model, ATTRIBUTE, kept)
-    return _recycled(kept[1], type(model).generate.__get__(model), *args, **kwargs)
+    stock = functools.partial(type(model).generate, model)
+    return _recycled(kept[1], model, stock, *args, **kwargs)

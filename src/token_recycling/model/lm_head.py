@@ -111,10 +111,10 @@ def _is_plain(head: Any) -> bool:
     return type(head) is torch.nn.Linear and not head.weight.is_meta
 
 
-def _forward(before: Any, stock: Any, hidden: Tensor) -> Tensor:
+def _forward(before: Any, head: Any, stock: Any, hidden: Tensor) -> Tensor:
     """``forward`` of an LM head: float32 in threads inside its ``Float32Head``."""
     for entered in Float32Head.entered.objects:
-        if entered.head is stock.__self__:
+        if entered.head is head:
             logits: Tensor = entered(hidden)
             return logits
     found: Tensor = stock(hidden) if before is None else before(hidden)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -14,7 +15,8 @@ class Override:
     In a copy or a pickle of the object, it calls the class's method.
 
     Attributes:
-        call: called with the class's bound method and the arguments; None: call that method.
+        call: called with the object, its class's method bound to it, and the arguments; None: call
+            that method.
         before: the previous value in ``__dict__``, or None.
     """
 
@@ -30,8 +32,11 @@ class Override:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``call``, or the class's method if that is None."""
         owner = self._owner()
-        stock = getattr(type(owner), self.__name__).__get__(owner)
-        return stock(*args, **kwargs) if self.call is None else self.call(stock, *args, **kwargs)
+        # Not as a method, whose making PyTorch 2.11 cannot trace
+        stock = partial(getattr(type(owner), self.__name__), owner)
+        if self.call is None:
+            return stock(*args, **kwargs)
+        return self.call(owner, stock, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return Override, (self._owner(), self.__name__, None)

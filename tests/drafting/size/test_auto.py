@@ -328,8 +328,8 @@ def test_why_nothing_is_drafted_is_said_in_figures():
     assert cheap.why_plain() is None
     said = dear.why_plain()
     assert said == (
-        "drafts do not pay at present: verifying 2 tokens takes 2.00 times as long as a plain "
-        "step and brings 1.56 tokens"
+        "drafts do not pay at present: verifying 2 tokens takes 2.00 times as long as a step "
+        "with 1 token here, and brings 1.56 tokens"
     )
     Simulation(dear).run(COSTS["steep"], 0.02, 300)
     takes, brings = re.findall(r"(?:takes|brings) (\d\.\d\d)", dear.why_plain())

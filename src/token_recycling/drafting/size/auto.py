@@ -143,7 +143,7 @@ class AutoSize(DraftSize):
         costs = self._prices[at[n]] / self._prices[0]
         return (
             f"drafts do not pay at present: verifying {n + 2} tokens takes {costs:.2f} times as "
-            f"long as a plain step and brings {brings:.2f} tokens"
+            f"long as a step with 1 token here, and brings {brings:.2f} tokens"
         )
 
     def _speeds(self, promised: Any, at: Any) -> Any:

@@ -130,10 +130,9 @@ def _fits(layer: nn.Linear, inputs: Tensor, used: Mapping[torch.dtype, range]) -
     )
 
 
-def _forward(stock: Any, inputs: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of a linear layer: the kernel where it is faster, inside ``CpuLinear``."""
     entered = CpuLinear.entered.objects
-    layer: nn.Linear = stock.__self__
     if not (entered and _fits(layer, inputs, entered[-1].rows)):
         unchanged: Tensor = stock(inputs)
         return unchanged
