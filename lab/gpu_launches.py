@@ -12,6 +12,7 @@ from token_recycling.util.modes import ordinary_tensors
 
 # Operations that are no views and start no kernel on a GPU either
 NOT_LAUNCHED = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
+SEVERAL = {"device_top_k": ["device_top_k: maxima", "device_top_k: choose"]}
 
 
 class Launches(TorchDispatchMode):
@@ -29,7 +30,7 @@ class Launches(TorchDispatchMode):
     ) -> Any:
         name = function.name().split("::")[1].split(".")[0]
         if not (self._inside or function.is_view or name in NOT_LAUNCHED):
-            self.names.append(name)
+            self.names += SEVERAL.get(name, [name])
         return function(*arguments, **(keywords or {}))
 
     def during(self, step: Callable[[], Any]) -> list[str]:
