@@ -13,12 +13,14 @@ import threading
 import time
 
 import pytest
+import torch
 
 from command import ENVIRONMENT
 from token_recycling import AdjacencyMatrix, TokenRecycling
 from token_recycling.bench.prompts import DEMO
-from token_recycling.cli import chat, main
+from token_recycling.cli import chat, main, show
 from token_recycling.cli.conversation import Conversation, going_on
+from token_recycling.decoding.metrics import Stats
 
 BYTES = b"caf\xe9 \xff\xfe"
 PROGRAM = [sys.executable, "-c", "from token_recycling.cli import main; main()"]
@@ -165,6 +167,22 @@ class TestMistyped:
         code, out, _ = call(capsys, *arguments, "-n", 3)
         assert code == 0
         assert out.strip()
+
+
+class TestOtherPrograms:
+    """Two programs with several threads slow each other many times."""
+
+    @pytest.mark.parametrize(
+        ("load", "threads", "plain", "said"),
+        [(4.0, 2, 9, True), (2.0, 2, 9, False), (4.0, 1, 9, False), (4.0, 2, 1, False)],
+    )
+    def test_a_busy_processor_is_named(self, capsys, monkeypatch, load, threads, plain, said):
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        show.plainly(Stats(steps=12, plain_steps=plain), "drafts pause")
+        err = capsys.readouterr().err
+        assert ("other programs use the processor too (load 4.0 on 2 cores)" in err) is said
 
 
 class TestArguments:

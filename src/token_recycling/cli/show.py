@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -62,6 +63,21 @@ def plainly(stats: Stats, why: str | None) -> None:
     """Print on stderr how many steps had no draft, and why, if it was more than a quarter."""
     if stats.steps and 4 * stats.plain_steps > stats.steps and why is not None:
         note(f"{stats.plain_steps} of {stats.steps} steps without a draft; {why}")
+        if (load := others_load()) is not None:
+            note(
+                f"other programs use the processor too (load {load:.1f} on {os.cpu_count()} "
+                "cores), which slows several threads more than one: try --threads 1"
+            )
+
+
+def others_load() -> float | None:
+    """Return the load of the last minute if it is more than this process can make, else None."""
+    import torch
+
+    if not hasattr(os, "getloadavg") or torch.get_num_threads() == 1:
+        return None
+    load = os.getloadavg()[0]
+    return load if load > (os.cpu_count() or 1) + 0.5 else None
 
 
 def statistics(stats: Stats) -> str:
