@@ -205,7 +205,7 @@ def wrong_calls(folder):
     (folder / "noise.safetensors").write_bytes(b"noise" * 10)
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text('{"model_type": "nothing-known"}')
-    p = "hello"
+    p = "hello there"
     return [
         (["-n", 5], "no prompt"),
         (["-p", ""], "no prompt"),

@@ -66,6 +66,13 @@ def test_save_and_load(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
 
+def test_a_file_is_read_under_autocast(tmp_path):
+    AdjacencyMatrix(50, 4, pairs=7, triples=11).save(tmp_path / "m.safetensors")
+    with torch.autocast("cpu", torch.bfloat16):
+        again = AdjacencyMatrix.load(tmp_path / "m.safetensors")
+    assert again.probabilities.dtype == torch.float16
+
+
 def test_a_cut_or_foreign_file_is_refused(tmp_path):
     path = tmp_path / "m.safetensors"
     AdjacencyMatrix(50, 4).save(path)

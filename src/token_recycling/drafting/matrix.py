@@ -14,6 +14,7 @@ from token_recycling import defaults
 from token_recycling.drafting.matrix_file import MatrixFile
 from token_recycling.drafting.matrix_merge import merge_evidence, merge_rows, merge_scores
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.util.modes import without_autocast
 from token_recycling.util.tokens import NO_TOKEN
 
 NO_KEY = torch.iinfo(torch.int64).min  # key of an empty slot
@@ -314,9 +315,10 @@ class AdjacencyMatrix:
             triples=triples,
             fingerprint=file.about.get("fingerprint", ""),
         )
-        matrix.all_candidates = torch.cat(file.candidates)
-        matrix.all_probabilities = torch.cat(file.probabilities)
-        matrix.keys = torch.cat(file.keys)
+        with without_autocast(matrix.keys.device):  # to bfloat16 it refuses float16
+            matrix.all_candidates = torch.cat(file.candidates)
+            matrix.all_probabilities = torch.cat(file.probabilities)
+            matrix.keys = torch.cat(file.keys)
         matrix.evidence, matrix.weights = file.evidence, file.weights
         return matrix
 
