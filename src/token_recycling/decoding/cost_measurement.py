@@ -31,7 +31,7 @@ CONTEXT = 64  # tokens in the cache
 # Tokens verified. The measurement may end after any of them, so those that say most come first.
 SIZES = (1, 16, 4, 32, 8, 2, 48, 12, 24)
 ROUNDS = 5  # after one to warm up
-SECONDS = 1.5  # after which no step begins
+SECONDS = 1.0  # after which no step begins
 LONGEST_STEP = 0.2  # seconds of a plain step; models that take longer are not measured
 
 
