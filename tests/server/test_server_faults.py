@@ -59,8 +59,21 @@ def right(server):
     assert server.post(COMPLETIONS, **SHORT).json()["choices"] == before
 
 
+@pytest.fixture
+def slower(monkeypatch):
+    """Steps take some milliseconds more: otherwise an answer may end before its client leaves."""
+    forward = TreeTarget._forward
+
+    def slow(self, *args, **options):
+        time.sleep(0.005)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(TreeTarget, "_forward", slow)
+
+
 @pytest.mark.usefixtures("right")
 class TestDisconnects:
+    @pytest.mark.usefixtures("slower")
     @pytest.mark.parametrize("stream", [False, True])
     def test_while_it_is_decoded(self, server, stream):
         aborted = server.metric("request_success_total", finished_reason="abort")
@@ -95,6 +108,7 @@ class TestDisconnects:
             assert sum(read) < 1200
             assert served.metric("generation_tokens_total") in (0, None)
 
+    @pytest.mark.usefixtures("slower")
     def test_in_the_queue(self, recycler):
         with running(recycler, rows=1) as served:
             with sent(served.url, LONG):
