@@ -18,6 +18,7 @@ import transformers
 
 from token_recycling.version import __version__
 
+CLEAR = 0.97  # ratio of two times below which the first one is clearly less
 PAUSE = 2_000_000  # clock cycles of a GPU, about a millisecond
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 
@@ -99,6 +100,13 @@ def device_seconds(run: Callable[[], object], device: torch.device, rounds: int 
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return median(times)
+
+
+def is_faster(
+    ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
+) -> bool:
+    """Return whether a device clearly needs less time for ``ours`` than for ``theirs``."""
+    return device_seconds(ours, device) < CLEAR * device_seconds(theirs, device)
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from token_recycling.util import machine
 from token_recycling.util.launch import launch
-from token_recycling.util.machine import device_seconds
 
 BLOCK = 128  # logits
 MANY = 16  # blocks of a program
-CLEAR = 0.97  # ratio of times below which it is used
 
 
 @triton.jit
@@ -131,6 +130,6 @@ def is_faster(logits: Tensor, k: int) -> bool:
     ours, theirs = device_top_k(logits, k)[0], logits.topk(k, dim=-1).values
     if not ours.equal(theirs):
         return False
-    device = logits.device
-    own = device_seconds(lambda: device_top_k(logits, k), device)
-    return own < CLEAR * device_seconds(lambda: logits.topk(k, dim=-1), device)
+    return machine.is_faster(
+        lambda: device_top_k(logits, k), lambda: logits.topk(k, dim=-1), logits.device
+    )

@@ -12,12 +12,11 @@ from torch import Tensor
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import one_line
 from token_recycling.model.limits import AttentionWindow
-from token_recycling.util.machine import device_seconds
+from token_recycling.util import machine
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
-CLEAR = 0.97  # ratio of times below which our kernel is used
 # Largest difference of the results, in roundings of the largest value. In half precision both
 # kernels add in float32 and round once.
 CLOSE, CLOSE_HALF = 64, 8
@@ -92,8 +91,7 @@ def _trial(ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
         if not bool((mine - its).abs().max() <= noise):  # NaN too
             logger.warning("Token Recycling: the attention kernel is not used: results differ")
             return False
-        device = mine.device
-        return device_seconds(ours, device) < CLEAR * device_seconds(theirs, device)
+        return machine.is_faster(ours, theirs, mine.device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton's compiler may raise anything
