@@ -156,7 +156,7 @@ def top_k(
             "topk": lambda rows: rows.topk(k, dim=-1),
         }
         if has_device_kernels(device):
-            from token_recycling.drafting.kernels.top_k import device_top_k
+            from token_recycling.drafting.kernels.device.top_k import device_top_k
 
             ways["by blocks"] = lambda rows: device_top_k(rows, k)
             assert torch.equal(device_top_k(logits, k)[0], logits.topk(k, dim=-1)[0])

@@ -40,7 +40,13 @@ from widen import SHAPES
 
 NODES = (1, 4, 16, 32, 48, 64)
 DRAFTED = (16, 32, 64)  # nodes of drafts on the host and on the device
-WARPS = (1, 2, 4, 8) if torch.cuda.is_available() else (1,)
+PROPOSE = "token_recycling.drafting.kernels.device.propose."
+# Other ways to run the kernel that grows trees
+OTHER_WAYS: dict[str, tuple[str, Any]] = {
+    "4 warps": (PROPOSE + "PROPOSE_WARPS", 4),
+    "4 nodes a round": (PROPOSE + "nodes_per_round", lambda n, width: 4),
+    "16 nodes a round": (PROPOSE + "nodes_per_round", lambda n, width: 16),
+}
 REPEATS = 30
 TIES = 8  # roundings of the largest logit within which two tokens are all but tied
 RANDOM = "random-"  # before the name of a shape: random weights instead of the bundled model's
@@ -283,7 +289,7 @@ class Bench:
     def drafting(self, deadline: Deadline) -> dict[str, Any]:
         """Steps that draft on the device against steps that draft on the host; both captured.
 
-        Those on the device once more with other numbers of warps for the kernel that grows trees.
+        Those on the device once more with other ways to run the kernel that grows trees.
         """
         rows = []
         context = min(self.contexts)
@@ -295,15 +301,12 @@ class Bench:
                         continue
                     runner = self._runner(self._drafter(nodes), nodes, context, kernels=kernels)
                     rows.append({"nodes": nodes, "by": where, "seconds": self._active(runner)})
-                for warps in WARPS if has_device_kernels(self.device) else ():
-                    if deadline.over:
+                for way, (name, value) in OTHER_WAYS.items():
+                    if deadline.over or not has_device_kernels(self.device):
                         break
-                    with patch(
-                        "token_recycling.drafting.kernels.device.warps",
-                        lambda *_, count=warps: count,
-                    ):
+                    with patch(name, value):
                         runner = self._runner(self._drafter(nodes), nodes, context)
-                        by = f"device, {warps} warps"
+                        by = f"device, {way}"
                         rows.append({"nodes": nodes, "by": by, "seconds": self._active(runner)})
         return {"context": context, "rows": rows}
 

@@ -28,10 +28,12 @@ pytest.importorskip("triton")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+import triton
 import triton.language as tl
 
-from token_recycling.drafting.kernels import device, host
-from token_recycling.drafting.kernels.top_k import device_top_k
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.device import count, propose, sources
+from token_recycling.drafting.kernels.device.top_k import device_top_k
 from token_recycling.drafting.on_device import DeviceDrafting
 from token_recycling.graph import kernels
 
@@ -140,9 +142,9 @@ class Both:
         path, emitted, counts = found.path.cpu(), found.emitted.cpu(), found.counts.cpu()
         assert counts.equal(accepted.counts)
         assert emitted.equal(accepted.emitted)
-        for row, count in enumerate(counts.tolist()):
-            assert path[row, :count].equal(accepted.path[row, :count])
-            root = emitted[row, count - 1] if count else roots[row]
+        for row, length in enumerate(counts.tolist()):
+            assert path[row, :length].equal(accepted.path[row, :length])
+            root = emitted[row, length - 1] if length else roots[row]
             assert next_roots[row] == root
         assert summary.cpu().equal(step_summary(draft, accepted))
 
@@ -269,11 +271,54 @@ def test_nodes_of_equal_scores(k):
         assert len({score for score, _, _ in tied[0]}) < sum(tied[0].values())
 
 
-@pytest.mark.parametrize("what", ["WINDOW", "FLOOR", "PRIOR", "LEAST"])
+def taught(k, nodes):
+    """A drafter for text of 23 tokens, of which each has a few likely successors, and a text."""
+    rng = np.random.default_rng(1)
+    text = [1]
+    for _ in range(300):
+        text.append(int((text[-1] * 5 + rng.geometric(0.4)) % V))
+    drafter = AdaptiveDrafter(AdjacencyMatrix(V, k), nodes - 1)
+    tokens = torch.arange(V)
+    candidates = (tokens[:, None] * 5 + torch.arange(1, k + 1)[None, :]) % V
+    shares = torch.from_numpy(rng.dirichlet(np.full(k, 0.5), V)).float().sort(descending=True)
+    drafter.matrix.update(tokens, candidates, shares.values)
+    return drafter, text
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="loads are counted in the interpreter")
+@pytest.mark.parametrize("nodes", [2, 3, 16, 64])
+def test_larger_rounds_change_no_draft_and_read_memory_less_often(monkeypatch, nodes):
+    """Each round waits for its loads, so that their number is that of rounds."""
+    builder = triton.runtime.interpreter.interpreter_builder
+    load, loads = builder.create_masked_load, Counter()
+    drafter, text = taught(8, nodes)
+    drafts = {}
+    for size in (2, 4, 8, 16):
+        monkeypatch.setattr(propose, "nodes_per_round", lambda *_, size=size: size)
+
+        def counted(*args, size=size):
+            loads[size] += 1
+            return load(*args)
+
+        monkeypatch.setattr(builder, "create_masked_load", counted)
+        drafting = DeviceDrafting(drafter, 1, 400, nodes, DEVICE)
+        drafting.begin([text], torch.tensor([7]))
+        drafts[size] = on_host(drafting.propose(torch.tensor([7], device=DEVICE)))
+    first = drafts.pop(2)
+    assert first.valid.all()
+    for draft in drafts.values():
+        for name in ("tokens", "parents", "depths", "ancestors", "scores"):
+            assert getattr(draft, name).equal(getattr(first, name))
+    if nodes == 64:  # 63 nodes are expanded, in 32 rounds of 2 and in 9 of 8
+        assert loads[8] < loads[2] / 3
+
+
+@pytest.mark.parametrize("what", ["WINDOW", "FLOOR", "PRIOR", "LEAST", "ORDERS"])
 def test_another_constant_turns_this_red(monkeypatch, what):
     """The host's constants are compiled in; so the device's are changed."""
-    other = {"WINDOW": 1, "FLOOR": 0.2, "PRIOR": 9.0, "LEAST": 0.5}[what]
-    monkeypatch.setattr(device, what, tl.constexpr(other))
+    other = {"WINDOW": 1, "FLOOR": 0.2, "PRIOR": 9.0, "LEAST": 0.5, "ORDERS": 1}[what]
+    where = {"PRIOR": count, "LEAST": sources}.get(what, propose)
+    monkeypatch.setattr(where, what, tl.constexpr(other))
     both = Both(5, nodes=24, chain=16)
 
     def steps():

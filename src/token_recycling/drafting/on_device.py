@@ -8,9 +8,9 @@ from torch import Tensor
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels import device as _operations  # noqa: F401
 from token_recycling.drafting.kernels import host
-from token_recycling.drafting.kernels.top_k import device_top_k, is_faster
+from token_recycling.drafting.kernels.device import count, learn, propose  # noqa: F401
+from token_recycling.drafting.kernels.device.top_k import device_top_k, is_faster
 from token_recycling.drafting.matrix import STATE
 from token_recycling.util.launch import only_compiled
 from token_recycling.util.tokens import NO_TOKEN

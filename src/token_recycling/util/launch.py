@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+# For kernels of few programs, none of which has to leave registers to others: without this,
+# NVIDIA's assembler keeps a few values in memory to use fewer registers. For at most 8 warps.
+REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 248}
 _thread = threading.local()
 
 

@@ -1,0 +1,266 @@
+"""Counting how often candidates are right (see ``host.count``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.device.sources import (
+    INPUTS,
+    PATTERNS,
+    SETS,
+    gather,
+    lanes_per_row,
+)
+from token_recycling.util.launch import REGISTERS, launch
+from token_recycling.util.vector import at
+
+PRIOR = tl.constexpr(host.PRIOR)
+PATTERN_RATE = tl.constexpr(host.PATTERN_RATE)
+LOWEST, HIGHEST = tl.constexpr(host.LOWEST), tl.constexpr(host.HIGHEST)
+COUNT_WARPS = 4
+
+
+@triton.jit
+def _store_evidence(feature, hits, trials, evidence, rates, logits, features, counted):
+    """Store the counts of features and the log odds of their rates (see ``refresh_logit``)."""
+    tl.store(evidence + feature, hits, mask=counted)
+    tl.store(evidence + features + feature, trials, mask=counted)
+    expected = tl.load(rates + feature, mask=counted, other=0.5)
+    rate = (tl.minimum(hits, trials) + PRIOR * expected) / (trials + PRIOR)
+    rate = tl.minimum(tl.maximum(rate, LOWEST), HIGHEST)
+    tl.store(logits + feature, tl.log(rate / (1.0 - rate)), mask=counted)
+
+
+@triton.jit
+def _count_lack(lack, there, others, right, evidence, rates, logits, features):
+    """Count ``others`` candidates that a source lacks, of which ``right`` are right."""
+    counted = there & (others > 0)
+    hits = tl.load(evidence + lack, mask=counted, other=0.0) + right
+    trials = tl.load(evidence + features + lack, mask=counted, other=0.0) + others
+    _store_evidence(lack, hits, trials, evidence, rates, logits, features, counted)
+
+
+@triton.jit
+def _count(
+    context,
+    lengths,
+    chain,
+    counts,
+    runs,
+    root_ids,
+    root_p,
+    rejected,
+    valid,
+    emitted,
+    candidates,
+    probabilities,
+    keys,
+    weights,
+    logits,
+    classes,
+    evidence,
+    rates,
+    batch,
+    V,
+    P,
+    T,
+    w,
+    c,
+    n,
+    t,
+    features,
+    learning_rate,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Compare candidates along the emitted tokens with these; extend the contexts.
+
+    One program for all rows, in order, so that results do not depend on timing (see
+    ``host.count``).
+    """
+    step = tl.arange(0, STEPS)
+    one = tl.zeros([1], tl.int64)  # a tile of one node
+    V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
+    for row in range(0, batch):
+        text = context + row * w
+        length = tl.load(lengths + row)
+        active = tl.load(valid + row * n) != 0
+        chained = tl.load(counts + row)
+        run = tl.load(runs + row)
+        found_tokens = tl.load(emitted + row * t + step, mask=step < t, other=-1)
+        number = tl.sum((found_tokens >= 0).to(tl.int32), 0)
+        steps = tl.where(active & (chained >= 0) & (learning_rate >= 0), number, 0)
+        token = tl.load(text + length - 1, mask=length > 0, other=0)
+        last = tl.load(text + length - 2, mask=length > 1, other=-1)
+        before = tl.load(text + length - 3, mask=length > 2, other=-1)
+        on_chain = length >= 0
+        for number_before in range(0, steps):
+            depth = tl.full([], 0, tl.int32) + number_before
+            truth = at(found_tokens, step, depth)
+            linked = on_chain & (depth < chained)
+            below = tl.load(chain + row * c + depth, mask=linked, other=-1)
+            (
+                found,
+                first,
+                odds,
+                kind,
+                logit,
+                source,
+                pattern,
+                lacks,
+                lack_logits,
+                there,
+                which,
+            ) = gather(
+                one + before,
+                one + last,
+                one + token,
+                one + below,
+                run,
+                one.to(tl.int32) + depth,
+                one == number_before,
+                root_ids + row * (K - 1),
+                root_p + row * (K - 1),
+                rejected + row,
+                V,
+                P,
+                T,
+                candidates,
+                probabilities,
+                keys,
+                weights,
+                logits,
+                classes,
+                1,
+                K,
+                WIDTH,
+            )
+            present = found >= 0
+            right = (found == truth) & present
+            error = right.to(tl.float32) - 1.0 / (1.0 + tl.exp(-odds))
+            own_error = tl.where(first, error, 0.0)
+            all_errors = tl.sum(own_error, 1)
+            number_found = tl.sum(first.to(tl.float32), 1)
+            is_found = tl.sum((right & first).to(tl.float32), 1)
+            of_set = weights + which * INPUTS
+            sets = SETS + tl.arange(0, PATTERNS)
+            of_sets = weights + sets * INPUTS
+            of_pattern = sets[:, None] == pattern
+            errors = tl.sum(tl.where(of_pattern, own_error, 0.0), 1)
+            tl.debug_barrier()  # everything is read before anything is written
+            for index in tl.static_range(5):
+                own = source == index
+                lack_logit = lack_logits[index]
+                slope = tl.where(own, (logit - lack_logit[:, None]) * error, 0.0)
+                gradient = lack_logit * all_errors + tl.sum(slope, 1)
+                tl.store(of_set + index, tl.load(of_set + index) + learning_rate * gradient)
+                gradients = tl.sum(tl.where(of_pattern, slope, 0.0), 1)
+                gradients += lack_logit * errors
+                old = tl.load(of_sets + index)
+                tl.store(of_sets + index, old + learning_rate * PATTERN_RATE * gradients)
+                has = tl.sum(own.to(tl.float32), 1)
+                hit = tl.sum((own & right).to(tl.float32), 1)
+                _count_lack(
+                    lacks[index],
+                    there[index],
+                    number_found - has,
+                    is_found - hit,
+                    evidence,
+                    rates,
+                    logits,
+                    features,
+                )
+            tl.store(of_set + 5, tl.load(of_set + 5) + learning_rate * all_errors)
+            old = tl.load(of_sets + 5)
+            tl.store(of_sets + 5, old + learning_rate * PATTERN_RATE * errors)
+            hits = tl.load(evidence + kind, mask=present, other=0.0) + right.to(tl.float32)
+            trials = tl.load(evidence + features + kind, mask=present, other=0.0) + 1.0
+            _store_evidence(kind, hits, trials, evidence, rates, logits, features, present)
+            tl.debug_barrier()
+            on_chain = linked & (below == truth)
+            before = last
+            last = token
+            token = truth
+        # The last emitted token is the next root.
+        more = tl.minimum(number - 1, w - length.to(tl.int32))
+        tl.store(text + length + step, found_tokens, mask=step < more)
+        tl.store(lengths + row, length + tl.maximum(more, 0))
+
+
+@torch.library.custom_op(
+    "token_recycling::device_count",
+    mutates_args=("context", "lengths", "weights", "logits", "evidence"),
+)
+def _launch_count(
+    context: Tensor,
+    lengths: Tensor,
+    chain: Tensor,
+    counts: Tensor,
+    runs: Tensor,
+    root_ids: Tensor,
+    root_p: Tensor,
+    rejected: Tensor,
+    valid: Tensor,
+    emitted: Tensor,
+    candidates: Tensor,
+    probabilities: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    logits: Tensor,
+    classes: Tensor,
+    evidence: Tensor,
+    rates: Tensor,
+    vocab_size: int,
+    pairs: int,
+    triples: int,
+    learning_rate: float,
+) -> None:
+    launch(
+        _count,
+        (1,),
+        context,
+        lengths,
+        chain,
+        counts,
+        runs,
+        root_ids,
+        root_p,
+        rejected,
+        valid,
+        emitted,
+        candidates,
+        probabilities,
+        keys,
+        weights,
+        logits,
+        classes,
+        evidence,
+        rates,
+        len(lengths),
+        vocab_size,
+        pairs,
+        triples,
+        context.shape[1],
+        chain.shape[1],
+        valid.shape[1],
+        emitted.shape[1],
+        evidence.shape[1],
+        learning_rate,
+        K=candidates.shape[1],
+        WIDTH=lanes_per_row(candidates),
+        STEPS=triton.next_power_of_2(emitted.shape[1]),
+        num_warps=COUNT_WARPS,
+        **REGISTERS,
+    )
+
+
+@_launch_count.register_fake
+def _(*args: Any) -> None:
+    return None

@@ -1,0 +1,432 @@
+"""Growing trees, several nodes at a time (see ``host.propose``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.device.sources import gather, lanes_per_row
+from token_recycling.util.launch import REGISTERS, launch
+
+FLOOR = tl.constexpr(host.FLOOR)
+WINDOW = tl.constexpr(host.WINDOW)
+NONE = tl.constexpr(-1e30)  # log probability of no candidate
+SCAN = tl.constexpr(1024)  # slots of a context that are compared at once
+PLACES = tl.constexpr(1 << 14)  # most candidates that are compared in a round
+ORDERS = tl.constexpr(1 << 18)  # most parents times lanes
+PROPOSE_WARPS = 8
+
+
+@triton.jit
+def _match(tokens, length, root):
+    """Find the longest earlier n-gram equal to the last tokens (see ``host.match``).
+
+    Returns:
+        The number of tokens that agree, and the slot behind the n-gram.
+    """
+    best = tl.full([], 0, tl.int64)
+    for begin in range(1, length, SCAN):
+        end = begin + tl.arange(0, SCAN)
+        agrees = end < length
+        run = tl.zeros([SCAN], tl.int64)
+        own = root
+        shift = tl.full([], 0, tl.int64)
+        more = shift == 0
+        while more:
+            here = agrees & (end > shift)
+            agrees = here & (tl.load(tokens + end - 1 - shift, mask=here, other=-1) == own)
+            run += agrees.to(tl.int64)
+            shift += 1
+            more = (shift < WINDOW) & (shift < length) & (tl.sum(agrees.to(tl.int32), 0) > 0)
+            own = tl.load(tokens + length - 1 - shift, mask=more, other=-1)
+        # The longest match, and of equally long ones the last
+        best = tl.maximum(best, tl.max(tl.where(run > 0, (run << 32) + end, 0), 0))
+    return best >> 32, best & 0xFFFFFFFF
+
+
+@triton.jit
+def _begin(
+    row, context, lengths, roots, chain, counts, runs, w, c, longest_chain, n, CHAIN: tl.constexpr
+):
+    """Append the root to the context, and search the chain.
+
+    Returns:
+        The root, the two tokens before it, the later one last; the tokens that agree; the number
+        of tokens of the chain, and these, [CHAIN].
+    """
+    # The context: in a full row, the root replaces the last token.
+    text = context + row * w
+    root = tl.load(roots + row)
+    last = tl.minimum(tl.load(lengths + row), w - 1)
+    length = last + 1
+    first = tl.load(text + last - 1, mask=last > 0, other=-1)
+    second = tl.load(text + last - 2, mask=last > 1, other=-1)
+    # The chain
+    run, after = _match(text, length, root)
+    count = tl.where(run > 0, tl.minimum(length - after, longest_chain), 0)
+    link = tl.arange(0, CHAIN)
+    slot = after + link
+    linked = link < count
+    links = tl.load(text + slot, mask=linked & (slot < last), other=0)
+    links = tl.where(slot == last, root, links)
+    tl.store(chain + row * c + link, links, mask=linked)
+    tl.debug_barrier()  # all warps have read the length and the context
+    tl.store(text + last, root)
+    tl.store(lengths + row, length)
+    tl.store(counts + row, tl.where(n > 1, count, -1))
+    tl.store(runs + row, run)
+    return root, second, first, run, count, links
+
+
+@triton.jit
+def _keys(logs, parents, lanes, places, NODES: tl.constexpr, WIDTH: tl.constexpr):
+    """Return int64 numbers in the order of candidates, the best one the greatest; 0: none.
+
+    By log probability; of equal ones by parent, then by lane. ``places`` are carried along.
+    """
+    tl.static_assert(NODES * 4 * WIDTH <= ORDERS, "k is too large for drafts on a GPU")
+    distance = (-logs).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # bits of floats >= 0 are in order
+    order = (NODES - 1 - parents) * (4 * WIDTH) + 4 * WIDTH - 1 - lanes
+    key = (0x7FFFFFFF - distance).to(tl.int64) << 32
+    key += order.to(tl.int64) * PLACES + places
+    return tl.where(logs > NONE / 2, key, 0)
+
+
+@triton.jit
+def _write(
+    row,
+    tokens,
+    parents,
+    depths,
+    logs,
+    second,
+    first,
+    tokens_out,
+    parents_out,
+    depths_out,
+    ancestors_out,
+    valid_out,
+    scores_out,
+    slots_out,
+    keys_out,
+    V,
+    P,
+    T,
+    n,
+    max_depth,
+    NODES: tl.constexpr,
+):
+    """Write a draft, and the rows and keys to learn into (see ``host.locate``)."""
+    node = tl.arange(0, NODES)
+    inside = node < n
+    valid = logs > NONE / 2
+    tokens = tokens.to(tl.int64)
+    out = row * n + node
+    tl.store(tokens_out + out, tokens, mask=inside)
+    tl.store(parents_out + out, parents.to(tl.int64), mask=inside)
+    tl.store(depths_out + out, depths.to(tl.int64), mask=inside)
+    tl.store(valid_out + out, valid, mask=inside)
+    tl.store(scores_out + out, tl.where(valid, tl.exp(logs), 0.0), mask=inside)
+    # Rows and keys to learn into
+    previous = tl.where(node == 0, first, tl.gather(tokens, parents, 0))
+    higher = tl.gather(tl.gather(tokens, parents, 0), parents, 0)
+    before = tl.where(node == 0, second, tl.where(parents == 0, first, higher))
+    pair = previous * V + tokens
+    triple = before * V * V + pair
+    has_pair = (previous >= 0) & (P > 0)
+    has_triple = (before >= 0) & (previous >= 0) & (T > 0)
+    tl.store(slots_out + out * 3, tokens, mask=inside)
+    tl.store(
+        slots_out + out * 3 + 1, tl.where(has_pair, V + pair % tl.maximum(P, 1), -1), mask=inside
+    )
+    tl.store(
+        slots_out + out * 3 + 2,
+        tl.where(has_triple, V + P + triple % tl.maximum(T, 1), -1),
+        mask=inside,
+    )
+    tl.store(keys_out + out * 3, tl.zeros([NODES], tl.int64), mask=inside)
+    tl.store(keys_out + out * 3 + 1, pair, mask=inside)
+    tl.store(keys_out + out * 3 + 2, triple, mask=inside)
+    # Ancestors: first none, then the nodes on each path to the root.
+    for i in range(0, n):
+        tl.store(ancestors_out + (row * n + i) * n + node, node < 0, mask=inside)
+    tl.debug_barrier()
+    path = node
+    for _ in range(0, max_depth + 1):
+        tl.store(ancestors_out + out * n + path, node >= 0, mask=inside)
+        path = tl.gather(parents, path, 0)
+    tl.store(ancestors_out + out * n, node >= 0, mask=inside)
+
+
+@triton.jit
+def _propose(
+    context,
+    lengths,
+    roots,
+    chain,
+    counts,
+    runs,
+    root_ids,
+    root_p,
+    rejected,
+    candidates,
+    probabilities,
+    keys,
+    weights,
+    logits,
+    classes,
+    tokens_out,
+    parents_out,
+    depths_out,
+    ancestors_out,
+    valid_out,
+    scores_out,
+    slots_out,
+    keys_out,
+    V,
+    P,
+    T,
+    w,
+    c,
+    longest_chain,
+    n,
+    max_depth,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NODES: tl.constexpr,
+    ROUND: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
+    """Append the root, search the chain and grow the tree of one row (see ``host.propose``).
+
+    ``host.grow`` expands one node after another. Here, each round expands the ``ROUND`` best nodes
+    that have not been, and keeps the best of old and new ones. No child is better than its parent:
+    so the tree is the same once no node but the last is left to expand.
+    """
+    row = tl.program_id(0)
+    node = tl.arange(0, NODES)
+    turn = tl.arange(0, ROUND)
+    tile: tl.constexpr = ROUND * 4 * WIDTH
+    V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
+    root, second, first, run, count, links = _begin(
+        row, context, lengths, roots, chain, counts, runs, w, c, longest_chain, n, CHAIN
+    )
+    own_ids, own_p = root_ids + row * (K - 1), root_p + row * (K - 1)
+    # The best nodes so far, best first
+    tokens = tl.where(node == 0, root, 0).to(tl.int32)  # few registers
+    parents = tl.zeros([NODES], tl.int32)
+    lanes = tl.zeros([NODES], tl.int32)
+    depths = tl.zeros([NODES], tl.int32)
+    logs = tl.where(node == 0, 0.0, NONE)
+    on_chain = tl.where(node == 0, 0, -1)  # chain tokens from the root to it; -1: off the chain
+    closed = tl.where(node == 0, 0, 1)  # 1: has been expanded, or cannot be
+    left = tl.where(n > 1, 1, 0)
+    while left > 0:
+        # The nodes to expand; fewer than ROUND of them leave rows of the tile empty.
+        waits = (closed == 0) & (node < n - 1)
+        number = tl.cumsum(waits.to(tl.int32), 0)
+        taken = waits & (number <= ROUND)
+        above = tl.sum(
+            tl.where(taken[None, :] & (number[None, :] == turn[:, None] + 1), node[None, :], 0), 1
+        )
+        used = turn < tl.sum(waits.to(tl.int32), 0)
+        token = tl.where(used, tl.gather(tokens, above, 0), -1).to(tl.int64)
+        higher = tl.gather(parents, above, 0)
+        highest = tl.gather(parents, higher, 0)
+        previous = tl.gather(tokens, higher, 0).to(tl.int64)
+        before = tl.gather(tokens, highest, 0).to(tl.int64)
+        before = tl.where(above == 0, second, tl.where(higher == 0, first, before))
+        previous = tl.where(above == 0, first, previous)
+        linked_to = tl.gather(on_chain, above, 0)
+        below = tl.gather(links, tl.minimum(tl.maximum(linked_to, 0), CHAIN - 1), 0)
+        below = tl.where(used & (linked_to >= 0) & (linked_to < count), below, -1)
+        found, is_first, odds, _, _, _, _, _, _, _, _ = gather(
+            before,
+            previous,
+            token,
+            below,
+            run,
+            linked_to,
+            used & (above == 0),
+            own_ids,
+            own_p,
+            rejected + row,
+            V,
+            P,
+            T,
+            candidates,
+            probabilities,
+            keys,
+            weights,
+            logits,
+            classes,
+            ROUND,
+            K,
+            WIDTH,
+        )
+        worth = tl.gather(logs, above, 0)[:, None] - tl.log(1.0 + tl.exp(-odds))
+        worth = tl.where(is_first & (worth > FLOOR), worth, NONE)
+        # The best of old and new nodes
+        lane = tl.arange(0, 4 * WIDTH)
+        place = turn[:, None] * (4 * WIDTH) + lane[None, :]
+        new = _keys(worth, above[:, None], lane[None, :], place, NODES, WIDTH)
+        new = tl.topk(tl.reshape(new, [tile]), NODES)
+        old = _keys(logs, parents, lanes, tile + node, NODES, WIDTH)
+        merged = tl.maximum(old, tl.flip(new, 0))  # first rising, then falling
+        merged = tl.bitonic_merge(merged, descending=True)
+        valid = merged > 0
+        place = (merged % PLACES).to(tl.int32)
+        order = (merged // PLACES % ORDERS).to(tl.int32)
+        above = tl.where(valid, NODES - 1 - order // (4 * WIDTH), 0)
+        lanes = 4 * WIDTH - 1 - order % (4 * WIDTH)
+        is_new = valid & (place < tile)
+        own = tl.where(is_new | ~valid, 0, place - tile)
+        token = tl.gather(tl.reshape(found, [tile]), tl.where(is_new, place, 0), 0)
+        tokens = tl.where(is_new, token, tl.gather(tokens, own, 0))
+        tokens = tl.where(valid, tokens, 0)
+        logs = -(0x7FFFFFFF - (merged >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        logs = tl.where(valid, logs, NONE)
+        depths = tl.where(valid & (node > 0), tl.gather(depths, above, 0) + 1, 0)
+        linked_to = tl.gather(on_chain, above, 0)
+        below = tl.gather(links, tl.minimum(tl.maximum(linked_to, 0), CHAIN - 1), 0)
+        follows = valid & (linked_to >= 0) & (linked_to < count) & (tokens == below)
+        on_chain = tl.where(node == 0, 0, tl.where(follows, linked_to + 1, -1))
+        closed = tl.gather(tl.where(taken, 1, closed), own, 0)
+        closed = tl.where(is_new, tl.where(depths < max_depth, 0, 1), closed)
+        closed = tl.where(valid, closed, 1)
+        # Parents have moved: where to, a binary search finds, as old nodes keep their order.
+        passed = tl.cumsum((valid & ~is_new).to(tl.int32), 0)
+        moved = tl.zeros([NODES], tl.int32)
+        step = NODES // 2
+        while step > 0:
+            moved += tl.where(tl.gather(passed, moved + step - 1, 0) <= node, step, 0)
+            step = step // 2
+        parents = tl.gather(moved, above, 0)
+        left = tl.sum(tl.where((closed == 0) & (node < n - 1), 1, 0), 0)
+    _write(
+        row,
+        tokens,
+        parents,
+        depths,
+        logs,
+        second,
+        first,
+        tokens_out,
+        parents_out,
+        depths_out,
+        ancestors_out,
+        valid_out,
+        scores_out,
+        slots_out,
+        keys_out,
+        V,
+        P,
+        T,
+        n,
+        max_depth,
+        NODES,
+    )
+
+
+def nodes_per_round(n: int, width: int) -> int:
+    """Return the nodes that ``_propose`` expands at once.
+
+    8, and 16 for large trees; fewer for many candidates, whose comparison needs registers, and more
+    for few, as the candidates of a round must be as many as nodes.
+    """
+    nodes = int(triton.next_power_of_2(n))
+    at_once = min(max(nodes // 2, 1), max(8, nodes // 16), 8192 // (4 * width * width))
+    return max(at_once, nodes // (4 * width), 1)
+
+
+@torch.library.custom_op(
+    "token_recycling::device_propose",
+    mutates_args=("context", "lengths", "chain", "counts", "runs", "slots", "slot_keys"),
+)
+def _launch_propose(
+    context: Tensor,
+    lengths: Tensor,
+    roots: Tensor,
+    chain: Tensor,
+    counts: Tensor,
+    runs: Tensor,
+    root_ids: Tensor,
+    root_p: Tensor,
+    rejected: Tensor,
+    slots: Tensor,
+    slot_keys: Tensor,
+    candidates: Tensor,
+    probabilities: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    logits: Tensor,
+    classes: Tensor,
+    vocab_size: int,
+    pairs: int,
+    triples: int,
+    longest_chain: int,
+    max_depth: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, n = slots.shape[:2]
+    tokens, parents, depths = (roots.new_empty((batch, n)) for _ in range(3))
+    ancestors = roots.new_empty((batch, n, n), dtype=torch.bool)
+    valid = roots.new_empty((batch, n), dtype=torch.bool)
+    scores = roots.new_empty((batch, n), dtype=torch.float32)
+    width = lanes_per_row(candidates)
+    launch(
+        _propose,
+        (batch,),
+        context,
+        lengths,
+        roots,
+        chain,
+        counts,
+        runs,
+        root_ids,
+        root_p,
+        rejected,
+        candidates,
+        probabilities,
+        keys,
+        weights,
+        logits,
+        classes,
+        tokens,
+        parents,
+        depths,
+        ancestors,
+        valid,
+        scores,
+        slots,
+        slot_keys,
+        vocab_size,
+        pairs,
+        triples,
+        context.shape[1],
+        chain.shape[1],
+        longest_chain,
+        n,
+        max_depth,
+        K=candidates.shape[1],
+        WIDTH=width,
+        NODES=max(triton.next_power_of_2(n), 2),
+        ROUND=nodes_per_round(n, width),
+        CHAIN=triton.next_power_of_2(max(chain.shape[1], 1)),
+        num_warps=PROPOSE_WARPS,
+        **REGISTERS,
+    )
+    return tokens, parents, depths, ancestors, valid, scores
+
+
+@_launch_propose.register_fake
+def _(context: Tensor, lengths: Tensor, roots: Tensor, *args: Any) -> Any:
+    batch, n = args[6].shape[:2]
+    tokens, parents, depths = (roots.new_empty((batch, n)) for _ in range(3))
+    ancestors = roots.new_empty((batch, n, n), dtype=torch.bool)
+    valid = roots.new_empty((batch, n), dtype=torch.bool)
+    return tokens, parents, depths, ancestors, valid, valid.new_empty((batch, n), dtype=torch.float)

@@ -1,0 +1,230 @@
+"""The candidates at nodes, from all sources, and their scores (see ``host.gather``)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from token_recycling.drafting.kernels import host
+
+LEVELS = tl.constexpr(host.LEVELS)
+RUNNERS_UP = tl.constexpr(host.RUNNERS_UP)
+SETS, PATTERNS = tl.constexpr(host.SETS), tl.constexpr(host.PATTERNS)
+INPUTS = tl.constexpr(host.INPUTS)
+BINS = tl.constexpr(host.BINS)
+LONG = tl.constexpr(host.LONG)
+RUN_CLASSES = tl.constexpr(len(host.RUNS))
+DEPTH_CLASSES = tl.constexpr(len(host.DEPTHS))
+LEAST, MOST = tl.constexpr(host.LEAST), tl.constexpr(host.MOST)
+
+
+def lanes_per_row(candidates: Tensor) -> int:
+    """Return ``WIDTH``, the lanes of a row with k candidates."""
+    return int(triton.next_power_of_2(candidates.shape[1]))
+
+
+@triton.jit
+def _length_class(run):
+    """Return the index in ``host.RUNS``."""
+    low = (run >= 1).to(tl.int32) + (run >= 2) + (run >= 3) + (run >= 4)
+    return low + (run >= 5) + (run >= 7) + (run >= 10) + (run >= 16)
+
+
+@triton.jit
+def _depth_class(depth):
+    """Return the index in ``host.DEPTHS``."""
+    return (depth >= 1).to(tl.int32) + (depth >= 2) + (depth >= 4) + (depth >= 8)
+
+
+@triton.jit
+def _locate(level: tl.constexpr, before, last, token, V, P, T):
+    """Return (row, key, True if there is a row) of tokens at a level (see ``host.locate``)."""
+    if level == 0:
+        return token, token, token >= 0
+    pair = last * V + token
+    if level == 1:
+        return V + pair % tl.maximum(P, 1), pair, (token >= 0) & (last >= 0) & (P > 0)
+    key = before * V * V + pair
+    there = (token >= 0) & (before >= 0) & (last >= 0) & (T > 0)
+    return V + P + key % tl.maximum(T, 1), key, there
+
+
+@triton.jit
+def _best(
+    level: tl.constexpr, row, key, there, V, candidates, probabilities, keys, K: tl.constexpr
+):
+    """Return (True if a row holds candidates of this key, bits of its best probability)."""
+    own = there
+    if level > 0:
+        own = tl.load(keys + row - V, mask=there, other=0) == key
+    best = tl.load(candidates + row * K, mask=there, other=-1)
+    bits = tl.load(probabilities + row * K, mask=there, other=0)
+    return there & own & (best >= 0), bits
+
+
+@triton.jit
+def _by_level(level, third, second, first, chain):
+    """Select a value for every node [R] and lane [1, L] by its level; -1 is the chain."""
+    by_row = tl.where(
+        level == 2, third[:, None], tl.where(level == 1, second[:, None], first[:, None])
+    )
+    return tl.where(level < 0, chain[:, None], by_row)
+
+
+@triton.jit
+def _weight(of_set, of_pattern, source):
+    """Return the weight of a source: that of the node's set plus that of each lane's pattern."""
+    return tl.load(of_set + source).to(tl.float32) + tl.load(of_pattern + source).to(tl.float32)
+
+
+@triton.jit
+def _group(values, number, ROUND: tl.constexpr, WIDTH: tl.constexpr):
+    """Return a group of lanes [WIDTH, R] of [R, 4 · WIDTH]."""
+    groups = tl.reshape(values, [ROUND, 4, WIDTH])
+    group = tl.sum(tl.where(tl.arange(0, 4)[None, :, None] == number, groups, 0), 1)
+    return tl.trans(group)
+
+
+@triton.jit
+def gather(
+    before,
+    last,
+    token,
+    below,
+    run,
+    depth,
+    at_root,
+    root_ids,
+    root_p,
+    rejected,
+    V,
+    P,
+    T,
+    candidates,
+    probabilities,
+    keys,
+    weights,
+    logits,
+    classes,
+    ROUND: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Unite the candidates of all sources at R nodes, and mix what these say of each.
+
+    The candidates of a level are ``WIDTH`` lanes, those of triples first; the chain's token is on
+    the first lane behind them, and those of the root row follow. This is the order in which
+    ``host.gather`` finds them. A candidate of several sources has the same log odds on each of its
+    lanes. Sources are numbered as in ``host``: the levels of rows, 3 for the chain, 4 for the root
+    row.
+
+    Memory is read in three steps, each of which needs the one before: keys and rows, classes of
+    probabilities, log odds and weights.
+
+    Returns:
+        Per node and lane, [R, 4 · WIDTH]: candidate (-1: none), first lane of its candidate or not,
+        log odds, feature, log odds of the feature, source, and weight set of the candidate's
+        pattern. Then, by source, [R]: the feature of candidates that it lacks, its log odds, and
+        whether the source is there. Then the weight set of each node, [R].
+    """
+    lane = tl.arange(0, 4 * WIDTH)[None, :]
+    level = 2 - lane // WIDTH
+    rank = lane % WIDTH
+    # Rows and keys
+    row2, key2, has2 = _locate(2, before, last, token, V, P, T)
+    row1, key1, has1 = _locate(1, before, last, token, V, P, T)
+    row0, key0, has0 = _locate(0, before, last, token, V, P, T)
+    there2, bits2 = _best(2, row2, key2, has2, V, candidates, probabilities, keys, K)
+    there1, bits1 = _best(1, row1, key1, has1, V, candidates, probabilities, keys, K)
+    there0, bits0 = _best(0, row0, key0, has0, V, candidates, probabilities, keys, K)
+    there4 = at_root & (K > 1)
+    there4 = there4 & (tl.load(root_ids + 0 * token, mask=there4, other=-1) >= 0)
+    bits4 = tl.load(root_p + 0 * token, mask=there4, other=0)
+    there3 = below >= 0
+    none = tl.zeros([ROUND], tl.int32)
+    row = _by_level(level, row2, row1, row0, none)
+    has = _by_level(level, has2.to(tl.int32), has1.to(tl.int32), has0.to(tl.int32), none) != 0
+    inside = has & (rank < K)
+    found = tl.load(candidates + row * K + rank, mask=inside, other=-1)
+    bits = tl.load(probabilities + row * K + rank, mask=inside, other=0)
+    in_root_row = at_root[:, None] & (level < 0) & (rank > 0) & (rank < K)
+    of_root = tl.load(root_ids + 0 * row + rank - 1, mask=in_root_row, other=-1)
+    bits = tl.where(
+        in_root_row, tl.load(root_p + 0 * row + rank - 1, mask=in_root_row, other=0), bits
+    )
+    there = _by_level(
+        level, there2.to(tl.int32), there1.to(tl.int32), there0.to(tl.int32), there4.to(tl.int32)
+    )
+    found = tl.where(in_root_row, of_root, found)
+    found = tl.where(there != 0, found, -1)
+    chained = (level < 0) & (rank == 0) & there3[:, None]
+    found = tl.where(chained, below[:, None].to(tl.int32), found)
+    found = tl.where((level < 0) & (rank == 0) & ~chained, -1, found)
+    valid = found >= 0
+    source = tl.where(level >= 0, level, tl.where(rank > 0, 4, 3))
+    # Features
+    lacking = (LEVELS + 2) * K * BINS
+    chain = lacking + (LEVELS + 2) * BINS
+    beside = chain + RUN_CLASSES * DEPTH_CLASSES
+    nothing = beside + RUN_CLASSES
+    root_level = RUNNERS_UP + (tl.load(rejected) != 0).to(tl.int32)
+    length = _length_class(run)
+    kind = tl.where(level >= 0, level * K + rank, root_level * K + rank - 1) * BINS
+    kind += tl.load(classes + bits, mask=valid, other=0)
+    kind = tl.where(chained, chain + length * DEPTH_CLASSES + _depth_class(depth)[:, None], kind)
+    best2 = tl.load(classes + bits2, mask=there2, other=0)
+    best1 = tl.load(classes + bits1, mask=there1, other=0)
+    best0 = tl.load(classes + bits0, mask=there0, other=0)
+    best4 = tl.load(classes + bits4, mask=there4, other=0)
+    lack2 = tl.where(there2, lacking + 2 * BINS + best2, nothing)
+    lack1 = tl.where(there1, lacking + BINS + best1, nothing)
+    lack0 = tl.where(there0, lacking + best0, nothing)
+    lack3 = tl.where(there3, beside + length, nothing)
+    lack4 = tl.where(there4, lacking + root_level * BINS + best4, nothing)
+    logit = tl.load(logits + kind, mask=valid, other=0.0)
+    logit2 = tl.load(logits + lack2)
+    logit1 = tl.load(logits + lack1)
+    logit0 = tl.load(logits + lack0)
+    logit3 = tl.load(logits + lack3)
+    logit4 = tl.load(logits + lack4)
+    # The first lane of a candidate, and the bits of its sources. A damaged row that has a candidate
+    # twice must not exceed these.
+    bit = tl.where(valid, tl.full([], 1, tl.int32) << source, 0)
+    first_lane = tl.full([ROUND, 4 * WIDTH], 4 * WIDTH, tl.int32)
+    pattern = tl.zeros([ROUND, 4 * WIDTH], tl.int32)
+    for number in range(4):
+        its = _group(found + 1, number, ROUND, WIDTH) - 1
+        its_bit = _group(bit, number, ROUND, WIDTH)
+        its_lane = (number * WIDTH + tl.arange(0, WIDTH))[:, None, None]
+        same = (found[None, :, :] == its[:, :, None]) & (its >= 0)[:, :, None]
+        first_lane = tl.minimum(first_lane, tl.min(tl.where(same, its_lane, 4 * WIDTH), 0))
+        pattern += tl.sum(tl.where(same, its_bit[:, :, None], 0), 0)
+    first = valid & (first_lane == lane)
+    pattern = SETS + tl.minimum(pattern, PATTERNS - 1)
+    # The mixture: as if all sources lacked a candidate, plus what those say that have it.
+    state = tl.where(there3, tl.where(run >= LONG, 2, 1), 0)
+    which = (there1.to(tl.int32) + 2 * there2.to(tl.int32)) * 3 + state
+    of_set = (weights + which * INPUTS)[:, None]
+    of_pattern = weights + pattern * INPUTS
+    weight = _weight(of_set, of_pattern, source)
+    beyond = _by_level(level, logit2, logit1, logit0, logit4)
+    beyond = tl.where(chained, logit3[:, None], beyond)
+    more = tl.where(valid, weight * (logit - beyond), 0.0)
+    odds = _weight(of_set, of_pattern, 0) * logit0[:, None]
+    odds += _weight(of_set, of_pattern, 1) * logit1[:, None]
+    odds += _weight(of_set, of_pattern, 2) * logit2[:, None]
+    odds += _weight(of_set, of_pattern, 3) * logit3[:, None]
+    odds += _weight(of_set, of_pattern, 4) * logit4[:, None]
+    odds += _weight(of_set, of_pattern, 5)
+    for number in range(4):
+        its = _group(found + 1, number, ROUND, WIDTH) - 1
+        its_more = _group(more, number, ROUND, WIDTH)
+        same = (found[None, :, :] == its[:, :, None]) & (its >= 0)[:, :, None]
+        odds += tl.sum(tl.where(same, its_more[:, :, None], 0.0), 0)
+    odds = tl.minimum(tl.maximum(odds, LEAST), MOST)
+    source = tl.where(valid, source, -1)
+    lacks = (lack0, lack1, lack2, lack3, lack4)
+    lack_logits = (logit0, logit1, logit2, logit3, logit4)
+    there = (there0, there1, there2, there3, there4)
+    return found, first, odds, kind, logit, source, pattern, lacks, lack_logits, there, which
