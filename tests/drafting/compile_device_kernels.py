@@ -117,6 +117,7 @@ def variants():
         yield f"count ones k={k}", count._count, constants, count.COUNT_WARPS
     constants = {"K": 8, "WIDTH": 8, "NODES": 16, "ROUND": 8, "CHAIN": 16, "P": 1, "T": 1}
     yield "propose ones", propose._propose, constants, 4
+    yield "propose ones n=1", propose._propose, constants | {"n": 1, "NODES": 2, "ROUND": 1}, 4
     for n in (2, 16, 128, 512):
         yield f"accept n={n}", kernels._accept, {"NODES": n, "STEPS": 32}, 1
     for rule in range(3):

@@ -313,10 +313,10 @@ def test_larger_rounds_change_no_draft_and_read_memory_less_often(monkeypatch, n
         assert loads[8] < loads[2] / 3
 
 
-@pytest.mark.parametrize("what", ["WINDOW", "FLOOR", "PRIOR", "LEAST", "ORDERS"])
+@pytest.mark.parametrize("what", ["WINDOW", "FLOOR", "PRIOR", "LEAST", "PLACES"])
 def test_another_constant_turns_this_red(monkeypatch, what):
     """The host's constants are compiled in; so the device's are changed."""
-    other = {"WINDOW": 1, "FLOOR": 0.2, "PRIOR": 9.0, "LEAST": 0.5, "ORDERS": 1}[what]
+    other = {"WINDOW": 1, "FLOOR": 0.2, "PRIOR": 9.0, "LEAST": 0.5, "PLACES": 64}[what]
     where = {"PRIOR": count, "LEAST": sources}.get(what, propose)
     monkeypatch.setattr(where, what, tl.constexpr(other))
     both = Both(5, nodes=24, chain=16)

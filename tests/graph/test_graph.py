@@ -17,7 +17,9 @@ from torch._dynamo.utils import counters
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling.decoding import samplers
 from token_recycling.decoding.accept import GreedyAcceptor
+from token_recycling.decoding.samplers import NodeSampler
 from token_recycling.decoding.sequence import Sequence, at_most
 from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.draft import chains
@@ -26,6 +28,7 @@ from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import compilation, decoder, runner
 from token_recycling.graph.drafting import HostDrafting
 from token_recycling.graph.step import GraphStep
+from token_recycling.model.kv_cache import FixedCache
 
 PROMPTS = random_prompts([20, 7, 33, 1])
 NODES = 15
@@ -142,6 +145,44 @@ def test_the_same_seed_draws_the_same_text(mix):
         accepted += answer.stats.accepted
     assert accepted > 0
     assert runners(recycler)[0].step.sampler is not None
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_processors_see_only_the_best_tokens(llama, monkeypatch, ties):
+    """If more are tied than are kept, the eager loop decodes; without this the text differs."""
+    monkeypatch.setattr(samplers, "MANY", 12)
+    model = llama
+    if ties:
+        model = make("llama")
+        with torch.no_grad():  # 16 tokens each have the same logits
+            weight = model.lm_head.weight
+            weight.copy_(weight[::16].repeat_interleave(16, 0)[: len(weight)])
+    options = {"temperature": 1.2, "top_k": 6, "top_p": 0.9, "min_p": 0.02}
+    left, clear = [], FixedCache.clear
+    monkeypatch.setattr(FixedCache, "clear", lambda cache: left.append(1) or clear(cache))
+
+    def same_texts():
+        recycler = recycling(model, drafter="paper", nodes=3)
+        same = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            expected = plain(model, PROMPTS[0], 40, do_sample=True, **options)
+            answer = recycler.generate(PROMPTS[0], max_new_tokens=40, seed=seed, **options)
+            same.append(answer.token_ids == expected)
+        return all(same)
+
+    assert same_texts()
+    assert bool(left) == ties
+    call = NodeSampler.__call__
+    if ties:
+        other = lambda *args: (call(*args)[0], torch.zeros((), dtype=torch.bool))  # noqa: E731
+    else:  # the wrong random numbers
+
+        def other(self, depths, logits):
+            return call(self, depths + 1, logits)
+
+    monkeypatch.setattr(NodeSampler, "__call__", other)
+    assert not same_texts()
 
 
 @several

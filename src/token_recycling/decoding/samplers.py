@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+MANY = 256  # best tokens among which the k best and those tied with them are searched
 # Processors that depend on a node's logits only, not on the preceding tokens.
 NODE_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
@@ -105,11 +106,13 @@ class NodeSampler:
     t (block t, see ``BatchSampler``) are drawn before the step into a ring buffer. In a step after
     t tokens, a node of depth d uses block t + d. The longest path along these choices is therefore
     the text of plain sampling.
+
+    Processors after a top-k see only the best tokens, since top-p sorts what it sees.
     """
 
     def __init__(
         self,
-        processors: Sequence[Callable[[Any, Tensor], Tensor]],
+        processors: Sequence[Any],
         ahead: int,
         vocab_size: int,
         device: torch.device | str,
@@ -117,12 +120,12 @@ class NodeSampler:
         """Allocate a ring of ``ahead`` blocks per row.
 
         Args:
-            processors: one per row, maps logits float32 [n, V] to scores, node by node.
+            processors: a ``LogitsProcessorList`` per row, of node-wise ones.
             ahead: blocks in the ring.
             vocab_size: V.
             device: that of the logits.
         """
-        self.processors = list(processors)
+        self.processors = [list(row) for row in processors]
         shape = (len(self.processors), ahead, vocab_size)
         self.blocks = torch.ones(shape, dtype=torch.float32, device=device)
         self.chosen = torch.zeros(len(self.processors), dtype=torch.long, device=device)
@@ -151,16 +154,40 @@ class NodeSampler:
         for _ in range(count):
             self.blocks[row, 0].exponential_(generator=self._generators[row])
 
-    def __call__(self, depths: Tensor, logits: Tensor) -> Tensor:
-        """Choose a token after every node, int64 [B, n].
+    def __call__(self, depths: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose a token after every node.
 
         Args:
             depths: int64 [B, n].
             logits: [B, n, V].
+
+        Returns:
+            The tokens int64 [B, n], and whether any is wrong, bool []: more tokens were tied with
+            the last of the k best than ``MANY`` allows for.
         """
         indices = (self.chosen[:, None] + depths) % self.blocks.shape[1]
-        chosen = []
-        for row, processors in enumerate(self.processors):
-            weights = processors(None, logits[row].float()).softmax(dim=-1)
-            chosen.append((weights / self.blocks[row, indices[row]]).argmax(dim=-1))
-        return torch.stack(chosen)
+        rows = [
+            _choose(logits[row].float(), processors, self.blocks[row], indices[row])
+            for row, processors in enumerate(self.processors)
+        ]
+        tokens, wrong = zip(*rows)
+        return torch.stack(tokens), torch.stack(wrong).any()
+
+
+def _choose(
+    scores: Tensor, processors: list[Any], blocks: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Choose a token after every node of a row (see ``NodeSampler``)."""
+    tokens = None
+    wrong = torch.zeros((), dtype=torch.bool, device=scores.device)
+    for one in processors:
+        if type(one) is TopKLogitsWarper and (many := max(MANY, 2 * one.top_k)) < scores.shape[-1]:
+            scores, tokens = scores.topk(many)
+            last = scores[:, -1]
+            wrong = ((last == scores[:, one.top_k - 1]) & (last > -torch.inf)).any()
+            tokens, order = tokens.sort(dim=-1)  # in this order top-p removes tied tokens
+            scores = scores.gather(1, order)
+        scores = one(None, scores)
+    random = blocks[indices] if tokens is None else blocks[indices[:, None], tokens]
+    best = (scores.softmax(dim=-1) / random).argmax(dim=-1, keepdim=True)
+    return (best if tokens is None else tokens.gather(1, best))[:, 0], wrong

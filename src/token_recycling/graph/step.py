@@ -139,9 +139,14 @@ class GraphStep:
         with torch.autocast(device.type, enabled=False):
             draft = self.drafting.propose(self.roots).only(self.active)
         logits = self._verify(draft)
-        # Nothing is emitted, learnt or committed after an overflow (see ``Decoding._advance``).
-        draft = draft.only(self.active & ~overflowed(logits))
-        choices = greedy(logits) if self.sampler is None else self.sampler(draft.depths, logits)
+        failed = overflowed(logits)
+        if self.sampler is None:
+            choices = greedy(logits)
+        else:
+            choices, wrong = self.sampler(draft.depths, logits)
+            failed = failed | wrong
+        # Nothing is emitted, learnt or committed then (see ``Decoding._advance``).
+        draft = draft.only(self.active & ~failed)
         accepted, output = self._operations.accept(draft, choices, self.roots)
         with torch.autocast(device.type, enabled=False):
             observed = self.drafting.observe(draft, logits, accepted)

@@ -225,7 +225,7 @@ def _propose(
     logs = tl.where(node == 0, 0.0, NONE)
     on_chain = tl.where(node == 0, 0, -1)  # chain tokens from the root to it; -1: off the chain
     closed = tl.where(node == 0, 0, 1)  # 1: has been expanded, or cannot be
-    left = tl.where(n > 1, 1, 0)
+    left = n - 1  # most rounds: the best node that waits is in the tree for good
     while left > 0:
         # The nodes to expand; fewer than ROUND of them leave rows of the tile empty.
         waits = (closed == 0) & (node < n - 1)
@@ -307,7 +307,8 @@ def _propose(
             moved += tl.where(tl.gather(passed, moved + step - 1, 0) <= node, step, 0)
             step = step // 2
         parents = tl.gather(moved, above, 0)
-        left = tl.sum(tl.where((closed == 0) & (node < n - 1), 1, 0), 0)
+        waiting = tl.sum(tl.where((closed == 0) & (node < n - 1), 1, 0), 0)
+        left = tl.where(waiting > 0, left - 1, 0)
     _write(
         row,
         tokens,
