@@ -13,19 +13,22 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.decoding import samplers
 from token_recycling.decoding.accept import GreedyAcceptor
-from token_recycling.decoding.samplers import NodeSampler
 from token_recycling.decoding.sequence import Sequence, at_most
 from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.draft import chains
 from token_recycling.drafting.size.auto import COOLDOWN, GRAPH_SIZES, PATIENCE, AutoSize
 from token_recycling.drafting.size.costs import CostCurve
-from token_recycling.graph import compilation, decoder, runner
+from token_recycling.graph import chooser, compilation, decoder, runner
+from token_recycling.graph.chooser import NodeChooser
 from token_recycling.graph.drafting import HostDrafting
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.kv_cache import FixedCache
@@ -144,13 +147,13 @@ def test_the_same_seed_draws_the_same_text(mix):
         assert answer.token_ids == expected
         accepted += answer.stats.accepted
     assert accepted > 0
-    assert runners(recycler)[0].step.sampler is not None
+    assert runners(recycler)[0].step.chooser.samples
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_processors_see_only_the_best_tokens(llama, monkeypatch, ties):
     """If more are tied than are kept, the eager loop decodes; without this the text differs."""
-    monkeypatch.setattr(samplers, "MANY", 12)
+    monkeypatch.setattr(chooser, "MANY", 12)
     model = llama
     if ties:
         model = make("llama")
@@ -173,16 +176,62 @@ def test_processors_see_only_the_best_tokens(llama, monkeypatch, ties):
 
     assert same_texts()
     assert bool(left) == ties
-    call = NodeSampler.__call__
+    call = NodeChooser.__call__
     if ties:
         other = lambda *args: (call(*args)[0], torch.zeros((), dtype=torch.bool))  # noqa: E731
     else:  # the wrong random numbers
 
-        def other(self, depths, logits):
-            return call(self, depths + 1, logits)
+        def other(self, draft, logits):
+            return call(self, replace(draft, depths=draft.depths + 1), logits)
 
-    monkeypatch.setattr(NodeSampler, "__call__", other)
+    monkeypatch.setattr(NodeChooser, "__call__", other)
     assert not same_texts()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"temperature": 0.8, "top_p": 0.9, "seed": 3}, marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
+)
+@pytest.mark.parametrize("forgets", [None, "emitted", "prompt"])
+def test_a_repetition_penalty_is_part_of_a_graph(llama, monkeypatch, options, forgets):
+    """It counts padding, prompt and answer."""
+    options = options | {"repetition_penalty": 1.3, "max_new_tokens": 40}
+    eager = recycling(llama, graph=False).generate(PROMPTS[:2], **options)
+    if forgets == "emitted":
+        monkeypatch.setattr(NodeChooser, "advance", lambda self, draft, accepted: None)
+    elif forgets == "prompt":
+        begin = NodeChooser.begin
+        short = [Sequence([1])] * 2
+        monkeypatch.setattr(NodeChooser, "begin", lambda self, _, given: begin(self, short, given))
+    torch._dynamo.reset()  # it does not notice that methods have been replaced
+    recycler = recycling(llama)
+    answers = recycler.generate(PROMPTS[:2], **options)
+    same = [a.token_ids for a in answers] == [a.token_ids for a in eager]
+    assert same == (forgets is None)
+    assert sum(a.stats.accepted for a in answers) > 0
+    step = runners(recycler)[0].step
+    assert step.chooser.samples == ("seed" in options)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_repetition_penalty_counts_the_path_to_a_node(forgets):
+    """As Transformers' processor does with the text up to each node; 12 has no logits."""
+    ancestors = torch.eye(6, dtype=torch.bool)
+    for node, parent in enumerate([0, 0, 1, 1, 3, 0]):
+        ancestors[node] |= ancestors[parent]
+    draft = replace(chains(torch.tensor([[5, 7, 7, 2, 12, 9]])), ancestors=ancestors[None])
+    text = [3, 5, 1, 12, 5]
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7)])
+    logits = torch.randn(1, 6, 12)
+    paths = [[], [7], [7, 7], [7, 2], [7, 2, 12], [9]]
+    texts = [torch.tensor([text + path]) for path in paths]
+    expected = [processors(ids, logits[0, [node]]) for node, ids in enumerate(texts)]
+    own = NodeChooser([processors], 0, 12, "cpu")
+    own.begin([Sequence(text)], [])
+    if forgets:
+        draft = replace(draft, ancestors=torch.zeros_like(draft.ancestors))
+    assert torch.cat(expected).equal(own.penalised(0, draft, logits[0])) != forgets
 
 
 @several
@@ -201,7 +250,7 @@ def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
 
 
 def test_what_a_graph_cannot_hold_is_decoded_without(llama):
-    for options in ({"repetition_penalty": 1.3}, {"temperature": 0.9}):  # no seed: PyTorch's own
+    for options in ({"no_repeat_ngram_size": 3}, {"temperature": 0.9}):  # no seed: PyTorch's own
         recycler = recycling(llama)
         torch.manual_seed(5)
         expected = plain(llama, PROMPTS[0], 30, do_sample="temperature" in options, **options)

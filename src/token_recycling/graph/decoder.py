@@ -16,11 +16,10 @@ from token_recycling.decoding.accept import (
     Acceptor,
     FollowAcceptor,
     GreedyAcceptor,
-    Processors,
     append_emitted,
 )
 from token_recycling.decoding.metrics import Step
-from token_recycling.decoding.samplers import RowSampler, are_node_wise
+from token_recycling.decoding.samplers import RowSampler
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.kernels.choice import has_device_kernels
@@ -28,6 +27,7 @@ from token_recycling.drafting.matrix import STATE
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.graph.chooser import can_choose
 from token_recycling.graph.compilation import WAIT, KernelCompiler
 from token_recycling.graph.runner import GraphError, GraphRunner, StepError
 from token_recycling.graph.step import GraphStep
@@ -43,16 +43,15 @@ MOST_GRAPHS = 4  # graphs that are kept; those for as many rows and slots share 
 
 
 def can_capture(accept: Acceptor) -> bool:
-    """Return True if choices need only each node's logits and random numbers drawn in advance."""
+    """Return True if choices need only logits, texts and random numbers drawn in advance."""
     if isinstance(accept, GreedyAcceptor):
         return True
-    return (
-        isinstance(accept, FollowAcceptor)
-        and accept.on_choice is None
-        and isinstance(accept.sampler, RowSampler)
-        and None not in accept.sampler.generators
-        and all(map(are_node_wise, accept.processors))
-    )
+    if not isinstance(accept, FollowAcceptor) or accept.on_choice is not None:
+        return False
+    sampler = accept.sampler
+    if sampler is not None and not isinstance(sampler, RowSampler):
+        return False
+    return None not in generators_of(accept) and all(map(can_choose, accept.processors))
 
 
 def slots_for(length: int, size: int) -> int:
@@ -137,7 +136,7 @@ class GraphDecoder:
         modes = [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), precision()]
         return [learnt, weights, None if copied is None else copied.data_ptr(), modes]
 
-    def _runner(self, batch: int, length: int, processors: list[Processors] | None) -> GraphRunner:
+    def _runner(self, batch: int, length: int, follows: FollowAcceptor | None) -> GraphRunner:
         """Return the runner for ``batch`` rows of up to ``length`` tokens, with spare slots.
 
         Raises:
@@ -157,13 +156,13 @@ class GraphDecoder:
             begun = perf_counter()
             kernels = self._compiler.ready(batch, slots, size, self._patience)
             self._patience = max(0.0, self._patience - (perf_counter() - begun))
-        key = (batch, slots, size, tuple(map(_name, processors or ())), kernels)
+        key = (batch, slots, size, _name(follows), kernels)
         if key in self._failed:
             raise self._failed[key]
         runner = self._runners.pop(key, None)
         if runner is None:
             try:
-                runner = self._make(batch, slots, size, processors, kernels)
+                runner = self._make(batch, slots, size, follows, kernels)
             except GraphError as reason:
                 self._failed[key] = reason
                 raise
@@ -182,7 +181,7 @@ class GraphDecoder:
         batch: int,
         slots: int,
         size: int,
-        processors: list[Processors] | None,
+        follows: FollowAcceptor | None,
         kernels: bool,
     ) -> GraphRunner:
         with ordinary_tensors(), self._compiling():  # the caller may be in inference mode
@@ -195,8 +194,9 @@ class GraphDecoder:
                         batch,
                         slots,
                         size,
-                        processors,
+                        None if follows is None else follows.processors,
                         cache,
+                        sampled=bool(generators_of(follows)),
                         kernels=kernels,
                     )
                     return GraphRunner(step, compiled=self._compiles)
@@ -223,7 +223,7 @@ class GraphDecoder:
             accept: the acceptor that chose the first tokens; must satisfy ``can_capture``.
             check: raises when the target has been used for something else.
         """
-        sampled = accept if isinstance(accept, FollowAcceptor) else None
+        follows = accept if isinstance(accept, FollowAcceptor) else None
         self.size.begin(len(sequences))
         self._patience = WAIT
         # A drafter may propose fewer nodes than it is asked for.
@@ -231,9 +231,8 @@ class GraphDecoder:
         while any(sequence.active for sequence in sequences):
             try:
                 longest = max(len(sequence.tokens) for sequence in sequences)
-                processors = None if sampled is None else sampled.processors
-                runner = self._runner(len(sequences), longest, processors)
-                runner.check(sequences, generators_of(sampled))
+                runner = self._runner(len(sequences), longest, follows)
+                runner.check(sequences, generators_of(follows))
             except GraphError as reason:
                 if self._kernels and isinstance(reason, StepError):
                     self._kernels = False
@@ -241,14 +240,14 @@ class GraphDecoder:
                     continue
                 warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
                 return  # Python shows a repeated warning once
-            if not (yield from self._fill(runner, sequences, sampled, check)):
+            if not (yield from self._fill(runner, sequences, follows, check)):
                 return
 
     def _fill(
         self,
         runner: GraphRunner,
         sequences: list[Sequence],
-        sampled: FollowAcceptor | None,
+        follows: FollowAcceptor | None,
         check: Callable[[], None],
     ) -> Generator[Step, None, bool]:
         """Decode until all rows have ended, the cache is full, or the draft size changes.
@@ -260,7 +259,7 @@ class GraphDecoder:
         first = [len(sequence.tokens) for sequence in sequences]
         on_device = list(first)  # lengths on the device, where ended rows may have continued
         with ordinary_tensors():
-            step.begin(sequences, generators_of(sampled))
+            step.begin(sequences, generators_of(follows))
         in_flight: deque[Callable[[], list[list[int]]]] = deque()
         begun = perf_counter()
         overflowed = False
@@ -271,10 +270,10 @@ class GraphDecoder:
                 room = max(on_device) + unknown + step.size <= step.cache.slots
                 launches = room and step.size == self.next_size
                 if launches:
-                    if step.sampler is not None:
+                    if step.chooser is not None:
                         for row, sequence in enumerate(sequences):
                             count = len(sequence.tokens) - first[row] + unknown + step.most
-                            step.sampler.draw(row, count)
+                            step.chooser.draw(row, count)
                     in_flight.append(runner.launch([sequence.active for sequence in sequences]))
                 elif not in_flight:
                     return True
@@ -300,9 +299,9 @@ class GraphDecoder:
             except TokenRecyclingError:
                 pass  # cache and random state may belong to another answer
             else:
-                if step.sampler is not None and any(sequence.active for sequence in sequences):
+                if step.chooser is not None and any(sequence.active for sequence in sequences):
                     for row, sequence in enumerate(sequences):
-                        step.sampler.rewind(row, len(sequence.tokens) - first[row])
+                        step.chooser.rewind(row, len(sequence.tokens) - first[row])
                 with self.target.inference_context():
                     step.drafting.end()
                     step.cache.store(cache, [len(sequence.tokens) - 1 for sequence in sequences])
@@ -320,9 +319,10 @@ def precision() -> str:
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
-def generators_of(sampled: FollowAcceptor | None) -> list[torch.Generator]:
+def generators_of(follows: FollowAcceptor | None) -> list[Any]:
     """Return the random generators of the rows; none where the argmax is taken."""
-    return [] if sampled is None else list(cast("Any", sampled.sampler).generators)
+    sampler = None if follows is None else follows.sampler
+    return [] if sampler is None else list(cast("Any", sampler).generators)
 
 
 def has_adapters(model: Any) -> bool:
@@ -333,6 +333,10 @@ def has_adapters(model: Any) -> bool:
     return any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
 
 
-def _name(processors: Processors) -> str:
-    """Return a key for the processors of a row, equal for those that can share a step."""
-    return repr([(type(one).__name__, vars(one)) for one in cast("Any", processors)])
+def _name(follows: FollowAcceptor | None) -> str:
+    """Return a key for what is done to logits, equal for what can share a step."""
+    if follows is None:
+        return ""
+    rows: Any = follows.processors
+    listed = [[(type(one).__name__, vars(one)) for one in row] for row in rows]
+    return repr((follows.sampler is None, listed))

@@ -155,13 +155,13 @@ class GraphRunner:
                 if matrix is not None and learnt is not None:
                     matrix.restore(learnt)
                 step.begin(sequences, generators)
-                if step.sampler is not None:
+                if step.chooser is not None:
                     for row in range(len(sequences)):
-                        step.sampler.draw(row, 2 * step.most)
+                        step.chooser.draw(row, 2 * step.most)
                 found = run()
-                if step.sampler is not None:
+                if step.chooser is not None:
                     for row in range(len(sequences)):
-                        step.sampler.rewind(row, 0)
+                        step.chooser.rewind(row, 0)
                 return found
 
             def two(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -169,7 +169,7 @@ class GraphRunner:
 
             eager, captured = result(two(step.run)), result(two(self._replay))
             same = captured.equal(eager)
-            if not same and step.sampler is None:
+            if not same and step.chooser is None:
                 same = self._all_but_tied(result, eager, captured)
             elif not same:  # rounding can change a sampled token of half precision
                 same = step.target.dtype != torch.float32

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from token_recycling.decoding.accept import Processors, greedy, overflowed
-from token_recycling.decoding.samplers import NodeSampler
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.graph import tensors
+from token_recycling.graph.chooser import NodeChooser
 from token_recycling.graph.drafting import LAG, make_drafting
 from token_recycling.model.attention import add_views, pack_queries
 from token_recycling.model.kv_cache import FixedCache
@@ -41,6 +41,7 @@ class GraphStep:
         processors: list[Processors] | None = None,
         cache: FixedCache | None = None,
         *,
+        sampled: bool = False,
         kernels: bool,
     ) -> None:
         """Allocate the tensors of the step.
@@ -51,9 +52,11 @@ class GraphStep:
             batch: B.
             slots: slots of the cache.
             size: most tokens that a step verifies per row; None: whole drafts.
-            processors: logits processors of every row, for sampling; None: take the argmax.
+            processors: logits processors of every row (see ``can_choose``); None: there are none,
+                and the argmax is taken.
             cache: that of another step for as many rows and slots, of which only one is in use
                 between ``begin`` and the end of its texts; None: a new one.
+            sampled: sample with the processed logits instead of taking the argmax.
             kernels: use Triton kernels, which draft on the device if the drafter has some.
         """
         self.target = target
@@ -71,10 +74,10 @@ class GraphStep:
             self._operations = operations
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.sampler: NodeSampler | None = None
+        self.chooser: NodeChooser | None = None
         if processors is not None:
-            ahead = self.most * (LAG + 1)
-            self.sampler = NodeSampler(processors, ahead, target.vocab_size, device)
+            ahead = self.most * (LAG + 1) if sampled else 0
+            self.chooser = NodeChooser(processors, ahead, target.vocab_size, device)
 
     def begin(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
         """Continue ``sequences``; the last token of each has not been read yet.
@@ -89,8 +92,8 @@ class GraphStep:
         self.roots.copy_(roots)
         active = [sequence.active for sequence in sequences]
         self.active.copy_(torch.tensor(active, device="cpu"))
-        if self.sampler is not None:
-            self.sampler.begin(generators)
+        if self.chooser is not None:
+            self.chooser.begin(sequences, generators)
 
     def logits(self) -> Tensor:
         """Propose and verify alone; return the logits [B, n, V]."""
@@ -140,10 +143,10 @@ class GraphStep:
             draft = self.drafting.propose(self.roots).only(self.active)
         logits = self._verify(draft)
         failed = overflowed(logits)
-        if self.sampler is None:
+        if self.chooser is None:
             choices = greedy(logits)
         else:
-            choices, wrong = self.sampler(draft.depths, logits)
+            choices, wrong = self.chooser(draft, logits)
             failed = failed | wrong
         # Nothing is emitted, learnt or committed then (see ``Decoding._advance``).
         draft = draft.only(self.active & ~failed)
@@ -152,8 +155,8 @@ class GraphStep:
             observed = self.drafting.observe(draft, logits, accepted)
         if observed is not None:
             output = torch.cat([output, observed], dim=1)
-        if self.sampler is not None:
-            self.sampler.chosen.add_(accepted.counts)
+        if self.chooser is not None:
+            self.chooser.advance(draft, accepted)
         return output, accepted.path, accepted.counts
 
     def _verify(self, draft: DraftTree) -> Tensor:

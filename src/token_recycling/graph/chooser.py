@@ -1,0 +1,170 @@
+"""Choosing a token after every node of a draft on the device, with logits processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+)
+
+from token_recycling.decoding.samplers import are_node_wise
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.draft import DraftTree
+from token_recycling.util.tokens import NO_TOKEN
+
+MANY = 256  # best tokens among which the k best and those tied with them are searched
+
+
+def can_choose(processors: Any) -> bool:
+    """Return True if a ``NodeChooser`` can apply all ``processors`` of a row."""
+    if not isinstance(processors, list):
+        return False
+    return are_node_wise(processors[1:] if _penalty(processors) != 1.0 else processors)
+
+
+def _penalty(processors: Any) -> float:
+    """Return the repetition penalty that comes before all other processors; 1: none."""
+    first: Any = next(iter(processors), None)
+    if type(first) is not RepetitionPenaltyLogitsProcessor:
+        return 1.0
+    whole = getattr(first, "prompt_ignore_length", None) is None  # counts the prompt too
+    return float(first.penalty) if whole else 1.0
+
+
+class NodeChooser:
+    """Chooses a token after every node of a draft at once, sampled or the argmax.
+
+    A sampled token depends on the node's position in the text: the exponential random numbers by
+    which ``torch.multinomial`` would divide the weights of token t (block t, see ``BatchSampler``)
+    are drawn before the step into a ring buffer. In a step after t tokens, a node of depth d uses
+    block t + d. The longest path along these choices is therefore the text of plain sampling.
+
+    Processors after a top-k see only the best tokens, since top-p sorts what it sees. A repetition
+    penalty comes before all others; for every node it counts the text and the node's ancestors.
+    """
+
+    def __init__(
+        self, processors: Listed[Any], ahead: int, vocab_size: int, device: torch.device | str
+    ) -> None:
+        """Allocate a ring of ``ahead`` blocks per row.
+
+        Args:
+            processors: a ``LogitsProcessorList`` per row (see ``can_choose``).
+            ahead: blocks in the ring; 0: take the argmax.
+            vocab_size: V.
+            device: that of the logits.
+        """
+        self._penalties = [_penalty(row) for row in processors]
+        self._processors = [
+            list(row)[penalty != 1.0 :] for row, penalty in zip(processors, self._penalties)
+        ]
+        batch = len(self._processors)
+        self._blocks = torch.ones((batch, ahead, vocab_size), dtype=torch.float32, device=device)
+        self._chosen = torch.zeros(batch, dtype=torch.long, device=device)  # tokens since ``begin``
+        # Tokens of the text; the last column stands for those that the model has no logits of.
+        self._seen: Tensor | None = None
+        if any(penalty != 1.0 for penalty in self._penalties):
+            self._seen = torch.zeros((batch, vocab_size + 1), dtype=torch.bool, device=device)
+        self._generators: list[torch.Generator] = []
+        self._states: list[Tensor] = []  # of the generators, before the first draw
+        self._drawn: list[int] = []  # blocks, per row
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled."""
+        return self._blocks.shape[1] > 0
+
+    def begin(self, sequences: list[Sequence], generators: Listed[torch.Generator]) -> None:
+        """Continue these texts, and draw with these generators, one per row if tokens are sampled.
+
+        The random numbers start at the generators' current states.
+        """
+        self._generators = list(generators)
+        self._states = [generator.get_state() for generator in self._generators]
+        self._drawn = [0] * len(self._generators)
+        self._chosen.zero_()
+        if self._seen is not None:
+            self._seen.zero_()
+            for row, sequence in zip(self._seen, sequences):
+                row[sequence.ids(row.device)[0].clamp(max=len(row) - 1)] = True
+
+    def draw(self, row: int, count: int) -> None:
+        """Draw the first ``count`` blocks of ``row``; new ones overwrite the oldest in the ring."""
+        ring = self._blocks.shape[1]
+        while ring and self._drawn[row] < count:
+            block = self._blocks[row, self._drawn[row] % ring]
+            block.exponential_(generator=self._generators[row])
+            self._drawn[row] += 1
+
+    def rewind(self, row: int, count: int) -> None:
+        """Set the generator of ``row`` to its state after plain sampling of ``count`` tokens."""
+        if self.samples:
+            self._generators[row].set_state(self._states[row])
+            for _ in range(count):
+                self._blocks[row, 0].exponential_(generator=self._generators[row])
+
+    def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose a token after every node.
+
+        Args:
+            draft: B drafts of n nodes.
+            logits: [B, n, V].
+
+        Returns:
+            The tokens int64 [B, n], and whether any is wrong, bool []: more tokens were tied with
+            the last of the k best than ``MANY`` allows for.
+        """
+        chosen, wrong = zip(
+            *(self._choose(row, draft, logits[row].float()) for row in range(len(logits)))
+        )
+        return torch.stack(chosen), torch.stack(wrong).any()
+
+    def _choose(self, row: int, draft: DraftTree, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose a token after every node of a row, from its logits float32 [n, V]."""
+        if self._penalties[row] != 1.0:
+            scores = self.penalised(row, draft, scores)
+        tokens = None
+        wrong = torch.zeros((), dtype=torch.bool, device=scores.device)
+        for one in self._processors[row]:
+            if (
+                type(one) is TopKLogitsWarper
+                and (many := max(MANY, 2 * one.top_k)) < scores.shape[-1]
+            ):
+                scores, tokens = scores.topk(many)
+                last = scores[:, -1]
+                wrong = ((last == scores[:, one.top_k - 1]) & (last > -torch.inf)).any()
+                tokens, order = tokens.sort(dim=-1)  # in this order top-p removes tied tokens
+                scores = scores.gather(1, order)
+            scores = one(None, scores)
+        if self.samples:
+            ring = self._blocks[row]
+            block = (self._chosen[row] + draft.depths[row]) % len(ring)
+            random = ring[block] if tokens is None else ring[block[:, None], tokens]
+            scores = scores.softmax(dim=-1) / random
+        best = scores.argmax(dim=-1, keepdim=True)
+        return (best if tokens is None else tokens.gather(1, best))[:, 0], wrong
+
+    def penalised(self, row: int, draft: DraftTree, scores: Tensor) -> Tensor:
+        """Apply the repetition penalty to the scores float32 [n, V] of the nodes of a row."""
+        assert self._seen is not None
+        penalty, most = self._penalties[row], scores.shape[-1]
+        tokens = draft.tokens[row].clamp(max=most)
+        path = torch.where(draft.ancestors[row], tokens[None, :], tokens[:1, None])
+        seen = self._seen[row].expand(len(tokens), -1)
+        seen = seen.scatter(1, path, torch.ones_like(path, dtype=torch.bool))[:, :most]
+        other = torch.where(scores < 0, scores * penalty, scores / penalty)
+        return torch.where(seen, other, scores)
+
+    def advance(self, draft: DraftTree, accepted: Accepted) -> None:
+        """Go on after the accepted tokens."""
+        self._chosen.add_(accepted.counts)
+        if self._seen is not None:
+            new = torch.where(accepted.emitted == NO_TOKEN, draft.tokens[:, :1], accepted.emitted)
+            new = new.clamp(max=self._seen.shape[1] - 1)
+            self._seen.scatter_(1, new, torch.ones_like(new, dtype=torch.bool))
