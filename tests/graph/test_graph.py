@@ -234,6 +234,32 @@ def test_a_repetition_penalty_counts_the_path_to_a_node(forgets):
     assert torch.cat(expected).equal(own.penalised(0, draft, logits[0])) != forgets
 
 
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_sampling_without_a_seed_draws_as_plain_sampling_does(llama, monkeypatch, rewinds):
+    if not rewinds:
+        monkeypatch.setattr(NodeChooser, "rewind", lambda *_: None)
+    torch.manual_seed(5)
+    expected = plain(llama, PROMPTS[0], 30, do_sample=True, temperature=0.9)
+    numbers = torch.rand(3)
+    recycler = recycling(llama)
+    torch.manual_seed(5)
+    answer = recycler.generate(PROMPTS[0], max_new_tokens=30, temperature=0.9)
+    assert (answer.token_ids == expected) == rewinds  # the check of the graph draws, too
+    assert torch.rand(3).equal(numbers) == rewinds
+    assert runners(recycler)[0].step.chooser.samples
+
+
+def test_random_numbers_that_others_draw_meanwhile_are_not_drawn_again(llama):
+    recycler = recycling(llama)
+    torch.manual_seed(5)
+    drawn = []
+    for _ in recycler.stream(PROMPTS[0], max_new_tokens=30, temperature=0.9):
+        drawn.append(float(torch.rand(1)))
+    assert len(drawn) > 5
+    assert float(torch.rand(1)) not in drawn
+    assert recycler.runs._graph is not None
+
+
 @several
 def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
     monkeypatch.setattr(decoder, "SMALLEST", 64)
@@ -250,7 +276,7 @@ def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
 
 
 def test_what_a_graph_cannot_hold_is_decoded_without(llama):
-    for options in ({"no_repeat_ngram_size": 3}, {"temperature": 0.9}):  # no seed: PyTorch's own
+    for options in ({"no_repeat_ngram_size": 3}, {"temperature": 0.9, "typical_p": 0.7}):
         recycler = recycling(llama)
         torch.manual_seed(5)
         expected = plain(llama, PROMPTS[0], 30, do_sample="temperature" in options, **options)

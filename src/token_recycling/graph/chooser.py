@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Listed
 from typing import Any
 
@@ -72,7 +73,7 @@ class NodeChooser:
         if any(penalty != 1.0 for penalty in self._penalties):
             self._seen = torch.zeros((batch, vocab_size + 1), dtype=torch.bool, device=device)
         self._generators: list[torch.Generator] = []
-        self._states: list[Tensor] = []  # of the generators, before the first draw
+        self._states: list[deque[Tensor]] = []  # of the generators, as many draws back as are kept
         self._drawn: list[int] = []  # blocks, per row
 
     @property
@@ -86,7 +87,8 @@ class NodeChooser:
         The random numbers start at the generators' current states.
         """
         self._generators = list(generators)
-        self._states = [generator.get_state() for generator in self._generators]
+        kept = self._blocks.shape[1] + 1
+        self._states = [deque([one.get_state()], maxlen=kept) for one in self._generators]
         self._drawn = [0] * len(self._generators)
         self._chosen.zero_()
         if self._seen is not None:
@@ -100,14 +102,16 @@ class NodeChooser:
         while ring and self._drawn[row] < count:
             block = self._blocks[row, self._drawn[row] % ring]
             block.exponential_(generator=self._generators[row])
+            self._states[row].append(self._generators[row].get_state())
             self._drawn[row] += 1
 
     def rewind(self, row: int, count: int) -> None:
-        """Set the generator of ``row`` to its state after plain sampling of ``count`` tokens."""
-        if self.samples:
-            self._generators[row].set_state(self._states[row])
-            for _ in range(count):
-                self._blocks[row, 0].exponential_(generator=self._generators[row])
+        """Set the generator of ``row`` to its state after plain sampling of ``count`` tokens.
+
+        If others have drawn from it meanwhile, it stays as it is.
+        """
+        if self.samples and self._generators[row].get_state().equal(self._states[row][-1]):
+            self._generators[row].set_state(self._states[row][count - self._drawn[row] - 1])
 
     def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Choose a token after every node.

@@ -49,9 +49,13 @@ def can_capture(accept: Acceptor) -> bool:
     if not isinstance(accept, FollowAcceptor) or accept.on_choice is not None:
         return False
     sampler = accept.sampler
-    if sampler is not None and not isinstance(sampler, RowSampler):
-        return False
-    return None not in generators_of(accept) and all(map(can_choose, accept.processors))
+    if sampler is not None:
+        if not isinstance(sampler, RowSampler):
+            return False
+        # Several rows without a seed share a generator, in the order in which they advance.
+        if None in sampler.generators and len(sampler.generators) > 1:
+            return False
+    return all(map(can_choose, accept.processors))
 
 
 def slots_for(length: int, size: int) -> int:
@@ -196,7 +200,7 @@ class GraphDecoder:
                         size,
                         None if follows is None else follows.processors,
                         cache,
-                        sampled=bool(generators_of(follows)),
+                        sampled=follows is not None and follows.sampler is not None,
                         kernels=kernels,
                     )
                     return GraphRunner(step, compiled=self._compiles)
@@ -232,7 +236,7 @@ class GraphDecoder:
             try:
                 longest = max(len(sequence.tokens) for sequence in sequences)
                 runner = self._runner(len(sequences), longest, follows)
-                runner.check(sequences, generators_of(follows))
+                runner.check(sequences, generators_of(follows, self.target.device))
             except GraphError as reason:
                 if self._kernels and isinstance(reason, StepError):
                     self._kernels = False
@@ -259,7 +263,7 @@ class GraphDecoder:
         first = [len(sequence.tokens) for sequence in sequences]
         on_device = list(first)  # lengths on the device, where ended rows may have continued
         with ordinary_tensors():
-            step.begin(sequences, generators_of(follows))
+            step.begin(sequences, generators_of(follows, self.target.device))
         in_flight: deque[Callable[[], list[list[int]]]] = deque()
         begun = perf_counter()
         overflowed = False
@@ -299,7 +303,7 @@ class GraphDecoder:
             except TokenRecyclingError:
                 pass  # cache and random state may belong to another answer
             else:
-                if step.chooser is not None and any(sequence.active for sequence in sequences):
+                if step.chooser is not None:
                     for row, sequence in enumerate(sequences):
                         step.chooser.rewind(row, len(sequence.tokens) - first[row])
                 with self.target.inference_context():
@@ -319,10 +323,21 @@ def precision() -> str:
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
-def generators_of(follows: FollowAcceptor | None) -> list[Any]:
+def generators_of(follows: FollowAcceptor | None, device: torch.device) -> list[torch.Generator]:
     """Return the random generators of the rows; none where the argmax is taken."""
     sampler = None if follows is None else follows.sampler
-    return [] if sampler is None else list(cast("Any", sampler).generators)
+    if sampler is None:
+        return []
+    return [one or default_generator(device) for one in cast("Any", sampler).generators]
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that PyTorch draws from on a device where none is given."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
 
 
 def has_adapters(model: Any) -> bool:

@@ -21,7 +21,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from token_recycling.decoding.accept import Acceptor, FollowAcceptor, GreedyAcceptor
 from token_recycling.decoding.metrics import Step
-from token_recycling.decoding.samplers import BatchSampler
+from token_recycling.decoding.samplers import BatchSampler, RowSampler
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.hf.cache_interop import hand_out, read_padding, take_in
@@ -224,7 +224,10 @@ def _recycle(
     config = request.config
     scores, output = _Scores(request), _Output(request, streamer)
     across = [one for one in request.criteria if request.batch > 1 and looks_at_batch(one)]
-    sampler = BatchSampler(request.batch, ahead=bool(across)) if config.do_sample else None
+    sampler: RowSampler | BatchSampler | None = None
+    if config.do_sample:
+        alone = request.batch == 1
+        sampler = RowSampler([None]) if alone else BatchSampler(request.batch, ahead=bool(across))
     accept: Acceptor = GreedyAcceptor()
     if not request.is_plain_greedy or scores.wanted:
         processors = [request.row_processors(row) for row in range(request.batch)]
@@ -241,7 +244,7 @@ def _recycle(
             for sequence, count in zip(output.sequences, output.released)
         ]
         target.cache.rewind(read)
-        if sampler is not None:
+        if isinstance(sampler, BatchSampler):
             sampler.rewind(max(output.released), target.device)
     if streamer is not None:
         streamer.end()
