@@ -47,7 +47,8 @@ POINTERS = {
     "candidates": "*i32",
     "probabilities": "*i16",
     "keys": "*i64",
-    "weights": "*fp64",
+    "weights": "*fp32",
+    "exact": "*fp64",
     "logits": "*fp32",
     "classes": "*i32",
     "root_ids": "*i32",
@@ -96,7 +97,7 @@ NUMBERS += ("query_node", "count")
 
 def variants():
     """(name, kernel, constants, warps)"""
-    for k, n in product((8, 12, 16), (1, 2, 17, 65, 81, 257)):
+    for k, n in product((8, 12, 16), (1, 2, 16, 64, 81, 257)):
         width, nodes = triton.next_power_of_2(k), max(triton.next_power_of_2(n), 2)
         constants = {"K": k, "WIDTH": width, "NODES": nodes, "CHAIN": 16}
         constants["ROUND"] = propose.nodes_per_round(n, width)
@@ -107,7 +108,7 @@ def variants():
         yield f"count k={k}", count._count, constants, count.COUNT_WARPS
         constants = {"K": k, "WIDTH": width, "BLOCK": learn.MOST_AT_ONCE}
         yield f"learn k={k}", learn._learn, constants, learn.LEARN_WARPS
-        for n in (2, 17, 257):
+        for n in (2, 16, 64, 257):
             constants = {"K": k, "WIDTH": width, "NODES": triton.next_power_of_2(n)}
             yield f"remember k={k} n={n}", learn._remember, constants, learn.REMEMBER_WARPS
         constants = {"K": k, "WIDTH": width, "BLOCK": learn.MOST_AT_ONCE}
@@ -237,7 +238,14 @@ def main():
             options = {"num_warps": warps}
             if target.backend == "cuda" and kernel in DRAFTING:
                 options |= REGISTERS
-            source = ASTSource(kernel, signature(kernel, constants, target), constexprs=constants)
+            types = signature(kernel, constants, target)
+            # PyTorch's tensors begin at multiples of 16 bytes, which Triton sees at a launch.
+            aligned = {
+                (at,): [["tt.divisibility", 16]]
+                for at, kind in enumerate(types.values())
+                if kind.startswith("*")
+            }
+            source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
             compiled = triton.compile(source, target=target, options=options)
             registers, spilled = resources(compiled, target)
             failed += spilled > 0

@@ -53,6 +53,8 @@ class DeviceDrafting:
         self._learnt = {name: getattr(matrix, name).to(device, copy=True) for name in STATE}
         rates = host.expected_rates(matrix.k)
         self._rates = torch.from_numpy(rates).to(device, torch.float32)
+        # Read instead of the weights in float64, and of the evidence
+        self._weights = self._learnt["weights"].float()
         self._logits = torch.zeros_like(self._rates)
         self._classes = torch.from_numpy(host.BIN_OF).to(device, torch.int32)
         self._context = torch.full((batch, capacity), NO_TOKEN, device=device)
@@ -77,6 +79,7 @@ class DeviceDrafting:
         self.set_root_rows(rows.root_rows)
         for name, tensor in self._learnt.items():
             tensor.copy_(getattr(self.drafter.matrix, name))
+        self._weights.copy_(self._learnt["weights"])
         self._logits.copy_(torch.from_numpy(self.drafter.logits))
 
     def set_root_rows(self, rows: RootRows) -> None:
@@ -140,7 +143,7 @@ class DeviceDrafting:
             learnt["all_candidates"],
             learnt["all_probabilities"].view(torch.int16),
             learnt["keys"],
-            learnt["weights"],
+            self._weights,
             self._logits,
             self._classes,
             matrix.vocab_size,
@@ -173,6 +176,7 @@ class DeviceDrafting:
             accepted.emitted,
             *self._tables[:6],
             learnt["evidence"],
+            learnt["weights"],
             self._rates,
             *self._tables[6:],
             drafter.learning_rate,

@@ -47,6 +47,14 @@ def _count_lack(lack, there, others, right, evidence, rates, logits, features):
 
 
 @triton.jit
+def _move(weights, exact, index, change):
+    """Change weights in float64, and their copy in float32."""
+    weight = tl.load(exact + index) + change
+    tl.store(exact + index, weight)
+    tl.store(weights + index, weight.to(tl.float32))
+
+
+@triton.jit
 def _count(
     context,
     lengths,
@@ -65,6 +73,7 @@ def _count(
     logits,
     classes,
     evidence,
+    exact,
     rates,
     batch,
     V,
@@ -149,9 +158,7 @@ def _count(
             all_errors = tl.sum(own_error, 1)
             number_found = tl.sum(first.to(tl.float32), 1)
             is_found = tl.sum((right & first).to(tl.float32), 1)
-            of_set = weights + which * INPUTS
             sets = SETS + tl.arange(0, PATTERNS)
-            of_sets = weights + sets * INPUTS
             of_pattern = sets[:, None] == pattern
             errors = tl.sum(tl.where(of_pattern, own_error, 0.0), 1)
             tl.debug_barrier()  # everything is read before anything is written
@@ -160,11 +167,11 @@ def _count(
                 lack_logit = lack_logits[index]
                 slope = tl.where(own, (logit - lack_logit[:, None]) * error, 0.0)
                 gradient = lack_logit * all_errors + tl.sum(slope, 1)
-                tl.store(of_set + index, tl.load(of_set + index) + learning_rate * gradient)
+                _move(weights, exact, which * INPUTS + index, learning_rate * gradient)
                 gradients = tl.sum(tl.where(of_pattern, slope, 0.0), 1)
                 gradients += lack_logit * errors
-                old = tl.load(of_sets + index)
-                tl.store(of_sets + index, old + learning_rate * PATTERN_RATE * gradients)
+                change = learning_rate * PATTERN_RATE * gradients
+                _move(weights, exact, sets * INPUTS + index, change)
                 has = tl.sum(own.to(tl.float32), 1)
                 hit = tl.sum((own & right).to(tl.float32), 1)
                 _count_lack(
@@ -177,9 +184,8 @@ def _count(
                     logits,
                     features,
                 )
-            tl.store(of_set + 5, tl.load(of_set + 5) + learning_rate * all_errors)
-            old = tl.load(of_sets + 5)
-            tl.store(of_sets + 5, old + learning_rate * PATTERN_RATE * errors)
+            _move(weights, exact, which * INPUTS + 5, learning_rate * all_errors)
+            _move(weights, exact, sets * INPUTS + 5, learning_rate * PATTERN_RATE * errors)
             hits = tl.load(evidence + kind, mask=present, other=0.0) + right.to(tl.float32)
             trials = tl.load(evidence + features + kind, mask=present, other=0.0) + 1.0
             _store_evidence(kind, hits, trials, evidence, rates, logits, features, present)
@@ -188,6 +194,7 @@ def _count(
             before = last
             last = token
             token = truth
+        tl.debug_barrier()  # all warps have read the length
         # The last emitted token is the next root.
         more = tl.minimum(number - 1, w - length.to(tl.int32))
         tl.store(text + length + step, found_tokens, mask=step < more)
@@ -196,7 +203,7 @@ def _count(
 
 @torch.library.custom_op(
     "token_recycling::device_count",
-    mutates_args=("context", "lengths", "weights", "logits", "evidence"),
+    mutates_args=("context", "lengths", "weights", "logits", "evidence", "exact"),
 )
 def _launch_count(
     context: Tensor,
@@ -216,6 +223,7 @@ def _launch_count(
     logits: Tensor,
     classes: Tensor,
     evidence: Tensor,
+    exact: Tensor,
     rates: Tensor,
     vocab_size: int,
     pairs: int,
@@ -242,6 +250,7 @@ def _launch_count(
         logits,
         classes,
         evidence,
+        exact,
         rates,
         len(lengths),
         vocab_size,

@@ -16,7 +16,7 @@ from token_recycling.util.launch import REGISTERS, launch
 FLOOR = tl.constexpr(host.FLOOR)
 WINDOW = tl.constexpr(host.WINDOW)
 NONE = tl.constexpr(-1e30)  # log probability of no candidate
-SCAN = tl.constexpr(1024)  # slots of a context that are compared at once
+SCAN = tl.constexpr(4096)  # slots of a context that are compared at once
 PLACES = tl.constexpr(1 << 14)  # most candidates that are compared in a round
 ORDERS = tl.constexpr(1 << 18)  # most parents times lanes
 PROPOSE_WARPS = 8
@@ -29,23 +29,23 @@ def _match(tokens, length, root):
     Returns:
         The number of tokens that agree, and the slot behind the n-gram.
     """
-    best = tl.full([], 0, tl.int64)
+    best = tl.zeros([SCAN], tl.int64)  # length of a match, then the slot behind it
     for begin in range(1, length, SCAN):
         end = begin + tl.arange(0, SCAN)
         agrees = end < length
-        run = tl.zeros([SCAN], tl.int64)
+        run = tl.zeros([SCAN], tl.int32)
         own = root
         shift = tl.full([], 0, tl.int64)
         more = shift == 0
         while more:
             here = agrees & (end > shift)
             agrees = here & (tl.load(tokens + end - 1 - shift, mask=here, other=-1) == own)
-            run += agrees.to(tl.int64)
+            run += agrees.to(tl.int32)
             shift += 1
             more = (shift < WINDOW) & (shift < length) & (tl.sum(agrees.to(tl.int32), 0) > 0)
             own = tl.load(tokens + length - 1 - shift, mask=more, other=-1)
-        # The longest match, and of equally long ones the last
-        best = tl.maximum(best, tl.max(tl.where(run > 0, (run << 32) + end, 0), 0))
+        best = tl.maximum(best, tl.where(run > 0, (run.to(tl.int64) << 32) + end, 0))
+    best = tl.max(best, 0)  # the longest match, and of equally long ones the last
     return best >> 32, best & 0xFFFFFFFF
 
 
@@ -157,7 +157,7 @@ def _write(
         tl.store(ancestors_out + (row * n + i) * n + node, node < 0, mask=inside)
     tl.debug_barrier()
     path = node
-    for _ in range(0, max_depth + 1):
+    for _ in range(0, tl.max(depths, 0) + 1):
         tl.store(ancestors_out + out * n + path, node >= 0, mask=inside)
         path = tl.gather(parents, path, 0)
     tl.store(ancestors_out + out * n, node >= 0, mask=inside)
@@ -277,7 +277,7 @@ def _propose(
         new = _keys(worth, above[:, None], lane[None, :], place, NODES, WIDTH)
         new = tl.topk(tl.reshape(new, [tile]), NODES)
         old = _keys(logs, parents, lanes, tile + node, NODES, WIDTH)
-        merged = tl.maximum(old, tl.flip(new, 0))  # first rising, then falling
+        merged = tl.maximum(old, tl.flip(new, 0))  # first falling, then rising
         merged = tl.bitonic_merge(merged, descending=True)
         valid = merged > 0
         place = (merged % PLACES).to(tl.int32)
@@ -299,14 +299,19 @@ def _propose(
         closed = tl.gather(tl.where(taken, 1, closed), own, 0)
         closed = tl.where(is_new, tl.where(depths < max_depth, 0, 1), closed)
         closed = tl.where(valid, closed, 1)
-        # Parents have moved: where to, a binary search finds, as old nodes keep their order.
-        passed = tl.cumsum((valid & ~is_new).to(tl.int32), 0)
-        moved = tl.zeros([NODES], tl.int32)
-        step = NODES // 2
-        while step > 0:
-            moved += tl.where(tl.gather(passed, moved + step - 1, 0) <= node, step, 0)
-            step = step // 2
-        parents = tl.gather(moved, above, 0)
+        # Parents have moved.
+        if NODES <= 64:
+            from_old = tl.where(valid & ~is_new, place - tile, -1)
+            here = above[:, None] == from_old[None, :]
+            parents = tl.sum(tl.where(here, node[None, :], 0), 1)
+        else:  # a square of comparisons needs too many registers; old nodes keep their order
+            passed = tl.cumsum((valid & ~is_new).to(tl.int32), 0)
+            moved = tl.zeros([NODES], tl.int32)
+            step = NODES // 2
+            while step > 0:
+                moved += tl.where(tl.gather(passed, moved + step - 1, 0) <= node, step, 0)
+                step = step // 2
+            parents = tl.gather(moved, above, 0)
         waiting = tl.sum(tl.where((closed == 0) & (node < n - 1), 1, 0), 0)
         left = tl.where(waiting > 0, left - 1, 0)
     _write(
@@ -341,7 +346,7 @@ def nodes_per_round(n: int, width: int) -> int:
     for few, as the candidates of a round must be as many as nodes.
     """
     nodes = int(triton.next_power_of_2(n))
-    at_once = min(max(nodes // 2, 1), max(8, nodes // 16), 8192 // (4 * width * width))
+    at_once = min(max(nodes // 2, 1), 8 if nodes <= 128 else 16, 8192 // (4 * width * width))
     return max(at_once, nodes // (4 * width), 1)
 
 

@@ -75,7 +75,7 @@ def _by_level(level, third, second, first, chain):
 @triton.jit
 def _weight(of_set, of_pattern, source):
     """Return the weight of a source: that of the node's set plus that of each lane's pattern."""
-    return tl.load(of_set + source).to(tl.float32) + tl.load(of_pattern + source).to(tl.float32)
+    return tl.load(of_set + source) + tl.load(of_pattern + source)
 
 
 @triton.jit
@@ -188,19 +188,23 @@ def gather(
     logit0 = tl.load(logits + lack0)
     logit3 = tl.load(logits + lack3)
     logit4 = tl.load(logits + lack4)
-    # The first lane of a candidate, and the bits of its sources. A damaged row that has a candidate
-    # twice must not exceed these.
-    bit = tl.where(valid, tl.full([], 1, tl.int32) << source, 0)
-    first_lane = tl.full([ROUND, 4 * WIDTH], 4 * WIDTH, tl.int32)
+    # The bits of a candidate's sources; it counts on the lane of the first one. A damaged row that
+    # has a candidate twice must not exceed them.
+    groups = (
+        _group(found + 1, 0, ROUND, WIDTH) - 1,
+        _group(found + 1, 1, ROUND, WIDTH) - 1,
+        _group(found + 1, 2, ROUND, WIDTH) - 1,
+        _group(found + 1, 3, ROUND, WIDTH) - 1,
+    )
     pattern = tl.zeros([ROUND, 4 * WIDTH], tl.int32)
-    for number in range(4):
-        its = _group(found + 1, number, ROUND, WIDTH) - 1
-        its_bit = _group(bit, number, ROUND, WIDTH)
-        its_lane = (number * WIDTH + tl.arange(0, WIDTH))[:, None, None]
-        same = (found[None, :, :] == its[:, :, None]) & (its >= 0)[:, :, None]
-        first_lane = tl.minimum(first_lane, tl.min(tl.where(same, its_lane, 4 * WIDTH), 0))
-        pattern += tl.sum(tl.where(same, its_bit[:, :, None], 0), 0)
-    first = valid & (first_lane == lane)
+    for number in tl.static_range(4):
+        its = groups[number][:, :, None]
+        bits_of = tl.where(tl.arange(0, WIDTH) == 0, 8, 16)[:, None, None]
+        if number < 3:
+            bits_of = tl.full([1, 1, 1], 4 >> number, tl.int32)
+        pattern += tl.sum(tl.where((found[None, :, :] == its) & (its >= 0), bits_of, 0), 0)
+    earlier = tl.where(source == 4, 15, tl.where(source == 3, 7, 7 & ~((2 << source) - 1)))
+    first = valid & ((pattern & earlier) == 0)
     pattern = SETS + tl.minimum(pattern, PATTERNS - 1)
     # The mixture: as if all sources lacked a candidate, plus what those say that have it.
     state = tl.where(there3, tl.where(run >= LONG, 2, 1), 0)
@@ -217,11 +221,10 @@ def gather(
     odds += _weight(of_set, of_pattern, 3) * logit3[:, None]
     odds += _weight(of_set, of_pattern, 4) * logit4[:, None]
     odds += _weight(of_set, of_pattern, 5)
-    for number in range(4):
-        its = _group(found + 1, number, ROUND, WIDTH) - 1
-        its_more = _group(more, number, ROUND, WIDTH)
-        same = (found[None, :, :] == its[:, :, None]) & (its >= 0)[:, :, None]
-        odds += tl.sum(tl.where(same, its_more[:, :, None], 0.0), 0)
+    for number in tl.static_range(4):
+        its = groups[number][:, :, None]
+        its_more = _group(more, number, ROUND, WIDTH)[:, :, None]
+        odds += tl.sum(tl.where((found[None, :, :] == its) & (its >= 0), its_more, 0.0), 0)
     odds = tl.minimum(tl.maximum(odds, LEAST), MOST)
     source = tl.where(valid, source, -1)
     lacks = (lack0, lack1, lack2, lack3, lack4)
