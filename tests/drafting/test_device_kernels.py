@@ -167,6 +167,7 @@ class Both:
         assert matrix.keys.equal(learnt["keys"])
         assert matrix.evidence.equal(learnt["evidence"])
         assert torch.allclose(matrix.weights, learnt["weights"], rtol=1e-4, atol=1e-5)
+        assert self.device._weights.cpu().equal(learnt["weights"].float())
         logits = torch.from_numpy(self.host.logits).float()
         assert torch.allclose(logits, self.device._logits.cpu(), rtol=1e-4, atol=1e-4)
         p, its = matrix.all_probabilities.float(), learnt["all_probabilities"].float()
