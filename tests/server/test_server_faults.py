@@ -337,8 +337,7 @@ class TestTwoCallers:
             refused = served.post(COMPLETIONS, headers=self.HEADERS[1], **SHORT)
             assert refused.status_code == 429
             assert int(refused.headers["Retry-After"]) >= 1
-            for job in list(served.engine._waiting):
-                served.engine.abort(job)
+            served.engine.drain(0.0)
             served.engine.stop()
             for thread in (*threads, *more):
                 thread.join()
@@ -350,8 +349,7 @@ class TestTwoCallers:
             wait_for(lambda: served.metric("num_requests_waiting") == 2)
             assert served.post(COMPLETIONS, headers=self.HEADERS[0], **SHORT).status_code == 429
             assert 429 not in statuses
-            for job in list(served.engine._waiting):
-                served.engine.abort(job)
+            served.engine.drain(0.0)
             served.engine.stop()
             for thread in threads:
                 thread.join()
