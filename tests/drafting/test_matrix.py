@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from token_recycling import AdjacencyMatrix, TokenRecyclingError
-from token_recycling.drafting.matrix import fingerprint
+from token_recycling.drafting.matrix import STATE, fingerprint
 from token_recycling.util.tokens import NO_TOKEN
 
 
@@ -53,6 +53,31 @@ def test_the_last_valid_row_of_a_repeated_token_wins(data):
             assert torch.equal(matrix.probabilities[token], probabilities[i].half())
     assert matrix.all_candidates[6:].eq(NO_TOKEN).all()  # rows of pairs and triples are untouched
     assert matrix.rows_seen == len(expected)
+
+
+def test_pinned_memory_holds_what_was_learnt(monkeypatch):
+    """Moved once; the functions that need a GPU are replaced."""
+    pinned = []
+
+    def pin(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(
+        torch.Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned)
+    )
+    matrix = AdjacencyMatrix(20, 2, pairs=3, triples=5)
+    matrix.update(torch.tensor([4]), torch.tensor([[7, 9]]), torch.tensor([[0.5, 0.25]]))
+    before = {name: getattr(matrix, name) for name in STATE}
+    for _ in range(2):
+        matrix.pin_memory()
+    assert len(pinned) == len(STATE)
+    for name, old in before.items():
+        new = getattr(matrix, name)
+        assert new.is_pinned()
+        assert new is not old
+        assert new.equal(old)
 
 
 def test_save_and_load(tmp_path):

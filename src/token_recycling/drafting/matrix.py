@@ -132,6 +132,16 @@ class AdjacencyMatrix:
         self.evidence.zero_()
         self.weights.zero_()
 
+    def pin_memory(self) -> None:
+        """Move everything learnt to memory from which and to which a GPU copies directly.
+
+        Raises:
+            RuntimeError: there is no GPU, or no such memory.
+        """
+        for name, tensor in self._learnt().items():
+            if not tensor.is_pinned():
+                setattr(self, name, tensor.pin_memory())
+
     def _learnt(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in STATE}
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter
 from typing import Any, cast
 
@@ -121,6 +121,10 @@ class GraphDecoder:
         if self._whole == 1 and not isinstance(drafter, NoDrafter):
             raise GraphError(f"the drafter {drafter.name} drafts nothing below a text of one token")
         self._drafted = 0  # nodes of a draft; chosen when an answer begins
+        if self._kernels and target.device.type == "cuda" and drafter.matrix is not None:
+            # Every answer copies it to the device and back.
+            with ordinary_tensors(), suppress(RuntimeError):
+                drafter.matrix.pin_memory()
 
     @property
     def next_size(self) -> int:
