@@ -36,7 +36,7 @@ TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
-DRAFTING = (propose._propose, count._count, learn._remember)  # may use many registers
+DRAFTING = (propose._propose, count._count, learn._remember, learn._learn)  # may use many registers
 POINTERS = {
     "context": "*i64",
     "lengths": "*i64",
@@ -117,8 +117,9 @@ def variants():
         del constants["BLOCK"]
         yield f"count ones k={k}", count._count, constants, count.COUNT_WARPS
     constants = {"K": 8, "WIDTH": 8, "NODES": 16, "ROUND": 8, "CHAIN": 16, "P": 1, "T": 1}
-    yield "propose ones", propose._propose, constants, 4
-    yield "propose ones n=1", propose._propose, constants | {"n": 1, "NODES": 2, "ROUND": 1}, 4
+    yield "propose ones", propose._propose, constants, propose.PROPOSE_WARPS
+    constants |= {"n": 1, "NODES": 2, "ROUND": 1}
+    yield "propose ones n=1", propose._propose, constants, propose.PROPOSE_WARPS
     for n in (2, 16, 128, 512):
         yield f"accept n={n}", kernels._accept, {"NODES": n, "STEPS": 32}, 1
     for rule in range(3):
@@ -196,7 +197,7 @@ class NoGPU:
 
 def compile_by_launcher(target):
     """Compile what a step launches, with the arguments that it has, by the path of a launch."""
-    launched = (*DRAFTING, learn._learn, kernels._layout, kernels._accept, kernels._commit)
+    launched = (*DRAFTING, kernels._layout, kernels._accept, kernels._commit)
     launched += (top_k._maxima, top_k._choose, attention_kernel._attend, attention_kernel._merge)
     driver.set_active(NoGPU(target))
     for kernel in launched:

@@ -225,7 +225,7 @@ def test_a_repetition_penalty_counts_the_path_to_a_node(forgets):
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7)])
     logits = torch.randn(1, 6, 12)
     paths = [[], [7], [7, 7], [7, 2], [7, 2, 12], [9]]
-    texts = [torch.tensor([text + path]) for path in paths]
+    texts = [torch.tensor([[one for one in text + path if one < 12]]) for path in paths]
     expected = [processors(ids, logits[0, [node]]) for node, ids in enumerate(texts)]
     own = NodeChooser([processors], 0, 12, "cpu")
     own.begin([Sequence(text)], [])

@@ -173,6 +173,7 @@ def _launch_learn(
         WIDTH=lanes_per_row(candidates),
         BLOCK=min(triton.next_power_of_2(total), MOST_AT_ONCE),
         num_warps=LEARN_WARPS,
+        **REGISTERS,
     )
 
 
