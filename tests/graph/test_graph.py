@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
 )
 
 from architectures import make
 from models import plain, random_prompts
-from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling import TokenRecycling, TokenRecyclingError, enable
 from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence, at_most
 from token_recycling.drafting.base import Drafter, Rows
@@ -30,6 +32,7 @@ from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import chooser, compilation, decoder, runner
 from token_recycling.graph.chooser import NodeChooser
 from token_recycling.graph.drafting import HostDrafting
+from token_recycling.graph.runner import GraphRunner
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.kv_cache import FixedCache
 
@@ -150,7 +153,22 @@ def test_the_same_seed_draws_the_same_text(mix):
     assert runners(recycler)[0].step.chooser.samples
 
 
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Processors see the best tokens only, and tied tokens are sorted by id."""
+    init, sort = NodeChooser.__init__, torch.sort
+
+    def cutting(self, *args):
+        init(self, *args)
+        self._cuts = True
+
+    monkeypatch.setattr(NodeChooser, "__init__", cutting)
+    monkeypatch.setattr(torch, "sort", lambda *args, **given: sort(*args, stable=True, **given))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.usefixtures("as_on_cuda")
 def test_processors_see_only_the_best_tokens(llama, monkeypatch, ties):
     """If more are tied than are kept, the eager loop decodes; without this the text differs."""
     monkeypatch.setattr(chooser, "MANY", 12)
@@ -234,6 +252,64 @@ def test_a_repetition_penalty_counts_the_path_to_a_node(forgets):
     assert torch.cat(expected).equal(own.penalised(0, draft, logits[0])) != forgets
 
 
+@pytest.mark.parametrize("cuts", [False, True])
+def test_pairs_of_tied_tokens(monkeypatch, request, cuts):
+    """Top-p keeps one of two: on a CPU, which one depends on how many tokens it sees."""
+    monkeypatch.setattr(chooser, "MANY", 24)
+    if cuts:
+        request.getfixturevalue("as_on_cuda")
+    model = make("llama")
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight.copy_(weight[::2].repeat_interleave(2, 0))
+    recycler = recycling(model, drafter="paper", nodes=3)
+    options = {"temperature": 1.2, "top_k": 12, "top_p": 0.6}
+    for seed in range(6):
+        torch.manual_seed(seed)
+        expected = plain(model, PROMPTS[0], 40, do_sample=True, **options)
+        answer = recycler.generate(PROMPTS[0], max_new_tokens=40, seed=seed, **options)
+        assert answer.token_ids == expected
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_second_top_k(llama, monkeypatch):
+    monkeypatch.setattr(chooser, "MANY", 10)
+    processors = LogitsProcessorList([TopKLogitsWarper(5), TopKLogitsWarper(2)])
+    own = NodeChooser([processors], 0, 96, "cpu")
+    logits = torch.randn(1, 4, 96)
+    draft = chains(torch.zeros(1, 4, dtype=torch.long))
+    assert own(draft, logits)[0].equal(logits.argmax(dim=-1))
+
+
+def test_infinite_logits_raise_as_plain_sampling_does():
+    model = make("llama")
+    recyclers = [recycling(model, graph=graph) for graph in (False, True)]
+    with torch.no_grad():  # overflows in some steps only
+        model.lm_head.weight[7] = 0
+        model.lm_head.weight[7, 3] = 3e38
+    options = {"max_new_tokens": 60, "temperature": 0.9, "seed": 1}
+    errors = []
+    for recycler in recyclers:
+        with pytest.raises(RuntimeError) as error:
+            recycler.generate(PROMPTS[0], **options)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+    assert "inf" in errors[0]
+
+
+def test_a_stream_left_open_does_not_change_the_next_answer(llama):
+    texts = []
+    for graph in (False, True):
+        recycler = recycling(llama, graph=graph)
+        torch.manual_seed(5)
+        stream = recycler.stream(PROMPTS[0], max_new_tokens=60, temperature=0.9)
+        chunks = [next(stream) for _ in range(3)]
+        answer = recycler.generate(PROMPTS[1], max_new_tokens=20, temperature=0.9)
+        texts.append((chunks, answer.token_ids))
+        stream.close()
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("rewinds", [True, False])
 def test_sampling_without_a_seed_draws_as_plain_sampling_does(llama, monkeypatch, rewinds):
     if not rewinds:
@@ -249,15 +325,19 @@ def test_sampling_without_a_seed_draws_as_plain_sampling_does(llama, monkeypatch
     assert runners(recycler)[0].step.chooser.samples
 
 
-def test_random_numbers_that_others_draw_meanwhile_are_not_drawn_again(llama):
-    recycler = recycling(llama)
-    torch.manual_seed(5)
-    drawn = []
-    for _ in recycler.stream(PROMPTS[0], max_new_tokens=30, temperature=0.9):
-        drawn.append(float(torch.rand(1)))
-    assert len(drawn) > 5
-    assert float(torch.rand(1)) not in drawn
-    assert recycler.runs._graph is not None
+@pytest.mark.parametrize("often", [True, False])
+def test_random_numbers_that_others_draw_meanwhile_are_not_drawn_again(llama, often):
+    for seed in range(3):
+        recycler = recycling(llama)
+        torch.manual_seed(seed)
+        drawn = set()
+        stream = recycler.stream(PROMPTS[0], max_new_tokens=12, temperature=0.9)
+        for number, _ in enumerate(stream):
+            if often or number == 1:
+                drawn.add(float(torch.rand(1)))
+        assert drawn
+        assert not drawn & set(torch.rand(6000).tolist())
+        assert recycler.runs._graph is not None
 
 
 @several
@@ -777,3 +857,42 @@ def test_sizes_of_graphs_are_few():
     assert policy.typical() in GRAPH_SIZES
     few = AutoSize((0.5, 0.4, 0.3), CostCurve.assumed("cuda"))
     assert few.typical() == 4
+
+
+class _Draws(StoppingCriteria):
+    """A streamer and a criterion that draw random numbers after every token."""
+
+    def put(self, value):
+        torch.rand(1)
+
+    def end(self):
+        pass
+
+    def __call__(self, ids, scores, **options):
+        torch.rand(1)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("drawing", ["nobody", "a streamer", "a criterion"])
+@pytest.mark.parametrize("options", [{"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.2}])
+def test_generate_in_a_graph_draws_as_ever(llama, monkeypatch, options, drawing):
+    """Random numbers too, unless the caller's own code may draw between two tokens."""
+    runs = []
+    replay = GraphRunner._replay
+    monkeypatch.setattr(GraphRunner, "_replay", lambda self: runs.append(1) or replay(self))
+    model = make("llama")
+    enable(model, graph=True, strict=True, nodes=NODES)
+    given = {
+        "nobody": {},
+        "a streamer": {"streamer": _Draws()},
+        "a criterion": {"stopping_criteria": StoppingCriteriaList([_Draws()])},
+    }[drawing]
+    ids = torch.tensor([PROMPTS[0]])
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = llama.generate(ids, max_new_tokens=30, **options, **given)
+        numbers = torch.rand(3)
+        torch.manual_seed(seed)
+        assert model.generate(ids, max_new_tokens=30, **options, **given).equal(expected)
+        assert torch.rand(3).equal(numbers)
+    assert bool(runs) == (drawing == "nobody" or "do_sample" not in options)

@@ -46,8 +46,9 @@ class NodeChooser:
     are drawn before the step into a ring buffer. In a step after t tokens, a node of depth d uses
     block t + d. The longest path along these choices is therefore the text of plain sampling.
 
-    Processors after a top-k see only the best tokens, since top-p sorts what it sees. A repetition
-    penalty comes before all others; for every node it counts the text and the node's ancestors.
+    On CUDA, processors after a top-k see only the best tokens, since top-p sorts what it sees. A
+    repetition penalty comes before all others; for every node it counts the text and the node's
+    ancestors.
     """
 
     def __init__(
@@ -68,12 +69,16 @@ class NodeChooser:
         batch = len(self._processors)
         self._blocks = torch.ones((batch, ahead, vocab_size), dtype=torch.float32, device=device)
         self._chosen = torch.zeros(batch, dtype=torch.long, device=device)  # tokens since ``begin``
+        # Top-p removes one of two tied tokens. PyTorch sorts them by id on CUDA, of few tokens as
+        # of many; on a CPU their order depends on the number of tokens.
+        self._cuts = torch.device(device).type == "cuda"
         # Tokens of the text; the last column stands for those that the model has no logits of.
         self._seen: Tensor | None = None
         if any(penalty != 1.0 for penalty in self._penalties):
             self._seen = torch.zeros((batch, vocab_size + 1), dtype=torch.bool, device=device)
         self._generators: list[torch.Generator] = []
         self._states: list[deque[Tensor]] = []  # of the generators, as many draws back as are kept
+        self._shown: list[Tensor | None] = []  # of the generators, while others may draw
         self._drawn: list[int] = []  # blocks, per row
 
     @property
@@ -89,6 +94,7 @@ class NodeChooser:
         self._generators = list(generators)
         kept = self._blocks.shape[1] + 1
         self._states = [deque([one.get_state()], maxlen=kept) for one in self._generators]
+        self._shown = [None] * len(self._generators)
         self._drawn = [0] * len(self._generators)
         self._chosen.zero_()
         if self._seen is not None:
@@ -98,11 +104,15 @@ class NodeChooser:
 
     def draw(self, row: int, count: int) -> None:
         """Draw the first ``count`` blocks of ``row``; new ones overwrite the oldest in the ring."""
-        ring = self._blocks.shape[1]
-        while ring and self._drawn[row] < count:
-            block = self._blocks[row, self._drawn[row] % ring]
-            block.exponential_(generator=self._generators[row])
-            self._states[row].append(self._generators[row].get_state())
+        if not self.samples or self._drawn[row] >= count:
+            return
+        ring, generator, states = self._blocks.shape[1], self._generators[row], self._states[row]
+        if not generator.get_state().equal(states[-1]):  # others have drawn: not behind that
+            states.clear()
+            states.append(generator.get_state())
+        while self._drawn[row] < count:
+            self._blocks[row, self._drawn[row] % ring].exponential_(generator=generator)
+            states.append(generator.get_state())
             self._drawn[row] += 1
 
     def rewind(self, row: int, count: int) -> None:
@@ -110,8 +120,19 @@ class NodeChooser:
 
         If others have drawn from it meanwhile, it stays as it is.
         """
-        if self.samples and self._generators[row].get_state().equal(self._states[row][-1]):
-            self._generators[row].set_state(self._states[row][count - self._drawn[row] - 1])
+        if not self.samples:
+            return
+        generator, states = self._generators[row], self._states[row]
+        back = self._drawn[row] - count + 1
+        if back <= len(states) and generator.get_state().equal(states[-1]):
+            self._shown[row] = states[-back]
+            generator.set_state(states[-back])
+
+    def resume(self, row: int) -> None:
+        """Undo ``rewind``, unless others have drawn meanwhile."""
+        shown = self._shown[row] if self.samples else None
+        if shown is not None and self._generators[row].get_state().equal(shown):
+            self._generators[row].set_state(self._states[row][-1])
 
     def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Choose a token after every node.
@@ -121,8 +142,8 @@ class NodeChooser:
             logits: [B, n, V].
 
         Returns:
-            The tokens int64 [B, n], and whether any is wrong, bool []: more tokens were tied with
-            the last of the k best than ``MANY`` allows for.
+            The tokens int64 [B, n], and whether any is wrong, bool []: its probabilities are not
+            finite, or more tokens were tied with the last of the k best than ``MANY`` allows for.
         """
         chosen, wrong = zip(
             *(self._choose(row, draft, logits[row].float()) for row in range(len(logits)))
@@ -136,13 +157,13 @@ class NodeChooser:
         tokens = None
         wrong = torch.zeros((), dtype=torch.bool, device=scores.device)
         for one in self._processors[row]:
-            if (
-                type(one) is TopKLogitsWarper
-                and (many := max(MANY, 2 * one.top_k)) < scores.shape[-1]
-            ):
+            if type(one) is TopKLogitsWarper and self._cuts and tokens is None:
+                many = min(max(MANY, 2 * one.top_k), scores.shape[-1])
+                outside = many < scores.shape[-1]
                 scores, tokens = scores.topk(many)
                 last = scores[:, -1]
-                wrong = ((last == scores[:, one.top_k - 1]) & (last > -torch.inf)).any()
+                tied = (last == scores[:, min(one.top_k, many) - 1]) & (last > -torch.inf)
+                wrong = tied.any() & outside
                 tokens, order = tokens.sort(dim=-1)  # in this order top-p removes tied tokens
                 scores = scores.gather(1, order)
             scores = one(None, scores)
@@ -150,7 +171,9 @@ class NodeChooser:
             ring = self._blocks[row]
             block = (self._chosen[row] + draft.depths[row]) % len(ring)
             random = ring[block] if tokens is None else ring[block[:, None], tokens]
-            scores = scores.softmax(dim=-1) / random
+            weights = scores.softmax(dim=-1)
+            wrong = wrong | ((weights >= 0).logical_not().any(dim=-1) & draft.valid[row]).any()
+            scores = weights / random
         best = scores.argmax(dim=-1, keepdim=True)
         return (best if tokens is None else tokens.gather(1, best))[:, 0], wrong
 

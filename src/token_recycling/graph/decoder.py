@@ -299,7 +299,13 @@ class GraphDecoder:
                 done = Step(tokens, reasons, drafted, step.size, seconds)
                 rows = len(tokens)
                 self.size.record(rows, rows * (step.size - 1), done.mean_emitted, sum(seconds))
+                if step.chooser is not None:  # others may draw from the same generators
+                    for row, sequence in enumerate(sequences):
+                        step.chooser.rewind(row, len(sequence.tokens) - first[row])
                 yield done
+                if step.chooser is not None:
+                    for row in range(rows):
+                        step.chooser.resume(row)
                 begun = perf_counter()
         finally:
             try:

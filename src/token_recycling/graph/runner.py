@@ -158,11 +158,12 @@ class GraphRunner:
                 if step.chooser is not None:
                     for row in range(len(sequences)):
                         step.chooser.draw(row, 2 * step.most)
-                found = run()
-                if step.chooser is not None:
-                    for row in range(len(sequences)):
-                        step.chooser.rewind(row, 0)
-                return found
+                try:
+                    return run()
+                finally:
+                    if step.chooser is not None:
+                        for row in range(len(sequences)):
+                            step.chooser.rewind(row, 0)
 
             def two(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
                 return lambda: torch.stack([step.take(run), step.take(run)])

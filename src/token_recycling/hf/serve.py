@@ -226,8 +226,10 @@ def _recycle(
     across = [one for one in request.criteria if request.batch > 1 and looks_at_batch(one)]
     sampler: RowSampler | BatchSampler | None = None
     if config.do_sample:
-        alone = request.batch == 1
-        sampler = RowSampler([None]) if alone else BatchSampler(request.batch, ahead=bool(across))
+        sampler = BatchSampler(request.batch, ahead=bool(across))
+        # Code of the caller may draw from the same generator after every token.
+        if request.batch == 1 and all(map(_is_stock, (streamer, *request.criteria))):
+            sampler = RowSampler([None])  # can be part of a graph
     accept: Acceptor = GreedyAcceptor()
     if not request.is_plain_greedy or scores.wanted:
         processors = [request.row_processors(row) for row in range(request.batch)]
@@ -261,6 +263,11 @@ def _recycle(
         logits=scores.logits,
         **{CACHE_NAME: cache},
     )
+
+
+def _is_stock(one: Any) -> bool:
+    """Return True for nothing, and for an object of Transformers' own classes."""
+    return one is None or type(one).__module__.startswith("transformers.")
 
 
 def _make_sequences(request: Request, across: list[Any], scores: _Scores, output: _Output) -> None:
