@@ -196,7 +196,10 @@ def test_processors_see_only_the_best_tokens(llama, monkeypatch, ties):
     assert bool(left) == ties
     call = NodeChooser.__call__
     if ties:
-        other = lambda *args: (call(*args)[0], torch.zeros((), dtype=torch.bool))  # noqa: E731
+
+        def other(self, draft, logits):
+            return call(self, draft, logits)[0], torch.zeros((), dtype=torch.bool)
+
     else:  # the wrong random numbers
 
         def other(self, draft, logits):
@@ -272,7 +275,7 @@ def test_pairs_of_tied_tokens(monkeypatch, request, cuts):
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_a_second_top_k(llama, monkeypatch):
+def test_a_second_top_k(monkeypatch):
     monkeypatch.setattr(chooser, "MANY", 10)
     processors = LogitsProcessorList([TopKLogitsWarper(5), TopKLogitsWarper(2)])
     own = NodeChooser([processors], 0, 96, "cpu")

@@ -102,37 +102,37 @@ class NodeChooser:
             for row, sequence in zip(self._seen, sequences):
                 row[sequence.ids(row.device)[0].clamp(max=len(row) - 1)] = True
 
-    def draw(self, row: int, count: int) -> None:
-        """Draw the first ``count`` blocks of ``row``; new ones overwrite the oldest in the ring."""
-        if not self.samples or self._drawn[row] >= count:
-            return
-        ring, generator, states = self._blocks.shape[1], self._generators[row], self._states[row]
-        if not generator.get_state().equal(states[-1]):  # others have drawn: not behind that
-            states.clear()
-            states.append(generator.get_state())
-        while self._drawn[row] < count:
-            self._blocks[row, self._drawn[row] % ring].exponential_(generator=generator)
-            states.append(generator.get_state())
-            self._drawn[row] += 1
+    def draw(self, counts: Listed[int]) -> None:
+        """Draw the first blocks of every row; new ones overwrite the oldest in the ring."""
+        ring = self._blocks.shape[1]
+        for row, generator in enumerate(self._generators):
+            if self._drawn[row] >= counts[row]:
+                continue
+            states = self._states[row]
+            if not generator.get_state().equal(states[-1]):  # others have drawn: not behind that
+                states.clear()
+                states.append(generator.get_state())
+            while self._drawn[row] < counts[row]:
+                self._blocks[row, self._drawn[row] % ring].exponential_(generator=generator)
+                states.append(generator.get_state())
+                self._drawn[row] += 1
 
-    def rewind(self, row: int, count: int) -> None:
-        """Set the generator of ``row`` to its state after plain sampling of ``count`` tokens.
+    def rewind(self, counts: Listed[int]) -> None:
+        """Set every row's generator to its state after plain sampling of so many tokens.
 
         If others have drawn from it meanwhile, it stays as it is.
         """
-        if not self.samples:
-            return
-        generator, states = self._generators[row], self._states[row]
-        back = self._drawn[row] - count + 1
-        if back <= len(states) and generator.get_state().equal(states[-1]):
-            self._shown[row] = states[-back]
-            generator.set_state(states[-back])
+        for row, generator in enumerate(self._generators):
+            states, back = self._states[row], self._drawn[row] - counts[row] + 1
+            if back <= len(states) and generator.get_state().equal(states[-1]):
+                self._shown[row] = states[-back]
+                generator.set_state(states[-back])
 
-    def resume(self, row: int) -> None:
+    def resume(self) -> None:
         """Undo ``rewind``, unless others have drawn meanwhile."""
-        shown = self._shown[row] if self.samples else None
-        if shown is not None and self._generators[row].get_state().equal(shown):
-            self._generators[row].set_state(self._states[row][-1])
+        for generator, shown, states in zip(self._generators, self._shown, self._states):
+            if shown is not None and generator.get_state().equal(shown):
+                generator.set_state(states[-1])
 
     def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Choose a token after every node.

@@ -265,6 +265,10 @@ class GraphDecoder:
         """
         cache, step = self.target.cache, runner.step
         first = [len(sequence.tokens) for sequence in sequences]
+
+        def emitted() -> list[int]:
+            return [len(sequence.tokens) - own for sequence, own in zip(sequences, first)]
+
         on_device = list(first)  # lengths on the device, where ended rows may have continued
         with ordinary_tensors():
             step.begin(sequences, generators_of(follows, self.target.device))
@@ -279,9 +283,7 @@ class GraphDecoder:
                 launches = room and step.size == self.next_size
                 if launches:
                     if step.chooser is not None:
-                        for row, sequence in enumerate(sequences):
-                            count = len(sequence.tokens) - first[row] + unknown + step.most
-                            step.chooser.draw(row, count)
+                        step.chooser.draw([own + unknown + step.most for own in emitted()])
                     in_flight.append(runner.launch([sequence.active for sequence in sequences]))
                 elif not in_flight:
                     return True
@@ -290,22 +292,20 @@ class GraphDecoder:
                 output = in_flight.popleft()()
                 active = [sequence.active for sequence in sequences]
                 tokens, reasons, drafted = append_emitted(output, sequences)
-                overflowed = any(on and not emitted for on, emitted in zip(active, tokens))
+                overflowed = any(on and not own for on, own in zip(active, tokens))
                 if overflowed:
                     return False
-                for row, (_, *emitted) in enumerate(output):
-                    on_device[row] += sum(token != NO_TOKEN for token in emitted)
+                for row, (_, *chosen) in enumerate(output):
+                    on_device[row] += sum(token != NO_TOKEN for token in chosen)
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
                 done = Step(tokens, reasons, drafted, step.size, seconds)
                 rows = len(tokens)
                 self.size.record(rows, rows * (step.size - 1), done.mean_emitted, sum(seconds))
                 if step.chooser is not None:  # others may draw from the same generators
-                    for row, sequence in enumerate(sequences):
-                        step.chooser.rewind(row, len(sequence.tokens) - first[row])
+                    step.chooser.rewind(emitted())
                 yield done
                 if step.chooser is not None:
-                    for row in range(rows):
-                        step.chooser.resume(row)
+                    step.chooser.resume()
                 begun = perf_counter()
         finally:
             try:
@@ -314,8 +314,7 @@ class GraphDecoder:
                 pass  # cache and random state may belong to another answer
             else:
                 if step.chooser is not None:
-                    for row, sequence in enumerate(sequences):
-                        step.chooser.rewind(row, len(sequence.tokens) - first[row])
+                    step.chooser.rewind(emitted())
                 with self.target.inference_context():
                     step.drafting.end()
                     step.cache.store(cache, [len(sequence.tokens) - 1 for sequence in sequences])

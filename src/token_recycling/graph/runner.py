@@ -156,14 +156,12 @@ class GraphRunner:
                     matrix.restore(learnt)
                 step.begin(sequences, generators)
                 if step.chooser is not None:
-                    for row in range(len(sequences)):
-                        step.chooser.draw(row, 2 * step.most)
+                    step.chooser.draw([2 * step.most] * len(sequences))
                 try:
                     return run()
                 finally:
                     if step.chooser is not None:
-                        for row in range(len(sequences)):
-                            step.chooser.rewind(row, 0)
+                        step.chooser.rewind([0] * len(sequences))
 
             def two(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
                 return lambda: torch.stack([step.take(run), step.take(run)])
