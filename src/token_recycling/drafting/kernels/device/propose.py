@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from token_recycling.drafting.kernels import host
-from token_recycling.drafting.kernels.device.sources import gather, lanes_per_row
+from token_recycling.drafting.kernels.device.sources import gather, lanes_per_row, locate
 from token_recycling.util.launch import REGISTERS, launch
 
 FLOOR = tl.constexpr(host.FLOOR)
@@ -98,6 +98,13 @@ def _keys(logs, parents, lanes, places, NODES: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
+def _link_below(links, on_chain, count, CHAIN: tl.constexpr):
+    """Return the chain's token below nodes with ``on_chain`` of its tokens above; -1: none."""
+    below = tl.gather(links, tl.minimum(tl.maximum(on_chain, 0), CHAIN - 1), 0)
+    return tl.where((on_chain >= 0) & (on_chain < count), below, -1)
+
+
+@triton.jit
 def _write(
     row,
     tokens,
@@ -118,7 +125,6 @@ def _write(
     P,
     T,
     n,
-    max_depth,
     NODES: tl.constexpr,
 ):
     """Write a draft, and the rows and keys to learn into (see ``host.locate``)."""
@@ -136,19 +142,11 @@ def _write(
     previous = tl.where(node == 0, first, tl.gather(tokens, parents, 0))
     higher = tl.gather(tl.gather(tokens, parents, 0), parents, 0)
     before = tl.where(node == 0, second, tl.where(parents == 0, first, higher))
-    pair = previous * V + tokens
-    triple = before * V * V + pair
-    has_pair = (previous >= 0) & (P > 0)
-    has_triple = (before >= 0) & (previous >= 0) & (T > 0)
+    pair_row, pair, has_pair = locate(1, before, previous, tokens, V, P, T)
+    triple_row, triple, has_triple = locate(2, before, previous, tokens, V, P, T)
     tl.store(slots_out + out * 3, tokens, mask=inside)
-    tl.store(
-        slots_out + out * 3 + 1, tl.where(has_pair, V + pair % tl.maximum(P, 1), -1), mask=inside
-    )
-    tl.store(
-        slots_out + out * 3 + 2,
-        tl.where(has_triple, V + P + triple % tl.maximum(T, 1), -1),
-        mask=inside,
-    )
+    tl.store(slots_out + out * 3 + 1, tl.where(has_pair, pair_row, -1), mask=inside)
+    tl.store(slots_out + out * 3 + 2, tl.where(has_triple, triple_row, -1), mask=inside)
     tl.store(keys_out + out * 3, tl.zeros([NODES], tl.int64), mask=inside)
     tl.store(keys_out + out * 3 + 1, pair, mask=inside)
     tl.store(keys_out + out * 3 + 2, triple, mask=inside)
@@ -243,8 +241,7 @@ def _propose(
         before = tl.where(above == 0, second, tl.where(higher == 0, first, before))
         previous = tl.where(above == 0, first, previous)
         linked_to = tl.gather(on_chain, above, 0)
-        below = tl.gather(links, tl.minimum(tl.maximum(linked_to, 0), CHAIN - 1), 0)
-        below = tl.where(used & (linked_to >= 0) & (linked_to < count), below, -1)
+        below = tl.where(used, _link_below(links, linked_to, count, CHAIN), -1)
         found, is_first, odds, _, _, _, _, _, _, _, _ = gather(
             before,
             previous,
@@ -293,8 +290,7 @@ def _propose(
         logs = tl.where(valid, logs, NONE)
         depths = tl.where(valid & (node > 0), tl.gather(depths, above, 0) + 1, 0)
         linked_to = tl.gather(on_chain, above, 0)
-        below = tl.gather(links, tl.minimum(tl.maximum(linked_to, 0), CHAIN - 1), 0)
-        follows = valid & (linked_to >= 0) & (linked_to < count) & (tokens == below)
+        follows = valid & (tokens == _link_below(links, linked_to, count, CHAIN))
         on_chain = tl.where(node == 0, 0, tl.where(follows, linked_to + 1, -1))
         closed = tl.gather(tl.where(taken, 1, closed), own, 0)
         closed = tl.where(is_new, tl.where(depths < max_depth, 0, 1), closed)
@@ -334,7 +330,6 @@ def _propose(
         P,
         T,
         n,
-        max_depth,
         NODES,
     )
 

@@ -38,7 +38,7 @@ def _depth_class(depth):
 
 
 @triton.jit
-def _locate(level: tl.constexpr, before, last, token, V, P, T):
+def locate(level: tl.constexpr, before, last, token, V, P, T):
     """Return (row, key, True if there is a row) of tokens at a level (see ``host.locate``)."""
     if level == 0:
         return token, token, token >= 0
@@ -132,9 +132,9 @@ def gather(
     level = 2 - lane // WIDTH
     rank = lane % WIDTH
     # Rows and keys
-    row2, key2, has2 = _locate(2, before, last, token, V, P, T)
-    row1, key1, has1 = _locate(1, before, last, token, V, P, T)
-    row0, key0, has0 = _locate(0, before, last, token, V, P, T)
+    row2, key2, has2 = locate(2, before, last, token, V, P, T)
+    row1, key1, has1 = locate(1, before, last, token, V, P, T)
+    row0, key0, has0 = locate(0, before, last, token, V, P, T)
     there2, bits2 = _best(2, row2, key2, has2, V, candidates, probabilities, keys, K)
     there1, bits1 = _best(1, row1, key1, has1, V, candidates, probabilities, keys, K)
     there0, bits0 = _best(0, row0, key0, has0, V, candidates, probabilities, keys, K)
@@ -160,7 +160,6 @@ def gather(
     found = tl.where(there != 0, found, -1)
     chained = (level < 0) & (rank == 0) & there3[:, None]
     found = tl.where(chained, below[:, None].to(tl.int32), found)
-    found = tl.where((level < 0) & (rank == 0) & ~chained, -1, found)
     valid = found >= 0
     source = tl.where(level >= 0, level, tl.where(rank > 0, 4, 3))
     # Features
