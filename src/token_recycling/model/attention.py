@@ -13,13 +13,12 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from token_recycling.model.cpu import attention as cpu
+from token_recycling.model.cpu.attention import PACKED
 from token_recycling.model.gpu import attention as gpu
 from token_recycling.model.gpu.attention import TreeView
 from token_recycling.model.limits import AttentionWindow
 
-# Attribute of a mask that requests packed queries: that mask packed, by heads in a group.
-PACKED = "token_recycling_packed"
-VIEW = "token_recycling_view"  # and the one that says what its nodes see
+VIEW = "token_recycling_view"  # attribute of such a mask that says what its nodes see
 UNKNOWN = ("position_bias", "softcap")  # options that alter the scores; left to the stock function
 # PyTorch may choose cuDNN, whose plans are made anew for every length of the keys (23 to 37 ms).
 CUDA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -64,10 +63,8 @@ def packed_attention(
         return stock(module, query, key, value, attention_mask, **others)
     scale = others.get("scaling")
     if cpu.fits(query, key, value):
-        if group not in packed:
-            packed[group] = cpu.pack_mask(attention_mask, group)
         scale = size**-0.5 if scale is None else scale
-        return cpu.attend(query, key, value, packed[group], scale), None
+        return cpu.attend(query, key, value, cpu.packed_mask(attention_mask, group), scale), None
     if group == 1 and not query.is_cuda:
         return stock(module, query, key, value, attention_mask, **others)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from token_recycling import defaults
+from token_recycling.model.cpu.elementwise import copy_heads
+from token_recycling.model.cpu.threads import recording
 
 
 @dataclass
@@ -60,11 +62,18 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write the states of one forward; return all entries up to and including them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        begin = self.extent.end
-        end = begin + key_states.shape[2]
-        self.keys[:, :, begin:end] = key_states
-        self.values[:, :, begin:end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        begin, tokens = self.extent.end, key_states.shape[2]
+        new, slots = (key_states, value_states), self.slots(begin, tokens)
+        if recording.recorder is None:
+            for states, entries in zip(new, slots):
+                entries.copy_(states)
+        else:
+            recording.recorder.rebind_copy(copy_heads(new, slots), self)
+        return self.slots(0, begin + tokens)
+
+    def slots(self, begin: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of ``count`` slots."""
+        return self.keys.narrow(2, begin, count), self.values.narrow(2, begin, count)
 
     def get_seq_length(self) -> int:
         """Return the number of entries before the current forward."""

@@ -19,7 +19,7 @@ from token_recycling.model import attention
 from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
 from token_recycling.model.cache_name import cache_name
 from token_recycling.model.changes import ModelState
-from token_recycling.model.cpu.linear import CpuLinear
+from token_recycling.model.cpu.layers import FastLayers
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.limits import (
@@ -99,7 +99,7 @@ class TreeTarget:
         self.cache_name = cache_name(self._takes)
         self.slices_logits = "logits_to_keep" in self._takes
         few_rows = self.device.type == "cpu" and self.dtype in FORMS
-        self.linears = CpuLinear(model) if few_rows else None
+        self.layers = FastLayers(model) if few_rows else None
         self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class overrides _sample")
@@ -149,8 +149,8 @@ class TreeTarget:
         if reason := self.changed():
             raise TokenRecyclingError(f"cannot decode: {reason}")
         self.lm_head.refresh()
-        if self.linears is not None:
-            self.linears.prepare()
+        if self.layers is not None:
+            self.layers.prepare()
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
         batch, longest = len(prompts), max(map(len, prompts))
@@ -320,7 +320,7 @@ class TreeTarget:
         sliced = logits_at is not None and self.slices_logits
         if sliced:  # a chunk may need no logits; compute one position then
             inputs["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
-        with self.lm_head, self.linears or nullcontext():
+        with self.lm_head, self.layers or nullcontext():
             inputs[self.cache_name] = self.cache
             output = self.model(**inputs, use_cache=True, return_dict=True)
         logits: Tensor = output.logits.to(self.device)

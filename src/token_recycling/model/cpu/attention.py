@@ -3,84 +3,57 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import lru_cache
-from math import inf
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from token_recycling.model.cpu import attention_kernel
-from token_recycling.model.cpu.threads import openmp
+from token_recycling.model.cpu import attention_kernel as kernels
+from token_recycling.model.cpu.elementwise import packed_queries
+from token_recycling.model.cpu.threads import Kernel, empty, launch, openmp, recording
 from token_recycling.model.cpu.vectors import FORMS, processor
-from token_recycling.util.modes import without_autocast
 
-# The trial of kernel and PyTorch: numbers of rows, how often each is measured, and the ratio of
-# their times below which the kernel is used.
-TRIAL_ROWS, ROUNDS, CLEAR = (4, 8, 12, 16), 9, 0.97
+
+# Attribute of a mask that requests packed queries: that mask packed, by heads in a group.
+PACKED = "token_recycling_packed"
 
 
 @lru_cache
-def _kernel(dtype: torch.dtype) -> Any:
+def _kernel(dtype: torch.dtype) -> Kernel:
     """Return the kernel for a dtype of keys, compiled at the first call."""
-    return attention_kernel.compile_kernel(FORMS[dtype])
+    return Kernel(kernels.compile_kernel(FORMS[dtype]), kernels.TAKEN, None)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether ``attend`` takes these, and is faster than PyTorch."""
-    dtype, rows = query.dtype, query.shape[1] // key.shape[1] * query.shape[2]
+    """Return whether ``attend`` takes these.
+
+    It then takes them whatever their number is: a token alone has the same bits as in a tree.
+    """
     return (
         query.is_cpu
-        and dtype in FORMS
-        and key.dtype == value.dtype == dtype
-        and key.stride(3) == value.stride(3) == 1
-        and max(key.shape[3], value.shape[3]) <= attention_kernel.MOST_SIZE
+        and query.dtype in FORMS
+        and key.dtype == value.dtype == query.dtype
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and max(key.shape[3], value.shape[3]) <= kernels.MOST_SIZE
         and query.numel() > 0
-        and rows >= _fewest_rows(dtype)
+        and is_available()
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _fewest_rows(dtype: torch.dtype) -> float:
-    """Return the fewest queries that attend with one head of keys for which the kernel is used."""
-    usable = processor().lanes > 0 and openmp() is not None
-    return _trial(dtype, torch.get_num_threads()) if usable else inf
-
-
 @lru_cache
-def _trial(dtype: torch.dtype, threads: int) -> float:
-    """Measure it once, in some milliseconds.
-
-    PyTorch is faster for a row or two, and where it has matrix instructions for bfloat16. In half
-    precision the kernel takes all numbers of rows or none: a token alone then has the same bits as
-    in a tree, which its rounding could show.
-    """
-    tried = TRIAL_ROWS if dtype == torch.float32 else TRIAL_ROWS[-1:]
-    found = next((rows for rows in tried if _ratio(dtype, rows) < CLEAR), inf)
-    return found if dtype == torch.float32 or found == inf else 1
+def is_available() -> bool:
+    """Return whether this processor and PyTorch's build run the kernels."""
+    return processor().lanes > 0 and openmp() is not None
 
 
-def _ratio(dtype: torch.dtype, rows: int) -> float:
-    """Return the kernel's time relative to PyTorch's with 1,000 keys."""
-    with torch.inference_mode(), without_autocast(torch.device("cpu")):
-        query = torch.linspace(-1, 1, 4 * rows * 64).to(dtype).view(1, 4, rows, 64)
-        key = torch.linspace(-1, 1, 4 * 1000 * 64).to(dtype).view(1, 4, 1000, 64)
-        mask = query.new_zeros(1, 1, rows, 1000)
-        packed = pack_mask(mask, 1)
-        ways: dict[Callable[[], Tensor], list[float]] = {
-            lambda: scaled_dot_product_attention(query, key, key, attn_mask=mask): [],
-            lambda: attend(query, key, key, packed, 0.125): [],
-        }
-        for _ in range(ROUNDS):
-            for run, times in ways.items():
-                before = perf_counter()
-                run()
-                times.append(perf_counter() - before)
-    torchs, ours = map(min, ways.values())
-    return ours / torchs
+def packed_mask(mask: Tensor, group: int) -> Tensor:
+    """Return ``pack_mask(mask, group)``, which is kept with a mask that ``PACKED`` marks."""
+    packed: dict[int, Tensor] = getattr(mask, PACKED)
+    if group not in packed:
+        with torch._C.DisableTorchFunction():
+            packed[group] = pack_mask(mask, group)
+    return packed[group]
 
 
 def pack_mask(mask: Tensor, group: int) -> Tensor:
@@ -130,45 +103,62 @@ def _pack_mask(mask: Tensor, group: int) -> Tensor:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     batch, heads, tokens, size = query.shape
-    key_heads, slots, value_size = key.shape[1], key.shape[2], value.shape[3]
-    group, width = heads // key_heads, mask.shape[2]
-    queries = query.new_zeros(batch, key_heads, size, width, dtype=torch.float32)
-    queries[..., : group * tokens].view(batch, key_heads, size, group, tokens).copy_(
-        query.view(batch, key_heads, group, tokens, size).permute(0, 1, 4, 2, 3)
-    )
-    blocks = -(-slots // attention_kernel.KEYS)
-    parts = mask.new_empty(batch * key_heads * blocks * (value_size + 2) * width)
-    out = mask.new_empty(batch, tokens, heads, value_size)
+    key_heads, value_size, width = key.shape[1], value.shape[3], mask.shape[2]
+    queries = packed_queries(query, key_heads, width)
+    out = empty((batch, tokens, heads, value_size), query.dtype)
     number = ctypes.c_float(scale)
-    k, v = key.element_size(), value.element_size()
-    fields = (ctypes.c_int64 * (attention_kernel.FIELDS + batch * key_heads))(
-        queries.data_ptr(),
+    fields = _fields(batch * key_heads)()
+    fields[kernels.QUERIES], fields[kernels.OUT] = queries.data_ptr(), out.data_ptr()
+    fields[kernels.SCALE] = ctypes.addressof(number)
+    fields[kernels.BATCH : kernels.WIDTH + 1] = (
+        batch,
+        key_heads,
+        key.shape[2],
+        size,
+        value_size,
+        tokens,
+        heads // key_heads,
+        width,
+    )
+    parts = bind(fields, key, value, mask)
+    if recording.recorder is not None:
+        recording.recorder.rebind_attention(fields, key, value, mask)
+    launch(_kernel(key.dtype), fields, torch.get_num_threads(), (number, parts))
+    return out
+
+
+def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Write what differs from step to step; return memory that the kernel needs meanwhile."""
+    slots = key.shape[2]
+    blocks = -(-slots // kernels.KEYS)
+    heads = fields[kernels.BATCH] * fields[kernels.HEADS]
+    size = (fields[kernels.VALUE_SIZE] + 2) * fields[kernels.WIDTH]
+    with torch._C.DisableTorchFunction():  # while a layer is recorded
+        parts = torch.empty(heads * blocks * size, dtype=torch.float32, device="cpu")
+    width = key.itemsize
+    (k_batch, k_head, k_slot, _), (v_batch, v_head, v_slot, _) = key.stride(), value.stride()
+    fields[kernels.SLOTS] = slots
+    fields[kernels.KEY : kernels.PARTS + 1] = (
         key.data_ptr(),
         value.data_ptr(),
         mask.data_ptr(),
         parts.data_ptr(),
-        out.data_ptr(),
-        ctypes.addressof(number),
-        batch,
-        key_heads,
-        slots,
-        size,
-        value_size,
-        tokens,
-        group,
-        width,
-        key.stride(0) * k,
-        key.stride(1) * k,
-        key.stride(2) * k,
-        value.stride(0) * v,
-        value.stride(1) * v,
-        value.stride(2) * v,
+    )
+    fields[kernels.KEY_BATCH : kernels.MASK_BATCH + 1] = (
+        k_batch * width,
+        k_head * width,
+        k_slot * width,
+        v_batch * width,
+        v_head * width,
+        v_slot * width,
         mask.stride(0) * 4,
     )
-    parallel = openmp()
-    assert parallel is not None
-    parallel(_kernel(key.dtype).address, fields, torch.get_num_threads(), 0)
-    return out.to(query.dtype)
+    return parts
+
+
+@lru_cache
+def _fields(heads: int) -> Any:
+    return ctypes.c_int64 * (kernels.FIELDS + heads)
 
 
 # For compiled steps, which cannot look into the kernel.

@@ -52,7 +52,7 @@ SCORES, FLOATS = KEYS * MOST_VECTORS * 16, KEYS * MOST_SIZE
     VALUE,  # [batch, heads, slots, value size]
     MASK,  # float32 [batch, slots, width]
     PARTS,  # float32 [batch, heads, blocks, 2 + value size, width]: sum, maximum, weighted values
-    OUT,  # float32 [batch, tokens, heads, group, value size]
+    OUT,  # [batch, tokens, heads, group, value size]
     SCALE,  # float32
     BATCH,
     HEADS,
@@ -72,11 +72,6 @@ SCORES, FLOATS = KEYS * MOST_VECTORS * 16, KEYS * MOST_SIZE
     TAKEN,  # blocks taken by threads; behind it, how many of each head are finished
 ) = range(23)
 FIELDS = 23
-
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-# Added to a float32 number of moderate size, it leaves the nearest whole number in the last bits.
-ROUND = 12582912.0  # 1.5 * 2^23
 
 
 class _Attention(Emitter):
@@ -114,30 +109,6 @@ class _Attention(Emitter):
 
         kind = ir.FunctionType(ir.VoidType(), [I64] * 8)
         return self.function(f"sums_{r}_{v}", kind, emit)
-
-    def exponential(self, x: Any) -> Any:
-        """Return e^x of numbers that are 0 or less; NaN stays.
-
-        2^n is written into the bits of the exponent, for n the whole number nearest x log2(e); the
-        Taylor series of 2^f for the rest, at most 1/2, is off by 5e-9 after eight terms.
-        """
-        b = self.b
-        least = self.splat(-127.0)  # e^x is then written as 0
-        scaled = b.fmul(x, self.splat(LOG2_E))
-        scaled = b.select(b.fcmp_ordered("<", scaled, least), least, scaled)
-        shifted = b.fadd(scaled, self.splat(ROUND))
-        rest = b.fsub(scaled, b.fsub(shifted, self.splat(ROUND)))
-        term, factors = 1.0, [1.0]
-        for n in range(1, 8):
-            term *= LN_2 / n
-            factors.append(term)
-        power = self.splat(factors[-1])
-        for factor in reversed(factors[:-1]):
-            power = self.fma(power, rest, self.splat(factor))
-        whole = ir.VectorType(I32, self.lanes)
-        bits = b.shl(b.bitcast(shifted, whole), ir.Constant(whole, [23] * self.lanes))
-        bits = b.add(bits, ir.Constant(whole, [127 << 23] * self.lanes))
-        return b.fmul(power, b.bitcast(bits, self.vector))
 
     def softmax(self, masked: bool) -> Any:
         """Return the function that exponentiates a vector of rows in place.
@@ -320,17 +291,17 @@ def _read(typing: Any, address: Any) -> Any:
     return types.float32(types.int64), generate
 
 
-@intrinsic
-def _write(typing: Any, address: Any, value: Any) -> Any:
-    """Write a float32 number to an address."""
+@intrinsic(prefer_literal=True)
+def _write(typing: Any, form: Any, address: Any, value: Any) -> Any:
+    """Write a float32 number to an address, in a dtype."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emitter = Emitter(builder.module, processor().lanes)
+        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
         emitter.b = builder
-        emitter.store(arguments[1], arguments[0])
+        emitter.store(emitter.rounded(arguments[2], kind), arguments[1], align=BYTES[kind])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32), generate
+    return types.void(constant(form), types.int64, types.float32), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -375,8 +346,9 @@ def _float_rows(
 
 
 @numba.njit(error_model="numpy")
-def _combine(fields: Any, head: Any, blocks: Any) -> None:
+def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
     """Add up the blocks of a head, and write what its queries attend to."""
+    numba.literally(form)
     heads, tokens, group, width = (
         get(fields, HEADS),
         get(fields, TOKENS),
@@ -396,12 +368,12 @@ def _combine(fields: Any, head: Any, blocks: Any) -> None:
             _weighted(weights, values, part, part, blocks, values)
     b, h = head // heads, head % heads
     for t in range(tokens):
-        line = get(fields, OUT) + 4 * ((b * tokens + t) * heads + h) * group * value_size
+        line = get(fields, OUT) + BYTES[form] * ((b * tokens + t) * heads + h) * group * value_size
         for g in range(group):
             of_row = parts + 4 * (g * tokens + t)
             for d in range(value_size):
                 value = _read(of_row + (d + 2) * row) / _read(of_row)
-                _write(line + 4 * (g * value_size + d), value)
+                _write(form, line + BYTES[form] * (g * value_size + d), value)
 
 
 @numba.njit(error_model="numpy")
@@ -443,7 +415,7 @@ def _work(fields: Any, form: Any) -> None:
             to = own + 2 * row + column
             _product(v, value_size, values, 4, value_row, count, scores, score_row, to, row)
         if take(fields, FIELDS + head) == blocks - 1:
-            _combine(fields, head, blocks)
+            _combine(fields, head, blocks, form)
 
 
 def compile_kernel(form: int) -> Any:

@@ -1,9 +1,14 @@
 """The kernel of ``linear``: y = x W^T for 1 to 128 rows of x, compiled for this processor.
 
 A weight matrix is far larger than the caches, so a product with few rows takes the time of reading
-it once, if the arithmetic keeps up. A tile of R rows of W times S rows of x runs along their common
-dimension: R + S vectors are loaded for R * S fused multiply-adds, whose sums stay in registers.
-Both matrices are read as they lie in memory. Sums are added up across a vector's lanes at the end.
+it once, if the arithmetic keeps up and happens meanwhile. A tile of R rows of W times S rows of x
+runs along their common dimension: R + S vectors are loaded for R * S fused multiply-adds, whose sums
+stay in registers. Both matrices are read as they lie in memory. Sums are added up across a vector's
+lanes at the end. While a tile is computed, the rows of W that the same thread multiplies next are
+read into its L2 cache.
+
+More rows of x than the largest tile has are divided evenly into passes over a strip of W, which is
+in the cache from the second one on; the next strip is then read during the first two.
 
 Every element of y is computed by one tile, in an order that depends on neither the number of
 threads nor the other rows, so that these change no bit of it; the number of rows S does not either.
@@ -23,11 +28,8 @@ from numba.extending import intrinsic
 from token_recycling.model.cpu.vectors import (
     BFLOAT16,
     BYTES,
-    F16,
     F32,
-    FLOAT16,
     FLOAT32,
-    I16,
     I32,
     I64,
     Emitter,
@@ -41,33 +43,52 @@ from token_recycling.model.cpu.vectors import (
 from token_recycling.util.compiled import kept
 
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
-# at one row of x; the last is the largest tile.
+# at one row of x; the last is the largest tile. In several passes, all tiles are as high as that.
 TILES = {16: (8, 8, 6, 4, 4, 4, 3, 3), 8: (6, 4, 4, 3), 4: (8, 8, 6, 4, 4)}
-STRIP = 24  # rows of W that one thread takes at a time; a multiple of every R above
+READING_PASSES = 2  # passes during which the next strip is read
+# Bytes of W in a strip, of which one is read ahead: few enough for the L2 cache of any processor,
+# enough to keep reading at the end of a tile.
+STRIP = 2**14
+# A thread takes this share of its part of W at a time: consecutive rows, which the processor's own
+# prefetcher recognises. ``docs/cpu.md`` has the times of other strips and shares.
+SHARES = 10
 
-# Numbers that a thread is given, all int64; the first are addresses, strides are in bytes.
-X, W, Y, BIAS, ROWS, OUTPUTS, INPUTS, X_STRIDE, W_STRIDE, TAKEN = range(10)
-FIELDS = 10
+# What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
+X, X_STRIDE, ROWS, INPUTS, LAYERS, GATED, THREADS, TAKEN = range(8)
+# The same for each of the layers that multiply x; bias may be 0.
+W, W_STRIDE, Y, BIAS, OUTPUTS = range(5)
+LAYER_FIELDS = 5
+
+
+def fields_of(layers: int) -> int:
+    """Return the numbers that a thread is given for this many layers."""
+    return TAKEN + 1 + LAYER_FIELDS * layers
 
 
 class _Tile(Emitter):
-    """Emits the function that multiplies R rows of W by S rows of x."""
+    """Emits the function that multiplies R rows of W by S rows of x.
 
-    def __init__(self, module: Any, cpu: Processor, form: int, r: int, s: int) -> None:
+    Meanwhile ``ahead`` other rows of W are read into the L2 cache.
+    """
+
+    def __init__(
+        self, module: Any, cpu: Processor, form: int, r: int, s: int, ahead: int
+    ) -> None:
         super().__init__(module, cpu.lanes)
-        self.form, self.r, self.s = form, r, s
+        self.form, self.r, self.s, self.rows_ahead = form, r, s, ahead
         self.dots = cpu.dots(form)
         self.step = cpu.lanes * (2 if self.dots else 1)
         self.w_bytes = BYTES[form]
         self.x_bytes = 2 if self.dots else 4
 
     def tile(self) -> Any:
-        """Return ``void (w, w_stride, x, x_stride, inputs, y, y_stride, bias)``, all int64.
+        """Return ``void (w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead)``, all int64.
 
-        Pointers are addresses; strides are in bytes. bias is the address of float32, or 0.
+        Pointers are addresses; strides are in bytes. bias is that of the dtype of W, or 0.
         """
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 8)
-        return self.function(f"tile_{self.form}_{self.r}_{self.s}", kind, self._emit)
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
+        name = f"tile_{self.form}_{self.r}_{self.s}_{self.rows_ahead}"
+        return self.function(name, kind, self._emit)
 
     def _emit(
         self,
@@ -79,10 +100,12 @@ class _Tile(Emitter):
         y: Any,
         y_stride: Any,
         bias: Any,
+        ahead: Any,
     ) -> None:
         b = self.b
         self.w = [self.at(w, I64(r), w_stride) for r in range(self.r)]
         self.x = [self.at(x, I64(s), x_stride) for s in range(self.s)]
+        self.ahead = [self.at(ahead, I64(r), w_stride) for r in range(self.rows_ahead)]
         whole = b.and_(inputs, I64(-self.step))
         zeros = [self.splat(0.0)] * (self.r * self.s)
         sums = self._add_up(self.loop(I64(0), whole, self.step, zeros, self._vectors))
@@ -94,6 +117,8 @@ class _Tile(Emitter):
         """Add the products of one vector of each row."""
         b = self.b
         at_w, at_x = b.mul(k, I64(self.w_bytes)), b.mul(k, I64(self.x_bytes))
+        for row in self.ahead:
+            self.prefetch(b.add(row, at_w))
         ws = [self._weights(b.add(row, at_w)) for row in self.w]
         found = list(sums)
         for s, row in enumerate(self.x):
@@ -187,7 +212,8 @@ class _Tile(Emitter):
         adding, done = b.append_basic_block("bias"), b.append_basic_block("write")
         b.cbranch(b.icmp_signed("==", bias, I64(0)), done, adding)
         b.position_at_end(adding)
-        biases = [self.load(b.add(bias, I64(4 * r)), F32) for r in range(self.r)]
+        at = [b.add(bias, I64(self.w_bytes * r)) for r in range(self.r)]
+        biases = [self.number(address, self.form) for address in at]
         added = [b.fadd(value, biases[i // self.s]) for i, value in enumerate(sums)]
         b.branch(done)
         b.position_at_end(done)
@@ -195,21 +221,7 @@ class _Tile(Emitter):
         for i, total in enumerate(totals):
             r, s = divmod(i, self.s)
             address = b.add(b.add(y, b.mul(y_stride, I64(s))), I64(self.w_bytes * r))
-            value = self._rounded(total)
-            self.store(value, address, align=self.w_bytes)
-
-    def _rounded(self, value: Any) -> Any:
-        """Return a float32 number in the dtype of the weights."""
-        b = self.b
-        if self.form == FLOAT32:
-            return value
-        if self.form == FLOAT16:
-            return b.fptrunc(value, F16)
-        bits = b.bitcast(value, I32)
-        odd = b.and_(b.lshr(bits, I32(16)), I32(1))
-        nearest = b.lshr(b.add(bits, b.add(odd, I32(0x7FFF))), I32(16))  # ties to even
-        nan = b.fcmp_unordered("uno", value, value)
-        return b.trunc(b.select(nan, I32(0x7FC0), nearest), I16)
+            self.store(self.rounded(total, self.form), address, align=self.w_bytes)
 
 
 def _first_halves(lanes: int, width: int) -> tuple[list[int], list[int]]:
@@ -236,31 +248,35 @@ def _first_halves(lanes: int, width: int) -> tuple[list[int], list[int]]:
     return [group * width + i for group in order for i in range(half)], order
 
 
-def _strips(builder: Any, form: int, call: Any) -> None:
-    """Emit: S rows of x times the rows of W from ``begin`` to ``end``, for any S of ``TILES``."""
+def _tiles(builder: Any, form: int, call: Any) -> None:
+    """Emit: S rows of x times a strip of W, for any S of ``TILES`` (see ``_multiply``)."""
     cpu = processor()
-    tiles = TILES[cpu.lanes]
-    s = call[0]
-    done = builder.append_basic_block("rows_done")
+    heights = TILES[cpu.lanes]
+    most, last = len(heights), heights[-1]
+    passes, s, *strip = call
+    done = builder.append_basic_block("strip_done")
     wrong = builder.append_basic_block("no_such_tile")
-    choice = builder.switch(s, wrong)
-    for rows, height in enumerate(tiles, start=1):
-        block = builder.append_basic_block(f"rows_{rows}")
-        choice.add_case(I64(rows), block)
+    # One pass: by S; one of several passes: by -S
+    alone = builder.icmp_signed("==", passes, I64(1))
+    choice = builder.switch(builder.select(alone, s, builder.neg(s)), wrong)
+    several = [(-n, last, -(-last // READING_PASSES)) for n in range((most + 1) // 2, most + 1)]
+    for key, height, ahead in [*((n, r, r) for n, r in enumerate(heights, start=1)), *several]:
+        block = builder.append_basic_block(f"rows_{key}")
+        choice.add_case(I64(key), block)
         builder.position_at_end(block)
-        done_rows = I64(0)
+        begin = I64(0)
         for r in dict.fromkeys((height, 1)):
-            tile = _Tile(builder.module, cpu, form, r, rows).tile()
-            done_rows = _each(builder, tile, done_rows, r, BYTES[form], call)
+            tile = _Tile(builder.module, cpu, form, r, abs(key), min(r, ahead)).tile()
+            begin = _each(builder, tile, begin, r, BYTES[form], strip)
         builder.branch(done)
     builder.position_at_end(wrong)
     builder.branch(done)
     builder.position_at_end(done)
 
 
-def _each(b: Any, tile: Any, begin: Any, r: int, size: int, call: Any) -> Any:
+def _each(b: Any, tile: Any, begin: Any, r: int, size: int, strip: Any) -> Any:
     """Emit: call ``tile`` for every r rows of W from ``begin`` on; return the first row left."""
-    _, w, w_stride, x, x_stride, inputs, y, y_stride, bias, outputs = call
+    w, w_stride, x, x_stride, inputs, y, y_stride, bias, outputs, ahead = strip
     entry = b.block
     head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
     b.branch(head)
@@ -270,10 +286,10 @@ def _each(b: Any, tile: Any, begin: Any, r: int, size: int, call: Any) -> Any:
     following = b.add(n, I64(r))
     b.cbranch(b.icmp_signed("<=", following, outputs), body, done)
     b.position_at_end(body)
-    here = b.select(b.icmp_signed("==", bias, I64(0)), bias, b.add(bias, b.mul(n, I64(4))))
-    at = b.add(w, b.mul(n, w_stride))
-    to = b.add(y, b.mul(n, I64(size)))
-    b.call(tile, [at, w_stride, x, x_stride, inputs, to, y_stride, here])
+    down, along = b.mul(n, w_stride), b.mul(n, I64(size))
+    bias_here = b.select(b.icmp_signed("==", bias, I64(0)), bias, b.add(bias, along))
+    to, fetched = b.add(y, along), b.add(ahead, down)
+    b.call(tile, [b.add(w, down), w_stride, x, x_stride, inputs, to, y_stride, bias_here, fetched])
     n.add_incoming(following, b.block)
     b.branch(head)
     b.position_at_end(done)
@@ -284,6 +300,7 @@ def _each(b: Any, tile: Any, begin: Any, r: int, size: int, call: Any) -> Any:
 def _multiply(
     typing: Any,
     form: Any,
+    passes: Any,
     s: Any,
     w: Any,
     w_stride: Any,
@@ -294,19 +311,49 @@ def _multiply(
     y_stride: Any,
     bias: Any,
     outputs: Any,
+    ahead: Any,
 ) -> Any:
-    """Multiply s rows of x by ``outputs`` rows of W."""
+    """Multiply s rows of x by ``outputs`` rows of W, in one of so many passes over these."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _strips(builder, form.literal_value, arguments[1:])
+        _tiles(builder, form.literal_value, arguments[1:])
         return context.get_dummy_value()
 
-    return types.void(constant(form), *[types.int64] * 10), generate
+    return types.void(constant(form), *[types.int64] * 12), generate
+
+
+@intrinsic(prefer_literal=True)
+def _gate(typing: Any, form: Any, gate: Any, up: Any, count: Any) -> Any:
+    """Replace ``count`` numbers g by silu(g) * up, rounded where PyTorch rounds.
+
+    With t = e^-|g|, silu(g) = g / (1 + t) for g >= 0, else g t / (1 + t).
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+        emitter.b = b = builder
+        size, one, zero = I64(BYTES[kind]), emitter.splat(1.0), emitter.splat(0.0)
+
+        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            at = emitter.at(arguments[1], k, size)
+            g = emitter.numbers(at, kind, mask)
+            other = emitter.numbers(emitter.at(arguments[2], k, size), kind, mask)
+            negative = b.fcmp_ordered("<", g, zero)
+            t = emitter.exponential(b.select(negative, g, b.fsub(zero, g)))
+            above = b.fmul(g, b.select(negative, t, one))
+            silu = emitter.through(b.fdiv(above, b.fadd(one, t)), kind)
+            emitter.write(b.fmul(silu, other), at, kind, mask)
+            return []
+
+        emitter.vectors(arguments[3], [], body)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), *[types.int64] * 3), generate
 
 
 @intrinsic
-def _most_rows(typing: Any) -> Any:
-    """Return the most rows of x in a tile."""
+def _largest(typing: Any) -> Any:
+    """Return the rows of x in the largest tile."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return I64(len(TILES[processor().lanes]))
@@ -314,37 +361,118 @@ def _most_rows(typing: Any) -> Any:
     return types.int64(), generate
 
 
+@intrinsic
+def _height(typing: Any, rows: Any) -> Any:
+    """Return the rows of W in the tiles for this many rows of x."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        heights = TILES[processor().lanes]
+        found = I64(heights[-1])
+        for s, height in enumerate(heights, start=1):
+            is_s = builder.icmp_signed("==", arguments[0], I64(s))
+            found = builder.select(is_s, I64(height), found)
+        return found
+
+    return types.int64(types.int64), generate
+
+
+@numba.njit(error_model="numpy")
+def _field(fields: Any, layer: Any, name: Any) -> Any:
+    """Return a number of one of the layers."""
+    return get(fields, TAKEN + 1 + LAYER_FIELDS * layer + name)
+
+
+@numba.njit(error_model="numpy")
+def _piece(fields: Any, number: Any, share: Any) -> tuple[Any, Any, Any]:
+    """Return the layer of a piece of work, and its first row of W and the one behind its last.
+
+    Pieces are ``share`` rows high. Those of gated layers alternate; others follow each other. The
+    layer is ``LAYERS`` behind the last piece.
+    """
+    layers = get(fields, LAYERS)
+    layer = 0
+    if get(fields, GATED):
+        layer, number = number % 2, number // 2
+        if number * share >= _field(fields, 0, OUTPUTS):
+            layer = layers
+    else:
+        while layer < layers and number * share >= _field(fields, layer, OUTPUTS):
+            number -= (_field(fields, layer, OUTPUTS) + share - 1) // share
+            layer += 1
+    if layer == layers:
+        return layer, 0, 0
+    return layer, number * share, min((number + 1) * share, _field(fields, layer, OUTPUTS))
+
+
+@numba.njit(error_model="numpy")
+def _address(fields: Any, layer: Any, row: Any) -> Any:
+    """Return the address of a row of a layer's W."""
+    return _field(fields, layer, W) + row * _field(fields, layer, W_STRIDE)
+
+
 @numba.njit(error_model="numpy")
 def _work(fields: Any, form: Any) -> None:
-    """Take strips of W until none is left."""
+    """Take pieces of the layers until none is left."""
     numba.literally(form)
-    x, w, y, bias = get(fields, X), get(fields, W), get(fields, Y), get(fields, BIAS)
-    rows, outputs, inputs = get(fields, ROWS), get(fields, OUTPUTS), get(fields, INPUTS)
-    x_stride, w_stride = get(fields, X_STRIDE), get(fields, W_STRIDE)
-    size = BYTES[form]
-    passes = (rows + _most_rows() - 1) // _most_rows()
-    while True:
-        begin = STRIP * take(fields, TAKEN)
-        if begin >= outputs:
-            return
-        count = min(STRIP, outputs - begin)
-        strip = w + begin * w_stride
-        added = bias + 4 * begin if bias else 0
-        for i in range(passes):  # the strip is in the cache from the second pass on
-            first = rows * i // passes
-            _multiply(
-                form,
-                rows * (i + 1) // passes - first,
-                strip,
-                w_stride,
-                x + first * x_stride,
-                x_stride,
-                inputs,
-                y + size * (first * outputs + begin),
-                size * outputs,
-                added,
-                count,
-            )
+    x, x_stride, rows, inputs = (
+        get(fields, X),
+        get(fields, X_STRIDE),
+        get(fields, ROWS),
+        get(fields, INPUTS),
+    )
+    layers, gated, size = get(fields, LAYERS), get(fields, GATED), BYTES[form]
+    passes = (rows + _largest() - 1) // _largest()
+    height = _height(rows)
+    strip = height * max(1, STRIP // (height * inputs * size))
+    outputs = 0
+    for layer in range(layers):
+        outputs += _field(fields, layer, OUTPUTS)
+    share = strip * max(1, outputs // (SHARES * get(fields, THREADS) * strip))
+    together = 2 if gated else 1  # pieces that a thread takes at a time
+    number = together * take(fields, TAKEN)
+    layer, begin, end = _piece(fields, number, share)
+    while layer < layers:
+        following = number + 1
+        if following % together == 0:
+            following = together * take(fields, TAKEN)
+        next_layer, next_begin, next_end = _piece(fields, following, share)
+        w_stride, y, bias = (
+            _field(fields, layer, W_STRIDE),
+            _field(fields, layer, Y),
+            _field(fields, layer, BIAS),
+        )
+        y_stride = size * _field(fields, layer, OUTPUTS)
+        for row in range(begin, end, strip):
+            count = min(strip, end - row)
+            here = _address(fields, layer, row)
+            ahead = here  # reads again what is in the cache: nothing follows
+            if row + count < end:
+                ahead = here + count * w_stride
+            elif next_layer < layers:
+                ahead = _address(fields, next_layer, next_begin)
+            for i in range(passes):
+                first = rows * i // passes
+                part = i * ((height + READING_PASSES - 1) // READING_PASSES) * w_stride
+                _multiply(
+                    form,
+                    passes,
+                    rows * (i + 1) // passes - first,
+                    here,
+                    w_stride,
+                    x + first * x_stride,
+                    x_stride,
+                    inputs,
+                    y + first * y_stride + size * row,
+                    y_stride,
+                    bias + size * row if bias else 0,
+                    count,
+                    ahead + part if i < READING_PASSES else here,
+                )
+        if gated and layer == 1:
+            for i in range(rows):
+                at = i * y_stride + size * begin
+                _gate(form, _field(fields, 0, Y) + at, y + at, end - begin)
+        number, layer, begin, end = following, next_layer, next_begin, next_end
 
 
 def compile_kernel(form: int) -> Any:

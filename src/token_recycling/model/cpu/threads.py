@@ -1,14 +1,16 @@
-"""Threads for the kernels: those of PyTorch."""
+"""Launches of the kernels, in the threads of PyTorch."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 ENTRY = "GOMP_parallel"
 Parallel = Callable[[int, Any, int, int], None]
@@ -34,3 +36,69 @@ def openmp() -> Parallel | None:
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
     return parallel  # type: ignore[no-any-return]
+
+
+class Kernel:
+    """A compiled kernel, ``void (int64 *fields)``.
+
+    Attributes:
+        address: of its machine code.
+        call: calls it in this thread alone.
+        counter: position among the fields of the first number that threads count with.
+        counters: how many there are, all of which are 0 at a launch; None: up to the last field.
+    """
+
+    def __init__(self, compiled: Any, counter: int = 0, counters: int | None = 0) -> None:
+        self._compiled = compiled  # numba frees machine code that nobody refers to
+        self.address: int = compiled.address
+        self.call: Callable[[Any], None] = compiled.ctypes
+        self.counter, self.counters = counter, counters
+
+
+class Recorder(Protocol):
+    """Records launches (see ``capture.Capture``)."""
+
+    def add(self, kernel: Kernel, fields: Any, threads: int, held: Any) -> None:
+        """Record a launch."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that the launches use again in a replay."""
+
+    def rebind_attention(self, fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> None:
+        """Record that a launch reads the cache, whose extent differs from step to step."""
+
+    def rebind_copy(self, fields: Any, layer: Any) -> None:
+        """Record that a launch writes to the cache."""
+
+
+class _Recording(threading.local):
+    recorder: Recorder | None = None
+
+
+recording = _Recording()
+
+
+def launch(kernel: Kernel, fields: Any, threads: int, held: Any = None) -> None:
+    """Run a kernel.
+
+    Args:
+        kernel: the kernel.
+        fields: array of int64.
+        threads: that run it; 1: this thread alone.
+        held: what has to live as long as ``fields`` is used.
+    """
+    if recording.recorder is not None:
+        recording.recorder.add(kernel, fields, threads, held)
+    if threads == 1:
+        kernel.call(fields)
+        return
+    parallel = openmp()
+    assert parallel is not None
+    parallel(kernel.address, fields, threads, 0)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory on the CPU for a kernel's outputs."""
+    if recording.recorder is not None:
+        return recording.recorder.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")

@@ -1,0 +1,271 @@
+"""Decoder layers as recorded launches, which are replayed without Python between them.
+
+Python and PyTorch take as long between the kernels of a small model as the kernels themselves,
+because the weights that stream through the caches displace their code. So the launches of a layer
+are recorded while the model's own code runs, as a CUDA graph records them, and are replayed when
+the layer is called again with as many tokens. Memory that the layer uses in between belongs to the
+recording; its inputs, its output and the KV cache are set at every replay.
+
+A recording is right only if nothing but kernels computes: all functions of PyTorch that the layer's
+code calls are watched. Views are allowed, sums are replaced by a kernel, and anything else leaves
+the layer as it is. A recording is replayed once when it is made, and must give the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from token_recycling.model.cpu import attention, elementwise, replay_kernel
+from token_recycling.model.cpu.attention import packed_mask
+from token_recycling.model.cpu.attention_kernel import GROUP
+from token_recycling.model.cpu.threads import Kernel, openmp, recording
+from token_recycling.model.cpu.vectors import FORMS
+
+logger = logging.getLogger(__name__)
+CHUNK = 2**22  # bytes by which the memory of recordings grows
+ALIGNED = 64  # bytes, of a line of the cache
+SUMS = ("add", "__add__", "__radd__")
+# Functions that compute nothing, although their results are no views: properties of a tensor.
+PROPERTIES = ("__get__", "size", "dim", "numel", "stride", "is_contiguous", "data_ptr", "__len__")
+
+
+class Scratch:
+    """Memory that all recordings of a thread use in turn: no two layers are computed at once."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Give out the same memory again."""
+        self._chunk, self._used = 0, 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that has not been given out since the last ``rewind``."""
+        count = 1
+        for n in shape:
+            count *= n
+        size = -(-count * dtype.itemsize // ALIGNED) * ALIGNED
+        while self._chunk < len(self._chunks):
+            chunk = self._chunks[self._chunk]
+            if self._used + size <= chunk.numel():
+                part = chunk[self._used : self._used + count * dtype.itemsize]
+                self._used += size
+                return part.view(dtype).view(shape)
+            self._chunk, self._used = self._chunk + 1, 0
+        with torch._C.DisableTorchFunction():
+            self._chunks.append(torch.empty(max(CHUNK, size), dtype=torch.uint8, device="cpu"))
+        return self.empty(shape, dtype)
+
+
+class _Launch(NamedTuple):
+    kernel: Kernel
+    fields: Any
+    threads: int
+    held: Any
+
+
+class NotRecordable(Exception):
+    """The layer computes something that is not a kernel."""
+
+
+class Capture(TorchFunctionMode):
+    """Records the launches of a layer (see ``threads.Recorder``), and watches PyTorch's functions.
+
+    Attributes:
+        launches: in order.
+        reason: why the layer cannot be replayed; None if it can.
+    """
+
+    def __init__(self, scratch: Scratch, cache: Any) -> None:
+        super().__init__()
+        self._scratch, self._cache = scratch, cache
+        self.launches: list[_Launch] = []
+        self.copies: list[Any] = []  # fields of launches that write to the cache
+        self.attentions: list[Any] = []  # and of those that read it
+        self.layer_index: int | None = None
+        self.mask: Tensor | None = None
+        self.reason: str | None = None
+
+    def __enter__(self) -> Any:
+        self._scratch.rewind()
+        recording.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, *about: Any) -> None:
+        recording.recorder = None
+        super().__exit__(*about)
+
+    def add(self, kernel: Kernel, fields: Any, threads: int, held: Any) -> None:
+        """Record a launch."""
+        self.launches.append(_Launch(kernel, fields, threads, held))
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that belongs to the recording."""
+        return self._scratch.empty(tuple(shape), dtype)
+
+    def rebind_copy(self, fields: Any, layer: Any) -> None:
+        """Record that a launch writes to the cache."""
+        layers = self._cache.layers
+        index = next((i for i, one in enumerate(layers) if one is layer), None)
+        if index is None or self.copies:
+            self.reason = "it writes to another cache"
+        self.layer_index = index
+        self.copies.append(fields)
+
+    def rebind_attention(self, fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> None:
+        """Record that a launch reads the cache."""
+        layer = self._cache.layers[self.layer_index] if self.layer_index is not None else None
+        if layer is None or self.attentions or key.data_ptr() != layer.keys.data_ptr():
+            self.reason = "it reads another layer's cache"
+        self.mask = mask
+        self.attentions.append(fields)
+
+    def recording(
+        self, inputs: list[Tensor], others: list[Any], output: Any, mask: Tensor
+    ) -> Recording | None:
+        """Return a recording of the layer that has been called; None if it cannot be made.
+
+        Args:
+            inputs: all tensors that it was given, but mask and cache.
+            others: all other arguments.
+            output: what it returned.
+            mask: see ``Recording.replay``.
+        """
+        try:
+            made = Recording(self, inputs, others, output)
+        except NotRecordable as reason:
+            logger.debug("a layer is not recorded: %s", reason)
+            return None
+        again = made.replay(inputs, mask, self._cache)
+        return made if torch.equal(again.view(torch.uint8), output.view(torch.uint8)) else None
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in SUMS and not kwargs and len(args) == 2 and _can_add(*args):
+            return elementwise.add(*args)
+        result = function(*args, **kwargs)
+        if not _is_view(name, result, args) and self.reason is None:
+            self.reason = f"it calls {name}"
+        return result
+
+
+def _can_add(first: Any, second: Any) -> bool:
+    return (
+        isinstance(first, Tensor)
+        and isinstance(second, Tensor)
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.dtype in FORMS
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and first.is_cpu
+        and second.is_cpu
+    )
+
+
+def _is_view(name: str, result: Any, args: Any) -> bool:
+    """Return whether a function computes nothing: its results are views, or properties."""
+    if name in PROPERTIES:
+        return True
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    if not results or not all(isinstance(one, Tensor) for one in results):
+        return False
+    in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    if in_place or name == "__setitem__":
+        return False
+    memory = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
+    return all(one.untyped_storage().data_ptr() in memory for one in results)
+
+
+class Recording:
+    """The launches of a layer for one number of tokens."""
+
+    def __init__(
+        self, capture: Capture, inputs: list[Tensor], others: list[Any], output: Any
+    ) -> None:
+        """Prepare replays; see ``Capture.recording``.
+
+        Raises:
+            NotRecordable: the launches do not say all that the layer does.
+        """
+        if capture.reason is not None:
+            raise NotRecordable(capture.reason)
+        if len(capture.copies) != 1 or len(capture.attentions) != 1 or capture.mask is None:
+            raise NotRecordable("it does not attend once")
+        if not isinstance(output, Tensor):
+            raise NotRecordable("it returns more than one tensor")
+        self._held, self._others = capture.launches, others
+        (self._copy,), (self._attention,) = capture.copies, capture.attentions
+        self._layer_index: Any = capture.layer_index
+        self._forms = [(one.shape, one.stride(), one.dtype) for one in inputs]
+        self._shape, self._dtype = tuple(output.shape), output.dtype
+        # (fields, position, number of the input, bytes from its beginning)
+        self._inputs: list[tuple[Any, int, int, int]] = []
+        self._outputs: list[tuple[Any, int]] = []
+        for launch in capture.launches:
+            for position, number in enumerate(launch.fields):
+                if number == output.data_ptr():
+                    self._outputs.append((launch.fields, position))
+                for n, given in enumerate(inputs):
+                    if 0 <= number - given.data_ptr() < given.nbytes:
+                        offset = number - given.data_ptr()
+                        self._inputs.append((launch.fields, position, n, offset))
+        if not self._outputs or not output.is_contiguous():
+            raise NotRecordable("its output is not that of a kernel")
+        self._fields = self._tape(capture.launches)
+        self._call = replay_kernel.compile_replay().ctypes
+
+    @staticmethod
+    def _tape(launches: list[_Launch]) -> Any:
+        parallel = ctypes.cast(openmp(), ctypes.c_void_p).value  # type: ignore[arg-type]
+        numbers = [len(launches), parallel or 0]
+        for kernel, fields, threads, _ in launches:
+            counters = kernel.counters
+            if counters is None:
+                counters = len(fields) - kernel.counter
+            numbers += (kernel.address, ctypes.addressof(fields), threads, kernel.counter, counters)
+        return (ctypes.c_int64 * len(numbers))(*numbers)
+
+    def fits(self, inputs: list[Tensor], others: list[Any]) -> bool:
+        """Return whether these are such arguments as those recorded."""
+        return (
+            len(inputs) == len(self._forms)
+            and others == self._others
+            and all(
+                one.shape == shape and one.stride() == stride and one.dtype == dtype
+                for one, (shape, stride, dtype) in zip(inputs, self._forms)
+            )
+        )
+
+    def replay(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> Tensor:
+        """Compute the layer again.
+
+        Args:
+            inputs: like those recorded.
+            mask: additive, marked for packed queries.
+            cache: a ``RecyclingCache``.
+        """
+        layer = cache.layers[self._layer_index]
+        begin, tokens = layer.extent.end, self._shape[1]
+        elementwise.bind_outputs(self._copy, layer.slots(begin, tokens))
+        packed = packed_mask(mask, self._attention[GROUP])
+        parts = attention.bind(self._attention, *layer.slots(0, begin + tokens), packed)
+        addresses = [one.data_ptr() for one in inputs]
+        for fields, position, n, offset in self._inputs:
+            fields[position] = addresses[n] + offset
+        output = torch.empty(self._shape, dtype=self._dtype, device="cpu")
+        for fields, position in self._outputs:
+            fields[position] = output.data_ptr()
+        self._call(self._fields)
+        del parts  # the kernel has used it
+        return output

@@ -1,0 +1,139 @@
+"""What a layer computes beside matrix products, of few tokens on a CPU: a launch each."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from token_recycling.model.cpu import elementwise_kernel as kernels
+from token_recycling.model.cpu.threads import Kernel, empty, launch
+from token_recycling.model.cpu.vectors import FORMS
+
+PARALLEL = 2**15  # numbers from which on several threads normalise
+Constants = ctypes.c_float * 2
+
+
+@lru_cache
+def _kernel(name: str, dtype: torch.dtype) -> Kernel:
+    """Return a kernel, compiled at the first call."""
+    compiled = kernels.compile_kernel(getattr(kernels, name), FORMS[dtype])
+    return Kernel(compiled, kernels.NORM_TAKEN, 1) if name == "norm" else Kernel(compiled)
+
+
+@lru_cache
+def _fields(count: int) -> Any:
+    return ctypes.c_int64 * count
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> Tensor:
+    """Compute ``x / sqrt(mean(x^2) + epsilon) * (weight + added)``.
+
+    Args:
+        x: contiguous [..., size], of a dtype in ``FORMS``.
+        weight: contiguous [size], of the same dtype.
+        epsilon: added to the mean square.
+        added: 1 where a model stores its weights minus 1, as Gemma does.
+
+    Returns:
+        Like ``x``. With ``added`` 0, it is rounded before it is multiplied by the weights.
+    """
+    size, out = x.shape[-1], empty(x.shape, x.dtype)
+    numbers = Constants(epsilon, added)
+    rows = x.numel() // size
+    fields = _fields(7)(
+        x.data_ptr(),
+        out.data_ptr(),
+        weight.data_ptr(),
+        ctypes.addressof(numbers),
+        rows,
+        size,
+        0,
+    )
+    threads = 1 if rows * size < PARALLEL else torch.get_num_threads()
+    launch(_kernel("norm", x.dtype), fields, threads, (weight, numbers))
+    return out
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Return the strides in bytes of batch, heads and tokens."""
+    by_batch, by_head, by_token, _ = x.stride()
+    size = x.itemsize
+    return by_batch * size, by_head * size, by_token * size
+
+
+def rotary(inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Rotate the halves of every head by angles of its token (Su et al., arXiv 2104.09864).
+
+    Args:
+        inputs: [B, heads, n, size] each, of a dtype in ``FORMS``; a head's numbers are contiguous.
+        cos: [B, n, size] of the same dtype; a token's numbers are contiguous.
+        sin: likewise.
+
+    Returns:
+        Contiguous tensors of the same shapes.
+    """
+    outputs = tuple(empty(x.shape, x.dtype) for x in inputs)
+    width = cos.itemsize
+    (c_batch, c_token, _), (s_batch, s_token, _) = cos.stride(), sin.stride()
+    angles = (cos.data_ptr(), sin.data_ptr(), c_batch, c_token, s_batch, s_token)
+    _rotate(inputs, outputs, angles[:2] + tuple(width * stride for stride in angles[2:]))
+    return outputs
+
+
+def copy_heads(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
+    """Copy each of ``inputs`` [B, heads, n, size] to one of ``outputs``; return the fields."""
+    return _rotate(inputs, outputs, (0,) * 6)
+
+
+def bind_outputs(fields: Any, outputs: tuple[Tensor, ...]) -> None:
+    """Let a launch of ``copy_heads`` write to other tensors of the same sizes."""
+    for n, out in enumerate(outputs):
+        own = kernels.ROTARY_FIELDS + kernels.TENSOR_FIELDS * n
+        fields[own + kernels.TO] = out.data_ptr()
+        fields[own + kernels.TO_BATCH : own + kernels.TO_TOKEN + 1] = _strides(out)
+
+
+def _rotate(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], angles: Any) -> Any:
+    batch, _, tokens, size = inputs[0].shape
+    numbers = [*angles, batch, tokens, size, len(inputs)]
+    for x, out in zip(inputs, outputs):
+        numbers += (x.data_ptr(), out.data_ptr(), x.shape[1], *_strides(x), *_strides(out))
+    fields = _fields(len(numbers))(*numbers)
+    launch(_kernel("rotary", inputs[0].dtype), fields, 1)
+    return fields
+
+
+def add(first: Tensor, second: Tensor) -> Tensor:
+    """Add two contiguous tensors of the same shape and dtype."""
+    out = empty(first.shape, first.dtype)
+    fields = _fields(4)(first.data_ptr(), second.data_ptr(), out.data_ptr(), out.numel())
+    launch(_kernel("add", first.dtype), fields, 1)
+    return out
+
+
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous tensor in its own dtype or in float32."""
+    if x.dtype == dtype:
+        return x
+    out = empty(x.shape, dtype)
+    fields = _fields(3)(x.data_ptr(), out.data_ptr(), out.numel())
+    launch(_kernel("widen", x.dtype), fields, 1)
+    return out
+
+
+def packed_queries(query: Tensor, key_heads: int, width: int) -> Tensor:
+    """Return queries [B, heads, n, size] as ``attention`` reads them.
+
+    Returns:
+        float32 [B, key heads, size, width]: the queries of the heads of a group, then zeros.
+    """
+    batch, heads, tokens, size = query.shape
+    out = empty((batch, key_heads, size, width), torch.float32)
+    numbers = (batch, key_heads, heads // key_heads, tokens, size, width)
+    fields = _fields(11)(query.data_ptr(), out.data_ptr(), *_strides(query), *numbers)
+    launch(_kernel("pack", query.dtype), fields, 1)
+    return out

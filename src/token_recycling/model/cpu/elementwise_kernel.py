@@ -1,0 +1,298 @@
+"""The kernels of ``elementwise``: RMS norms and rotary embeddings, compiled for this processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from numba import types
+from numba.extending import intrinsic
+
+from token_recycling.model.cpu.vectors import (
+    BYTES,
+    F32,
+    FLOAT32,
+    I64,
+    Emitter,
+    constant,
+    get,
+    processor,
+    source,
+    take,
+)
+from token_recycling.util.compiled import kept
+
+# What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
+# RMS norm: contiguous inputs and outputs [rows, size]; EPSILON is the address of two float32
+# numbers, epsilon and what is added to the weights.
+NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, EPSILON, ROWS, SIZE, NORM_TAKEN = range(7)
+# Rotary embedding, or a copy if COS is 0, of ``TENSORS`` inputs [batch, heads, tokens, size].
+COS, SIN, COS_BATCH, COS_TOKEN, SIN_BATCH, SIN_TOKEN, BATCH, TOKENS, HEAD_SIZE, TENSORS = range(10)
+# The same for each input.
+FROM, TO, HEADS, FROM_BATCH, FROM_HEAD, FROM_TOKEN, TO_BATCH, TO_HEAD, TO_TOKEN = range(9)
+TENSOR_FIELDS, ROTARY_FIELDS = 9, TENSORS + 1
+# Sum of two tensors of COUNT numbers.
+FIRST, SECOND, SUM, COUNT = range(4)
+# Conversion of COUNT numbers from or to float32.
+CONVERTED_FROM, CONVERTED_TO, CONVERTED_COUNT = range(3)
+# Queries [batch, heads, tokens, size] as ``attention`` reads them, float32 [batch, heads of keys,
+# size, width].
+QUERY, PACKED, Q_BATCH, Q_HEAD, Q_TOKEN, Q_BATCHES, KEY_HEADS, GROUP, Q_TOKENS, Q_SIZE, WIDTH = range(11)
+
+
+@intrinsic(prefer_literal=True)
+def _normalise(
+    typing: Any, form: Any, source: Any, weight: Any, target: Any, epsilon: Any, size: Any
+) -> Any:
+    """Write ``x / sqrt(mean(x^2) + epsilon)``, rounded where PyTorch rounds, times the weights."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, source, weight, target, constants, size = arguments
+        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+        emitter.b = b = builder
+        step = I64(BYTES[kind])
+
+        def square(k: Any, mask: Any, sums: list[Any]) -> list[Any]:
+            x = emitter.numbers(emitter.at(source, k, step), kind, mask)
+            return [emitter.fma(x, x, sums[0])]
+
+        (squares,) = emitter.vectors(size, [emitter.splat(0.0)], square)
+        mean = b.fdiv(emitter.lane_sum(squares), b.sitofp(size, F32))
+        total = b.fadd(mean, emitter.load(constants, F32))
+        sqrt = builder.module.declare_intrinsic("llvm.sqrt", [F32])
+        scale = emitter.splat(b.fdiv(F32(1.0), b.call(sqrt, [total])))
+        added = emitter.load(b.add(constants, I64(4)), F32)
+        # Llama's forms round before the weights, Gemma's, which add one to them, behind.
+        early = b.fcmp_ordered("==", added, F32(0.0))
+        added = emitter.splat(added)
+
+        def write(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            at = emitter.at(I64(0), k, step)
+            x = b.fmul(emitter.numbers(b.add(source, at), kind, mask), scale)
+            x = b.select(early, emitter.through(x, kind), x)
+            w = b.fadd(emitter.numbers(b.add(weight, at), kind, mask), added)
+            emitter.write(b.fmul(x, w), b.add(target, at), kind, mask)
+            return []
+
+        emitter.vectors(size, [], write)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), *[types.int64] * 5), generate
+
+
+@intrinsic(prefer_literal=True)
+def _rotate(
+    typing: Any, form: Any, source: Any, cos: Any, sin: Any, target: Any, half: Any
+) -> Any:
+    """Write ``(a cos - b sin, b cos + a sin)`` of the halves a and b of a head's numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, source, cos, sin, target, half = arguments
+        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+        emitter.b = b = builder
+        size = I64(BYTES[kind])
+        other = b.mul(half, size)
+
+        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            at = b.mul(k, size)
+
+            def both(address: Any) -> tuple[Any, Any]:
+                first = b.add(address, at)
+                return (
+                    emitter.numbers(first, kind, mask),
+                    emitter.numbers(b.add(first, other), kind, mask),
+                )
+
+            (a, c), (cos_a, cos_c), (sin_a, sin_c) = both(source), both(cos), both(sin)
+            to = b.add(target, at)
+            minus = b.fneg(b.fmul(c, sin_a))
+            emitter.write(emitter.fma(a, cos_a, minus), to, kind, mask)
+            turned = emitter.fma(c, cos_c, b.fmul(a, sin_c))
+            emitter.write(turned, b.add(to, other), kind, mask)
+            return []
+
+        emitter.vectors(half, [], body)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), *[types.int64] * 5), generate
+
+
+@intrinsic(prefer_literal=True)
+def _copy(
+    typing: Any, form: Any, to_form: Any, source: Any, target: Any, count: Any
+) -> Any:
+    """Write ``count`` numbers of one dtype in another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, source, target, count = arguments
+        kind, to = form.literal_value, to_form.literal_value
+        emitter = Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+
+        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            x = emitter.numbers(emitter.at(source, k, I64(BYTES[kind])), kind, mask)
+            emitter.write(x, emitter.at(target, k, I64(BYTES[to])), to, mask)
+            return []
+
+        emitter.vectors(count, [], body)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), constant(to_form), *[types.int64] * 3), generate
+
+
+@intrinsic(prefer_literal=True)
+def _sum(typing: Any, form: Any, first: Any, second: Any, target: Any, count: Any) -> Any:
+    """Add ``count`` numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, first, second, target, count = arguments
+        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+
+        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            at = builder.mul(k, I64(BYTES[kind]))
+            x = emitter.numbers(builder.add(first, at), kind, mask)
+            y = emitter.numbers(builder.add(second, at), kind, mask)
+            emitter.write(builder.fadd(x, y), builder.add(target, at), kind, mask)
+            return []
+
+        emitter.vectors(count, [], body)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), *[types.int64] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def _scatter(
+    typing: Any, form: Any, source: Any, target: Any, step: Any, count: Any
+) -> Any:
+    """Write ``count`` consecutive numbers as float32, ``step`` bytes apart."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, source, target, step, count = arguments
+        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+
+        def body(k: Any, values: list[Any]) -> list[Any]:
+            x = emitter.number(emitter.at(source, k, I64(BYTES[kind])), kind)
+            emitter.store(x, emitter.at(target, k, step))
+            return []
+
+        emitter.loop(I64(0), count, 1, [], body)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), *[types.int64] * 4), generate
+
+
+@intrinsic
+def _zeros(typing: Any, target: Any, step: Any, count: Any) -> Any:
+    """Write ``count`` zeros, float32, ``step`` bytes apart."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emitter = Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+
+        def body(k: Any, values: list[Any]) -> list[Any]:
+            emitter.store(F32(0.0), emitter.at(arguments[0], k, arguments[1]))
+            return []
+
+        emitter.loop(I64(0), arguments[2], 1, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@numba.njit(error_model="numpy")
+def norm(fields: Any, form: Any) -> None:
+    """Normalise rows until none is left."""
+    numba.literally(form)
+    size = get(fields, SIZE)
+    row_bytes = size * BYTES[form]
+    while True:
+        row = take(fields, NORM_TAKEN)
+        if row >= get(fields, ROWS):
+            return
+        _normalise(
+            form,
+            get(fields, NORM_INPUT) + row * row_bytes,
+            get(fields, NORM_WEIGHT),
+            get(fields, NORM_OUTPUT) + row * row_bytes,
+            get(fields, EPSILON),
+            size,
+        )
+
+
+@numba.njit(error_model="numpy")
+def rotary(fields: Any, form: Any) -> None:
+    """Rotate or copy all heads of all inputs."""
+    numba.literally(form)
+    size = get(fields, HEAD_SIZE)
+    for n in range(get(fields, TENSORS)):
+        own = ROTARY_FIELDS + TENSOR_FIELDS * n
+        for b in range(get(fields, BATCH)):
+            for h in range(get(fields, own + HEADS)):
+                source = get(fields, own + FROM) + b * get(fields, own + FROM_BATCH)
+                target = get(fields, own + TO) + b * get(fields, own + TO_BATCH)
+                source += h * get(fields, own + FROM_HEAD)
+                target += h * get(fields, own + TO_HEAD)
+                for t in range(get(fields, TOKENS)):
+                    if get(fields, COS) == 0:
+                        _copy(form, form, source, target, size)
+                    else:
+                        cos = get(fields, COS) + b * get(fields, COS_BATCH)
+                        sin = get(fields, SIN) + b * get(fields, SIN_BATCH)
+                        cos += t * get(fields, COS_TOKEN)
+                        sin += t * get(fields, SIN_TOKEN)
+                        _rotate(form, source, cos, sin, target, size // 2)
+                    source += get(fields, own + FROM_TOKEN)
+                    target += get(fields, own + TO_TOKEN)
+
+
+@numba.njit(error_model="numpy")
+def add(fields: Any, form: Any) -> None:
+    """Add two tensors."""
+    numba.literally(form)
+    _sum(form, get(fields, FIRST), get(fields, SECOND), get(fields, SUM), get(fields, COUNT))
+
+
+@numba.njit(error_model="numpy")
+def widen(fields: Any, form: Any) -> None:
+    """Convert to float32."""
+    numba.literally(form)
+    source, target = get(fields, CONVERTED_FROM), get(fields, CONVERTED_TO)
+    _copy(form, FLOAT32, source, target, get(fields, CONVERTED_COUNT))
+
+
+@numba.njit(error_model="numpy")
+def pack(fields: Any, form: Any) -> None:
+    """Put the queries of a group of heads next to each other, and zeros behind them."""
+    numba.literally(form)
+    group, tokens, size, width = (
+        get(fields, GROUP),
+        get(fields, Q_TOKENS),
+        get(fields, Q_SIZE),
+        get(fields, WIDTH),
+    )
+    target = get(fields, PACKED)
+    for b in range(get(fields, Q_BATCHES)):
+        for h in range(get(fields, KEY_HEADS)):
+            for g in range(group):
+                source = get(fields, QUERY) + b * get(fields, Q_BATCH)
+                source += (h * group + g) * get(fields, Q_HEAD)
+                for t in range(tokens):
+                    row = target + 4 * (g * tokens + t)
+                    _scatter(form, source + t * get(fields, Q_TOKEN), row, 4 * width, size)
+            for row in range(group * tokens, width):
+                _zeros(target + 4 * row, 4 * width, size)
+            target += 4 * width * size
+
+
+def compile_kernel(function: Any, form: int) -> Any:
+    """Return one of the functions above for a dtype, as ``void (int64 *fields)``."""
+    version = source()
+
+    def run(fields: Any) -> None:
+        if version:
+            function(fields, form)
+
+    return kept(numba.cfunc, types.void(types.voidptr))(run)

@@ -1,0 +1,421 @@
+"""A model's layers on a CPU: linear layers, gated MLPs, RMS norms and rotary embeddings.
+
+Models keep their own code: ``forward`` of modules of a known form is replaced by one that calls the
+kernels for few tokens, in our forwards only. Norms, MLPs and rotary embeddings are compared with the
+model's own code before they are replaced, and ``probe`` compares the whole model.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from token_recycling.model.cpu import elementwise, linear
+from token_recycling.model.cpu.attention import PACKED, is_available
+from token_recycling.model.cpu.capture import Capture, Recording, Scratch
+from token_recycling.model.cpu.vectors import FORMS
+from token_recycling.model.kv_cache import RecyclingCache
+from token_recycling.model.override import Override, is_covered, replaceable
+from token_recycling.util.modes import ThreadContext, without_autocast
+
+# Children of an attention layer that have the same inputs, in the order in which they are called.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj", "down_proj")
+ROTARY = "apply_rotary_pos_emb"  # the function of a Python module of Transformers
+CALLS = 2  # of a decoder layer with a number of tokens before it is recorded
+BOUND = ("attention_mask", "past_key_values")  # arguments that are set at every replay
+ADDED = (0.0, 1.0)  # to the weights of a norm (see ``elementwise.rms_norm``)
+# Largest difference of a kernel from the model's own code, relative to the largest result.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-8}
+
+
+class _Shared(threading.local):
+    """Outputs of projections that were computed together with the first one.
+
+    Attributes:
+        inputs: their inputs.
+        outputs: by projection, those not yet returned.
+    """
+
+    inputs: Tensor | None = None
+    outputs: dict[nn.Module, Tensor] = {}
+
+
+_shared = _Shared()
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether this is a dense tensor on a CPU of a dtype that the kernels read.
+
+    Quantised weights are tensor subclasses with their own ``linear`` and are left alone.
+    """
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.is_cpu
+        and tensor.dtype in FORMS
+        and tensor.layout is torch.strided
+    )
+
+
+def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
+    """Return weight and bias of a linear layer if the kernel reads them for this dtype."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if weight is None or not _is_plain(weight) or weight.dtype != dtype or weight.stride(1) != 1:
+        return None
+    if bias is not None and not (_is_plain(bias) and bias.dtype == dtype and bias.stride(0) == 1):
+        return None
+    return weight, bias
+
+
+def _is_ours(inputs: Tensor) -> bool:
+    """Return whether these are few tokens of one of our forwards."""
+    return (
+        bool(FastLayers.entered.objects)
+        and _is_plain(inputs)
+        and inputs.dim() > 0
+        and 0 < inputs.numel() <= linear.MOST_ROWS * inputs.shape[-1]
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _linear(layer: nn.Linear, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of a linear layer."""
+    if _is_ours(inputs):
+        weights = _weights(layer, inputs.dtype)
+        if weights is not None and inputs.shape[-1] == weights[0].shape[1]:
+            if torch.compiler.is_compiling():
+                opaque: Tensor = torch.ops.token_recycling.linear(inputs, *weights)
+                return opaque
+            return linear.products(inputs, (weights,))[0]
+    unchanged: Tensor = stock(inputs)
+    return unchanged
+
+
+def _first_projection(
+    others: tuple[nn.Linear, ...], layer: nn.Linear, stock: Any, inputs: Tensor
+) -> Tensor:
+    """``forward`` of the first of several linear layers with the same inputs: multiplies all."""
+    if not torch.compiler.is_compiling() and _is_ours(inputs):
+        layers = [_weights(one, inputs.dtype) for one in (layer, *others)]
+        if all(one is not None and one[0].shape[1] == inputs.shape[-1] for one in layers):
+            output, *rest = linear.products(inputs, layers)  # type: ignore[arg-type]
+            _shared.inputs, _shared.outputs = inputs, dict(zip(others, rest))
+            return output
+    return _linear(layer, stock, inputs)
+
+
+def _other_projection(layer: nn.Linear, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of the others: returns what was computed with the first."""
+    if not torch.compiler.is_compiling() and inputs is _shared.inputs:
+        output = _shared.outputs.pop(layer, None)
+        if output is not None:
+            return output
+    return _linear(layer, stock, inputs)
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Return whether nobody sees the calls of this linear layer, so that they can be left out."""
+    return (
+        type(layer) is nn.Linear
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and isinstance(layer.__dict__.get("forward"), Override)
+    )
+
+
+def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of ``down(silu(gate(x)) * up(x))``."""
+    if not torch.compiler.is_compiling() and _is_ours(inputs):
+        layers = [mlp._modules[name] for name in GATED]
+        gate, up, down = (
+            _weights(layer, inputs.dtype) if layer is not None and _is_bare(layer) else None
+            for layer in layers
+        )
+        if gate and up and down and gate[0].shape[1] == up[0].shape[1] == inputs.shape[-1]:
+            gated, _ = linear.products(inputs, (gate, up), gated=True)
+            return linear.products(gated, (down,))[0]
+    unchanged: Tensor = stock(inputs)
+    return unchanged
+
+
+def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of an RMS norm."""
+    weight = norm._parameters["weight"]
+    if (
+        not torch.compiler.is_compiling()
+        and _is_ours(inputs)
+        and inputs.is_contiguous()
+        and _is_plain(weight)
+        and weight is not None
+        and weight.dtype == inputs.dtype
+        and weight.shape == inputs.shape[-1:]
+        and weight.is_contiguous()
+    ):
+        return elementwise.rms_norm(inputs, weight, _epsilon(norm), added)
+    unchanged: Tensor = stock(inputs)
+    return unchanged
+
+
+def _epsilon(norm: nn.Module) -> Any:
+    """Return the epsilon of an RMS norm; None if it has none."""
+    known = norm.__dict__
+    return known.get("variance_epsilon", known.get("eps"))
+
+
+def _rotary(stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any) -> Any:
+    """``apply_rotary_pos_emb`` of a Python module of Transformers."""
+    if not (a or k or torch.compiler.is_compiling()) and _is_ours(query) and _rotates(query, key, cos, sin):
+        return elementwise.rotary((query, key), cos, sin)
+    return stock(query, key, cos, sin, *a, **k)
+
+
+def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the kernel takes these."""
+    if query.dim() != 4 or key.dim() != 4:
+        return False
+    batch, _, tokens, size = query.shape
+    angles = (batch, tokens, size)
+    return (
+        _is_plain(key)
+        and key.shape[::2] == query.shape[::2]
+        and key.shape[3] == size
+        and cos.dtype == sin.dtype == key.dtype == query.dtype
+        and cos.shape == sin.shape == angles
+        and size % 2 == 0
+        and query.stride(3) == key.stride(3) == cos.stride(2) == sin.stride(2) == 1
+    )
+
+
+def _decoder_layer(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` of a decoder layer: replayed if it has been recorded."""
+    entered = FastLayers.entered.objects
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if entered and not torch.compiler.is_compiling() and isinstance(hidden, Tensor):
+        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        if isinstance(cache, RecyclingCache) and hasattr(mask, PACKED) and _is_ours(hidden):
+            return entered[-1].call(layer, stock, args, kwargs)
+    return stock(*args, **kwargs)
+
+
+class _Recordings(threading.local):
+    """Recordings of one thread, by layer, shape of its inputs and number of threads.
+
+    A number in place of a recording counts the calls before it; None means that it cannot be made.
+    """
+
+    generation = -1
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+        self.made: dict[Any, Recording | int | None] = {}
+
+
+class FastLayers(ThreadContext):
+    """Context manager that computes a model's layers with the kernels in the current thread.
+
+    Results are equal up to rounding, as between any two kernels. ``forward`` of the layers is
+    replaced permanently; outside the context it calls the class's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Replace ``forward`` of the layers of ``model`` (see ``prepare``)."""
+        self.model = model
+        self._right: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
+        self._recordings = _Recordings()
+        self._generation, self._state = 0, []
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Replace ``forward`` of layers not yet covered, e.g. in a copied model.
+
+        Layers that have changed since the last call are recorded anew.
+        """
+        if not is_available():
+            return
+        with torch.inference_mode(), without_autocast(torch.device("cpu")):
+            for module in self.model.modules():
+                if module.__dict__.get("forward") is None or replaceable(module):
+                    self._cover(module)
+        state = list(_state(self.model))
+        if state != self._state:
+            self._state, self._generation = state, self._generation + 1
+
+    def _cover(self, module: nn.Module) -> None:
+        if type(module) is nn.Linear:
+            _cover(module, _linear)
+        elif "Norm" in type(module).__name__:
+            added = _compared(module, self._right, _added, [module])
+            if added is not None:
+                _cover(module, _norm, added)
+        elif layers := _linear_children(module, GATED):
+            if _compared(module, self._right, _is_gated_mlp, layers):
+                _cover(module, _mlp)
+        elif layers := _linear_children(module, PROJECTIONS):
+            first, *others = layers
+            _cover(first, _first_projection, tuple(others))
+            for other in others:
+                _cover(other, _other_projection)
+            _install_rotary(sys.modules.get(type(module).__module__))
+        elif any(_linear_children(child, PROJECTIONS) for child in module.children()):
+            _cover(module, _decoder_layer)
+
+    def call(self, layer: nn.Module, stock: Any, args: Any, kwargs: Any) -> Any:
+        """Call a decoder layer with few tokens."""
+        recordings = self._recordings
+        if recordings.generation != self._generation:
+            recordings.made, recordings.generation = {}, self._generation
+        mask, cache = kwargs["attention_mask"], kwargs["past_key_values"]
+        inputs, others = _arguments(args, kwargs)
+        key = layer, inputs[0].shape, torch.get_num_threads()
+        made = recordings.made.get(key, 0)
+        if isinstance(made, Recording):
+            if made.fits(inputs, others):
+                return made.replay(inputs, mask, cache)
+            return stock(*args, **kwargs)
+        if made is None or made < CALLS:
+            if made is not None:
+                recordings.made[key] = made + 1
+            return stock(*args, **kwargs)
+        capture = Capture(recordings.scratch, cache)
+        with capture:
+            output = stock(*args, **kwargs)
+        recordings.made[key] = capture.recording(inputs, others, output, mask)
+        return output.clone()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _shared.inputs, _shared.outputs = None, {}
+        super().__exit__(kind, error, trace)
+
+
+def _arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
+    """Return the tensors that a decoder layer is given, but mask and cache, and all else."""
+    inputs: list[Tensor] = []
+    others: list[Any] = []
+    for value in (*args, *(kwargs[name] for name in kwargs if name not in BOUND)):
+        for one in value if isinstance(value, tuple) else (value,):
+            (inputs if isinstance(one, Tensor) else others).append(one)
+    return inputs, others
+
+
+def _state(model: nn.Module) -> Iterator[Any]:
+    """Yield what recordings depend on: modules, their code and hooks, and where weights lie."""
+    for module in model.modules():
+        yield id(module)
+        yield id(module.__dict__.get("forward"))
+        yield len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for weight in module._parameters.values():
+            if weight is not None:
+                yield weight.data_ptr()
+
+
+def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
+    """Return a module's linear layers of these names; none if one is missing."""
+    found = [module._modules.get(name) for name in names]
+    return found if all(type(one) is nn.Linear for one in found) else []  # type: ignore[return-value]
+
+
+def _cover(module: nn.Module, call: Callable[..., Any], *first: Any) -> None:
+    """Replace ``forward`` unless somebody else has, or it is one of a group."""
+    if replaceable(module) or is_covered(module, "forward", _linear):
+        module.forward = Override(module, "forward", partial(call, *first) if first else call)
+
+
+def _compared(
+    module: nn.Module, known: dict[Any, Any], compare: Callable[..., Any], layers: list[Any]
+) -> Any:
+    """Return ``compare(module)``, called once for each class and shapes and dtypes of weights.
+
+    None: its weights are not such that the kernels read them.
+    """
+    weights = [layer._parameters.get("weight") for layer in layers]
+    if not all(_is_plain(one) and one.numel() for one in weights if one is not None):
+        return None
+    if any(one is None for one in weights):
+        return None
+    key = type(module), *((one.shape, one.dtype) for one in weights if one is not None)
+    if key not in known:
+        known[key] = compare(module)
+    return known[key]
+
+
+def _inputs(size: int, dtype: torch.dtype) -> Tensor:
+    """Return two tokens; not random, because the caller's random numbers must not change."""
+    return torch.linspace(-1, 2, 2 * size).sin().view(1, 2, size).to(dtype)
+
+
+def _is_same(found: Tensor, right: Any) -> bool:
+    """Return whether a kernel's result is that of the model's own code, up to rounding."""
+    if not isinstance(right, Tensor) or right.shape != found.shape or right.dtype != found.dtype:
+        return False
+    off = (found.float() - right.float()).abs().max()
+    return bool(off <= TOLERANCE[found.dtype] * right.float().abs().max())
+
+
+def _own(module: nn.Module, inputs: Tensor) -> Any:
+    """Return what the class of ``module`` computes; None if it takes other arguments."""
+    try:
+        return type(module).forward(module, inputs)
+    except Exception:  # whatever unknown code raises
+        return None
+
+
+def _added(norm: nn.Module) -> float | None:
+    """Return what an RMS norm adds to its weights; None if it is of another form."""
+    weight, epsilon = norm._parameters["weight"], _epsilon(norm)
+    if weight is None or weight.dim() != 1 or not isinstance(epsilon, float):
+        return None
+    if len(list(norm.parameters())) != 1 or norm._modules:
+        return None
+    inputs = _inputs(weight.shape[0], weight.dtype)
+    right = _own(norm, inputs)
+    for added in ADDED:
+        if _is_same(elementwise.rms_norm(inputs, weight, epsilon, added), right):
+            return added
+    return None
+
+
+def _is_gated_mlp(mlp: nn.Module) -> bool:
+    """Return whether a module computes ``down(silu(gate(x)) * up(x))``."""
+    layers = [(one.weight, one.bias) for one in _linear_children(mlp, GATED)]
+    gate, up, down = layers
+    if gate[0].shape != up[0].shape or down[0].shape[1] != gate[0].shape[0]:
+        return False
+    inputs = _inputs(gate[0].shape[1], gate[0].dtype)
+    gated, _ = linear.products(inputs, (gate, up), gated=True)
+    return _is_same(linear.products(gated, (down,))[0], _own(mlp, inputs))
+
+
+def _install_rotary(code: ModuleType | None) -> None:
+    """Let the attention layers of a Python module use the kernel, for the rest of this process.
+
+    Model code finds the function by its name in its own module, which is common to all threads, so
+    the kernel is chosen by the thread's context.
+    """
+    stock = getattr(code, ROTARY, None)
+    if stock is None or getattr(stock, "func", None) is _rotary:
+        return
+    query, key = (_inputs(heads * 8, torch.float32).view(1, 2, heads, 8).transpose(1, 2) for heads in (4, 2))
+    angles = _inputs(4, torch.float32)
+    cos, sin = (torch.cat([one, one], dim=-1) for one in (angles.cos(), angles.sin()))
+    try:
+        right = stock(query, key, cos, sin)
+    except Exception:  # whatever unknown code raises
+        return
+    found = elementwise.rotary((query, key), cos, sin)
+    if not isinstance(right, tuple) or not all(map(_is_same, found, right)):
+        return
+    setattr(code, ROTARY, update_wrapper(partial(_rotary, stock), stock))
