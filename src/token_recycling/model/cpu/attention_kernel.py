@@ -77,21 +77,31 @@ FIELDS = 23
 class _Attention(Emitter):
     """Emits the functions that compute with whole vectors of rows."""
 
-    def sums(self, r: int, v: int) -> Any:
+    def sums(self, r: int, v: int, size: int) -> Any:
         """Return the function that computes r rows of ``C = A B``, v vectors wide.
 
-        ``void (a, row of a, column of a, count, b, row of b, c, row of c)``, all int64: addresses,
-        and strides in bytes; ``count`` is the common dimension.
+        ``void (a, row of a, column of a, count, b, row of b, c, row of c, ahead)``, all int64:
+        addresses, and strides in bytes; ``count`` is the common dimension. Meanwhile ``count * r *
+        size`` bytes from ``ahead`` on are read into the L2 cache.
         """
 
         def emit(
-            a: Any, a_row: Any, a_column: Any, count: Any, b: Any, b_row: Any, c: Any, c_row: Any
+            a: Any,
+            a_row: Any,
+            a_column: Any,
+            count: Any,
+            b: Any,
+            b_row: Any,
+            c: Any,
+            c_row: Any,
+            ahead: Any,
         ) -> None:
             builder = self.b
             rows = [self.at(a, I64(i), a_row) for i in range(r)]
             bytes_of = 4 * self.lanes
 
             def add(k: Any, sums: list[Any]) -> list[Any]:
+                self.prefetch(self.at(ahead, k, I64(r * size)))
                 line = self.at(b, k, b_row)
                 vectors = [self.numbers(builder.add(line, I64(j * bytes_of)), 0) for j in range(v)]
                 found = []
@@ -107,8 +117,8 @@ class _Attention(Emitter):
                     self.store(found[i * v + j], line)
             builder.ret_void()
 
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 8)
-        return self.function(f"sums_{r}_{v}", kind, emit)
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
+        return self.function(f"sums_{r}_{v}_{size}", kind, emit)
 
     def softmax(self, masked: bool) -> Any:
         """Return the function that exponentiates a vector of rows in place.
@@ -197,9 +207,10 @@ def _buffer(typing: Any, count: Any) -> Any:
     return types.int64(constant(count)), generate
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def _product(
     typing: Any,
+    form: Any,
     v: Any,
     rows: Any,
     a: Any,
@@ -210,13 +221,18 @@ def _product(
     b_row: Any,
     c: Any,
     c_row: Any,
+    ahead: Any,
+    ahead_row: Any,
 ) -> Any:
-    """Compute ``C = A B`` for ``rows`` rows of A and v vectors of B (see ``_Attention.sums``)."""
+    """Compute ``C = A B`` for ``rows`` rows of A and v vectors of B (see ``_Attention.sums``).
+
+    For each row of A, ``ahead_row`` bytes of a dtype are read ahead.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emitter = _Attention(builder.module, processor().lanes)
         emitter.b = builder
-        v, rows, a, a_row, *others, c, c_row = arguments
+        _, v, rows, a, a_row, *others, c, c_row, ahead, ahead_row = arguments
         done = builder.append_basic_block("product_done")
         choice = builder.switch(v, done)
         for width, height in enumerate(TILES[processor().lanes], start=1):
@@ -225,11 +241,12 @@ def _product(
             builder.position_at_end(block)
             begin = I64(0)
             for r in (height, 1):
-                tile = emitter.sums(r, width)
+                tile = emitter.sums(r, width, BYTES[form.literal_value])
 
                 def body(n: Any, values: list[Any], r: int = r, tile: Any = tile) -> list[Any]:
                     at_a, at_c = emitter.at(a, n, a_row), emitter.at(c, n, c_row)
-                    builder.call(tile, [at_a, a_row, *others, at_c, c_row])
+                    fetched = emitter.at(ahead, n, ahead_row)
+                    builder.call(tile, [at_a, a_row, *others, at_c, c_row, fetched])
                     return [builder.add(n, I64(r))]
 
                 end = builder.sub(rows, I64(r - 1))
@@ -238,7 +255,7 @@ def _product(
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), generate
+    return types.void(constant(form), *[types.int64] * 12), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -377,45 +394,89 @@ def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
 
 
 @numba.njit(error_model="numpy")
+def _block(fields: Any, item: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Return row of the batch, head of keys and first slot of a block, and its keys and values.
+
+    The last two are addresses.
+    """
+    heads, slots = get(fields, HEADS), get(fields, SLOTS)
+    blocks = (slots + KEYS - 1) // KEYS
+    head, begin = item // blocks, item % blocks * KEYS
+    b, h = head // heads, head % heads
+    keys = get(fields, KEY) + b * get(fields, KEY_BATCH) + h * get(fields, KEY_HEAD)
+    values = get(fields, VALUE) + b * get(fields, VALUE_BATCH) + h * get(fields, VALUE_HEAD)
+    keys += begin * get(fields, KEY_SLOT)
+    return b, head, begin, keys, values + begin * get(fields, VALUE_SLOT)
+
+
+@numba.njit(error_model="numpy")
 def _work(fields: Any, form: Any) -> None:
     """Take blocks of keys until none is left."""
     numba.literally(form)
-    heads, slots, width = get(fields, HEADS), get(fields, SLOTS), get(fields, WIDTH)
+    slots, width = get(fields, SLOTS), get(fields, WIDTH)
     size, value_size = get(fields, SIZE), get(fields, VALUE_SIZE)
     scale = _read(get(fields, SCALE))
     blocks = (slots + KEYS - 1) // KEYS
+    items = get(fields, BATCH) * get(fields, HEADS) * blocks
     row, lane_bytes = 4 * width, 4 * _lanes()
     part = (value_size + 2) * row
     scores, score_row = _buffer(SCORES), MOST_VECTORS * lane_bytes
     key_floats, value_floats = _buffer(FLOATS), _buffer(FLOATS)
-    while True:
-        item = take(fields, TAKEN)
-        head, block = item // blocks, item % blocks
-        if head >= get(fields, BATCH) * heads:
-            return
-        b, h = head // heads, head % heads
-        begin = block * KEYS
+    item = take(fields, TAKEN)
+    while item < items:
+        b, head, begin, keys, values = _block(fields, item)
+        following = take(fields, TAKEN)
+        next_keys, next_values = keys, values  # are in the cache
+        if following < items:
+            _, _, _, next_keys, next_values = _block(fields, following)
         count = min(KEYS, slots - begin)
         queries = get(fields, QUERIES) + head * size * row
         mask = get(fields, MASK) + b * get(fields, MASK_BATCH) + begin * row
-        own = get(fields, PARTS) + (head * blocks + block) * part
-        keys = get(fields, KEY) + b * get(fields, KEY_BATCH) + h * get(fields, KEY_HEAD)
-        values = get(fields, VALUE) + b * get(fields, VALUE_BATCH) + h * get(fields, VALUE_HEAD)
+        own = get(fields, PARTS) + (head * blocks + item % blocks) * part
         key_row, value_row = get(fields, KEY_SLOT), get(fields, VALUE_SLOT)
-        keys, key_row = _float_rows(form, keys + begin * key_row, key_row, count, size, key_floats)
-        values, value_row = _float_rows(
-            form, values + begin * value_row, value_row, count, value_size, value_floats
-        )
+        key_bytes, value_bytes = key_row, count * value_row // value_size
+        keys, key_row = _float_rows(form, keys, key_row, count, size, key_floats)
+        values, value_row = _float_rows(form, values, value_row, count, value_size, value_floats)
         for column in range(0, row, score_row):
             v = min(MOST_VECTORS, (row - column) // lane_bytes)
-            _product(v, count, keys, key_row, 4, size, queries + column, row, scores, score_row)
+            _product(
+                form,
+                v,
+                count,
+                keys,
+                key_row,
+                4,
+                size,
+                queries + column,
+                row,
+                scores,
+                score_row,
+                next_keys,
+                key_bytes,
+            )
             for j in range(v):
                 at, to = column + j * lane_bytes, scores + j * lane_bytes
                 _softmax(1, to, score_row, mask + at, row, count, scale, own + row + at, own + at)
             to = own + 2 * row + column
-            _product(v, value_size, values, 4, value_row, count, scores, score_row, to, row)
+            _product(
+                form,
+                v,
+                value_size,
+                values,
+                4,
+                value_row,
+                count,
+                scores,
+                score_row,
+                to,
+                row,
+                next_values,
+                value_bytes,
+            )
+            next_keys, next_values = keys, values
         if take(fields, FIELDS + head) == blocks - 1:
             _combine(fields, head, blocks, form)
+        item = following
 
 
 def compile_kernel(form: int) -> Any:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
+from math import prod
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -76,12 +77,19 @@ def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
 
 
 def _is_ours(inputs: Tensor) -> bool:
-    """Return whether these are few tokens of one of our forwards."""
+    """Return whether these are few rows in one of our forwards."""
+    return (
+        inputs.dim() > 0
+        and 0 < inputs.numel() <= linear.MOST_ROWS * inputs.shape[-1]
+        and _is_used(inputs)
+    )
+
+
+def _is_used(inputs: Tensor) -> bool:
+    """Return whether the kernels compute with this tensor now."""
     return (
         bool(FastLayers.entered.objects)
         and _is_plain(inputs)
-        and inputs.dim() > 0
-        and 0 < inputs.numel() <= linear.MOST_ROWS * inputs.shape[-1]
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
     )
@@ -152,7 +160,8 @@ def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     weight = norm._parameters["weight"]
     if (
         not torch.compiler.is_compiling()
-        and _is_ours(inputs)
+        and 0 < prod(inputs.shape[:-1][:2]) <= linear.MOST_ROWS  # tokens, each of several heads
+        and _is_used(inputs)
         and inputs.is_contiguous()
         and _is_plain(weight)
         and weight is not None
@@ -173,7 +182,8 @@ def _epsilon(norm: nn.Module) -> Any:
 
 def _rotary(stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any) -> Any:
     """``apply_rotary_pos_emb`` of a Python module of Transformers."""
-    if not (a or k or torch.compiler.is_compiling()) and _is_ours(query) and _rotates(query, key, cos, sin):
+    plain = not (a or k or torch.compiler.is_compiling())
+    if plain and _is_used(query) and _rotates(query, key, cos, sin):
         return elementwise.rotary((query, key), cos, sin)
     return stock(query, key, cos, sin, *a, **k)
 
@@ -185,7 +195,8 @@ def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     batch, _, tokens, size = query.shape
     angles = (batch, tokens, size)
     return (
-        _is_plain(key)
+        batch * tokens <= linear.MOST_ROWS
+        and _is_plain(key)
         and key.shape[::2] == query.shape[::2]
         and key.shape[3] == size
         and cos.dtype == sin.dtype == key.dtype == query.dtype
