@@ -8,7 +8,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.model.attention import install, pack_queries, packed_attention
+from token_recycling.model.attention import (
+    install,
+    pack_queries,
+    packed_attention,
+    prompt_attention,
+)
 
 
 def reference(query, key, value, mask, scale):
@@ -46,8 +51,28 @@ def test_packed_heads_compute_the_same(heads, shared, batch):
         assert (rolled - right).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "q"), [(0, 1), (0, 9), (1, 5), (40, 1), (40, 33)])
+def test_tokens_of_a_prompt(before, q, dtype):
+    batch, heads, shared, size = 2, 6, 2, 16
+    draws = torch.Generator().manual_seed(q)
+    query = torch.randn(batch, heads, q, size, generator=draws).to(dtype)
+    key, value = (
+        torch.randn(batch, shared, before + q, size, generator=draws).to(dtype) for _ in range(2)
+    )
+    visible = torch.ones(q, before + q, dtype=torch.bool).tril(before)
+    mask = torch.zeros(1, 1, q, before + q).masked_fill_(~visible, -1e9)
+    found = prompt_attention(query, key, value, before, 0.3).float()
+    right = reference(query.float(), key.float(), value.float(), mask, 0.3)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert (found - right).abs().max() < tolerance
+    if before:  # the control
+        wrong = prompt_attention(query, key[:, :, 1:], value[:, :, 1:], before - 1, 0.3).float()
+        assert (wrong - right).abs().max() > 2 * tolerance
+
+
 @pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_steps_pack_and_prompts_do_not(graph, monkeypatch):
+def test_steps_pack_and_prompts_need_no_mask(graph, monkeypatch):
     model = make("qwen3", attn_implementation="sdpa")
     seen = []
 
@@ -68,9 +93,8 @@ def test_steps_pack_and_prompts_do_not(graph, monkeypatch):
     seen.clear()  # the probe's
     answer = recycler.generate(prompt, max_new_tokens=12)
     packed = [n for n in seen if n > 0 and seen.count(n) > seen.count(-n)]
-    assert packed
-    assert max(packed) <= 9
-    assert seen.count(20) == seen.count(-20) > 0  # the prompt
+    assert {n for n in packed if n <= 9}
+    assert max(packed) == 20  # the prompt, whose mask is left out
     seen.clear()
     assert answer.token_ids == plain(model, prompt, 12)
     assert all(seen.count(n) == seen.count(-n) for n in seen)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from math import inf
+from functools import partial
 
 import pytest
 import torch
@@ -200,7 +200,7 @@ def test_code_for_arm():
     module = ir.Module()
     module.triple = "aarch64-unknown-linux-gnu"
     emitter = _Attention(module, 4)
-    for function in (emitter.sums(8, 3), emitter.softmax(True), emitter.weighted()):
+    for function in (emitter.sums(8, 3, 4), emitter.softmax(True), emitter.weighted()):
         function.linkage = "external"
     checked = llvm.parse_assembly(str(module))
     checked.verify()
@@ -209,51 +209,12 @@ def test_code_for_arm():
     assert machine.emit_object(checked)
 
 
-@pytest.fixture(autouse=True)
-def faster(monkeypatch):
-    """Whatever the trial says of this machine at this moment."""
-    monkeypatch.setattr(attention, "_trial", lambda dtype, threads: 1)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "ratios", "fewest"),
-    [
-        (torch.float32, (1.1, 1.0, 0.9, 0.5), attention.TRIAL_ROWS[2]),
-        (torch.float32, (0.9, 1.1, 1.1, 1.1), attention.TRIAL_ROWS[0]),
-        (torch.float32, (1.1, 1.1, 1.1, 1.1), inf),
-        (torch.bfloat16, (1.1, 1.1, 1.1, 0.5), 1),
-        (torch.bfloat16, (0.5, 0.5, 0.5, 1.1), inf),
-    ],
-)
-def test_the_trial_decides(dtype, ratios, fewest, monkeypatch):
-    monkeypatch.undo()
-    rows = attention.TRIAL_ROWS
-    monkeypatch.setattr(attention, "_ratio", lambda dtype, n: ratios[rows.index(n)])
-    assert attention._trial.__wrapped__(dtype, 2) == fewest
-
-
-def test_the_trial_measures_both(monkeypatch):
-    now = [0.0]
-
-    def way(seconds):
-        def run(*args, **options):
-            now[0] += seconds
-
-        return run
-
-    monkeypatch.setattr(attention, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", way(2.0))
-    monkeypatch.setattr(attention, "attend", way(1.0))
-    assert attention._ratio(torch.float32, 4) == 0.5
-
-
-def test_few_rows_are_left_to_pytorch(monkeypatch):
-    """A row is a query of one head of a group."""
-    monkeypatch.setattr(attention, "_trial", lambda dtype, threads: 12)
+def test_what_the_kernel_takes():
     query, key, value, _, _ = case(1, 2, 3, 4, 20, 8, 8, torch.float32)
     assert attention.fits(query, key, value)
-    assert not attention.fits(query[:, :, :3], key, value)
+    assert attention.fits(query[:, :, :1], key, value)
     assert not attention.fits(query, key.double(), value)
+    assert not attention.fits(query, key.mT.contiguous().mT, value)
 
 
 @pytest.fixture
@@ -279,7 +240,7 @@ def test_where_it_is_used(calls):
 def test_without_it_the_text_is_the_same(dtype, calls, monkeypatch):
     """Where PyTorch has another OpenMP runtime, and for dtypes that it does not take."""
     if dtype == torch.float32:
-        monkeypatch.setattr(attention, "openmp", lambda: None)
+        monkeypatch.setattr(attention, "is_available", lambda: False)
     model, (prompt,) = make("llama", attn_implementation="sdpa").to(dtype), random_prompts([30])
     answer = TokenRecycling(model, nodes=16).generate(prompt, max_new_tokens=20)
     assert answer.token_ids == plain(model, prompt, 20)
@@ -304,21 +265,19 @@ def test_options_that_alter_the_scores(option, calls):
     assert not calls
 
 
+def _count(seen, kernel, launch, *about):
+    seen.append(kernel)
+    launch(*about)
+
+
 def test_compiled_steps_use_it_too(monkeypatch):
     """And the kernel of linear layers."""
     monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
-    monkeypatch.setattr("token_recycling.model.cpu.linear._settled", {})
-    monkeypatch.setattr("token_recycling.model.cpu.linear._ratio", lambda *a: 0.5)
     torch._dynamo.reset()
     seen = []
     for kernel in (attention, linear):
-        monkeypatch.setattr(
-            kernel,
-            "openmp",
-            lambda kernel=kernel: (
-                lambda *a: seen.append(kernel) or threads.openmp()(*a)  # every call of it
-            ),
-        )
+        launch = partial(_count, seen, kernel, kernel.launch)
+        monkeypatch.setattr(kernel, "launch", launch)
     model, (prompt,) = make("llama", attn_implementation="sdpa"), random_prompts([30])
     recycler = TokenRecycling(model, nodes=8, graph=True)
     eager = TokenRecycling(model, nodes=8).generate(prompt, max_new_tokens=20)

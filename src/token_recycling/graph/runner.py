@@ -93,7 +93,7 @@ class GraphRunner:
             torch._dynamo.config.patch(recompile_limit=VARIANTS),
             uncast(),
             self.step.target.lm_head,
-            self.step.target.linears or nullcontext(),
+            self.step.target.layers or nullcontext(),
             ordinary_tensors(),
         ):
             return self.step.finish(*self._advance())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,6 +20,7 @@ from token_recycling.model.gpu.attention import TreeView
 from token_recycling.model.limits import AttentionWindow
 
 VIEW = "token_recycling_view"  # attribute of such a mask that says what its nodes see
+PROMPT = "token_recycling_prompt"  # attribute of a causal mask: how many keys precede the queries
 UNKNOWN = ("position_bias", "softcap")  # options that alter the scores; left to the stock function
 # PyTorch may choose cuDNN, whose plans are made anew for every length of the keys (23 to 37 ms).
 CUDA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -54,14 +56,18 @@ def packed_attention(
         The output [B, q, heads, size], and None in place of the attention weights.
     """
     packed: dict[int, Tensor] | None = getattr(attention_mask, PACKED, None)
-    if attention_mask is None or packed is None:
+    before: int | None = getattr(attention_mask, PROMPT, None)
+    altered = any(others.get(name) is not None for name in UNKNOWN)
+    if attention_mask is None or altered or (packed is None and before is None):
         return stock(module, query, key, value, attention_mask, **others)
     batch, heads, q, size = query.shape
     group = heads // key.shape[1]
-    shared = attention_mask.shape[1] == 1
-    if not shared or any(others.get(name) is not None for name in UNKNOWN):
-        return stock(module, query, key, value, attention_mask, **others)
     scale = others.get("scaling")
+    same = query.dtype == key.dtype == value.dtype and size == value.shape[3]
+    if before is not None and query.is_cpu and same:
+        return prompt_attention(query, key, value, before, scale), None
+    if packed is None or attention_mask.shape[1] != 1:
+        return stock(module, query, key, value, attention_mask, **others)
     if cpu.fits(query, key, value):
         scale = size**-0.5 if scale is None else scale
         return cpu.attend(query, key, value, cpu.packed_mask(attention_mask, group), scale), None
@@ -86,6 +92,41 @@ def packed_attention(
         if gpu.is_faster(query, key, by_kernel, by_pytorch):
             return by_kernel(), None
     return by_pytorch(), None
+
+
+def prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None
+) -> Tensor:
+    """Attend with consecutive tokens of a prompt to all tokens before them, on a CPU.
+
+    With a mask, PyTorch computes the half of the scores that it hides, and Transformers repeats all
+    keys and values. Here the tokens attend to each other causally and to the keys before them
+    without a mask, and both results are weighted by their sums of exponentials, as the parts of
+    flash decoding are.
+
+    Args:
+        query: [B, heads, q, size].
+        key: [B, heads / group, before + q, size].
+        value: like ``key``.
+        before: keys of earlier tokens.
+        scale: of the scores; None: ``size ** -0.5``.
+
+    Returns:
+        [B, q, heads, size].
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    batch, heads, q, size = query.shape
+    group = heads // key.shape[1]
+    own = [x[:, :, before:].repeat_interleave(group, dim=1) for x in (key, value)]
+    out, weight = flash(query, *own, 0.0, True, scale=scale)
+    if before:
+        rows = query.reshape(batch, key.shape[1], group * q, size)
+        earlier = (key[:, :, :before], value[:, :, :before])
+        other, other_weight = flash(rows, *earlier, 0.0, False, scale=scale)
+        other, other_weight = other.reshape(out.shape), other_weight.reshape(weight.shape)
+        share = torch.sigmoid(other_weight - weight)[..., None].to(out.dtype)
+        out = torch.lerp(out, other, share)
+    return out.transpose(1, 2).contiguous()
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -127,6 +168,19 @@ def pack_queries(masks: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor
     for mask in masks.values() if isinstance(masks, dict) else (masks,):
         setattr(mask, PACKED, {})
     return masks
+
+
+def mark_prompt(
+    masks: Tensor | dict[str, Tensor], windows: dict[str, AttentionWindow], before: int
+) -> None:
+    """Mark the causal masks of a prompt's tokens, which follow ``before`` others in every row.
+
+    Masks with a window are left out.
+    """
+    by_kind = masks if isinstance(masks, dict) else dict.fromkeys(windows, masks)
+    for kind, mask in by_kind.items():
+        if windows[kind].rule not in ("sliding", "chunked"):
+            setattr(mask, PROMPT, before)
 
 
 def add_views(

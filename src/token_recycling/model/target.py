@@ -181,7 +181,12 @@ class TreeTarget:
             ending = {n for n in last.tolist() if 0 <= n < size}
             computed = sorted({*columns, *ending})
             logits = self._forward(
-                tokens, positions, causal.expand(batch, size, -1), slots.expand(batch, -1), computed
+                tokens,
+                positions,
+                causal.expand(batch, size, -1),
+                slots.expand(batch, -1),
+                computed,
+                prompt=True,
             )
             self.cache.lengths = [begin + size] * batch
             if learn_prompt is not None and columns:
@@ -298,18 +303,21 @@ class TreeTarget:
         logits_at: list[int] | None = None,
         *,
         draft: tuple[Tensor, Tensor] | None = None,
+        prompt: bool = False,
     ) -> Tensor:
         """Run the model over ``tokens`` [B, q]; return all logits, or those at ``logits_at``.
 
         ``visible`` (bool [B, q, s]) and ``key_positions`` (int64 [B, s]) cover all slots up to and
         including the new ones. ``draft``: lengths and ancestors of few tokens behind the longest
-        row (see ``attention.add_views``).
+        row (see ``attention.add_views``). ``prompt``: ``visible`` is causal.
         """
         self.cache.reserve(tokens.shape[1])
         masks = additive_masks(self.windows, visible, positions, key_positions, self.dtype)
         if draft is not None:
             attention.pack_queries(masks)
             attention.add_views(masks, self.windows, draft[0], positions, draft[1])
+        elif prompt:
+            attention.mark_prompt(masks, self.windows, visible.shape[2] - tokens.shape[1])
         inputs: dict[str, Any] = {
             "input_ids": tokens,
             "attention_mask": masks,

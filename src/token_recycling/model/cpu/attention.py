@@ -41,7 +41,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-@lru_cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_available() -> bool:
     """Return whether this processor and PyTorch's build run the kernels."""
     return processor().lanes > 0 and openmp() is not None

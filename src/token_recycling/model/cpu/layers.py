@@ -31,7 +31,6 @@ from token_recycling.util.modes import ThreadContext, without_autocast
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
 ROTARY = "apply_rotary_pos_emb"  # the function of a Python module of Transformers
-CALLS = 2  # of a decoder layer with a number of tokens before it is recorded
 BOUND = ("attention_mask", "past_key_values")  # arguments that are set at every replay
 ADDED = (0.0, 1.0)  # to the weights of a norm (see ``elementwise.rms_norm``)
 # Largest difference of a kernel from the model's own code, relative to the largest result.
@@ -69,7 +68,9 @@ def _is_plain(tensor: Any) -> bool:
 def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
     """Return weight and bias of a linear layer if the kernel reads them for this dtype."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if weight is None or not _is_plain(weight) or weight.dtype != dtype or weight.stride(1) != 1:
+    if weight is None or not _is_plain(weight) or weight.dtype != dtype:
+        return None
+    if weight.stride(1) != 1 or not weight.shape[0]:
         return None
     if bias is not None and not (_is_plain(bias) and bias.dtype == dtype and bias.stride(0) == 1):
         return None
@@ -134,8 +135,7 @@ def _is_bare(layer: nn.Module) -> bool:
     """Return whether nobody sees the calls of this linear layer, so that they can be left out."""
     return (
         type(layer) is nn.Linear
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
+        and not _has_hooks(layer)
         and isinstance(layer.__dict__.get("forward"), Override)
     )
 
@@ -220,14 +220,14 @@ def _decoder_layer(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> A
 class _Recordings(threading.local):
     """Recordings of one thread, by layer, shape of its inputs and number of threads.
 
-    A number in place of a recording counts the calls before it; None means that it cannot be made.
+    None in place of a recording means that it cannot be made.
     """
 
     generation = -1
 
     def __init__(self) -> None:
         self.scratch = Scratch()
-        self.made: dict[Any, Recording | int | None] = {}
+        self.made: dict[Any, Recording | None] = {}
 
 
 class FastLayers(ThreadContext):
@@ -239,11 +239,19 @@ class FastLayers(ThreadContext):
 
     def __init__(self, model: nn.Module) -> None:
         """Replace ``forward`` of the layers of ``model`` (see ``prepare``)."""
-        self.model = model
+        self.__setstate__({"model": model})
+        self.prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the recordings: they contain addresses."""
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model: nn.Module = state["model"]
         self._right: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
         self._recordings = _Recordings()
-        self._generation, self._state = 0, []
-        self.prepare()
+        self._generation = 0
+        self._state: list[Any] = []
 
     def prepare(self) -> None:
         """Replace ``forward`` of layers not yet covered, e.g. in a copied model.
@@ -287,14 +295,12 @@ class FastLayers(ThreadContext):
         mask, cache = kwargs["attention_mask"], kwargs["past_key_values"]
         inputs, others = _arguments(args, kwargs)
         key = layer, inputs[0].shape, torch.get_num_threads()
-        made = recordings.made.get(key, 0)
-        if isinstance(made, Recording):
+        made = recordings.made.get(key)
+        if made is not None:
             if made.fits(inputs, others):
                 return made.replay(inputs, mask, cache)
             return stock(*args, **kwargs)
-        if made is None or made < CALLS:
-            if made is not None:
-                recordings.made[key] = made + 1
+        if key in recordings.made or any(map(_has_hooks, layer.modules())):
             return stock(*args, **kwargs)
         capture = Capture(recordings.scratch, cache)
         with capture:
@@ -310,6 +316,10 @@ class FastLayers(ThreadContext):
     ) -> None:
         _shared.inputs, _shared.outputs = None, {}
         super().__exit__(kind, error, trace)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:

@@ -1,0 +1,299 @@
+"""Layers on a CPU: norms and rotary embeddings as kernels, decoder layers as recordings."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from architectures import make
+from models import plain, random_prompts
+from token_recycling import TokenRecycling
+from token_recycling.drafting.draft import root_only
+from token_recycling.drafting.templates import TreeShape, TreeTemplate
+from token_recycling.model.cpu import capture, elementwise, layers, threads
+from token_recycling.model.cpu.layers import FastLayers
+from token_recycling.model.target import TreeTarget
+
+pytestmark = pytest.mark.skipif(
+    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+stock_rotary = getattr(modeling_llama.apply_rotary_pos_emb, "args", [None])[0]
+stock_rotary = stock_rotary or modeling_llama.apply_rotary_pos_emb
+
+
+def close(found, wanted):
+    rounding = ROUNDING[found.dtype]
+    off = (found.float() - wanted.float()).abs()
+    return found.dtype == wanted.dtype and bool((off <= rounding * (wanted.float().abs() + 1)).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 70),
+    size=st.integers(1, 600),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from([(LlamaRMSNorm, 0.0), (GemmaRMSNorm, 1.0)]),
+)
+@torch.inference_mode()
+def test_norms(tokens, size, dtype, kind):
+    cls, added = kind
+    norm = cls(size).to(dtype)
+    norm.weight.data = torch.randn(size).to(dtype)
+    x = torch.randn(1, tokens, size).to(dtype)
+    epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
+    found = elementwise.rms_norm(x, norm.weight, epsilon, added)
+    assert close(found, norm(x))
+    alone = elementwise.rms_norm(x[:, -1:].contiguous(), norm.weight, epsilon, added)
+    assert torch.equal(alone[0, 0], found[0, -1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 5),
+    tokens=st.integers(1, 20),
+    half=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+)
+@torch.inference_mode()
+def test_rotary_embeddings(batch, heads, tokens, half, dtype):
+    query, key = (
+        torch.randn(batch, tokens, n, 2 * half).to(dtype).transpose(1, 2) for n in (heads, 1)
+    )
+    angles = torch.randn(batch, tokens, half).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    wanted = stock_rotary(query, key, cos, sin)
+    for found, one in zip(elementwise.rotary((query, key), cos, sin), wanted):
+        assert close(found, one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_queries(dtype):
+    query = torch.randn(2, 5, 6, 7).to(dtype).transpose(1, 2)
+    packed = elementwise.packed_queries(query, 3, 16)
+    wanted = torch.zeros(2, 3, 7, 16)
+    wanted[..., :10] = query.float().view(2, 3, 2, 5, 7).permute(0, 1, 4, 2, 3).reshape(2, 3, 7, 10)
+    assert torch.equal(packed, wanted)
+
+
+class Norms(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.llama, self.gemma = LlamaRMSNorm(24), GemmaRMSNorm(24)
+        self.other = torch.nn.LayerNorm(24, bias=False)
+
+
+@torch.inference_mode()
+def test_only_norms_of_a_known_form_are_replaced(monkeypatch):
+    seen = []
+    kernel = elementwise.rms_norm
+    fast = FastLayers(model := Norms())
+    monkeypatch.setattr(elementwise, "rms_norm", lambda *a: seen.append(a[3]) or kernel(*a))
+    x = torch.randn(1, 3, 24)
+    wanted = [norm(x) for norm in model.children()]
+    assert not seen
+    with fast:
+        found = [norm(x) for norm in model.children()]
+    assert seen == [0.0, 1.0]
+    assert all(map(close, found, wanted))
+
+
+class OddNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 1.01
+
+
+def test_a_norm_that_computes_something_else_stays(monkeypatch):
+    model = torch.nn.Sequential(OddNorm(16))
+    x = torch.randn(1, 2, 16)
+    with FastLayers(model), torch.inference_mode():
+        assert torch.equal(model(x), OddNorm(16)(x))
+    monkeypatch.setattr(layers, "_is_same", lambda *a: True)  # the comparison is what finds it
+    with FastLayers(other := torch.nn.Sequential(OddNorm(16))), torch.inference_mode():
+        assert not torch.allclose(other(x), OddNorm(16)(x))
+
+
+def mlp(act="silu"):
+    from transformers import LlamaConfig
+
+    options = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4}
+    return LlamaMLP(LlamaConfig(hidden_act=act, **options)).eval()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+def test_gated_mlps(act):
+    model = torch.nn.Sequential(mlp(act))
+    x = torch.randn(1, 3, 24)
+    wanted = model(x)
+    fast = FastLayers(model)
+    assert layers.is_covered(model[0], "forward", layers._mlp) == (act == "silu")
+    with fast:
+        assert close(model(x), wanted)
+
+
+@torch.inference_mode()
+def test_hooks_of_layers_inside_an_mlp_are_called():
+    model, seen = torch.nn.Sequential(mlp()), []
+    with FastLayers(model):
+        model(torch.randn(1, 3, 24))
+        model[0].up_proj.register_forward_hook(lambda *a: seen.append(a))
+        model(torch.randn(1, 3, 24))
+    assert len(seen) == 1
+
+
+def drafts(*sizes):
+    draws = torch.Generator().manual_seed(1)
+    for size in sizes:
+        if size == 1:
+            yield root_only(torch.tensor([7]))
+            continue
+        shape = TreeShape(TreeTemplate.chain(size - 1), torch.device("cpu"))
+        tokens = torch.randint(90, (1, size), generator=draws)
+        yield shape.draft(tokens, torch.ones(1, size, dtype=torch.bool))
+
+
+SIZES = (1, 4, 4, 1, 4, 1, 4, 4, 1, 1, 7, 4, 1, 7, 7, 7, 4)
+
+
+def logits_of(target, prompt=40):
+    """The logits of steps of several sizes, each of which commits a token or two."""
+    with torch.inference_mode():
+        target.prefill([list(range(1, prompt))])
+        found = []
+        for draft in drafts(*SIZES):
+            found.append(target.verify(draft))
+            target.commit(torch.tensor([[0, 1]])[:, : draft.size], [min(draft.size, 2)])
+    return found
+
+
+def target_of(name="llama", dtype=torch.float32):
+    return TreeTarget(make(name, attn_implementation="sdpa").to(dtype))
+
+
+def recordings(target):
+    made = target.layers._recordings.made.values()
+    return [one for one in made if isinstance(one, capture.Recording)]
+
+
+def same(found, wanted):
+    return all(map(torch.equal, found, wanted))
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    """``logits_of`` without recordings."""
+
+    def compute(target):
+        with monkeypatch.context() as patch:
+            patch.setattr(capture.Capture, "recording", lambda *about: None)
+            found = logits_of(target)
+        target.layers._recordings.made.clear()
+        return found
+
+    return compute
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_replay_has_the_bits_of_the_models_own_code(name, dtype, wanted):
+    target = target_of(name, dtype)
+    right = wanted(target)
+    assert not recordings(target)
+    for _ in range(2):
+        assert same(logits_of(target), right)
+    assert len(recordings(target)) == 3 * target.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("fault", ["copy", "attention", "inputs"])
+def test_what_is_not_set_at_a_replay_shows(fault, wanted, monkeypatch):
+    target = target_of()
+    right = wanted(target)
+    logits_of(target)
+    assert recordings(target)
+    if fault == "copy":
+        monkeypatch.setattr(elementwise, "bind_outputs", lambda *a: None)
+    elif fault == "attention":
+        bind = capture.attention.bind
+        monkeypatch.setattr(
+            capture.attention,
+            "bind",
+            lambda fields, key, value, mask: bind(fields, key[:, :, :-1], value[:, :, :-1], mask),
+        )
+    else:
+        for one in recordings(target):
+            one._inputs = one._inputs[1:]
+    assert not same(logits_of(target), right)
+
+
+@pytest.mark.parametrize("change", ["written", "replaced", "module"])
+def test_weights_that_change_between_answers(change, wanted):
+    target = target_of()
+    logits_of(target)
+    assert recordings(target)
+    layer = target.model.model.layers[1].self_attn
+    with torch.no_grad():
+        if change == "written":
+            layer.q_proj.weight.mul_(2)
+        elif change == "replaced":
+            layer.q_proj.weight.data = 2 * layer.q_proj.weight.data
+        else:
+            layer.q_proj = copy.deepcopy(layer.q_proj)
+            layer.q_proj.weight.mul_(2)
+    other = TreeTarget(copy.deepcopy(target.model))
+    assert same(logits_of(target), wanted(other))
+
+
+def test_hooks_inside_a_layer_are_called(wanted):
+    target, seen = target_of(), []
+    logits_of(target)
+    hook = target.model.model.layers[0].mlp.register_forward_hook(lambda *a: seen.append(a))
+    logits_of(target)
+    assert len(seen) == len(SIZES) + 1  # and the prompt
+    hook.remove()
+    right = wanted(target)
+    assert same(logits_of(target), right)
+
+
+def test_a_layer_that_computes_more_is_not_recorded(wanted):
+    target = target_of("granite")  # multiplies what it adds
+    right = wanted(target)
+    assert same(logits_of(target), right)
+    assert not recordings(target)
+
+
+def test_recordings_of_several_threads(wanted):
+    target = target_of()
+    right = wanted(target)
+    twins = [copy.copy(target) for _ in range(3)]
+    found = [None] * 3
+
+    def run(n):
+        twins[n].reset()
+        found[n] = [logits_of(twins[n]) for _ in range(3)]
+
+    running = [threading.Thread(target=run, args=(n,)) for n in range(3)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    assert all(same(some, right) for each in found for some in each)
+
+
+def test_a_batch(wanted):
+    """Rows of different lengths, in one recording."""
+    model, prompts = make("llama", attn_implementation="sdpa"), random_prompts([30, 12, 50])
+    recycler = TokenRecycling(model, nodes=5)
+    for _ in range(2):
+        answers = recycler.generate(prompts, max_new_tokens=40)
+        assert [one.token_ids for one in answers] == [plain(model, one, 40) for one in prompts]
+    assert recordings(recycler.target)
