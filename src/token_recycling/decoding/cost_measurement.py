@@ -29,8 +29,8 @@ from token_recycling.version import __version__
 
 CONTEXT = 64  # tokens in the cache
 # Tokens verified. The measurement may end after any of them, so those that say most come first.
-SIZES = (1, 16, 4, 32, 8, 2, 48, 12, 24)
-ROUNDS = 5  # after one to warm up
+SIZES = (1, 8, 4, 16, 2, 32, 48)
+ROUNDS = 5  # after steps to warm up
 SECONDS = 1.0  # after which no step begins
 LONGEST_STEP = 0.2  # seconds of a plain step; models that take longer are not measured
 
@@ -81,14 +81,15 @@ def measure(target: TreeTarget) -> dict[int, float] | None:
         if steps.time(1) > LONGEST_STEP:
             return None
         steps.read(CONTEXT)
-        for size in SIZES * (ROUNDS + 1):
+        for turn, size in enumerate(SIZES * ROUNDS):
             if perf_counter() > deadline and times[SIZES[1]]:
                 break
+            if turn < len(SIZES):
+                steps.time(size)  # kernels are prepared and layers recorded
             times[size].append(steps.time(size))
     finally:
         target.reset()
-    # The first time of a size is used only if there is no other: kernels may be prepared in it.
-    return {size: median(found[1:] or found) for size, found in times.items() if found}
+    return {size: median(found) for size, found in times.items() if found}
 
 
 class _Steps:

@@ -19,6 +19,7 @@ from transformers import GenerationMixin
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.model.base import Target
+from token_recycling.model.cpu.layers import FastLayers
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import text_config
 from token_recycling.model.lm_head import Float32Head
@@ -169,6 +170,8 @@ def _twin(target: TreeTarget) -> TreeTarget:
             for name, child in shell._modules.items()
         }
     twin.model = modules[id(model)]
+    if twin.layers is not None:
+        twin.layers = FastLayers(twin.model)
     twin.state = copy.copy(target.state)
     twin.state.windows = {
         kind: window._replace(size=min(WINDOW, window.size))

@@ -158,6 +158,7 @@ class TreeTarget:
             self.cache.rewind([cached])
         else:
             self.cache = RecyclingCache(self.config.num_hidden_layers, batch)
+        self.cache.reserve(longest - self.cache.end)  # at once: growing copies all entries
         # Pad a row with its own last token: another token might overflow, and entries that are
         # not finite corrupt the row even when masked.
         rows = [prompt + prompt[-1:] * (longest - len(prompt)) for prompt in prompts]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from token_recycling.model.cpu import attention_kernel as kernels
 from token_recycling.model.cpu.elementwise import packed_queries
-from token_recycling.model.cpu.threads import Kernel, empty, launch, openmp, recording
+from token_recycling.model.cpu.threads import Kernel, empty, launch, openmp, recording, unwatched
 from token_recycling.model.cpu.vectors import FORMS, processor
 
 
@@ -51,11 +51,11 @@ def packed_mask(mask: Tensor, group: int) -> Tensor:
     """Return ``pack_mask(mask, group)``, which is kept with a mask that ``PACKED`` marks."""
     packed: dict[int, Tensor] = getattr(mask, PACKED)
     if group not in packed:
-        with torch._C.DisableTorchFunction():
-            packed[group] = pack_mask(mask, group)
+        packed[group] = pack_mask(mask, group)
     return packed[group]
 
 
+@unwatched
 def pack_mask(mask: Tensor, group: int) -> Tensor:
     """Return an additive mask [B, 1, q, s] as the kernel reads it, float32 [B, s, width].
 
@@ -101,6 +101,7 @@ def _pack_mask(mask: Tensor, group: int) -> Tensor:
     return packed
 
 
+@unwatched
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     batch, heads, tokens, size = query.shape
     key_heads, value_size, width = key.shape[1], value.shape[3], mask.shape[2]
@@ -133,8 +134,7 @@ def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     blocks = -(-slots // kernels.KEYS)
     heads = fields[kernels.BATCH] * fields[kernels.HEADS]
     size = (fields[kernels.VALUE_SIZE] + 2) * fields[kernels.WIDTH]
-    with torch._C.DisableTorchFunction():  # while a layer is recorded
-        parts = torch.empty(heads * blocks * size, dtype=torch.float32, device="cpu")
+    parts = torch.empty(heads * blocks * size, dtype=torch.float32, device="cpu")
     width = key.itemsize
     (k_batch, k_head, k_slot, _), (v_batch, v_head, v_slot, _) = key.stride(), value.stride()
     fields[kernels.SLOTS] = slots

@@ -8,7 +8,7 @@ recording; its inputs, its output and the KV cache are set at every replay.
 
 A recording is right only if nothing but kernels computes: all functions of PyTorch that the layer's
 code calls are watched. Views are allowed, sums are replaced by a kernel, and anything else leaves
-the layer as it is. A recording is replayed once when it is made, and must give the same bits.
+the layer as it is. The first recording of a layer is replayed at once, and must give the same bits.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class Scratch:
                 self._used += size
                 return part.view(dtype).view(shape)
             self._chunk, self._used = self._chunk + 1, 0
-        with torch._C.DisableTorchFunction():
-            self._chunks.append(torch.empty(max(CHUNK, size), dtype=torch.uint8, device="cpu"))
+        self._chunks.append(torch.empty(max(CHUNK, size), dtype=torch.uint8, device="cpu"))
         return self.empty(shape, dtype)
 
 
@@ -128,7 +127,7 @@ class Capture(TorchFunctionMode):
         self.attentions.append(fields)
 
     def recording(
-        self, inputs: list[Tensor], others: list[Any], output: Any, mask: Tensor
+        self, inputs: list[Tensor], others: list[Any], output: Any
     ) -> Recording | None:
         """Return a recording of the layer that has been called; None if it cannot be made.
 
@@ -136,15 +135,12 @@ class Capture(TorchFunctionMode):
             inputs: all tensors that it was given, but mask and cache.
             others: all other arguments.
             output: what it returned.
-            mask: see ``Recording.replay``.
         """
         try:
-            made = Recording(self, inputs, others, output)
+            return Recording(self, inputs, others, output)
         except NotRecordable as reason:
             logger.debug("a layer is not recorded: %s", reason)
             return None
-        again = made.replay(inputs, mask, self._cache)
-        return made if torch.equal(again.view(torch.uint8), output.view(torch.uint8)) else None
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -212,14 +208,15 @@ class Recording:
         # (fields, position, number of the input, bytes from its beginning)
         self._inputs: list[tuple[Any, int, int, int]] = []
         self._outputs: list[tuple[Any, int]] = []
+        own = output.data_ptr()
+        given = [(n, one.data_ptr(), one.data_ptr() + one.nbytes) for n, one in enumerate(inputs)]
         for launch in capture.launches:
             for position, number in enumerate(launch.fields):
-                if number == output.data_ptr():
+                if number == own:
                     self._outputs.append((launch.fields, position))
-                for n, given in enumerate(inputs):
-                    if 0 <= number - given.data_ptr() < given.nbytes:
-                        offset = number - given.data_ptr()
-                        self._inputs.append((launch.fields, position, n, offset))
+                for n, begin, end in given:
+                    if begin <= number < end:
+                        self._inputs.append((launch.fields, position, n, number - begin))
         if not self._outputs or not output.is_contiguous():
             raise NotRecordable("its output is not that of a kernel")
         self._fields = self._tape(capture.launches)
@@ -246,6 +243,11 @@ class Recording:
                 for one, (shape, stride, dtype) in zip(inputs, self._forms)
             )
         )
+
+    def is_right(self, inputs: list[Tensor], mask: Tensor, cache: Any, output: Tensor) -> bool:
+        """Return whether a replay gives the bits of ``output``."""
+        again = self.replay(inputs, mask, cache)
+        return torch.equal(again.view(torch.uint8), output.view(torch.uint8))
 
     def replay(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> Tensor:
         """Compute the layer again.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.model.cpu import elementwise_kernel as kernels
-from token_recycling.model.cpu.threads import Kernel, empty, launch
+from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
 from token_recycling.model.cpu.vectors import FORMS
 
 PARALLEL = 2**15  # numbers from which on several threads normalise
@@ -29,6 +29,7 @@ def _fields(count: int) -> Any:
     return ctypes.c_int64 * count
 
 
+@unwatched
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + epsilon) * (weight + added)``.
 
@@ -65,6 +66,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return by_batch * size, by_head * size, by_token * size
 
 
+@unwatched
 def rotary(inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """Rotate the halves of every head by angles of its token (Su et al., arXiv 2104.09864).
 
@@ -84,6 +86,7 @@ def rotary(inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor
     return outputs
 
 
+@unwatched
 def copy_heads(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
     """Copy each of ``inputs`` [B, heads, n, size] to one of ``outputs``; return the fields."""
     return _rotate(inputs, outputs, (0,) * 6)
@@ -107,6 +110,7 @@ def _rotate(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], angles: Any
     return fields
 
 
+@unwatched
 def add(first: Tensor, second: Tensor) -> Tensor:
     """Add two contiguous tensors of the same shape and dtype."""
     out = empty(first.shape, first.dtype)
@@ -125,6 +129,7 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@unwatched
 def packed_queries(query: Tensor, key_heads: int, width: int) -> Tensor:
     """Return queries [B, heads, n, size] as ``attention`` reads them.
 

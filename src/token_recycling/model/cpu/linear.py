@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.model.cpu import elementwise, linear_kernel
-from token_recycling.model.cpu.threads import Kernel, empty, launch
+from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
 from token_recycling.model.cpu.vectors import FORMS, processor
 
 MOST_ROWS = 128
@@ -41,6 +41,7 @@ def _fields(layers: int) -> Any:
 Layer = tuple[Tensor, "Tensor | None"]  # weight and bias
 
 
+@unwatched
 def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) -> list[Tensor]:
     """Compute ``torch.nn.functional.linear`` of the same inputs for several layers.
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 ENTRY = "GOMP_parallel"
+Function = TypeVar("Function", bound=Callable[..., Any])
 Parallel = Callable[[int, Any, int, int], None]
 
 
@@ -76,6 +77,19 @@ class _Recording(threading.local):
 
 
 recording = _Recording()
+
+
+def unwatched(function: Function) -> Function:
+    """Let a function that launches kernels call PyTorch's without a recorder's watching them."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if recording.recorder is None:
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return cast(Function, run)
 
 
 def launch(kernel: Kernel, fields: Any, threads: int, held: Any = None) -> None:
