@@ -32,6 +32,10 @@ from token_recycling.options import Options
 Steps = Generator[Step, None, None]
 
 
+# On a CPU, layers are recorded for every number of tokens, and tiles are four tokens wide and more.
+MULTIPLE = 4
+
+
 def drafter_and_size(
     options: Options, target: Target, matrix: AdjacencyMatrix, template: TreeTemplate | None
 ) -> tuple[AnyDrafter, DraftSize]:
@@ -60,7 +64,8 @@ def drafter_and_size(
     # Captured steps cost less than the eager ones that would be measured.
     captured = target.device.type == "cuda" and options.graphs_on(target.device)
     costs = CostCurve.assumed("cuda") if captured else step_costs(target)
-    return drafter, AutoSize(drafter.acceptance, costs)
+    multiple = MULTIPLE if target.device.type == "cpu" else 1
+    return drafter, AutoSize(drafter.acceptance, costs, multiple)
 
 
 @dataclass

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
@@ -33,7 +32,9 @@ stock_rotary = stock_rotary or modeling_llama.apply_rotary_pos_emb
 def close(found, wanted):
     rounding = ROUNDING[found.dtype]
     off = (found.float() - wanted.float()).abs()
-    return found.dtype == wanted.dtype and bool((off <= rounding * (wanted.float().abs() + 1)).all())
+    return found.dtype == wanted.dtype and bool(
+        (off <= rounding * (wanted.float().abs() + 1)).all()
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,6 +263,30 @@ def test_hooks_inside_a_layer_are_called(wanted):
     hook.remove()
     right = wanted(target)
     assert same(logits_of(target), right)
+
+
+class Adapter(torch.nn.Module):
+    """As peft's: it can be switched off and on."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.weight = base, torch.nn.Parameter(torch.eye(base.out_features) * 2)
+        self.on = False
+
+    def forward(self, x):
+        return self.base(x) @ self.weight if self.on else self.base(x)
+
+
+def test_an_adapter_that_is_switched_on_later(wanted):
+    target = target_of()
+    layer = target.model.model.layers[0]
+    layer.mlp.down_proj = Adapter(layer.mlp.down_proj)
+    before = logits_of(target)
+    assert len(recordings(target)) == 3 * (target.config.num_hidden_layers - 1)
+    layer.mlp.down_proj.on = True
+    found = logits_of(target)
+    assert same(found, wanted(target))
+    assert not same(found, before)
 
 
 def test_a_layer_that_computes_more_is_not_recorded(wanted):

@@ -55,7 +55,11 @@ def test_products(rows, outputs, inputs, dtype, bias, wider, turned, seed):
     x = torch.randn(rows, inputs, generator=draws).to(dtype)
     if turned:
         x = x.T.contiguous().T
-    b = torch.randn(outputs, 1 + wider, generator=draws).to(dtype)[:, 0].contiguous() if bias else None
+    b = (
+        torch.randn(outputs, 1 + wider, generator=draws).to(dtype)[:, 0].contiguous()
+        if bias
+        else None
+    )
     assert right(product(x, w, b), x, w, b)
 
 

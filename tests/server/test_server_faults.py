@@ -102,6 +102,7 @@ class TestDisconnects:
 
         with running(recycler, prefix=0) as served, pytest.MonkeyPatch.context() as patch:
             patch.setattr(TreeTarget, "_forward", slow)
+            patch.setattr("token_recycling.defaults.PREFILL_CHUNK", 512)
             with sent(served.url, {**SHORT, "prompt": STORY}):
                 wait_for(lambda: read)
             served.idle(ENDED)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from token_recycling.bench.compare import stock_generate
 from token_recycling.decoding.text import Prompt, encode
+from token_recycling.drafting.draft import root_only
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
 
 Verdict = Literal["lossless", "near-tie", "WRONG"]
@@ -50,7 +52,8 @@ class Result:
         new_tokens: number of new tokens in plain decoding.
         difference: the first one; None if both answers are the same.
         noise: largest difference between the plain answer's logits computed token by token and in
-            one forward pass. Both are plain decoding; only the kernels differ.
+            one forward pass; in half precision, also from those that this package's kernels compute
+            token by token. All are plain decoding; only the kernels differ.
     """
 
     new_tokens: int
@@ -124,7 +127,21 @@ def _without_drafts(
             "the model's logits are not finite in this dtype; choose another dtype"
         )
     tokens: list[int] = out.sequences[0, len(prompt) :].tolist()
+    target = recycler.target
+    if isinstance(target, TreeTarget) and target.dtype in (torch.bfloat16, torch.float16):
+        ours = _step_by_step(target, prompt, tokens).to(logits.device)
+        noise = torch.maximum(noise, (ours - logits).abs().max())
     return tokens, logits, float(noise)
+
+
+def _step_by_step(target: TreeTarget, prompt: list[int], tokens: list[int]) -> Tensor:
+    """Return the logits float32 [t, V] of steps without drafts, in which ``tokens`` are chosen."""
+    logits = [target.prefill([prompt])]
+    for token in tokens[:-1]:
+        logits.append(target.verify(root_only(torch.tensor([token], device="cpu")))[:, 0])
+        target.commit(torch.tensor([[0]], device="cpu"), [1])
+    target.reset()
+    return torch.cat(logits).float()
 
 
 def _first_difference(plain: list[int], found: list[int], logits: Tensor) -> Difference | None:

@@ -126,7 +126,8 @@ def prompt_attention(
         other, other_weight = other.reshape(out.shape), other_weight.reshape(weight.shape)
         share = torch.sigmoid(other_weight - weight)[..., None].to(out.dtype)
         out = torch.lerp(out, other, share)
-    return out.transpose(1, 2).contiguous()
+    transposed: Tensor = out.transpose(1, 2).contiguous()
+    return transposed
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:

@@ -73,8 +73,8 @@ class AutoSize(DraftSize):
             acceptance: acceptance probabilities (see ``Drafter.acceptance``), for drafts without
                 scores.
             costs: step cost by tokens verified.
-            multiple: steps of more tokens than this verify a multiple of it, or all there are:
-                engines prepare kernels for every number of tokens anew.
+            multiple: steps of more tokens than this verify a multiple of it, or all there are,
+                where something is prepared anew for every number of tokens.
 
         Raises:
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
@@ -120,7 +120,8 @@ class AutoSize(DraftSize):
 
     def limit(self) -> int:
         """Return the nodes to grow in the next step."""
-        return min(self.most, int(self._reach)) if self.pays else 1
+        nodes = -(-int(self._reach) // self.multiple) * self.multiple
+        return min(self.most, nodes) if self.pays else 1
 
     def typical(self, now: int = 0) -> int:
         """Return the best of ``GRAPH_SIZES`` for an average draft; ``now`` if nearly as good."""

@@ -14,7 +14,6 @@ from token_recycling.model.cpu.elementwise import packed_queries
 from token_recycling.model.cpu.threads import Kernel, empty, launch, openmp, recording, unwatched
 from token_recycling.model.cpu.vectors import FORMS, processor
 
-
 # Attribute of a mask that requests packed queries: that mask packed, by heads in a group.
 PACKED = "token_recycling_packed"
 

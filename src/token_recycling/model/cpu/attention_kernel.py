@@ -26,7 +26,6 @@ from token_recycling.model.cpu.vectors import (
     BYTES,
     F32,
     FLOAT32,
-    I32,
     I64,
     Emitter,
     constant,

@@ -70,7 +70,7 @@ class _Launch(NamedTuple):
     held: Any
 
 
-class NotRecordable(Exception):
+class NotRecordableError(Exception):
     """The layer computes something that is not a kernel."""
 
 
@@ -95,11 +95,11 @@ class Capture(TorchFunctionMode):
     def __enter__(self) -> Any:
         self._scratch.rewind()
         recording.recorder = self
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *about: Any) -> None:
         recording.recorder = None
-        super().__exit__(*about)
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
 
     def add(self, kernel: Kernel, fields: Any, threads: int, held: Any) -> None:
         """Record a launch."""
@@ -126,9 +126,7 @@ class Capture(TorchFunctionMode):
         self.mask = mask
         self.attentions.append(fields)
 
-    def recording(
-        self, inputs: list[Tensor], others: list[Any], output: Any
-    ) -> Recording | None:
+    def recording(self, inputs: list[Tensor], others: list[Any], output: Any) -> Recording | None:
         """Return a recording of the layer that has been called; None if it cannot be made.
 
         Args:
@@ -138,7 +136,7 @@ class Capture(TorchFunctionMode):
         """
         try:
             return Recording(self, inputs, others, output)
-        except NotRecordable as reason:
+        except NotRecordableError as reason:
             logger.debug("a layer is not recorded: %s", reason)
             return None
 
@@ -192,14 +190,14 @@ class Recording:
         """Prepare replays; see ``Capture.recording``.
 
         Raises:
-            NotRecordable: the launches do not say all that the layer does.
+            NotRecordableError: the launches do not say all that the layer does.
         """
         if capture.reason is not None:
-            raise NotRecordable(capture.reason)
+            raise NotRecordableError(capture.reason)
         if len(capture.copies) != 1 or len(capture.attentions) != 1 or capture.mask is None:
-            raise NotRecordable("it does not attend once")
+            raise NotRecordableError("it does not attend once")
         if not isinstance(output, Tensor):
-            raise NotRecordable("it returns more than one tensor")
+            raise NotRecordableError("it returns more than one tensor")
         self._held, self._others = capture.launches, others
         (self._copy,), (self._attention,) = capture.copies, capture.attentions
         self._layer_index: Any = capture.layer_index
@@ -218,7 +216,7 @@ class Recording:
                     if begin <= number < end:
                         self._inputs.append((launch.fields, position, n, number - begin))
         if not self._outputs or not output.is_contiguous():
-            raise NotRecordable("its output is not that of a kernel")
+            raise NotRecordableError("its output is not that of a kernel")
         self._fields = self._tape(capture.launches)
         self._call = replay_kernel.compile_replay().ctypes
 
@@ -261,7 +259,8 @@ class Recording:
         begin, tokens = layer.extent.end, self._shape[1]
         elementwise.bind_outputs(self._copy, layer.slots(begin, tokens))
         packed = packed_mask(mask, self._attention[GROUP])
-        parts = attention.bind(self._attention, *layer.slots(0, begin + tokens), packed)
+        keys, values = layer.slots(0, begin + tokens)
+        parts = attention.bind(self._attention, keys, values, packed)
         addresses = [one.data_ptr() for one in inputs]
         for fields, position, n, offset in self._inputs:
             fields[position] = addresses[n] + offset

@@ -37,7 +37,9 @@ FIRST, SECOND, SUM, COUNT = range(4)
 CONVERTED_FROM, CONVERTED_TO, CONVERTED_COUNT = range(3)
 # Queries [batch, heads, tokens, size] as ``attention`` reads them, float32 [batch, heads of keys,
 # size, width].
-QUERY, PACKED, Q_BATCH, Q_HEAD, Q_TOKEN, Q_BATCHES, KEY_HEADS, GROUP, Q_TOKENS, Q_SIZE, WIDTH = range(11)
+QUERY, PACKED, Q_BATCH, Q_HEAD, Q_TOKEN, Q_BATCHES, KEY_HEADS, GROUP, Q_TOKENS, Q_SIZE, WIDTH = (
+    range(11)
+)
 
 
 @intrinsic(prefer_literal=True)
@@ -81,9 +83,7 @@ def _normalise(
 
 
 @intrinsic(prefer_literal=True)
-def _rotate(
-    typing: Any, form: Any, source: Any, cos: Any, sin: Any, target: Any, half: Any
-) -> Any:
+def _rotate(typing: Any, form: Any, source: Any, cos: Any, sin: Any, target: Any, half: Any) -> Any:
     """Write ``(a cos - b sin, b cos + a sin)`` of the halves a and b of a head's numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -118,9 +118,7 @@ def _rotate(
 
 
 @intrinsic(prefer_literal=True)
-def _copy(
-    typing: Any, form: Any, to_form: Any, source: Any, target: Any, count: Any
-) -> Any:
+def _copy(typing: Any, form: Any, to_form: Any, source: Any, target: Any, count: Any) -> Any:
     """Write ``count`` numbers of one dtype in another."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -163,9 +161,7 @@ def _sum(typing: Any, form: Any, first: Any, second: Any, target: Any, count: An
 
 
 @intrinsic(prefer_literal=True)
-def _scatter(
-    typing: Any, form: Any, source: Any, target: Any, step: Any, count: Any
-) -> Any:
+def _scatter(typing: Any, form: Any, source: Any, target: Any, step: Any, count: Any) -> Any:
     """Write ``count`` consecutive numbers as float32, ``step`` bytes apart."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -1,8 +1,8 @@
 """A model's layers on a CPU: linear layers, gated MLPs, RMS norms and rotary embeddings.
 
-Models keep their own code: ``forward`` of modules of a known form is replaced by one that calls the
-kernels for few tokens, in our forwards only. Norms, MLPs and rotary embeddings are compared with the
-model's own code before they are replaced, and ``probe`` compares the whole model.
+Models keep their own code: ``forward`` of modules of a known form is replaced by one that calls
+the kernels for few tokens, in our forwards only. Norms, MLPs and rotary embeddings are compared
+with the model's own code before they are replaced, and ``probe`` compares the whole model.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ def _epsilon(norm: nn.Module) -> Any:
     return known.get("variance_epsilon", known.get("eps"))
 
 
-def _rotary(stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any) -> Any:
+def _rotary(
+    stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any
+) -> Any:
     """``apply_rotary_pos_emb`` of a Python module of Transformers."""
     plain = not (a or k or torch.compiler.is_compiling())
     if plain and _is_used(query) and _rotates(query, key, cos, sin):
@@ -301,7 +303,7 @@ class FastLayers(ThreadContext):
             if made.fits(inputs, others):
                 return made.replay(inputs, mask, cache)
             return stock(*args, **kwargs)
-        if key in recordings.made or any(map(_has_hooks, layer.modules())):
+        if key in recordings.made or not _is_known(layer):
             return stock(*args, **kwargs)
         capture = Capture(recordings.scratch, cache)
         with capture:
@@ -323,6 +325,21 @@ class FastLayers(ThreadContext):
         super().__exit__(kind, error, trace)
 
 
+def _is_known(layer: nn.Module) -> bool:
+    """Return whether a decoder layer consists of modules of a known form, without hooks.
+
+    Others may compute differently the next time: adapters, for example, can be switched off.
+    """
+    ours = (_linear, _first_projection, _other_projection, _mlp, _norm)
+    return not any(map(_has_hooks, layer.modules())) and all(
+        any(is_covered(module, "forward", one) for one in ours)
+        or bool(_linear_children(module, PROJECTIONS))
+        or not (module._modules or module._parameters)
+        for module in layer.modules()
+        if module is not layer
+    )
+
+
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
@@ -339,8 +356,10 @@ def _arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
 
 def _state(model: nn.Module) -> Iterator[Any]:
     """Yield what recordings depend on: modules, their code and hooks, and where weights lie."""
+    yield getattr(getattr(model, "config", None), "_attn_implementation", None)
     for module in model.modules():
         yield id(module)
+        yield module.training
         yield id(module.__dict__.get("forward"))
         yield len(module._forward_hooks) + len(module._forward_pre_hooks)
         for weight in module._parameters.values():
@@ -434,7 +453,9 @@ def _install_rotary(code: ModuleType | None) -> None:
     stock = getattr(code, ROTARY, None)
     if stock is None or getattr(stock, "func", None) is _rotary:
         return
-    query, key = (_inputs(heads * 8, torch.float32).view(1, 2, heads, 8).transpose(1, 2) for heads in (4, 2))
+    query, key = (
+        _inputs(heads * 8, torch.float32).view(1, 2, heads, 8).transpose(1, 2) for heads in (4, 2)
+    )
     angles = _inputs(4, torch.float32)
     cos, sin = (torch.cat([one, one], dim=-1) for one in (angles.cos(), angles.sin()))
     try:

@@ -2,10 +2,10 @@
 
 A weight matrix is far larger than the caches, so a product with few rows takes the time of reading
 it once, if the arithmetic keeps up and happens meanwhile. A tile of R rows of W times S rows of x
-runs along their common dimension: R + S vectors are loaded for R * S fused multiply-adds, whose sums
-stay in registers. Both matrices are read as they lie in memory. Sums are added up across a vector's
-lanes at the end. While a tile is computed, the rows of W that the same thread multiplies next are
-read into its L2 cache.
+runs along their common dimension: R + S vectors are loaded for R * S fused multiply-adds, whose
+sums stay in registers. Both matrices are read as they lie in memory. Sums are added up across a
+vector's lanes at the end. While a tile is computed, the rows of W that the same thread multiplies
+next are read into its L2 cache.
 
 More rows of x than the largest tile has are divided evenly into passes over a strip of W, which is
 in the cache from the second one on; the next strip is then read during the first two.
@@ -71,9 +71,7 @@ class _Tile(Emitter):
     Meanwhile ``ahead`` other rows of W are read into the L2 cache.
     """
 
-    def __init__(
-        self, module: Any, cpu: Processor, form: int, r: int, s: int, ahead: int
-    ) -> None:
+    def __init__(self, module: Any, cpu: Processor, form: int, r: int, s: int, ahead: int) -> None:
         super().__init__(module, cpu.lanes)
         self.form, self.r, self.s, self.rows_ahead = form, r, s, ahead
         self.dots = cpu.dots(form)

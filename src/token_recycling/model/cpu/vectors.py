@@ -184,9 +184,7 @@ class Emitter:
     def _masked(self, verb: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
         element = {F32: "f32", I16: "i16", F16: "f16"}[kind.element]
         name = f"llvm.masked.{verb}.v{self.lanes}{element}.p0"
-        return cgutils.get_or_insert_function(
-            self.module, ir.FunctionType(result, arguments), name
-        )
+        return cgutils.get_or_insert_function(self.module, ir.FunctionType(result, arguments), name)
 
     def rounded(self, value: Any, form: int) -> Any:
         """Return float32 numbers, or one, in another dtype; ties to even."""
@@ -194,7 +192,9 @@ class Emitter:
         lanes = getattr(value.type, "count", 0)
 
         def constant(number: int) -> Any:
-            return ir.Constant(ir.VectorType(I32, lanes), [number] * lanes) if lanes else I32(number)
+            return (
+                ir.Constant(ir.VectorType(I32, lanes), [number] * lanes) if lanes else I32(number)
+            )
 
         def of(element: Any) -> Any:
             return ir.VectorType(element, lanes) if lanes else element
@@ -229,9 +229,7 @@ class Emitter:
         """
         b, lanes = self.b, self.lanes
         whole = b.and_(count, I64(-lanes))
-        found = self.loop(
-            I64(0), whole, lanes, values, lambda k, inner: body(k, None, inner)
-        )
+        found = self.loop(I64(0), whole, lanes, values, lambda k, inner: body(k, None, inner))
         before = b.block
         rest, done = b.append_basic_block("part"), b.append_basic_block("all")
         b.cbranch(b.icmp_signed("<", whole, count), rest, done)
