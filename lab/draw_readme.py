@@ -333,8 +333,8 @@ def idea() -> str:
 DECODERS = {
     "auto": ("auto, the default", ("#1a7f37", "#3fb950"), "o"),
     "adaptive@8": ("8 nodes", ("#0969da", "#58a6ff"), "D"),
-    "generate-pld": ("Transformers' prompt lookup", ("#bf5700", "#f0883e"), "s"),
-    "paper": ("paper, 80 nodes", ("#cf226e", "#ff7bac"), "X"),
+    "prompt-lookup": ("prompt lookup in our loop", ("#bf5700", "#f0883e"), "s"),
+    "none": ("our loop without drafts", ("#cf226e", "#ff7bac"), "X"),
 }
 KINDS = {
     "math_reasoning": "GSM8K (Spec-Bench)",
@@ -348,7 +348,7 @@ KINDS = {
 }
 # those that were measured
 PANELS = (
-    ("real", "SmolLM2-135M-Instruct", "float32, greedy"),
+    ("real-loop", "SmolLM2-135M-Instruct", "float32, greedy"),
     ("real-bfloat16", "SmolLM2-135M-Instruct", "bfloat16, greedy"),
 )
 LOSS = ("#ffebe9", "#34161a")

@@ -45,16 +45,16 @@ FIXED=adaptive@8,adaptive@16
 ALL=generate,generate-pld,paper,auto,$FIXED
 real real --per-kind 3 --decoders "$ALL"                             # 45 questions, greedy
 # What drafts bring, and what the loop and its kernels do without them.
-real real-loop --per-kind 3 --decoders generate,none,prompt-lookup,auto
-real real-cold --cold --per-kind 1 --decoders "generate,paper,auto,$FIXED"
+real real-loop --per-kind 3 --decoders generate,none,prompt-lookup,auto,adaptive@8
+real real-cold --cold --per-kind 1 --decoders generate,none,auto,adaptive@8
 if wanted real-taught; then  # the vocabulary and 30,000 tokens of answers to other questions
     token-recycling warm -m "$MODEL" --threads "$THREADS"
 fi
 run real-taught -m "$MODEL" --suite "$QUESTIONS" --cold --per-kind 1 \
     --decoders "generate,paper,auto,$FIXED"
-real real-sampled --per-kind 1 --temp 0.8 --decoders generate,generate-pld,auto,adaptive@8
+real real-sampled --per-kind 1 --temp 0.8 --decoders generate,none,auto,adaptive@8
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere
-    real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders "$ALL"
+    real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders generate,none,auto,adaptive@8
 fi
 
 # The model in the package, which repeats itself; a graph is compiled in the first minutes.

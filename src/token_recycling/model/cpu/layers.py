@@ -260,15 +260,13 @@ class FastLayers(ThreadContext):
 
         Layers that have changed since the last call are recorded anew.
         """
-        if not is_available():
+        if not is_available() or list(_state(self.model)) == self._state:
             return
         with torch.inference_mode(), without_autocast(torch.device("cpu")):
             for module in self.model.modules():
                 if module.__dict__.get("forward") is None or replaceable(module):
                     self._cover(module)
-        state = list(_state(self.model))
-        if state != self._state:
-            self._state, self._generation = state, self._generation + 1
+        self._state, self._generation = list(_state(self.model)), self._generation + 1
 
     def _cover(self, module: nn.Module) -> None:
         if type(module) is nn.Linear:
@@ -285,7 +283,9 @@ class FastLayers(ThreadContext):
             _cover(first, _first_projection, tuple(others))
             for other in others:
                 _cover(other, _other_projection)
-            _install_rotary(sys.modules.get(type(module).__module__))
+            code = sys.modules.get(type(module).__module__)
+            if code not in self._right:
+                self._right[code] = _install_rotary(code)
         elif any(_linear_children(child, PROJECTIONS) for child in module.children()):
             _cover(module, _decoder_layer)
 
@@ -309,6 +309,9 @@ class FastLayers(ThreadContext):
         with capture:
             output = stock(*args, **kwargs)
         made = capture.recording(inputs, others, output)
+        if not isinstance(output, Tensor):  # of Transformers before 5
+            recordings.made[key] = None
+            return tuple(one.clone() if isinstance(one, Tensor) else one for one in output)
         if made is not None and layer not in recordings.right:
             # What is set at a replay does not depend on the number of tokens, so once is enough.
             recordings.right[layer] = made.is_right(inputs, mask, cache, output)
