@@ -401,8 +401,8 @@ def panel(ax: Axes, summary: dict[str, Any], model: str, how: str) -> None:
             zorder=4,
         )
     ax.set_xscale("log")
-    ax.set_xlim(0.48, 6.2)
-    ticks = (0.5, 1, 2, 4)
+    ax.set_xlim(0.48, 9.0)
+    ticks = (0.5, 1, 2, 4, 8)
     ax.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     ax.set_xticks([], minor=True)
     names = ["all questions", *(KINDS.get(kind, kind) for kind in kinds)]
