@@ -285,7 +285,8 @@ class FastLayers(ThreadContext):
                 _cover(other, _other_projection)
             code = sys.modules.get(type(module).__module__)
             if code not in self._right:
-                self._right[code] = _install_rotary(code)
+                self._right[code] = True
+                _install_rotary(code)
         elif any(_linear_children(child, PROJECTIONS) for child in module.children()):
             _cover(module, _decoder_layer)
 
