@@ -5,6 +5,7 @@ Differences are compared with the numerical noise of plain decoding itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -129,7 +130,8 @@ def _without_drafts(
     tokens: list[int] = out.sequences[0, len(prompt) :].tolist()
     target = recycler.target
     if isinstance(target, TreeTarget) and target.dtype in (torch.bfloat16, torch.float16):
-        ours = _step_by_step(target, prompt, tokens).to(logits.device)
+        # A copy has a context of its own: an answer may go on from the recycler's.
+        ours = _step_by_step(copy.copy(target), prompt, tokens).to(logits.device)
         noise = torch.maximum(noise, (ours - logits).abs().max())
     return tokens, logits, float(noise)
 
@@ -140,7 +142,6 @@ def _step_by_step(target: TreeTarget, prompt: list[int], tokens: list[int]) -> T
     for token in tokens[:-1]:
         logits.append(target.verify(root_only(torch.tensor([token], device="cpu")))[:, 0])
         target.commit(torch.tensor([[0]], device="cpu"), [1])
-    target.reset()
     return torch.cat(logits).float()
 
 

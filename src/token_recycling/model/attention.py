@@ -171,6 +171,13 @@ def pack_queries(masks: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor
     return masks
 
 
+def _by_kind(
+    masks: Tensor | dict[str, Tensor], windows: dict[str, AttentionWindow]
+) -> dict[str, Tensor]:
+    """Return the masks (see ``masks.additive_masks``) by layer type."""
+    return masks if isinstance(masks, dict) else dict.fromkeys(windows, masks)
+
+
 def mark_prompt(
     masks: Tensor | dict[str, Tensor], windows: dict[str, AttentionWindow], before: int
 ) -> None:
@@ -178,8 +185,7 @@ def mark_prompt(
 
     Masks with a window are left out.
     """
-    by_kind = masks if isinstance(masks, dict) else dict.fromkeys(windows, masks)
-    for kind, mask in by_kind.items():
+    for kind, mask in _by_kind(masks, windows).items():
         if windows[kind].rule not in ("sliding", "chunked"):
             setattr(mask, PROMPT, before)
 
@@ -200,7 +206,6 @@ def add_views(
         positions: int64 [B, n], of the nodes.
         ancestors: bool [B, n, n].
     """
-    by_kind = masks if isinstance(masks, dict) else dict.fromkeys(windows, masks)
     above = ancestors.contiguous()
-    for kind, mask in by_kind.items():
+    for kind, mask in _by_kind(masks, windows).items():
         setattr(mask, VIEW, TreeView(lengths, positions, above, windows[kind]))

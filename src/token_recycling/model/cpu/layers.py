@@ -391,11 +391,9 @@ def _compared(
     None: its weights are not such that the kernels read them.
     """
     weights = [layer._parameters.get("weight") for layer in layers]
-    if not all(_is_plain(one) and one.numel() for one in weights if one is not None):
+    if not all(_is_plain(one) and one.numel() for one in weights):
         return None
-    if any(one is None for one in weights):
-        return None
-    key = type(module), *((one.shape, one.dtype) for one in weights if one is not None)
+    key = type(module), *((one.shape, one.dtype) for one in weights)
     if key not in known:
         known[key] = compare(module)
     return known[key]
@@ -439,11 +437,14 @@ def _added(norm: nn.Module) -> float | None:
 
 def _is_gated_mlp(mlp: nn.Module) -> bool:
     """Return whether a module computes ``down(silu(gate(x)) * up(x))``."""
-    layers = [(one.weight, one.bias) for one in _linear_children(mlp, GATED)]
-    gate, up, down = layers
+    layers = _linear_children(mlp, GATED)
+    dtype = layers[0].weight.dtype
+    gate, up, down = (_weights(layer, dtype) for layer in layers)
+    if not (gate and up and down):
+        return False
     if gate[0].shape != up[0].shape or down[0].shape[1] != gate[0].shape[0]:
         return False
-    inputs = _inputs(gate[0].shape[1], gate[0].dtype)
+    inputs = _inputs(gate[0].shape[1], dtype)
     gated, _ = linear.products(inputs, (gate, up), gated=True)
     return _is_same(linear.products(gated, (down,))[0], _own(mlp, inputs))
 
