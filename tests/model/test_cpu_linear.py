@@ -18,7 +18,7 @@ from token_recycling import TokenRecycling
 from token_recycling.model.cpu import layers, linear, threads
 from token_recycling.model.cpu.layers import FastLayers
 from token_recycling.model.cpu.linear import MOST_ROWS, product, products
-from token_recycling.model.cpu.vectors import FORMS, Processor
+from token_recycling.model.cpu.vectors import FORMS, Processor, processor
 
 pytestmark = pytest.mark.skipif(
     threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
@@ -38,11 +38,16 @@ def right(found, x, w, bias=None):
     return bool((off <= sums + 2 * ROUNDING[w.dtype] * exact.abs() + 1e-7).all())
 
 
-@settings(max_examples=150, deadline=None)
+# Among them sizes that tiles of AMX multiply, where there are some.
+OUTPUTS = st.integers(1, 77) | st.integers(1, 6).map(lambda n: 16 * n)
+INPUTS = st.integers(1, 300) | st.integers(1, 9).map(lambda n: 32 * n)
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     rows=st.integers(1, MOST_ROWS),
-    outputs=st.integers(1, 77),
-    inputs=st.integers(1, 300),
+    outputs=OUTPUTS,
+    inputs=INPUTS,
     dtype=st.sampled_from(DTYPES),
     bias=st.booleans(),
     wider=st.integers(0, 3),
@@ -63,10 +68,12 @@ def test_products(rows, outputs, inputs, dtype, bias, wider, turned, seed):
     assert right(product(x, w, b), x, w, b)
 
 
+@pytest.mark.parametrize("shape", [(101, 587), (80, 576)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(dtype):
+def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(dtype, shape):
     """So a plain step and a verified one compute the same numbers in these layers."""
-    x, w, b = torch.randn(MOST_ROWS, 587), torch.randn(101, 587), torch.randn(101)
+    outputs, inputs = shape
+    x, w, b = torch.randn(MOST_ROWS, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     x, w, b = x.to(dtype), w.to(dtype), b.to(dtype)
     threads = torch.get_num_threads()
     try:
@@ -85,7 +92,7 @@ def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [64, 71])
 def test_values_that_are_not_finite_stay_in_their_row(value, dtype, inputs):
-    x, w = torch.randn(9, inputs).to(dtype), torch.randn(50, inputs).to(dtype)
+    x, w = torch.randn(9, inputs).to(dtype), torch.randn(48, inputs).to(dtype)
     x[4, -1] = value
     found = product(x, w)
     assert not found[4].isfinite().any()
@@ -120,7 +127,7 @@ def test_shapes_of_inputs():
 # Runs the products above with a kernel compiled for another processor, or a broken one.
 CHECK = """
 import sys, torch
-from token_recycling.model.cpu import linear_kernel
+from token_recycling.model.cpu import amx_tile, elementwise_kernel, linear_kernel
 from token_recycling.model.cpu.vectors import processor
 numba = linear_kernel.numba
 numba.cfunc = lambda kind, cache=True, cfunc=numba.cfunc: cfunc(kind)
@@ -130,8 +137,8 @@ from model.test_cpu_linear import DTYPES, product, right
 wrong = 0
 for dtype in DTYPES:
     for rows in (1, 2, 3, 4, 5, 8, 9, 30, 64):
-        for inputs in (1, 15, 32, 64, 77, 131):
-            x, w, b = (torch.randn(n, inputs).to(dtype) for n in (rows, 53, 53))
+        for inputs, outputs in ((1, 53), (15, 53), (32, 48), (64, 80), (77, 53), (131, 53)):
+            x, w, b = (torch.randn(n, inputs).to(dtype) for n in (rows, outputs, outputs))
             b = b[:, 0].contiguous()
             wrong += not right(product(x, w, b), x, w, b)
 print(processor(), wrong)
@@ -183,6 +190,42 @@ def test_processors():
     assert Processor.of("+sse4.2,-avx2") == Processor(0, False)
 
 
+AMX_FAULTS = {
+    "interleaving": "elementwise_kernel.Emitter.transposed = lambda self, rows: rows",
+    "bias": "amx_tile.AmxTile._bias = lambda self, bias, r: self.splat(0.0)",
+    "second tile": "amx = amx_tile.AmxEmitter.amx\n"
+    "amx_tile.AmxEmitter.amx = lambda self, name, *a: amx(self, name, *(5 if n == 4 else n "
+    "for n in a) if name == 'tdpbf16ps' else a)",
+}
+
+
+@pytest.mark.skipif(not processor().tiles, reason="this processor has no AMX")
+@pytest.mark.parametrize("fault", AMX_FAULTS)
+def test_faults_of_amx_show(fault):
+    assert not in_another_process(AMX_FAULTS[fault]).endswith(" 0")
+
+
+def test_code_for_amx():
+    """Compiled by LLVM, run where there is AMX: four products for two tiles of W and two of x."""
+    import llvmlite.binding as llvm
+    from llvmlite import ir
+
+    from token_recycling.model.cpu.amx_tile import AmxTile
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    module.triple = "x86_64-unknown-linux-gnu"
+    tile = AmxTile(module, 2, 2).tile()
+    tile.linkage = "external"
+    checked = llvm.parse_assembly(str(module))
+    checked.verify()
+    target = llvm.Target.from_triple(module.triple)
+    code = target.create_target_machine(cpu="sapphirerapids", opt=3).emit_assembly(checked)
+    assert code.count("tdpbf16ps") == 4
+    assert code.count("prefetcht1") == 32
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_show(fault):
     assert not in_another_process(FAULTS[fault]).endswith(" 0")
@@ -216,8 +259,8 @@ def test_code_for_arm():
 @settings(max_examples=80, deadline=None)
 @given(
     rows=st.integers(1, 40),
-    heights=st.lists(st.integers(1, 90), min_size=1, max_size=3),
-    inputs=st.integers(1, 200),
+    heights=st.lists(OUTPUTS, min_size=1, max_size=3),
+    inputs=INPUTS,
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**16),
 )
@@ -240,8 +283,8 @@ def test_layers_with_the_same_inputs(rows, heights, inputs, dtype, seed):
 @settings(max_examples=80, deadline=None)
 @given(
     rows=st.integers(1, 40),
-    height=st.integers(1, 150),
-    inputs=st.integers(1, 200),
+    height=OUTPUTS,
+    inputs=INPUTS,
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**16),
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.model.cpu import elementwise_kernel as kernels
+from token_recycling.model.cpu.amx_tile import SIDE
 from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
 from token_recycling.model.cpu.vectors import FORMS
 
@@ -126,6 +127,23 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = empty(x.shape, dtype)
     fields = _fields(3)(x.data_ptr(), out.data_ptr(), out.numel())
     launch(_kernel("widen", x.dtype), fields, 1)
+    return out
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """Return contiguous bfloat16 inputs [..., size] as tiles of AMX read them; 32 divides ``size``.
+
+    Returns:
+        For every 16 rows: [size / 2, 16, 2], pairs of numbers of one row beside those of the
+        others, where the last of all rows is repeated; fewer than 16 rows: [size / 2, rows, 2].
+    """
+    size = x.shape[-1]
+    rows = x.numel() // size
+    groups = -(-rows // SIDE)
+    # The last store of a group is a whole vector.
+    out = empty((groups * min(rows, SIDE) * size + 2 * SIDE,), x.dtype)
+    fields = _fields(4)(x.data_ptr(), out.data_ptr(), rows, size // 2)
+    launch(_kernel("interleave", x.dtype), fields, 1)
     return out
 
 

@@ -8,6 +8,7 @@ import numba
 from numba import types
 from numba.extending import intrinsic
 
+from token_recycling.model.cpu.amx_tile import SIDE
 from token_recycling.model.cpu.vectors import (
     BYTES,
     F32,
@@ -35,6 +36,8 @@ TENSOR_FIELDS, ROTARY_FIELDS = 9, TENSORS + 1
 FIRST, SECOND, SUM, COUNT = range(4)
 # Conversion of COUNT numbers from or to float32.
 CONVERTED_FROM, CONVERTED_TO, CONVERTED_COUNT = range(3)
+# Interleaving of rows of PAIRS pairs of bfloat16 numbers.
+ROWS_FROM, INTERLEAVED, INTERLEAVED_ROWS, PAIRS = range(4)
 # Queries [batch, heads, tokens, size] as ``attention`` reads them, float32 [batch, heads of keys,
 # size, width].
 QUERY, PACKED, Q_BATCH, Q_HEAD, Q_TOKEN, Q_BATCHES, KEY_HEADS, GROUP, Q_TOKENS, Q_SIZE, WIDTH = (
@@ -198,6 +201,37 @@ def _zeros(typing: Any, target: Any, step: Any, count: Any) -> Any:
     return types.void(*[types.int64] * 3), generate
 
 
+@intrinsic
+def _interleave(typing: Any, source: Any, target: Any, rows: Any, width: Any, pairs: Any) -> Any:
+    """Write rows of ``pairs`` words of 32 bits as columns of a matrix of ``width`` columns.
+
+    16 divides ``pairs``. Columns behind those of ``rows`` repeat the last one.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target, rows, width, pairs = arguments
+        emitter = Emitter(builder.module, SIDE)
+        emitter.b = b = builder
+        last, line = b.sub(rows, I64(1)), b.mul(width, I64(4))
+        starts = []
+        for i in range(SIDE):
+            row = b.select(b.icmp_signed("<", last, I64(i)), last, I64(i))
+            starts.append(emitter.at(source, b.mul(row, pairs), I64(4)))
+
+        def body(k: Any, values: list[Any]) -> list[Any]:
+            along = b.mul(k, I64(4))
+            square = [emitter.load(b.add(start, along), emitter.vector) for start in starts]
+            # In order: a store reaches into the next columns, which are written later.
+            for i, column in enumerate(emitter.transposed(square)):
+                emitter.store(column, emitter.at(target, b.add(k, I64(i)), line))
+            return []
+
+        emitter.loop(I64(0), pairs, SIDE, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
 @numba.njit(error_model="numpy")
 def norm(fields: Any, form: Any) -> None:
     """Normalise rows until none is left."""
@@ -257,6 +291,17 @@ def widen(fields: Any, form: Any) -> None:
     numba.literally(form)
     source, target = get(fields, CONVERTED_FROM), get(fields, CONVERTED_TO)
     _copy(form, FLOAT32, source, target, get(fields, CONVERTED_COUNT))
+
+
+@numba.njit(error_model="numpy")
+def interleave(fields: Any, form: Any) -> None:
+    """Interleave every 16 rows."""
+    rows, pairs = get(fields, INTERLEAVED_ROWS), get(fields, PAIRS)
+    width = min(rows, SIDE)
+    for first in range(0, rows, width):
+        source = get(fields, ROWS_FROM) + 4 * pairs * first
+        target = get(fields, INTERLEAVED) + 4 * pairs * first
+        _interleave(source, target, min(rows - first, width), width, pairs)
 
 
 @numba.njit(error_model="numpy")

@@ -14,31 +14,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling.model.cpu import elementwise, linear_kernel
+from token_recycling.model.cpu import amx_tile, elementwise, linear_kernel
 from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
 from token_recycling.model.cpu.vectors import FORMS, processor
 
 MOST_ROWS = 128
+Layer = tuple[Tensor, "Tensor | None"]  # weight and bias
 
 
 @lru_cache
-def _kernel(dtype: torch.dtype) -> Kernel:
+def _kernel(dtype: torch.dtype, amx: bool) -> Kernel:
     """Return the kernel for a dtype of weights, compiled at the first call."""
-    return Kernel(linear_kernel.compile_kernel(FORMS[dtype]), linear_kernel.TAKEN, 1)
+    return Kernel(linear_kernel.compile_kernel(FORMS[dtype], int(amx)), linear_kernel.TAKEN, 1)
 
 
-@lru_cache
-def reads(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of inputs that the kernel for a dtype of weights reads."""
-    return dtype if processor().dots(FORMS[dtype]) else torch.float32
+def _uses_amx(layers: Sequence[Layer]) -> bool:
+    """Return whether tiles of AMX multiply these layers."""
+    return processor().tiles and all(
+        weight.dtype == torch.bfloat16
+        and weight.shape[0] % amx_tile.SIDE == 0
+        and weight.shape[1] % amx_tile.STEP == 0
+        for weight, _ in layers
+    )
+
+
+def _prepared(inputs: Tensor, amx: bool) -> Tensor:
+    """Return inputs as the kernel for weights of their dtype reads them."""
+    x = inputs.contiguous()
+    if amx:
+        return elementwise.interleaved(x)
+    reads_own = processor().dots(FORMS[x.dtype])
+    return elementwise.converted(x, x.dtype if reads_own else torch.float32)
 
 
 @lru_cache
 def _fields(layers: int) -> Any:
     return ctypes.c_int64 * linear_kernel.fields_of(layers)
-
-
-Layer = tuple[Tensor, "Tensor | None"]  # weight and bias
 
 
 @unwatched
@@ -55,9 +66,9 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
         [..., out_features] each; sums are accumulated in float32.
     """
     dtype, size = inputs.dtype, inputs.shape[-1]
-    x = elementwise.converted(inputs.contiguous(), reads(dtype))
-    shape = x.shape[:-1]
-    rows, threads = x.numel() // size, torch.get_num_threads()
+    amx = _uses_amx(layers)
+    x, shape = _prepared(inputs, amx), inputs.shape[:-1]
+    rows, threads = inputs.numel() // size, torch.get_num_threads()
     numbers = [x.data_ptr(), size * x.itemsize, rows, size, len(layers), gated, threads, 0]
     outputs = []
     for weight, bias in layers:
@@ -71,7 +82,7 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
             0 if bias is None else bias.data_ptr(),
             height,
         )
-    launch(_kernel(dtype), _fields(len(layers))(*numbers), threads, layers)
+    launch(_kernel(dtype, amx), _fields(len(layers))(*numbers), threads, layers)
     return outputs
 
 

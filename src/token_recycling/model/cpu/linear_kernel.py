@@ -25,6 +25,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from token_recycling.model.cpu.amx_tile import SIDE, AmxEmitter, AmxTile
 from token_recycling.model.cpu.vectors import (
     BFLOAT16,
     BYTES,
@@ -246,6 +247,25 @@ def _first_halves(lanes: int, width: int) -> tuple[list[int], list[int]]:
     return [group * width + i for group in order for i in range(half)], order
 
 
+def _amx_tiles(builder: Any, call: Any) -> None:
+    """Emit: up to 32 rows of x times a strip of W (see ``_multiply``)."""
+    passes, n, *strip = call
+    full = builder.icmp_signed(">", n, I64(SIDE))
+    several = builder.icmp_signed(">", passes, I64(1))
+    width = builder.select(builder.or_(several, full), I64(SIDE), n)
+    done = builder.append_basic_block("strip_done")
+    one, two = builder.append_basic_block("one"), builder.append_basic_block("two")
+    builder.cbranch(full, two, one)
+    for s, block in enumerate((one, two), start=1):
+        builder.position_at_end(block)
+        begin = I64(0)
+        for r in (2, 1):
+            tile = AmxTile(builder.module, r, s).tile()
+            begin = _each(builder, tile, begin, SIDE * r, BYTES[BFLOAT16], strip, n, width)
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
 def _tiles(builder: Any, form: int, call: Any) -> None:
     """Emit: S rows of x times a strip of W, for any S of ``TILES`` (see ``_multiply``)."""
     cpu = processor()
@@ -272,8 +292,11 @@ def _tiles(builder: Any, form: int, call: Any) -> None:
     builder.position_at_end(done)
 
 
-def _each(b: Any, tile: Any, begin: Any, r: int, size: int, strip: Any) -> Any:
-    """Emit: call ``tile`` for every r rows of W from ``begin`` on; return the first row left."""
+def _each(b: Any, tile: Any, begin: Any, r: int, size: int, strip: Any, *more: Any) -> Any:
+    """Emit: call ``tile`` for every r rows of W from ``begin`` on; return the first row left.
+
+    ``more`` are further arguments of ``tile``.
+    """
     w, w_stride, x, x_stride, inputs, y, y_stride, bias, outputs, ahead = strip
     entry = b.block
     head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
@@ -287,7 +310,8 @@ def _each(b: Any, tile: Any, begin: Any, r: int, size: int, strip: Any) -> Any:
     down, along = b.mul(n, w_stride), b.mul(n, I64(size))
     bias_here = b.select(b.icmp_signed("==", bias, I64(0)), bias, b.add(bias, along))
     to, fetched = b.add(y, along), b.add(ahead, down)
-    b.call(tile, [b.add(w, down), w_stride, x, x_stride, inputs, to, y_stride, bias_here, fetched])
+    multiplied = [b.add(w, down), w_stride, x, x_stride, inputs]
+    b.call(tile, [*multiplied, to, y_stride, bias_here, fetched, *more])
     n.add_incoming(following, b.block)
     b.branch(head)
     b.position_at_end(done)
@@ -298,6 +322,7 @@ def _each(b: Any, tile: Any, begin: Any, r: int, size: int, strip: Any) -> Any:
 def _multiply(
     typing: Any,
     form: Any,
+    amx: Any,
     passes: Any,
     s: Any,
     w: Any,
@@ -314,10 +339,41 @@ def _multiply(
     """Multiply s rows of x by ``outputs`` rows of W, in one of so many passes over these."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _tiles(builder, form.literal_value, arguments[1:])
+        if amx.literal_value:
+            _amx_tiles(builder, arguments[2:])
+        else:
+            _tiles(builder, form.literal_value, arguments[2:])
         return context.get_dummy_value()
 
-    return types.void(constant(form), *[types.int64] * 12), generate
+    return types.void(constant(form), constant(amx), *[types.int64] * 12), generate
+
+
+@intrinsic(prefer_literal=True)
+def _configure(typing: Any, amx: Any, rows: Any) -> Any:
+    """Set this thread's tile registers for so many rows of x."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if amx.literal_value:
+            emitter = AmxEmitter(builder.module)
+            emitter.b = builder
+            emitter.configure(arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(constant(amx), types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def _release(typing: Any, amx: Any) -> Any:
+    """Give the tile registers back."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if amx.literal_value:
+            emitter = AmxEmitter(builder.module)
+            emitter.b = builder
+            emitter.amx("tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(constant(amx)), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -409,9 +465,10 @@ def _address(fields: Any, layer: Any, row: Any) -> Any:
 
 
 @numba.njit(error_model="numpy")
-def _work(fields: Any, form: Any) -> None:
+def _work(fields: Any, form: Any, amx: Any) -> None:
     """Take pieces of the layers until none is left."""
     numba.literally(form)
+    numba.literally(amx)
     x, x_stride, rows, inputs = (
         get(fields, X),
         get(fields, X_STRIDE),
@@ -419,8 +476,11 @@ def _work(fields: Any, form: Any) -> None:
         get(fields, INPUTS),
     )
     layers, gated, size = get(fields, LAYERS), get(fields, GATED), BYTES[form]
-    passes = (rows + _largest() - 1) // _largest()
-    height = _height(rows)
+    most = 2 * SIDE if amx else _largest()  # rows of x in a pass
+    passes = (rows + most - 1) // most
+    height = 2 * SIDE if amx else _height(rows)
+    reading_passes = 1 if amx else READING_PASSES
+    _configure(amx, min(rows, SIDE))
     strip = height * max(1, STRIP // (height * inputs * size))
     outputs = 0
     for layer in range(layers):
@@ -449,12 +509,14 @@ def _work(fields: Any, form: Any) -> None:
             elif next_layer < layers:
                 ahead = _address(fields, next_layer, next_begin)
             for i in range(passes):
-                first = rows * i // passes
-                part = i * ((height + READING_PASSES - 1) // READING_PASSES) * w_stride
+                first = most * i if amx else rows * i // passes
+                last = min(first + most, rows) if amx else rows * (i + 1) // passes
+                part = i * ((height + reading_passes - 1) // reading_passes) * w_stride
                 _multiply(
                     form,
+                    amx,
                     passes,
-                    rows * (i + 1) // passes - first,
+                    last - first,
                     here,
                     w_stride,
                     x + first * x_stride,
@@ -464,17 +526,23 @@ def _work(fields: Any, form: Any) -> None:
                     y_stride,
                     bias + size * row if bias else 0,
                     count,
-                    ahead + part if i < READING_PASSES else here,
+                    ahead + part if i < reading_passes else here,
                 )
         if gated and layer == 1:
             for i in range(rows):
                 at = i * y_stride + size * begin
                 _gate(form, _field(fields, 0, Y) + at, y + at, end - begin)
         number, layer, begin, end = following, next_layer, next_begin, next_end
+    _release(amx)
 
 
-def compile_kernel(form: int) -> Any:
+def compile_kernel(form: int, amx: int) -> Any:
     """Return ``void (int64 *fields)`` for a dtype of weights (see ``X`` and so on).
+
+    Args:
+        form: the dtype.
+        amx: 1 for tiles of AMX, which multiply bfloat16 layers of a multiple of 32 inputs and of 16
+            outputs; else 0. X is interleaved for them.
 
     Machine code is kept (see ``kept``).
     """
@@ -483,6 +551,6 @@ def compile_kernel(form: int) -> Any:
 
     def run(fields: Any) -> None:
         if version:
-            _work(fields, form)
+            _work(fields, form, amx)
 
     return kept(numba.cfunc, types.void(types.voidptr))(run)

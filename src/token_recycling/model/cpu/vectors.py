@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,10 +45,12 @@ class Processor:
     Attributes:
         lanes: float32 numbers in a vector register; 0 without a fused multiply-add of vectors.
         dot_bfloat16: it multiplies pairs of bfloat16 numbers (AVX512_BF16).
+        tiles: it multiplies tiles of bfloat16 numbers (AMX), and this process may.
     """
 
     lanes: int
     dot_bfloat16: bool
+    tiles: bool = False
 
     @classmethod
     def of(cls, features: str) -> Processor:
@@ -54,11 +58,23 @@ class Processor:
         has = {name[1:] for name in features.split(",") if name.startswith("+")}
         kinds = ((16, {"avx512f"}), (8, {"avx2", "fma"}), (4, {"neon"}))
         lanes = next((lanes for lanes, needed in kinds if needed <= has), 0)
-        return cls(lanes, lanes == 16 and "avx512bf16" in has)
+        tiles = lanes == 16 and {"amx-tile", "amx-bf16"} <= has and _may_use_tiles()
+        return cls(lanes, lanes == 16 and "avx512bf16" in has, tiles)
 
     def dots(self, form: int) -> bool:
         """Return whether inputs are read as bfloat16 too; otherwise they are float32."""
         return form == BFLOAT16 and self.dot_bfloat16
+
+
+@lru_cache
+def _may_use_tiles() -> bool:
+    """Ask Linux for the registers of AMX, which a process has to do once; return its answer."""
+    try:
+        arch_prctl: Any = ctypes.CDLL(None).syscall
+    except (OSError, AttributeError, TypeError):  # TypeError: CDLL(None) on Windows
+        return False
+    number, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM of x86-64
+    return sys.platform == "linux" and arch_prctl(number, request, tile_data) == 0
 
 
 @lru_cache
@@ -253,6 +269,21 @@ class Emitter:
             vector = b.fadd(vector, moved)
         return b.extract_element(vector, I32(0))
 
+    def transposed(self, rows: list[Any]) -> list[Any]:
+        """Return the columns of a square of vectors: blocks of half the size are exchanged."""
+        b, lanes = self.b, self.lanes
+        kind, block = ir.VectorType(I32, lanes), lanes
+        columns = list(rows)
+        while block > 1:
+            block //= 2
+            low = [n if not n & block else lanes + n - block for n in range(lanes)]
+            high = [n + block if not n & block else lanes + n for n in range(lanes)]
+            for i in (i for i in range(lanes) if not i & block):
+                pair = columns[i], columns[i + block]
+                columns[i] = b.shuffle_vector(*pair, ir.Constant(kind, low))
+                columns[i + block] = b.shuffle_vector(*pair, ir.Constant(kind, high))
+        return columns
+
     def number(self, address: Any, form: int) -> Any:
         """Load one number of this dtype, as float32."""
         b = self.b
@@ -309,12 +340,13 @@ class Emitter:
 
 @lru_cache
 def source() -> int:
-    """Return a checksum of this file, never 0.
+    """Return a checksum of the files of this folder, never 0.
 
-    A kernel that refers to it is compiled anew when this file changes; numba watches the kernel's
+    A kernel that refers to it is compiled anew when one of them changes; numba watches the kernel's
     own file only.
     """
-    return crc32(Path(__file__).read_bytes()) or 1
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return crc32(b"".join(path.read_bytes() for path in files)) or 1
 
 
 def constant(kind: Any) -> Any:
