@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from token_recycling.model.cpu.vectors import BFLOAT16, I8, I16, I32, I64, Emitter
+from token_recycling.model.cpu.vectors import BFLOAT16, I8, I16, I64, Emitter
 
 SIDE = 16  # rows of W, and rows of x, in a tile register
 STEP = 32  # numbers of a row in a tile register

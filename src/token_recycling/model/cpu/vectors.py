@@ -74,7 +74,7 @@ def _may_use_tiles() -> bool:
     except (OSError, AttributeError, TypeError):  # TypeError: CDLL(None) on Windows
         return False
     number, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM of x86-64
-    return sys.platform == "linux" and arch_prctl(number, request, tile_data) == 0
+    return sys.platform == "linux" and not arch_prctl(number, request, tile_data)
 
 
 @lru_cache
