@@ -11,8 +11,9 @@ from torch import Tensor
 
 from token_recycling.model.cpu import elementwise_kernel as kernels
 from token_recycling.model.cpu.amx_tile import SIDE
+from token_recycling.model.cpu.block_tile import row_bytes, sums_of
 from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
-from token_recycling.model.cpu.vectors import FORMS
+from token_recycling.model.cpu.vectors import FORMS, processor
 
 PARALLEL = 2**15  # numbers from which on several threads normalise
 Constants = ctypes.c_float * 2
@@ -145,6 +146,29 @@ def interleaved(x: Tensor) -> Tensor:
     fields = _fields(4)(x.data_ptr(), out.data_ptr(), rows, size // 2)
     launch(_kernel("interleave", x.dtype), fields, 1)
     return out
+
+
+def rounded(x: Tensor, ggml_type: int) -> tuple[Tensor, int]:
+    """Round inputs to whole numbers, as the tiles for a block format read them.
+
+    Args:
+        x: contiguous float32 [..., size]; 32 divides ``size``.
+        ggml_type: of the weights.
+
+    Returns:
+        Bytes (see ``block_tile.row_bytes``), and how many a row has.
+    """
+    size = x.shape[-1]
+    rows, stride = x.numel() // size, row_bytes(size)
+    out = empty((rows, stride), torch.uint8)
+    fields = _fields(5)(x.data_ptr(), out.data_ptr(), rows, size, stride)
+    launch(_rounding(sums_of(ggml_type, processor())), fields, 1)
+    return out, stride
+
+
+@lru_cache
+def _rounding(sums: int) -> Kernel:
+    return Kernel(kernels.compile_kernel(kernels.round_rows, sums))
 
 
 @unwatched

@@ -21,11 +21,13 @@ from torch.nn import Parameter
 from token_recycling.model.cpu import elementwise, linear
 from token_recycling.model.cpu.attention import PACKED, is_available
 from token_recycling.model.cpu.capture import Capture, Recording, Scratch
+from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.override import Override, is_covered, replaceable
 from token_recycling.util.modes import ThreadContext, without_autocast
 
+LINEAR = (nn.Linear, PackedLinear)
 # Children of an attention layer that have the same inputs, in the order in which they are called.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -66,6 +68,8 @@ def _is_plain(tensor: Any) -> bool:
 
 def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
     """Return weight and bias of a linear layer if the kernel reads them for this dtype."""
+    if isinstance(layer, PackedLinear):
+        return layer.layer() if dtype == torch.float32 else None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if weight is None or not _is_plain(weight) or weight.dtype != dtype:
         return None
@@ -73,7 +77,7 @@ def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
         return None
     if bias is not None and not (_is_plain(bias) and bias.dtype == dtype and bias.stride(0) == 1):
         return None
-    return weight, bias
+    return linear.Layer(weight, bias)
 
 
 def _is_ours(inputs: Tensor) -> bool:
@@ -95,11 +99,11 @@ def _is_used(inputs: Tensor) -> bool:
     )
 
 
-def _linear(layer: nn.Linear, stock: Any, inputs: Tensor) -> Tensor:
+def _linear(layer: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of a linear layer."""
     if _is_ours(inputs):
         weights = _weights(layer, inputs.dtype)
-        if weights is not None and inputs.shape[-1] == weights[0].shape[1]:
+        if weights is not None and inputs.shape[-1] == weights.inputs:
             if torch.compiler.is_compiling():
                 opaque: Tensor = torch.ops.token_recycling.linear(inputs, *weights)
                 return opaque
@@ -109,19 +113,19 @@ def _linear(layer: nn.Linear, stock: Any, inputs: Tensor) -> Tensor:
 
 
 def _first_projection(
-    others: tuple[nn.Linear, ...], layer: nn.Linear, stock: Any, inputs: Tensor
+    others: tuple[nn.Module, ...], layer: nn.Module, stock: Any, inputs: Tensor
 ) -> Tensor:
     """``forward`` of the first of several linear layers with the same inputs: multiplies all."""
     if not torch.compiler.is_compiling() and _is_ours(inputs):
         layers = [_weights(one, inputs.dtype) for one in (layer, *others)]
-        if all(one is not None and one[0].shape[1] == inputs.shape[-1] for one in layers):
+        if all(one is not None and one.inputs == inputs.shape[-1] for one in layers):
             output, *rest = linear.products(inputs, layers)  # type: ignore[arg-type]
             _shared.inputs, _shared.outputs = inputs, dict(zip(others, rest))
             return output
     return _linear(layer, stock, inputs)
 
 
-def _other_projection(layer: nn.Linear, stock: Any, inputs: Tensor) -> Tensor:
+def _other_projection(layer: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of the others: returns what was computed with the first."""
     if not torch.compiler.is_compiling() and inputs is _shared.inputs:
         output = _shared.outputs.pop(layer, None)
@@ -133,7 +137,7 @@ def _other_projection(layer: nn.Linear, stock: Any, inputs: Tensor) -> Tensor:
 def _is_bare(layer: nn.Module) -> bool:
     """Return whether nobody sees the calls of this linear layer, so that they can be left out."""
     return (
-        type(layer) is nn.Linear
+        type(layer) in LINEAR
         and not _has_hooks(layer)
         and isinstance(layer.__dict__.get("forward"), Override)
     )
@@ -147,11 +151,16 @@ def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
             _weights(layer, inputs.dtype) if layer is not None and _is_bare(layer) else None
             for layer in layers
         )
-        if gate and up and down and gate[0].shape[1] == up[0].shape[1] == inputs.shape[-1]:
+        if gate and up and down and _can_gate(gate, up) and gate.inputs == inputs.shape[-1]:
             gated, _ = linear.products(inputs, (gate, up), gated=True)
             return linear.products(gated, (down,))[0]
     unchanged: Tensor = stock(inputs)
     return unchanged
+
+
+def _can_gate(gate: linear.Layer, up: linear.Layer) -> bool:
+    """Return whether the kernel multiplies gate and up projections together."""
+    return gate.weight.shape == up.weight.shape and gate.ggml_type == up.ggml_type
 
 
 def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
@@ -269,7 +278,7 @@ class FastLayers(ThreadContext):
         self._state, self._generation = list(_state(self.model)), self._generation + 1
 
     def _cover(self, module: nn.Module) -> None:
-        if type(module) is nn.Linear:
+        if type(module) in LINEAR:
             _cover(module, _linear)
         elif "Norm" in type(module).__name__:
             added = _compared(module, self._right, _added, [module])
@@ -371,10 +380,10 @@ def _state(model: nn.Module) -> Iterator[Any]:
                 yield weight.data_ptr()
 
 
-def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
+def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     """Return a module's linear layers of these names; none if one is missing."""
     found = [module._modules.get(name) for name in names]
-    return found if all(type(one) is nn.Linear for one in found) else []  # type: ignore[return-value]
+    return found if all(type(one) in LINEAR for one in found) else []  # type: ignore[return-value]
 
 
 def _cover(module: nn.Module, call: Callable[..., Any], *first: Any) -> None:
@@ -391,9 +400,13 @@ def _compared(
     None: its weights are not such that the kernels read them.
     """
     weights = [layer._parameters.get("weight") for layer in layers]
-    if not all(_is_plain(one) and one.numel() for one in weights):
+    if not all(
+        (_is_plain(weight) and weight.numel()) or isinstance(layer, PackedLinear)
+        for layer, weight in zip(layers, weights)
+    ):
         return None
-    key = type(module), *((one.shape, one.dtype) for one in weights)
+    formats = [getattr(layer, "ggml_type", None) for layer in layers]
+    key = type(module), *((one.shape, one.dtype) for one in weights), *formats
     if key not in known:
         known[key] = compare(module)
     return known[key]
@@ -404,12 +417,15 @@ def _inputs(size: int, dtype: torch.dtype) -> Tensor:
     return torch.linspace(-1, 2, 2 * size).sin().view(1, 2, size).to(dtype)
 
 
-def _is_same(found: Tensor, right: Any) -> bool:
-    """Return whether a kernel's result is that of the model's own code, up to rounding."""
+def _is_same(found: Tensor, right: Any, dtype: torch.dtype | None = None) -> bool:
+    """Return whether a kernel's result is that of the model's own code, up to rounding.
+
+    ``dtype`` is that of the rounding, by default that of the results.
+    """
     if not isinstance(right, Tensor) or right.shape != found.shape or right.dtype != found.dtype:
         return False
     off = (found.float() - right.float()).abs().max()
-    return bool(off <= TOLERANCE[found.dtype] * right.float().abs().max())
+    return bool(off <= TOLERANCE[dtype or found.dtype] * right.float().abs().max())
 
 
 def _own(module: nn.Module, inputs: Tensor) -> Any:
@@ -438,15 +454,18 @@ def _added(norm: nn.Module) -> float | None:
 def _is_gated_mlp(mlp: nn.Module) -> bool:
     """Return whether a module computes ``down(silu(gate(x)) * up(x))``."""
     layers = _linear_children(mlp, GATED)
-    dtype = layers[0].weight.dtype
+    dtypes: set[Any] = {layer._parameters["weight"].dtype for layer in layers}  # type: ignore[union-attr]
+    dtype = torch.float32 if torch.uint8 in dtypes else dtypes.pop()
     gate, up, down = (_weights(layer, dtype) for layer in layers)
-    if not (gate and up and down):
+    if not (gate and up and down) or not _can_gate(gate, up):
         return False
-    if gate[0].shape != up[0].shape or down[0].shape[1] != gate[0].shape[0]:
+    if down.inputs != gate.weight.shape[0]:
         return False
-    inputs = _inputs(gate[0].shape[1], dtype)
+    inputs = _inputs(gate.inputs, dtype)
     gated, _ = linear.products(inputs, (gate, up), gated=True)
-    return _is_same(linear.products(gated, (down,))[0], _own(mlp, inputs))
+    found = linear.products(gated, (down,))[0]
+    # Packed weights are multiplied by rounded inputs.
+    return _is_same(found, _own(mlp, inputs), torch.bfloat16 if down.ggml_type else dtype)
 
 
 def _install_rotary(code: ModuleType | None) -> None:

@@ -9,23 +9,58 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from token_recycling.model.cpu import amx_tile, elementwise, linear_kernel
+from token_recycling.model.cpu.block_formats import FORMATS
 from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
 from token_recycling.model.cpu.vectors import FORMS, processor
 
 MOST_ROWS = 128
-Layer = tuple[Tensor, "Tensor | None"]  # weight and bias
+
+
+class Layer(NamedTuple):
+    """A linear layer.
+
+    Attributes:
+        weight: [out_features, in_features] on the CPU, of a dtype in ``FORMS``, whose rows are
+            contiguous; or uint8 [out_features, bytes], the blocks of ``ggml_type``.
+        bias: [out_features], contiguous, or None.
+        ggml_type: ggml's number of a block format; None for a dense weight.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    ggml_type: int | None = None
+
+    @property
+    def inputs(self) -> int:
+        """in_features."""
+        size: int = self.weight.shape[1]
+        if self.ggml_type is None:
+            return size
+        form = FORMATS[self.ggml_type]
+        return size // form.size * form.numbers
 
 
 @lru_cache
-def _kernel(dtype: torch.dtype, amx: bool) -> Kernel:
-    """Return the kernel for a dtype of weights, compiled at the first call."""
-    return Kernel(linear_kernel.compile_kernel(FORMS[dtype], int(amx)), linear_kernel.TAKEN, 1)
+def _kernel(form: int) -> Kernel:
+    """Return a kernel (see ``compile_kernel``), compiled at the first call."""
+    return Kernel(linear_kernel.compile_kernel(form), linear_kernel.TAKEN, 1)
+
+
+def _form(layers: Sequence[Layer]) -> int:
+    """Return how the kernel reads the weights of all of these layers; -1: not all in one way."""
+    kinds = {(layer.ggml_type, layer.weight.dtype) for layer in layers}
+    if len(kinds) > 1:
+        return -1
+    ((ggml_type, dtype),) = kinds
+    if ggml_type is not None:
+        return linear_kernel.BLOCKS + ggml_type
+    return linear_kernel.AMX if _uses_amx(layers) else FORMS[dtype]
 
 
 def _uses_amx(layers: Sequence[Layer]) -> bool:
@@ -34,17 +69,20 @@ def _uses_amx(layers: Sequence[Layer]) -> bool:
         weight.dtype == torch.bfloat16
         and weight.shape[0] % amx_tile.SIDE == 0
         and weight.shape[1] % amx_tile.STEP == 0
-        for weight, _ in layers
+        for weight, *_ in layers
     )
 
 
-def _prepared(inputs: Tensor, amx: bool) -> Tensor:
-    """Return inputs as the kernel for weights of their dtype reads them."""
+def _prepared(inputs: Tensor, form: int) -> tuple[Tensor, int]:
+    """Return inputs as the kernel reads them, and the bytes of a row."""
     x = inputs.contiguous()
-    if amx:
-        return elementwise.interleaved(x)
-    reads_own = processor().dots(FORMS[x.dtype])
-    return elementwise.converted(x, x.dtype if reads_own else torch.float32)
+    if form >= linear_kernel.BLOCKS:
+        return elementwise.rounded(x, form - linear_kernel.BLOCKS)
+    size = x.shape[-1]
+    if form == linear_kernel.AMX:
+        return elementwise.interleaved(x), size * x.itemsize
+    x = elementwise.converted(x, x.dtype if processor().dots(form) else torch.float32)
+    return x, size * x.itemsize
 
 
 @lru_cache
@@ -57,21 +95,23 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
     """Compute ``torch.nn.functional.linear`` of the same inputs for several layers.
 
     Args:
-        inputs: [..., in_features] of the weights' dtype, not empty.
-        layers: weights [out_features, in_features] on the CPU, of a dtype in ``FORMS``, whose rows
-            are contiguous; biases [out_features], contiguous, or None.
-        gated: replace the first of two outputs by silu(first) * second.
+        inputs: [..., in_features] of the weights' dtype, float32 for blocks; not empty.
+        layers: the layers; in one launch if their weights are of one kind.
+        gated: replace the first of two outputs by silu(first) * second, if they are of one kind.
 
     Returns:
         [..., out_features] each; sums are accumulated in float32.
     """
-    dtype, size = inputs.dtype, inputs.shape[-1]
-    amx = _uses_amx(layers)
-    x, shape = _prepared(inputs, amx), inputs.shape[:-1]
+    form = _form(layers)
+    if form < 0:
+        assert not gated
+        return [products(inputs, [layer])[0] for layer in layers]
+    x, stride = _prepared(inputs, form)
+    dtype, size, shape = inputs.dtype, inputs.shape[-1], inputs.shape[:-1]
     rows, threads = inputs.numel() // size, torch.get_num_threads()
-    numbers = [x.data_ptr(), size * x.itemsize, rows, size, len(layers), gated, threads, 0]
+    numbers = [x.data_ptr(), stride, rows, size, len(layers), gated, threads, 0]
     outputs = []
-    for weight, bias in layers:
+    for weight, bias, _ in layers:
         height = weight.shape[0]
         output = empty((*shape, height), dtype)
         outputs.append(output)
@@ -82,21 +122,25 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
             0 if bias is None else bias.data_ptr(),
             height,
         )
-    launch(_kernel(dtype, amx), _fields(len(layers))(*numbers), threads, layers)
+    launch(_kernel(form), _fields(len(layers))(*numbers), threads, layers)
     return outputs
 
 
-def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None = None, ggml_type: int | None = None
+) -> Tensor:
     """Compute ``torch.nn.functional.linear`` with the kernel (see ``products``)."""
-    return products(inputs, [(weight, bias)])[0]
+    return products(inputs, [Layer(weight, bias, ggml_type)])[0]
 
 
 @torch.library.custom_op("token_recycling::linear", mutates_args=())
-def _opaque_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _opaque_product(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, ggml_type: int | None
+) -> Tensor:
     """For compiled steps, which cannot look into the kernel."""
-    return product(inputs, weight, bias)
+    return product(inputs, weight, bias, ggml_type)
 
 
 @_opaque_product.register_fake
-def _(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _(inputs: Tensor, weight: Tensor, bias: Tensor | None, ggml_type: int | None) -> Tensor:
     return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])

@@ -16,25 +16,22 @@ threads nor the other rows, so that these change no bit of it; the number of row
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numba
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from token_recycling.model.cpu.amx_tile import SIDE, AmxEmitter, AmxTile
+from token_recycling.model.cpu.block_tile import BlockTile
+from token_recycling.model.cpu.tile import DenseTile
 from token_recycling.model.cpu.vectors import (
     BFLOAT16,
     BYTES,
-    F32,
     FLOAT32,
-    I32,
     I64,
     Emitter,
-    Processor,
     constant,
     get,
     processor,
@@ -43,10 +40,15 @@ from token_recycling.model.cpu.vectors import (
 )
 from token_recycling.util.compiled import kept
 
+# How W is multiplied, beside the dtypes of dense weights: bfloat16 by tiles of AMX, and block
+# formats of GGUF, from this number on, by ggml's number of the type.
+AMX, BLOCKS = 3, 16
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
 # at one row of x; the last is the largest tile. In several passes, all tiles are as high as that.
 TILES = {16: (8, 8, 6, 4, 4, 4, 3, 3), 8: (6, 4, 4, 3), 4: (8, 8, 6, 4, 4)}
-READING_PASSES = 2  # passes during which the next strip is read
+# The same for block formats, whose rows of W take more registers.
+BLOCK_TILES = {16: (4, 4, 4, 3, 2, 2, 2, 2), 8: (2, 2, 1, 1), 4: (4, 4, 4, 3)}
+READING_PASSES = 2  # passes during which the next strip of dense weights is read
 # Bytes of W in a strip, of which one is read ahead: few enough for the L2 cache of any processor,
 # enough to keep reading at the end of a tile.
 STRIP = 2**14
@@ -66,185 +68,14 @@ def fields_of(layers: int) -> int:
     return TAKEN + 1 + LAYER_FIELDS * layers
 
 
-class _Tile(Emitter):
-    """Emits the function that multiplies R rows of W by S rows of x.
-
-    Meanwhile ``ahead`` other rows of W are read into the L2 cache.
-    """
-
-    def __init__(self, module: Any, cpu: Processor, form: int, r: int, s: int, ahead: int) -> None:
-        super().__init__(module, cpu.lanes)
-        self.form, self.r, self.s, self.rows_ahead = form, r, s, ahead
-        self.dots = cpu.dots(form)
-        self.step = cpu.lanes * (2 if self.dots else 1)
-        self.w_bytes = BYTES[form]
-        self.x_bytes = 2 if self.dots else 4
-
-    def tile(self) -> Any:
-        """Return ``void (w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead)``, all int64.
-
-        Pointers are addresses; strides are in bytes. bias is that of the dtype of W, or 0.
-        """
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
-        name = f"tile_{self.form}_{self.r}_{self.s}_{self.rows_ahead}"
-        return self.function(name, kind, self._emit)
-
-    def _emit(
-        self,
-        w: Any,
-        w_stride: Any,
-        x: Any,
-        x_stride: Any,
-        inputs: Any,
-        y: Any,
-        y_stride: Any,
-        bias: Any,
-        ahead: Any,
-    ) -> None:
-        b = self.b
-        self.w = [self.at(w, I64(r), w_stride) for r in range(self.r)]
-        self.x = [self.at(x, I64(s), x_stride) for s in range(self.s)]
-        self.ahead = [self.at(ahead, I64(r), w_stride) for r in range(self.rows_ahead)]
-        whole = b.and_(inputs, I64(-self.step))
-        zeros = [self.splat(0.0)] * (self.r * self.s)
-        sums = self._add_up(self.loop(I64(0), whole, self.step, zeros, self._vectors))
-        sums = self._rest(whole, inputs, sums)
-        self._write(sums, y, y_stride, bias)
-        b.ret_void()
-
-    def _vectors(self, k: Any, sums: list[Any]) -> list[Any]:
-        """Add the products of one vector of each row."""
-        b = self.b
-        at_w, at_x = b.mul(k, I64(self.w_bytes)), b.mul(k, I64(self.x_bytes))
-        for row in self.ahead:
-            self.prefetch(b.add(row, at_w))
-        ws = [self._weights(b.add(row, at_w)) for row in self.w]
-        found = list(sums)
-        for s, row in enumerate(self.x):
-            x = self._inputs(b.add(row, at_x))
-            for r, w in enumerate(ws):
-                i = r * self.s + s
-                found[i] = self._multiply_add(w, x, found[i])
-        return found
-
-    def _weights(self, address: Any) -> Any:
-        if self.dots:
-            return self.load(address, ir.VectorType(I32, self.lanes))
-        return self.numbers(address, self.form)
-
-    def _inputs(self, address: Any) -> Any:
-        return self.load(address, ir.VectorType(I32, self.lanes) if self.dots else self.vector)
-
-    def _multiply_add(self, w: Any, x: Any, total: Any) -> Any:
-        if not self.dots:
-            return self.fma(w, x, total)
-        kind = ir.FunctionType(self.vector, [self.vector, x.type, w.type])
-        return self.b.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, x, w], False)
-
-    def _rest(self, whole: Any, inputs: Any, sums: list[Any]) -> list[Any]:
-        """Add the products behind the last vector, where ``inputs`` is no multiple of it."""
-        b = self.b
-        entry = b.block
-        rest, done = b.append_basic_block("rest"), b.append_basic_block("added")
-        b.cbranch(b.icmp_signed("<", whole, inputs), rest, done)
-        b.position_at_end(rest)
-        function = self._rest_of_a_sum()
-        at_w, at_x = b.mul(whole, I64(self.w_bytes)), b.mul(whole, I64(self.x_bytes))
-        count = b.sub(inputs, whole)
-        found = [
-            b.call(function, [b.add(self.w[r], at_w), b.add(self.x[s], at_x), count, total])
-            for (r, s), total in zip(product(range(self.r), range(self.s)), sums)
-        ]
-        b.branch(done)
-        b.position_at_end(done)
-        return [self.either((total, entry), (more, rest)) for total, more in zip(sums, found)]
-
-    def _rest_of_a_sum(self) -> Any:
-        """Return ``float (w, x, count, total)``: ``total`` and the products of count numbers."""
-
-        def emit(w: Any, x: Any, count: Any, total: Any) -> None:
-            def add(k: Any, sums: list[Any]) -> list[Any]:
-                a = self.number(self.at(w, k, I64(self.w_bytes)), self.form)
-                form = BFLOAT16 if self.dots else FLOAT32
-                c = self.number(self.at(x, k, I64(self.x_bytes)), form)
-                return [self.fma(a, c, sums[0])]
-
-            self.b.ret(self.loop(I64(0), count, 1, [total], add)[0])
-
-        kind = ir.FunctionType(F32, [I64, I64, I64, F32])
-        return self.function(f"rest_{self.form}", kind, emit)
-
-    def _add_up(self, vectors: list[Any]) -> list[Any]:
-        """Return the sum of the lanes of each vector.
-
-        Pairs of vectors are folded into one, whose lanes hold partial sums of both, until a lane
-        holds a whole sum: three instructions for each sum.
-        """
-        b, lanes = self.b, self.lanes
-        # a vector, and of which of the sums its consecutive groups of ``width`` lanes are parts
-        parts = [(vector, [i]) for i, vector in enumerate(vectors)]
-        width = lanes
-        while width > 1:
-            folded = []
-            for i in range(0, len(parts), 2):
-                first, second = parts[i], parts[min(i + 1, len(parts) - 1)]
-                low, order = _first_halves(lanes, width)
-                high = [lane + width // 2 for lane in low]
-                owners = first[1] + (second[1] if second is not first else [-1] * len(first[1]))
-                mask = ir.VectorType(I32, lanes)
-                halves = [
-                    b.shuffle_vector(first[0], second[0], ir.Constant(mask, picks))
-                    for picks in (low, high)
-                ]
-                folded.append((b.fadd(*halves), [owners[group] for group in order]))
-            parts, width = folded, width // 2
-        sums = {}
-        for vector, owners in parts:
-            for lane, owner in enumerate(owners):
-                if owner >= 0 and owner not in sums:
-                    sums[owner] = b.extract_element(vector, I32(lane))
-        return [sums[i] for i in range(len(vectors))]
-
-    def _write(self, sums: list[Any], y: Any, y_stride: Any, bias: Any) -> None:
-        b = self.b
-        entry = b.block
-        adding, done = b.append_basic_block("bias"), b.append_basic_block("write")
-        b.cbranch(b.icmp_signed("==", bias, I64(0)), done, adding)
-        b.position_at_end(adding)
-        at = [b.add(bias, I64(self.w_bytes * r)) for r in range(self.r)]
-        biases = [self.number(address, self.form) for address in at]
-        added = [b.fadd(value, biases[i // self.s]) for i, value in enumerate(sums)]
-        b.branch(done)
-        b.position_at_end(done)
-        totals = [self.either((plain, entry), (value, adding)) for plain, value in zip(sums, added)]
-        for i, total in enumerate(totals):
-            r, s = divmod(i, self.s)
-            address = b.add(b.add(y, b.mul(y_stride, I64(s))), I64(self.w_bytes * r))
-            self.store(self.rounded(total, self.form), address, align=self.w_bytes)
+def _heights(form: int) -> tuple[int, ...]:
+    """Return the rows of W in a tile by rows of x (see ``TILES``)."""
+    return (BLOCK_TILES if form >= BLOCKS else TILES)[processor().lanes]
 
 
-def _first_halves(lanes: int, width: int) -> tuple[list[int], list[int]]:
-    """Choose the first halves of the groups of two vectors, for a shuffle of both.
-
-    A group of more than four lanes crosses 128-bit lanes in any case; smaller ones are shuffled
-    inside them, which is one instruction on x86.
-
-    Returns:
-        The lanes to pick (those of the second vector count from ``lanes`` on), and for each group
-        of half the width in the result, the group that it comes from.
-    """
-    half, groups = width // 2, lanes // width
-    if width > 4:
-        order = list(range(2 * groups))
-    else:
-        inside = 4 // width  # groups in 128 bits
-        order = [
-            vector * groups + lane * inside + i
-            for lane in range(lanes // 4)
-            for vector in (0, 1)
-            for i in range(inside)
-        ]
-    return [group * width + i for group in order for i in range(half)], order
+def _output(form: int) -> int:
+    """Return the dtype of the outputs and biases."""
+    return FLOAT32 if form >= BLOCKS else BFLOAT16 if form == AMX else form
 
 
 def _amx_tiles(builder: Any, call: Any) -> None:
@@ -266,10 +97,16 @@ def _amx_tiles(builder: Any, call: Any) -> None:
     builder.position_at_end(done)
 
 
+def _tile(module: Any, form: int, r: int, s: int, ahead: int) -> Any:
+    """Return the function of a tile that reads ``ahead`` other rows of W."""
+    if form >= BLOCKS:
+        return BlockTile(module, processor(), form - BLOCKS, r, s, ahead).tile()
+    return DenseTile(module, processor(), form, r, s, ahead).tile()
+
+
 def _tiles(builder: Any, form: int, call: Any) -> None:
-    """Emit: S rows of x times a strip of W, for any S of ``TILES`` (see ``_multiply``)."""
-    cpu = processor()
-    heights = TILES[cpu.lanes]
+    """Emit: S rows of x times a strip of W, for any S (see ``_multiply``)."""
+    heights = _heights(form)
     most, last = len(heights), heights[-1]
     passes, s, *strip = call
     done = builder.append_basic_block("strip_done")
@@ -284,8 +121,8 @@ def _tiles(builder: Any, form: int, call: Any) -> None:
         builder.position_at_end(block)
         begin = I64(0)
         for r in dict.fromkeys((height, 1)):
-            tile = _Tile(builder.module, cpu, form, r, abs(key), min(r, ahead)).tile()
-            begin = _each(builder, tile, begin, r, BYTES[form], strip)
+            tile = _tile(builder.module, form, r, abs(key), min(r, ahead))
+            begin = _each(builder, tile, begin, r, BYTES[_output(form)], strip)
         builder.branch(done)
     builder.position_at_end(wrong)
     builder.branch(done)
@@ -322,7 +159,6 @@ def _each(b: Any, tile: Any, begin: Any, r: int, size: int, strip: Any, *more: A
 def _multiply(
     typing: Any,
     form: Any,
-    amx: Any,
     passes: Any,
     s: Any,
     w: Any,
@@ -339,41 +175,41 @@ def _multiply(
     """Multiply s rows of x by ``outputs`` rows of W, in one of so many passes over these."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if amx.literal_value:
-            _amx_tiles(builder, arguments[2:])
+        if form.literal_value == AMX:
+            _amx_tiles(builder, arguments[1:])
         else:
-            _tiles(builder, form.literal_value, arguments[2:])
+            _tiles(builder, form.literal_value, arguments[1:])
         return context.get_dummy_value()
 
-    return types.void(constant(form), constant(amx), *[types.int64] * 12), generate
+    return types.void(constant(form), *[types.int64] * 12), generate
 
 
 @intrinsic(prefer_literal=True)
-def _configure(typing: Any, amx: Any, rows: Any) -> Any:
-    """Set this thread's tile registers for so many rows of x."""
+def _configure(typing: Any, form: Any, rows: Any) -> Any:
+    """Set this thread's registers of AMX for so many rows of x."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if amx.literal_value:
+        if form.literal_value == AMX:
             emitter = AmxEmitter(builder.module)
             emitter.b = builder
             emitter.configure(arguments[1])
         return context.get_dummy_value()
 
-    return types.void(constant(amx), types.int64), generate
+    return types.void(constant(form), types.int64), generate
 
 
 @intrinsic(prefer_literal=True)
-def _release(typing: Any, amx: Any) -> Any:
-    """Give the tile registers back."""
+def _release(typing: Any, form: Any) -> Any:
+    """Give the registers of AMX back."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if amx.literal_value:
+        if form.literal_value == AMX:
             emitter = AmxEmitter(builder.module)
             emitter.b = builder
             emitter.amx("tilerelease")
         return context.get_dummy_value()
 
-    return types.void(constant(amx)), generate
+    return types.void(constant(form)), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -384,7 +220,7 @@ def _gate(typing: Any, form: Any, gate: Any, up: Any, count: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+        kind, emitter = _output(form.literal_value), Emitter(builder.module, processor().lanes)
         emitter.b = b = builder
         size, one, zero = I64(BYTES[kind]), emitter.splat(1.0), emitter.splat(0.0)
 
@@ -405,29 +241,39 @@ def _gate(typing: Any, form: Any, gate: Any, up: Any, count: Any) -> Any:
     return types.void(constant(form), *[types.int64] * 3), generate
 
 
-@intrinsic
-def _largest(typing: Any) -> Any:
-    """Return the rows of x in the largest tile."""
+def _known(compute: Callable[[int], int]) -> Any:
+    """Return an intrinsic ``int64 (form)`` of a number that is known when a kernel is compiled."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return I64(len(TILES[processor().lanes]))
+    @intrinsic(prefer_literal=True)
+    def known(typing: Any, form: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return I64(compute(form.literal_value))
 
-    return types.int64(), generate
+        return types.int64(constant(form)), generate
+
+    return known
 
 
-@intrinsic
-def _height(typing: Any, rows: Any) -> Any:
+_output_bytes = _known(lambda form: BYTES[_output(form)])
+_largest = _known(lambda form: 2 * SIDE if form == AMX else len(_heights(form)))  # rows of x
+_is_amx = _known(lambda form: int(form == AMX))
+
+
+@intrinsic(prefer_literal=True)
+def _height(typing: Any, form: Any, rows: Any) -> Any:
     """Return the rows of W in the tiles for this many rows of x."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        heights = TILES[processor().lanes]
+        if form.literal_value == AMX:
+            return I64(2 * SIDE)
+        heights = _heights(form.literal_value)
         found = I64(heights[-1])
         for s, height in enumerate(heights, start=1):
-            is_s = builder.icmp_signed("==", arguments[0], I64(s))
+            is_s = builder.icmp_signed("==", arguments[1], I64(s))
             found = builder.select(is_s, I64(height), found)
         return found
 
-    return types.int64(types.int64), generate
+    return types.int64(constant(form), types.int64), generate
 
 
 @numba.njit(error_model="numpy")
@@ -465,23 +311,21 @@ def _address(fields: Any, layer: Any, row: Any) -> Any:
 
 
 @numba.njit(error_model="numpy")
-def _work(fields: Any, form: Any, amx: Any) -> None:
+def _work(fields: Any, form: Any) -> None:
     """Take pieces of the layers until none is left."""
     numba.literally(form)
-    numba.literally(amx)
     x, x_stride, rows, inputs = (
         get(fields, X),
         get(fields, X_STRIDE),
         get(fields, ROWS),
         get(fields, INPUTS),
     )
-    layers, gated, size = get(fields, LAYERS), get(fields, GATED), BYTES[form]
-    most = 2 * SIDE if amx else _largest()  # rows of x in a pass
+    layers, gated, size = get(fields, LAYERS), get(fields, GATED), _output_bytes(form)
+    amx, most, height = _is_amx(form), _largest(form), _height(form, rows)
     passes = (rows + most - 1) // most
-    height = 2 * SIDE if amx else _height(rows)
     reading_passes = 1 if amx else READING_PASSES
-    _configure(amx, min(rows, SIDE))
-    strip = height * max(1, STRIP // (height * inputs * size))
+    _configure(form, min(rows, SIDE))
+    strip = height * max(1, STRIP // (height * _field(fields, 0, W_STRIDE)))
     outputs = 0
     for layer in range(layers):
         outputs += _field(fields, layer, OUTPUTS)
@@ -514,7 +358,6 @@ def _work(fields: Any, form: Any, amx: Any) -> None:
                 part = i * ((height + reading_passes - 1) // reading_passes) * w_stride
                 _multiply(
                     form,
-                    amx,
                     passes,
                     last - first,
                     here,
@@ -533,24 +376,21 @@ def _work(fields: Any, form: Any, amx: Any) -> None:
                 at = i * y_stride + size * begin
                 _gate(form, _field(fields, 0, Y) + at, y + at, end - begin)
         number, layer, begin, end = following, next_layer, next_begin, next_end
-    _release(amx)
+    _release(form)
 
 
-def compile_kernel(form: int, amx: int) -> Any:
-    """Return ``void (int64 *fields)`` for a dtype of weights (see ``X`` and so on).
+def compile_kernel(form: int) -> Any:
+    """Return ``void (int64 *fields)`` (see ``X`` and so on), of machine code that is kept.
 
     Args:
-        form: the dtype.
-        amx: 1 for tiles of AMX, which multiply bfloat16 layers of a multiple of 32 inputs and of 16
-            outputs; else 0. X is interleaved for them.
-
-    Machine code is kept (see ``kept``).
+        form: a dtype of dense weights; or ``AMX``, for layers of a multiple of 32 inputs and of 16
+            outputs, where x is interleaved; or ``BLOCKS`` + ggml's number of a block format, where
+            x is rounded (see ``block_tile``).
     """
-    llvm.initialize_native_asmparser()  # for vdpbf16ps
     version = source()
 
     def run(fields: Any) -> None:
         if version:
-            _work(fields, form, amx)
+            _work(fields, form)
 
     return kept(numba.cfunc, types.void(types.voidptr))(run)

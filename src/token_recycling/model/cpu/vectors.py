@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import llvmlite.binding as llvm
 import numba
 import torch
 from llvmlite import ir
@@ -24,6 +25,7 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)
 BYTES = (4, 2, 2)
 FORMS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
+LINE = 64  # bytes of a line of the caches
 LOG2_E, LN_2 = 1 / log(2), log(2)
 # Added to a float32 number of moderate size, it leaves the nearest whole number in the last bits.
 ROUND = 12582912.0  # 1.5 * 2^23
@@ -46,11 +48,16 @@ class Processor:
         lanes: float32 numbers in a vector register; 0 without a fused multiply-add of vectors.
         dot_bfloat16: it multiplies pairs of bfloat16 numbers (AVX512_BF16).
         tiles: it multiplies tiles of bfloat16 numbers (AMX), and this process may.
+        dot_unsigned: its instruction that multiplies bytes without sign by bytes with one, and adds
+            up four products (VNNI); empty if there is none.
+        dot_bytes: it adds up products of bytes with any instruction.
     """
 
     lanes: int
     dot_bfloat16: bool
     tiles: bool = False
+    dot_unsigned: str = ""
+    dot_bytes: bool = False
 
     @classmethod
     def of(cls, features: str) -> Processor:
@@ -59,7 +66,16 @@ class Processor:
         kinds = ((16, {"avx512f"}), (8, {"avx2", "fma"}), (4, {"neon"}))
         lanes = next((lanes for lanes, needed in kinds if needed <= has), 0)
         tiles = lanes == 16 and {"amx-tile", "amx-bf16"} <= has and _may_use_tiles()
-        return cls(lanes, lanes == 16 and "avx512bf16" in has, tiles)
+        vnni = {16: ("avx512vnni", "vpdpbusd"), 8: ("avxvnni", "{vex} vpdpbusd")}.get(lanes)
+        unsigned = vnni[1] if vnni and vnni[0] in has else ""
+        bytes_ = {16: {"avx512bw"}, 8: {"avx2", "f16c"}, 4: {"dotprod"}}.get(lanes, {"none"})
+        return cls(
+            lanes,
+            lanes == 16 and "avx512bf16" in has,
+            tiles,
+            unsigned,
+            bytes_ <= has,
+        )
 
     def dots(self, form: int) -> bool:
         """Return whether inputs are read as bfloat16 too; otherwise they are float32."""
@@ -82,6 +98,7 @@ def processor() -> Processor:
     """Return the processor that numba compiles for."""
     from numba.core.registry import cpu_target
 
+    llvm.initialize_native_asmparser()  # instructions that have no intrinsic are assembled
     return Processor.of(cpu_target.target_context.codegen()._get_host_cpu_features())
 
 
@@ -260,19 +277,34 @@ class Emitter:
 
     def lane_sum(self, vector: Any) -> Any:
         """Return the sum of a vector's lanes."""
-        b, width = self.b, self.lanes
-        mask = ir.VectorType(I32, self.lanes)
+        return self.across(vector, self.b.fadd)
+
+    def across(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """Combine a vector's lanes."""
+        width = self.lanes
         while width > 1:
             width //= 2
             picks = [(i + width) % self.lanes for i in range(self.lanes)]
-            moved = b.shuffle_vector(vector, vector, ir.Constant(mask, picks))
-            vector = b.fadd(vector, moved)
-        return b.extract_element(vector, I32(0))
+            vector = combine(vector, self.shuffled(vector, vector, picks))
+        return self.b.extract_element(vector, I32(0))
+
+    def shuffled(self, first: Any, second: Any, picks: Sequence[int]) -> Any:
+        """Return elements of two vectors; those of the second count behind the first's."""
+        mask = ir.Constant(ir.VectorType(I32, len(picks)), list(picks))
+        return self.b.shuffle_vector(first, second, mask)
+
+    def joined(self, vectors: Sequence[Any]) -> Any:
+        """Return the elements of vectors of the same length, a power of two of them, in a row."""
+        found = list(vectors)
+        while len(found) > 1:
+            count = found[0].type.count
+            pairs = zip(found[::2], found[1::2])
+            found = [self.shuffled(a, c, range(2 * count)) for a, c in pairs]
+        return found[0]
 
     def transposed(self, rows: list[Any]) -> list[Any]:
         """Return the columns of a square of vectors: blocks of half the size are exchanged."""
-        b, lanes = self.b, self.lanes
-        kind, block = ir.VectorType(I32, lanes), lanes
+        block = lanes = self.lanes
         columns = list(rows)
         while block > 1:
             block //= 2
@@ -280,8 +312,8 @@ class Emitter:
             high = [n + block if not n & block else lanes + n for n in range(lanes)]
             for i in (i for i in range(lanes) if not i & block):
                 pair = columns[i], columns[i + block]
-                columns[i] = b.shuffle_vector(*pair, ir.Constant(kind, low))
-                columns[i + block] = b.shuffle_vector(*pair, ir.Constant(kind, high))
+                columns[i] = self.shuffled(*pair, low)
+                columns[i + block] = self.shuffled(*pair, high)
         return columns
 
     def number(self, address: Any, form: int) -> Any:

@@ -1,0 +1,197 @@
+"""Models from GGUF files whose weights stay as they lie in the file.
+
+Transformers reads the configuration and knows which tensor is which parameter. A tensor stays
+packed if it is the weight of a linear layer or of an embedding, and if the conversion of its
+architecture does nothing to it but reorder its rows, because a block lies within a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from token_recycling.checkpoint.gguf import listed
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.model.cpu.block_formats import FORMATS
+from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, can_compute
+
+logger = logging.getLogger(__name__)
+
+
+class NotPackableError(Exception):
+    """The file's weights cannot stay packed; the reason is one line."""
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the file.
+
+    Attributes:
+        name: of the parameter.
+        data: as it lies in the file.
+        ggml_type: ggml's number of its type.
+        shape: of its numbers.
+    """
+
+    name: str
+    data: Any
+    ggml_type: int
+    shape: tuple[int, ...]
+
+
+def load_packed(file: Path, **model_options: Any) -> Any:
+    """Return a model in evaluation mode with the packed weights of a GGUF file.
+
+    The file is mapped into memory. Activations, norms and biases are float32.
+
+    Args:
+        file: the file.
+        **model_options: passed to ``AutoModelForCausalLM.from_config``, such as
+            ``attn_implementation``.
+
+    Raises:
+        NotPackableError: Transformers' own conversion changes more than the order of rows, no
+            kernel of this processor reads the weights, or the architecture is not known here.
+        TokenRecyclingError: the file lacks tensors.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **model_options)
+    model.name_or_path = str(file)
+    packed = 0
+    for tensor, order, convert in _tensors(file, model):
+        module_name, _, own = tensor.name.rpartition(".")
+        module = model.get_submodule(module_name)
+        new = _packed(module, tensor, order) if own == "weight" else None
+        if new is not None:
+            model.set_submodule(module_name, new)
+            packed += 1
+        else:
+            values = torch.from_numpy(np.array(convert(), np.float32))
+            setattr(module, own, nn.Parameter(values, requires_grad=False))
+    if not packed:
+        raise NotPackableError("none of its weights has a block format that the kernels read")
+    _tie(model)
+    missing = sorted(name for name, one in model.named_parameters() if one.is_meta)
+    if missing:
+        raise TokenRecyclingError(
+            f"cannot load the model {file}: it lacks {len(missing)} tensors ({listed(missing)})"
+        )
+    return model.eval()
+
+
+def _tensors(file: Path, model: Any) -> Iterator[tuple[_Tensor, Any, Any]]:
+    """Yield the tensors of the model, the order of their rows, and what converts their numbers.
+
+    The order is None if the rows stay where they are.
+
+    Raises:
+        NotPackableError: see ``load_packed``.
+    """
+    from gguf import GGUFReader, dequantize
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    # Privately, because PyTorch wants memory that it may write to.
+    reader = GGUFReader(file, "c")
+    try:
+        architecture = loader.read_field(reader, "general.architecture")[0]
+        config = loader.load_gguf_checkpoint(str(file))["config"]
+        processors = loader.TENSOR_PROCESSORS
+        processor = processors.get(architecture, loader.TensorProcessor)(config=config)
+        names = loader.get_gguf_hf_weights_map(model, processor)
+    except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:
+        raise NotPackableError(f"its architecture is not read packed ({error})") from error
+    unread = Counter(
+        tensor.tensor_type.name
+        for tensor in reader.tensors
+        if tensor.tensor_type > 1
+        and not can_compute(int(tensor.tensor_type))
+        and tensor.data.ndim > 1
+    )
+    if unread:
+        raise NotPackableError(f"there is no kernel for {listed(sorted(unread))}")
+    for tensor in reader.tensors:
+        if tensor.name not in names:
+            continue
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+
+        def process(values: Any, name: str = tensor.name) -> Any:
+            found = processor.process(
+                weights=values, name=name, tensor_key_mapping=names, parsed_parameters={}
+            )
+            return None if found.name != name else found.weights
+
+        def convert(tensor: Any = tensor, process: Any = process) -> Any:
+            found = process(dequantize(tensor.data, tensor.tensor_type))
+            if found is None:
+                raise NotPackableError(f"{tensor.name} is converted in a way of its own")
+            return found
+
+        yield (
+            _Tensor(names[tensor.name], tensor.data, int(tensor.tensor_type), shape),
+            _order(process, shape),
+            convert,
+        )
+
+
+def _order(process: Any, shape: tuple[int, ...]) -> Any:
+    """Return the order of rows that a conversion makes.
+
+    Returns:
+        The numbers of the rows; an empty array if it does anything else; None if it does nothing.
+    """
+    if len(shape) != 2:
+        return np.empty(0, np.int64)
+    rows = np.repeat(np.arange(shape[0], dtype=np.int64)[:, None], 2, axis=1)
+    try:
+        found = process(rows)
+    except Exception:  # the conversion needs all columns
+        return np.empty(0, np.int64)
+    if found is None or found.shape != rows.shape or (found[:, 0] != found[:, 1]).any():
+        return np.empty(0, np.int64)
+    order = found[:, 0]
+    if np.array_equal(order, rows[:, 0]):
+        return None
+    return order if np.array_equal(np.sort(order), rows[:, 0]) else np.empty(0, np.int64)
+
+
+def _packed(module: nn.Module, tensor: _Tensor, order: Any) -> nn.Module | None:
+    """Return a layer that keeps a tensor as it is, or None."""
+    if tensor.ggml_type not in FORMATS or type(module) not in (nn.Linear, nn.Embedding):
+        return None
+    if order is not None and not len(order):
+        return None
+    blocks = tensor.data if order is None else tensor.data[order]
+    weight = torch.from_numpy(blocks)
+    if isinstance(module, nn.Linear):
+        if tensor.shape != (module.out_features, module.in_features):
+            return None
+        bias = module._parameters.get("bias")
+        return PackedLinear(module.in_features, weight, tensor.ggml_type, bias)
+    return PackedEmbedding(tensor.shape[1], weight, tensor.ggml_type)
+
+
+def _tie(model: Any) -> None:
+    """Let the LM head use the table of the embedding if the file has only that."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or not head.weight.is_meta:
+        return
+    if isinstance(table, PackedEmbedding):
+        new = PackedLinear(table.embedding_dim, table.weight, table.ggml_type, head.bias)
+        model.set_output_embeddings(new)
+    else:
+        head.weight = table.weight
+
+
+def file_bytes(tensors: list[Tensor]) -> int:
+    """Return the bytes of tensors."""
+    return sum(one.nbytes for one in tensors)

@@ -1,0 +1,286 @@
+"""The block formats of GGUF files: how a kernel reads them (ggml-common.h of llama.cpp).
+
+A row of weights is a sequence of blocks of 32 or 256 numbers. A number is ``scale * (q - offset)``
+or ``scale * q + minimum``: q is a whole number of 2 to 8 bits, ``offset`` belongs to the format,
+and 16 or 32 consecutive numbers share ``scale`` and ``minimum``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from token_recycling.model.cpu.vectors import F16, F32, I8, I16, I32, I64, Emitter
+
+Emitted = Any  # a value of LLVM
+
+
+class Part(NamedTuple):
+    """Where the same bits of 16 whole numbers are: in 16 consecutive bytes of a block.
+
+    Attributes:
+        block: its number among consecutive blocks.
+        offset: of the first byte.
+        shift: the lowest bit in each byte.
+        width: how many bits.
+        to: their place in the numbers.
+    """
+
+    block: int
+    offset: int
+    shift: int
+    width: int
+    to: int = 0
+
+
+@dataclass(frozen=True)
+class Format:
+    """A block format.
+
+    Attributes:
+        name: ggml's.
+        numbers: in a block.
+        size: of a block, in bytes.
+        shared: consecutive numbers that have the same scale.
+        open: reads the scales of consecutive blocks (see ``Blocks``).
+        parts: returns where the bits of 16 numbers are, by the first of them.
+        offset: subtracted from the whole numbers.
+        minima: numbers are ``scale * q + minimum``.
+        fifth: byte of a block where the fifth bits of its 32 numbers are, one after another.
+        signed: numbers have 8 bits with a sign, and are ``scale * (q - 128)`` once it is flipped.
+    """
+
+    name: str
+    numbers: int
+    size: int
+    shared: int
+    open: Callable[[Blocks], None]
+    parts: Callable[[int], tuple[Part, ...]]
+    offset: int = 0
+    minima: bool = False
+    fifth: int | None = None
+    signed: bool = False
+
+
+class Blocks:
+    """Consecutive blocks of a row while the code that reads them is emitted.
+
+    Attributes:
+        emitter: emits it.
+        addresses: of the blocks.
+        scales: float32 vector, by ``shared`` consecutive numbers.
+        minima: likewise, or None.
+    """
+
+    def __init__(self, emitter: Emitter, form: Format, addresses: Sequence[Emitted]) -> None:
+        self.emitter, self.form, self.addresses = emitter, form, addresses
+        self.scales: Emitted = None
+        self.minima: Emitted = None
+        form.open(self)
+
+    def quants(self, first: int, count: int, *, flipped: bool = True) -> Emitted:
+        """Return ``count`` whole numbers of 8 bits, from number ``first`` on.
+
+        They have no sign, unless those of a ``signed`` format are not ``flipped``.
+        """
+        b = self.emitter.b
+        pieces = [self.form.parts(n) for n in range(first, first + count, 16)]
+        found, *others = (self._bits(parts) for parts in zip(*pieces))
+        for other in others:
+            found = b.or_(found, other)
+        found = b.bitcast(found, ir.VectorType(I8, count))
+        if self.form.fifth is not None:
+            found = b.or_(found, self._fifth_bits(first, count))
+        if self.form.signed and flipped:
+            found = b.xor(found, ir.Constant(found.type, [0x80] * count))
+        return found
+
+    def _bits(self, parts: tuple[Part, ...]) -> Emitted:
+        """Return bits of consecutive numbers at their place, four numbers in a word."""
+        b = self.emitter.b
+        raw = [self.load(self.at(part.block, part.offset), ir.VectorType(I32, 4)) for part in parts]
+        words = self.emitter.joined(raw)
+        moves = [part.shift - part.to for part in parts for _ in range(4)]
+        if any(moves):
+            assert min(moves) >= 0 or max(moves) <= 0
+            move = b.lshr if max(moves) > 0 else b.shl
+            words = move(words, ir.Constant(words.type, [abs(n) for n in moves]))
+        masks = [0x01010101 * ((2**part.width - 1) << part.to) for part in parts for _ in range(4)]
+        return b.and_(words, ir.Constant(words.type, masks))
+
+    def _fifth_bits(self, first: int, count: int) -> Emitted:
+        b = self.emitter.b
+        assert self.form.fifth is not None
+        places = [(n // 32, self.form.fifth + n % 32 // 8) for n in range(first, first + count, 16)]
+        flags = self.vector([self.load(self.at(*place), I16) for place in places])
+        bits = b.bitcast(flags, ir.VectorType(ir.IntType(1), count))
+        wide = b.zext(bits, ir.VectorType(I8, count))
+        return b.shl(wide, ir.Constant(wide.type, [4] * count))
+
+    def scale(self, numbers: Sequence[int]) -> Emitted:
+        """Return the scales of these numbers, counted from the first block's first."""
+        return self._picked(self.scales, numbers)
+
+    def minimum(self, numbers: Sequence[int]) -> Emitted:
+        """Return the minima of these numbers."""
+        return self._picked(self.minima, numbers)
+
+    def _picked(self, values: Emitted, numbers: Sequence[int]) -> Emitted:
+        picks = [n // self.form.shared for n in numbers]
+        return self.emitter.shuffled(values, values, picks)
+
+    def vector(self, values: Sequence[Emitted]) -> Emitted:
+        """Return a vector of numbers."""
+        found = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
+        for i, value in enumerate(values):
+            found = self.emitter.b.insert_element(found, value, I32(i))
+        return found
+
+    def at(self, n: int, offset: int) -> Emitted:
+        """Return the address of a byte of a block."""
+        return self.emitter.b.add(self.addresses[n], I64(offset))
+
+    def load(self, address: Emitted, kind: Any) -> Emitted:
+        """Load a value that is not aligned."""
+        b = self.emitter.b
+        return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
+
+    def half(self, n: int, offset: int) -> Emitted:
+        """Load a float16 number of a block as float32."""
+        return self.emitter.b.fpext(self.load(self.at(n, offset), F16), F32)
+
+    def halves(self, offset: int) -> Emitted:
+        """Load the float16 number at this place of every block, as a float32 vector."""
+        kind = ir.VectorType(F32, len(self.addresses))
+        found = [self.load(self.at(n, offset), F16) for n in range(len(self.addresses))]
+        return self.emitter.b.fpext(self.vector(found), kind)
+
+    def wide(self, values: Emitted, *, signed: bool = False) -> Emitted:
+        """Return whole numbers of 8 bits as float32."""
+        b, count = self.emitter.b, values.type.count
+        whole = ir.VectorType(I32, count)
+        bits = b.sext(values, whole) if signed else b.zext(values, whole)
+        return b.sitofp(bits, ir.VectorType(F32, count))
+
+    def times(self, values: Emitted, factor: Emitted) -> Emitted:
+        """Multiply a vector by a number."""
+        count = values.type.count
+        one = ir.Constant(ir.VectorType(F32, count), ir.Undefined)
+        first = self.emitter.b.insert_element(one, factor, I32(0))
+        return self.emitter.b.fmul(values, self.emitter.shuffled(first, first, [0] * count))
+
+
+# Blocks of 32 numbers: a float16 scale, perhaps a float16 minimum, perhaps fifth bits; then bytes
+# whose low halves are the first 16 numbers and whose high halves are the others.
+
+
+def _open_32(minima: bool) -> Callable[[Blocks], None]:
+    def open_blocks(blocks: Blocks) -> None:
+        blocks.scales = blocks.halves(0)
+        if minima:
+            blocks.minima = blocks.halves(2)
+
+    return open_blocks
+
+
+def _nibbles(offset: int) -> Callable[[int], tuple[Part, ...]]:
+    """Numbers of 4 bits from byte ``offset`` on."""
+    return lambda first: (Part(first // 32, offset, first % 32 // 16 * 4, 4),)
+
+
+def _bytes(first: int) -> tuple[Part, ...]:
+    return (Part(first // 32, 2 + first % 32, 0, 8),)
+
+
+# Blocks of 256 numbers: scales, and perhaps minima, are small whole numbers times float16 numbers
+# of the block.
+
+
+def _open_q4_k(blocks: Blocks) -> None:
+    """Eight scales and eight minima of 6 bits, whose high bits are scattered over three words."""
+    b = blocks.emitter.b
+    words = [blocks.load(blocks.at(0, 4 + 4 * i), I32) for i in range(3)]
+
+    def part(word: int, shift: int, mask: int) -> Emitted:
+        return b.and_(b.lshr(words[word], I32(shift)), I32(mask))
+
+    low4, low6, high2 = 0x0F0F0F0F, 0x3F3F3F3F, 0x03030303
+    eight = ir.VectorType(I8, 8)
+    for name, own, half, at in (("scales", 0, 0, 0), ("minima", 1, 4, 2)):
+        high = b.or_(part(2, half, low4), b.shl(part(own, 6, high2), I32(4)))
+        pair = blocks.vector([part(own, 0, low6), high])
+        numbers = blocks.wide(b.bitcast(pair, eight))
+        setattr(blocks, name, blocks.times(numbers, blocks.half(0, at)))
+    blocks.minima = b.fneg(blocks.minima)
+
+
+def _q4_k(first: int) -> tuple[Part, ...]:
+    return (Part(0, 16 + first // 64 * 32 + first % 32, first % 64 // 32 * 4, 4),)
+
+
+def _q5_k(first: int) -> tuple[Part, ...]:
+    low = Part(0, 48 + first // 64 * 32 + first % 32, first % 64 // 32 * 4, 4)
+    return low, Part(0, 16 + first % 32, first // 32, 1, 4)
+
+
+def _open_q6_k(blocks: Blocks) -> None:
+    numbers = blocks.load(blocks.at(0, 192), ir.VectorType(I8, 16))
+    blocks.scales = blocks.times(blocks.wide(numbers, signed=True), blocks.half(0, 208))
+
+
+def _q6_k(first: int) -> tuple[Part, ...]:
+    half, n = first // 128, first % 128
+    low = Part(0, 64 * half + n % 64, n // 64 * 4, 4)
+    return low, Part(0, 128 + 32 * half + n % 32, n // 32 * 2, 2, 4)
+
+
+def _open_q2_k(blocks: Blocks) -> None:
+    b = blocks.emitter.b
+    raw = blocks.load(blocks.at(0, 0), ir.VectorType(I8, 16))
+    low = b.and_(raw, ir.Constant(raw.type, [15] * 16))
+    high = b.lshr(raw, ir.Constant(raw.type, [4] * 16))
+    blocks.scales = blocks.times(blocks.wide(low), blocks.half(0, 80))
+    blocks.minima = b.fneg(blocks.times(blocks.wide(high), blocks.half(0, 82)))
+
+
+def _q2_k(first: int) -> tuple[Part, ...]:
+    half, n = first // 128, first % 128
+    return (Part(0, 16 + 32 * half + n % 32, n // 32 * 2, 2),)
+
+
+def _open_q3_k(blocks: Blocks) -> None:
+    """Sixteen scales of 6 bits: low halves in the first 8 of 12 bytes, high bits in the last 4."""
+    b = blocks.emitter.b
+    low = [blocks.load(blocks.at(0, 96 + 4 * i), I32) for i in range(3)]
+    words = []
+    for i in range(4):
+        nibbles = b.and_(b.lshr(low[i % 2], I32(4 * (i // 2))), I32(0x0F0F0F0F))
+        high = b.and_(b.lshr(low[2], I32(2 * i)), I32(0x03030303))
+        words.append(b.or_(nibbles, b.shl(high, I32(4))))
+    bytes_ = b.bitcast(blocks.vector(words), ir.VectorType(I8, 16))
+    signed = b.sub(bytes_, ir.Constant(bytes_.type, [32] * 16))
+    blocks.scales = blocks.times(blocks.wide(signed, signed=True), blocks.half(0, 108))
+
+
+def _q3_k(first: int) -> tuple[Part, ...]:
+    half, n = first // 128, first % 128
+    low = Part(0, 32 + 32 * half + n % 32, n // 32 * 2, 2)
+    return low, Part(0, n % 32, 4 * half + n // 32, 1, 2)
+
+
+# By ggml's number of the type.
+FORMATS = {
+    2: Format("Q4_0", 32, 18, 32, _open_32(False), _nibbles(2), offset=8),
+    3: Format("Q4_1", 32, 20, 32, _open_32(True), _nibbles(4), minima=True),
+    6: Format("Q5_0", 32, 22, 32, _open_32(False), _nibbles(6), offset=16, fifth=2),
+    7: Format("Q5_1", 32, 24, 32, _open_32(True), _nibbles(8), minima=True, fifth=4),
+    8: Format("Q8_0", 32, 34, 32, _open_32(False), _bytes, offset=128, signed=True),
+    10: Format("Q2_K", 256, 84, 16, _open_q2_k, _q2_k, minima=True),
+    11: Format("Q3_K", 256, 110, 16, _open_q3_k, _q3_k, offset=4),
+    12: Format("Q4_K", 256, 144, 32, _open_q4_k, _q4_k, minima=True),
+    13: Format("Q5_K", 256, 176, 32, _open_q4_k, _q5_k, minima=True),
+    14: Format("Q6_K", 256, 210, 16, _open_q6_k, _q6_k, offset=32),
+}
