@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from token_recycling.errors import TokenRecyclingError
 
@@ -60,6 +65,40 @@ def check_gguf(file: Path) -> None:
         raise TokenRecyclingError(f"cannot read {file}: {error.strerror}") from error
     if magic != MAGIC:
         raise TokenRecyclingError(f"cannot load the model {file}: it is not a GGUF file")
+
+
+_reading = threading.Lock()
+
+
+@contextmanager
+def read_once(file: Path) -> Iterator[None]:
+    """Let all that reads this GGUF file meanwhile share one reader, and one table of names.
+
+    Transformers parses a file anew for the configuration, the tokenizer and the weights, which
+    takes seconds each time for the strings of a vocabulary, and makes a table of the names of
+    tensors for every module of the model.
+    """
+    import gguf
+
+    stock, names, given = gguf.GGUFReader, gguf.get_tensor_name_map, str(file)
+    readers: list[Any] = []
+
+    def reader(path: Any, mode: Any = "r") -> Any:
+        if str(path) != given:
+            return stock(path, mode)
+        if not readers:
+            # Privately, because PyTorch wants memory that it may write to.
+            readers.append(stock(path, "c"))
+        return readers[0]
+
+    with _reading:
+        gguf.GGUFReader = reader  # type: ignore[assignment, misc]
+        gguf.get_tensor_name_map = lru_cache(names)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = stock  # type: ignore[misc]
+            gguf.get_tensor_name_map = names
 
 
 def listed(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from token_recycling.checkpoint.gguf import listed
 from token_recycling.errors import TokenRecyclingError
@@ -63,12 +63,14 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    about = _about(file)
+    kind = about.pop("model_type")
+    config = AutoConfig.for_model(kind, **about)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **model_options)
     model.name_or_path = str(file)
     packed = 0
-    for tensor, order, convert in _tensors(file, model):
+    for tensor, order, convert in _tensors(file, model, about):
         module_name, _, own = tensor.name.rpartition(".")
         module = model.get_submodule(module_name)
         new = _packed(module, tensor, order) if own == "weight" else None
@@ -89,7 +91,22 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     return model.eval()
 
 
-def _tensors(file: Path, model: Any) -> Iterator[tuple[_Tensor, Any, Any]]:
+def _about(file: Path) -> dict[str, Any]:
+    """Return the configuration that Transformers reads from a GGUF file.
+
+    Raises:
+        NotPackableError: this version of Transformers reads it in another way.
+    """
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    try:
+        about: dict[str, Any] = dict(loader.load_gguf_checkpoint(str(file))["config"])
+    except (AttributeError, ImportError, KeyError, ValueError) as error:
+        raise NotPackableError(f"its architecture is not read packed ({error})") from error
+    return about
+
+
+def _tensors(file: Path, model: Any, about: dict[str, Any]) -> Iterator[tuple[_Tensor, Any, Any]]:
     """Yield the tensors of the model, the order of their rows, and what converts their numbers.
 
     The order is None if the rows stay where they are.
@@ -97,16 +114,14 @@ def _tensors(file: Path, model: Any) -> Iterator[tuple[_Tensor, Any, Any]]:
     Raises:
         NotPackableError: see ``load_packed``.
     """
-    from gguf import GGUFReader, dequantize
+    import gguf
     from transformers import modeling_gguf_pytorch_utils as loader
 
-    # Privately, because PyTorch wants memory that it may write to.
-    reader = GGUFReader(file, "c")
+    reader = gguf.GGUFReader(str(file), "c")
     try:
         architecture = loader.read_field(reader, "general.architecture")[0]
-        config = loader.load_gguf_checkpoint(str(file))["config"]
         processors = loader.TENSOR_PROCESSORS
-        processor = processors.get(architecture, loader.TensorProcessor)(config=config)
+        processor = processors.get(architecture, loader.TensorProcessor)(config=about)
         names = loader.get_gguf_hf_weights_map(model, processor)
     except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:
         raise NotPackableError(f"its architecture is not read packed ({error})") from error
@@ -131,7 +146,7 @@ def _tensors(file: Path, model: Any) -> Iterator[tuple[_Tensor, Any, Any]]:
             return None if found.name != name else found.weights
 
         def convert(tensor: Any = tensor, process: Any = process) -> Any:
-            found = process(dequantize(tensor.data, tensor.tensor_type))
+            found = process(gguf.dequantize(tensor.data, tensor.tensor_type))
             if found is None:
                 raise NotPackableError(f"{tensor.name} is converted in a way of its own")
             return found
@@ -190,8 +205,3 @@ def _tie(model: Any) -> None:
         model.set_output_embeddings(new)
     else:
         head.weight = table.weight
-
-
-def file_bytes(tensors: list[Tensor]) -> int:
-    """Return the bytes of tensors."""
-    return sum(one.nbytes for one in tensors)

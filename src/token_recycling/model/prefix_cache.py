@@ -65,5 +65,5 @@ class PrefixCache:
         if not all(map(torch.equal, before, now)):
             return False
         begin = max(0, count - REREAD)
-        tolerance = TOLERANCE.get(self.target.dtype, TOLERANCE[torch.bfloat16])
+        tolerance = TOLERANCE.get(self.target.rounding, TOLERANCE[torch.bfloat16])
         return self.target.recompute(self.tokens[begin:count], begin) <= tolerance

@@ -91,7 +91,7 @@ def probe(target: TreeTarget) -> str | None:
     except Exception as error:
         text = str(error).strip().split("\n")[0][:160]
         return f"the probe failed with {type(error).__name__}: {text}"
-    tolerance = TOLERANCE.get(target.dtype, 0.3) * spread
+    tolerance = TOLERANCE.get(target.rounding, 0.3) * spread
     if not worst <= tolerance:  # also fails for NaN
         return f"its logits in a tree differ by {worst:.2g} from those on the path alone"
     if control <= 2 * worst:

@@ -20,6 +20,7 @@ from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, Pro
 from token_recycling.model.cache_name import cache_name
 from token_recycling.model.changes import ModelState
 from token_recycling.model.cpu.layers import FastLayers
+from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.limits import (
@@ -126,6 +127,12 @@ class TreeTarget:
         """Dtype of the model's queries."""
         dtype: torch.dtype = self.model.dtype
         return dtype
+
+    @property
+    def rounding(self) -> torch.dtype:
+        """Dtype that is as coarse as what layers round their inputs to."""
+        packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
+        return torch.bfloat16 if packed else self.dtype
 
     def changed(self) -> str | None:
         """Return why the probe's result does not apply to the model's current state, or None."""
