@@ -107,7 +107,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     # Here, since it imports PyTorch, which a call that finds the folder does not need.
     from token_recycling.checkpoint.load import load_checkpoint
 
-    model, tokenizer = load_checkpoint(gguf, "cpu", "float32")
+    model, tokenizer = load_checkpoint(gguf, "cpu", "float32", dequantize=True)
     try:
         _save(model, folder)
         tokenizer.save_pretrained(folder)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from token_recycling.checkpoint.gguf import HINT, check_gguf, find_gguf, listed
+from token_recycling.checkpoint.gguf import HINT, check_gguf, find_gguf, listed, read_once
 from token_recycling.errors import TokenRecyclingError, one_line
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
+logger = logging.getLogger(__name__)
+PACKED_OPTIONS = ("gguf_file", "attn_implementation")  # of a model with packed weights
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 TOKENIZER_OPTIONS = (
     "revision",
@@ -26,9 +29,14 @@ def load_checkpoint(
     name_or_path: str | Path | None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    *,
+    dequantize: bool = False,
     **model_options: Any,
 ) -> tuple[Any, Any]:
     """Return a model in evaluation mode, and its tokenizer.
+
+    The weights of a GGUF file stay packed on a CPU, unless another dtype than float32 is asked for
+    (see ``packed``).
 
     Args:
         name_or_path: a checkpoint's name or folder, a GGUF file, or a folder with one GGUF file
@@ -36,13 +44,12 @@ def load_checkpoint(
         device: where to put the model; None: an accelerator if there is one, else the CPU. Omit
             it with ``device_map``.
         dtype: None: float32 on a CPU and for the bundled model, else the checkpoint's own.
+        dequantize: convert the weights of a GGUF file to ``dtype``.
         **model_options: passed to ``AutoModelForCausalLM.from_pretrained`` unchanged.
 
     Raises:
         TokenRecyclingError: the checkpoint cannot be loaded, or the device cannot be used.
     """
-    from transformers import AutoModelForCausalLM
-
     path, found = resolve(name_or_path)
     options = {**found, **model_options}
     if device is None and "device_map" not in options:
@@ -60,6 +67,59 @@ def load_checkpoint(
         raise TokenRecyclingError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     from_gguf = "gguf_file" in options
     shown = Path(path, options["gguf_file"]) if from_gguf else path
+    if from_gguf:
+        with read_once(Path(shown)):
+            if on_cpu and not dequantize and dtype in (torch.float32, "float32"):
+                model = _packed(Path(shown), model_options)
+                if model is not None:
+                    return model, load_tokenizer(name_or_path, **options)
+            return _dense(shown, path, device, dtype, options, name_or_path)
+    return _dense(shown, path, device, dtype, options, name_or_path)
+
+
+def _packed(file: Path, model_options: dict[str, Any]) -> Any:
+    """Return a model with packed weights; None, and a line in the log, if they cannot stay so.
+
+    Raises:
+        TokenRecyclingError: the file cannot be loaded.
+    """
+    from token_recycling.checkpoint.packed import NotPackableError, load_packed
+
+    unknown = [name for name in model_options if name not in PACKED_OPTIONS]
+    try:
+        if unknown:
+            raise NotPackableError(f"{listed(unknown)} cannot be combined with packed weights")
+        used = {name: model_options[name] for name in model_options if name != "gguf_file"}
+        return load_packed(file, **used)
+    except NotPackableError as reason:
+        size = file.stat().st_size / 1e9
+        logger.warning(
+            "the weights of %s (%.1f GB) are converted to float32, which takes 2 to 8 times the "
+            "memory: %s",
+            file.name,
+            size,
+            reason,
+        )
+        return None
+    except TokenRecyclingError:
+        raise
+    except Exception as error:  # a broken checkpoint may raise anything
+        reason = f"{HINT} ({one_line(error, 300)})"
+        raise TokenRecyclingError(f"cannot load the model {file}: {reason}") from error
+
+
+def _dense(
+    shown: Path | str,
+    path: str,
+    device: str | torch.device | None,
+    dtype: Any,
+    options: dict[str, Any],
+    name_or_path: str | Path | None,
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer with Transformers (see ``load_checkpoint``)."""
+    from transformers import AutoModelForCausalLM
+
+    from_gguf = "gguf_file" in options
     try:
         model, about = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **options
