@@ -9,29 +9,6 @@ import numpy as np
 
 from token_recycling import BUNDLED_MODEL
 
-# Transformers' name -> GGUF's, of a layer
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-def name_of(parameter: str) -> str:
-    """Return GGUF's name of a parameter of a Llama."""
-    stem = parameter.removesuffix(".weight")
-    if stem in OUTSIDE:
-        return f"{OUTSIDE[stem]}.weight"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{LAYER[rest]}.weight"
-
 
 def paired(weight: np.ndarray, heads: int) -> np.ndarray:
     """Put the halves of each head side by side: the order of rotary embeddings in GGUF."""
@@ -42,9 +19,21 @@ def paired(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path, model, quantisation=gguf.GGMLQuantizationType.F32, architecture="llama", without=()
+    path,
+    model,
+    quantisation=gguf.GGMLQuantizationType.F32,
+    architecture="llama",
+    without=(),
+    kinds=None,
 ):
-    """Write ``model``, a Llama with the bundled tokenizer, without some parameters."""
+    """Write ``model`` with the bundled tokenizer, without some parameters.
+
+    ``kinds``: types of single parameters.
+    """
+    kinds = kinds or {}
+    known = {kind: arch for arch, kind in gguf.MODEL_ARCH_NAMES.items()}
+    arch = known.get(architecture, gguf.MODEL_ARCH.LLAMA)
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("bundled")
@@ -54,6 +43,8 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -64,18 +55,25 @@ def write_gguf(
     writer.add_token_list(by_id + [f"<unused{i}>" for i in range(config.vocab_size - len(by_id))])
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["merges"]])
     writer.add_eos_token_id(config.eos_token_id)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads = {}
+    if architecture in ("llama", "marsupial"):
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, parameter in model.named_parameters():
         if name in without:
             continue
         weight = parameter.detach().float().numpy()
-        part = name.split(".")[-2]
+        stem, _, own = name.rpartition(".")
+        part = stem.rpartition(".")[2]
         weight = paired(weight, heads[part]) if part in heads else weight
+        if "gemma" in architecture and "norm" in part:
+            weight = weight + 1
+        written = f"{names.get_name(stem)}.{own}"
         if weight.ndim == 1:
-            writer.add_tensor(name_of(name), weight)
+            writer.add_tensor(written, weight)
         else:
-            data = gguf.quants.quantize(weight, quantisation)
-            writer.add_tensor(name_of(name), data, raw_dtype=quantisation)
+            kind = kinds.get(name, quantisation)
+            data = gguf.quants.quantize(weight, kind)
+            writer.add_tensor(written, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -40,10 +40,10 @@ def test_it_decodes_as_the_checkpoint_it_was_made_from(bundled, file, form):
     assert recycler.tokenizer.decode(recycler.tokenizer("The king").input_ids) == "The king"
 
 
-def test_quantised_weights_are_dequantised(bundled, tmp_path):
+def test_quantised_weights_are_dequantised_if_asked_for(bundled, tmp_path):
     kind = gguf.GGMLQuantizationType.Q8_0
     path = write_gguf(tmp_path / "q8.gguf", bundled.model, kind)
-    recycler = opened(path)
+    recycler = opened(path, dequantize=True)
     weight, original = (
         one.model.layers[0].mlp.up_proj.weight for one in (recycler.model, bundled.model)
     )

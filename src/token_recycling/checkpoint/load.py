@@ -13,6 +13,7 @@ from token_recycling.errors import TokenRecyclingError, one_line
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 logger = logging.getLogger(__name__)
+DEQUANTISED = "4 bytes for every weight, since they are converted to float32"
 PACKED_OPTIONS = ("gguf_file", "attn_implementation")  # of a model with packed weights
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 TOKENIZER_OPTIONS = (
@@ -92,20 +93,14 @@ def _packed(file: Path, model_options: dict[str, Any]) -> Any:
         used = {name: model_options[name] for name in model_options if name != "gguf_file"}
         return load_packed(file, **used)
     except NotPackableError as reason:
-        size = file.stat().st_size / 1e9
-        logger.warning(
-            "the weights of %s (%.1f GB) are converted to float32, which takes 2 to 8 times the "
-            "memory: %s",
-            file.name,
-            size,
-            reason,
-        )
+        if str(reason):
+            logger.warning("%s takes %s: %s", file.name, DEQUANTISED, reason)
         return None
     except TokenRecyclingError:
         raise
     except Exception as error:  # a broken checkpoint may raise anything
-        reason = f"{HINT} ({one_line(error, 300)})"
-        raise TokenRecyclingError(f"cannot load the model {file}: {reason}") from error
+        line = f"{HINT} ({one_line(error, 300)})"
+        raise TokenRecyclingError(f"cannot load the model {file}: {line}") from error
 
 
 def _dense(

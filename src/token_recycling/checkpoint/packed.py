@@ -7,8 +7,6 @@ architecture does nothing to it but reorder its rows, because a block lies withi
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.cpu.block_formats import FORMATS
 from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, can_compute
 
-logger = logging.getLogger(__name__)
+NUMBERS = ("F64", "F32", "F16", "BF16")  # types that are not quantised
 
 
 class NotPackableError(Exception):
@@ -63,6 +61,7 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_types(file)
     about = _about(file)
     kind = about.pop("model_type")
     config = AutoConfig.for_model(kind, **about)
@@ -77,11 +76,17 @@ def load_packed(file: Path, **model_options: Any) -> Any:
         if new is not None:
             model.set_submodule(module_name, new)
             packed += 1
-        else:
-            values = torch.from_numpy(np.array(convert(), np.float32))
-            setattr(module, own, nn.Parameter(values, requires_grad=False))
+            continue
+        values = torch.from_numpy(np.array(convert(), np.float32))
+        expected = getattr(module, own).shape
+        if values.shape != expected:
+            raise TokenRecyclingError(
+                f"cannot load the model {file}: {tensor.name} is {list(values.shape)} in the file, "
+                f"and {list(expected)} by its configuration"
+            )
+        setattr(module, own, nn.Parameter(values, requires_grad=False))
     if not packed:
-        raise NotPackableError("none of its weights has a block format that the kernels read")
+        raise NotPackableError("none of its layers can keep its weights packed")
     _tie(model)
     missing = sorted(name for name, one in model.named_parameters() if one.is_meta)
     if missing:
@@ -89,6 +94,24 @@ def load_packed(file: Path, **model_options: Any) -> Any:
             f"cannot load the model {file}: it lacks {len(missing)} tensors ({listed(missing)})"
         )
     return model.eval()
+
+
+def check_types(file: Path) -> None:
+    """Check that kernels read the weights of a GGUF file.
+
+    Raises:
+        NotPackableError: no tensor is quantised (the message is empty), or one in a way that no
+            kernel of this processor reads.
+    """
+    import gguf
+
+    types = {tensor.tensor_type for tensor in gguf.GGUFReader(str(file), "c").tensors}
+    quantised = {kind for kind in types if kind.name not in NUMBERS}
+    if not quantised:
+        raise NotPackableError("")
+    unread = sorted(kind.name for kind in quantised if not can_compute(int(kind)))
+    if unread:
+        raise NotPackableError(f"no kernel of this processor reads {listed(unread)}")
 
 
 def _about(file: Path) -> dict[str, Any]:
@@ -125,15 +148,6 @@ def _tensors(file: Path, model: Any, about: dict[str, Any]) -> Iterator[tuple[_T
         names = loader.get_gguf_hf_weights_map(model, processor)
     except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:
         raise NotPackableError(f"its architecture is not read packed ({error})") from error
-    unread = Counter(
-        tensor.tensor_type.name
-        for tensor in reader.tensors
-        if tensor.tensor_type > 1
-        and not can_compute(int(tensor.tensor_type))
-        and tensor.data.ndim > 1
-    )
-    if unread:
-        raise NotPackableError(f"there is no kernel for {listed(sorted(unread))}")
     for tensor in reader.tensors:
         if tensor.name not in names:
             continue
@@ -179,20 +193,23 @@ def _order(process: Any, shape: tuple[int, ...]) -> Any:
     return order if np.array_equal(np.sort(order), rows[:, 0]) else np.empty(0, np.int64)
 
 
-def _packed(module: nn.Module, tensor: _Tensor, order: Any) -> nn.Module | None:
+def _packed(module: Any, tensor: _Tensor, order: Any) -> nn.Module | None:
     """Return a layer that keeps a tensor as it is, or None."""
-    if tensor.ggml_type not in FORMATS or type(module) not in (nn.Linear, nn.Embedding):
+    if tensor.ggml_type not in FORMATS or getattr(module, "weight", None) is None:
         return None
-    if order is not None and not len(order):
+    if tensor.shape != module.weight.shape or (order is not None and not len(order)):
         return None
     blocks = tensor.data if order is None else tensor.data[order]
     weight = torch.from_numpy(blocks)
-    if isinstance(module, nn.Linear):
-        if tensor.shape != (module.out_features, module.in_features):
-            return None
+    if type(module) is nn.Linear:
         bias = module._parameters.get("bias")
         return PackedLinear(module.in_features, weight, tensor.ggml_type, bias)
-    return PackedEmbedding(tensor.shape[1], weight, tensor.ggml_type)
+    # Gemma's multiplies what it looks up.
+    scaled = type(module).__name__.endswith("TextScaledWordEmbedding")
+    if type(module) is nn.Embedding or scaled:
+        scale = float(module.embed_scale) if scaled else 1.0
+        return PackedEmbedding(tensor.shape[1], weight, tensor.ggml_type, scale)
+    return None
 
 
 def _tie(model: Any) -> None:

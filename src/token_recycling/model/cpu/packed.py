@@ -110,13 +110,16 @@ class PackedEmbedding(nn.Module):
     Attributes:
         weight: uint8 [num_embeddings, bytes].
         ggml_type: ggml's number of the block format.
+        scale: multiplies what is looked up.
     """
 
-    def __init__(self, embedding_dim: int, weight: Tensor, ggml_type: int) -> None:
+    def __init__(
+        self, embedding_dim: int, weight: Tensor, ggml_type: int, scale: float = 1.0
+    ) -> None:
         """Take a table as it is."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = weight.shape[0], embedding_dim
-        self.ggml_type = ggml_type
+        self.ggml_type, self.scale = ggml_type, scale
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     @torch.no_grad()
@@ -124,6 +127,8 @@ class PackedEmbedding(nn.Module):
         """Return float32 [..., embedding_dim] of ids [...]."""
         blocks = self.weight[ids.reshape(-1)]
         found = dequantised(blocks, self.ggml_type, self.embedding_dim)
+        if self.scale != 1.0:
+            found *= self.scale
         return found.view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
