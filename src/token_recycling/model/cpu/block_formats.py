@@ -45,7 +45,8 @@ class Format:
         numbers: in a block.
         size: of a block, in bytes.
         shared: consecutive numbers that have the same scale.
-        open: reads the scales of consecutive blocks (see ``Blocks``).
+        halves: bytes of a block where its float16 numbers are: next to each other, at most two.
+        open: computes the scales of consecutive blocks (see ``Blocks``).
         parts: returns where the bits of 16 numbers are, by the first of them.
         offset: subtracted from the whole numbers.
         minima: numbers are ``scale * q + minimum``.
@@ -57,6 +58,7 @@ class Format:
     numbers: int
     size: int
     shared: int
+    halves: tuple[int, ...]
     open: Callable[[Blocks], None]
     parts: Callable[[int], tuple[Part, ...]]
     offset: int = 0
@@ -71,15 +73,48 @@ class Blocks:
     Attributes:
         emitter: emits it.
         addresses: of the blocks.
-        scales: float32 vector, by ``shared`` consecutive numbers.
+        scales: float32 vector, by ``shared`` consecutive numbers, from its number ``base`` on.
         minima: likewise, or None.
     """
 
-    def __init__(self, emitter: Emitter, form: Format, addresses: Sequence[Emitted]) -> None:
+    def __init__(
+        self, emitter: Emitter, form: Format, addresses: Sequence[Emitted], halves: Emitted, n: int
+    ) -> None:
+        """Read the scales of the n-th row of ``opened``."""
         self.emitter, self.form, self.addresses = emitter, form, addresses
         self.scales: Emitted = None
         self.minima: Emitted = None
+        self._halves, self._first = halves, n * len(addresses)
         form.open(self)
+
+    @classmethod
+    def opened(
+        cls, emitter: Emitter, form: Format, rows: Sequence[Sequence[Emitted]]
+    ) -> list[Blocks]:
+        """Return the blocks of several rows, by their addresses.
+
+        The float16 numbers of all of them are converted at once.
+        """
+        b, count = emitter.b, len(form.halves)
+        kind = I16 if count == 1 else I32
+        places = [address for row in rows for address in row]
+        words = [
+            b.load(b.inttoptr(b.add(place, I64(form.halves[0])), kind.as_pointer()), align=1)
+            for place in places
+        ]
+        room = 1 << (len(words) - 1).bit_length()
+        vector = ir.Constant(ir.VectorType(kind, room), ir.Undefined)
+        for i, word in enumerate(words):
+            vector = b.insert_element(vector, word, I32(i))
+        halves = b.bitcast(vector, ir.VectorType(F16, room * count))
+        numbers = b.fpext(halves, ir.VectorType(F32, room * count))
+        return [cls(emitter, form, row, numbers, n) for n, row in enumerate(rows)]
+
+    def half(self, which: int, lanes: int) -> Emitted:
+        """Return a vector that repeats one of the float16 numbers of a single block."""
+        return self.emitter.shuffled(
+            self._halves, self._halves, [self._first * len(self.form.halves) + which] * lanes
+        )
 
     def quants(self, first: int, count: int, *, flipped: bool = True) -> Emitted:
         """Return ``count`` whole numbers of 8 bits, from number ``first`` on.
@@ -122,11 +157,21 @@ class Blocks:
 
     def scale(self, numbers: Sequence[int]) -> Emitted:
         """Return the scales of these numbers, counted from the first block's first."""
+        if self.scales is None:
+            return self._own_halves(0, numbers)
         return self._picked(self.scales, numbers)
 
     def minimum(self, numbers: Sequence[int]) -> Emitted:
         """Return the minima of these numbers."""
+        if self.minima is None:
+            return self._own_halves(1, numbers)
         return self._picked(self.minima, numbers)
+
+    def _own_halves(self, which: int, numbers: Sequence[int]) -> Emitted:
+        """Return the float16 numbers of the blocks of these numbers."""
+        count = len(self.form.halves)
+        picks = [(self._first + n // self.form.numbers) * count + which for n in numbers]
+        return self.emitter.shuffled(self._halves, self._halves, picks)
 
     def _picked(self, values: Emitted, numbers: Sequence[int]) -> Emitted:
         picks = [n // self.form.shared for n in numbers]
@@ -148,16 +193,6 @@ class Blocks:
         b = self.emitter.b
         return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
 
-    def half(self, n: int, offset: int) -> Emitted:
-        """Load a float16 number of a block as float32."""
-        return self.emitter.b.fpext(self.load(self.at(n, offset), F16), F32)
-
-    def halves(self, offset: int) -> Emitted:
-        """Load the float16 number at this place of every block, as a float32 vector."""
-        kind = ir.VectorType(F32, len(self.addresses))
-        found = [self.load(self.at(n, offset), F16) for n in range(len(self.addresses))]
-        return self.emitter.b.fpext(self.vector(found), kind)
-
     def wide(self, values: Emitted, *, signed: bool = False) -> Emitted:
         """Return whole numbers of 8 bits as float32."""
         b, count = self.emitter.b, values.type.count
@@ -165,25 +200,17 @@ class Blocks:
         bits = b.sext(values, whole) if signed else b.zext(values, whole)
         return b.sitofp(bits, ir.VectorType(F32, count))
 
-    def times(self, values: Emitted, factor: Emitted) -> Emitted:
-        """Multiply a vector by a number."""
-        count = values.type.count
-        one = ir.Constant(ir.VectorType(F32, count), ir.Undefined)
-        first = self.emitter.b.insert_element(one, factor, I32(0))
-        return self.emitter.b.fmul(values, self.emitter.shuffled(first, first, [0] * count))
+    def times(self, values: Emitted, which: int) -> Emitted:
+        """Multiply a vector by a float16 number of the block."""
+        return self.emitter.b.fmul(values, self.half(which, values.type.count))
 
 
 # Blocks of 32 numbers: a float16 scale, perhaps a float16 minimum, perhaps fifth bits; then bytes
 # whose low halves are the first 16 numbers and whose high halves are the others.
 
 
-def _open_32(minima: bool) -> Callable[[Blocks], None]:
-    def open_blocks(blocks: Blocks) -> None:
-        blocks.scales = blocks.halves(0)
-        if minima:
-            blocks.minima = blocks.halves(2)
-
-    return open_blocks
+def _as_they_are(blocks: Blocks) -> None:
+    """The scales, and minima if there are some, are the float16 numbers."""
 
 
 def _nibbles(offset: int) -> Callable[[int], tuple[Part, ...]]:
@@ -208,12 +235,11 @@ def _open_q4_k(blocks: Blocks) -> None:
         return b.and_(b.lshr(words[word], I32(shift)), I32(mask))
 
     low4, low6, high2 = 0x0F0F0F0F, 0x3F3F3F3F, 0x03030303
-    eight = ir.VectorType(I8, 8)
-    for name, own, half, at in (("scales", 0, 0, 0), ("minima", 1, 4, 2)):
+    for name, own, half in (("scales", 0, 0), ("minima", 1, 4)):
         high = b.or_(part(2, half, low4), b.shl(part(own, 6, high2), I32(4)))
-        pair = blocks.vector([part(own, 0, low6), high])
-        numbers = blocks.wide(b.bitcast(pair, eight))
-        setattr(blocks, name, blocks.times(numbers, blocks.half(0, at)))
+        pair = b.or_(b.zext(part(own, 0, low6), I64), b.shl(b.zext(high, I64), I64(32)))
+        numbers = blocks.wide(b.bitcast(pair, ir.VectorType(I8, 8)))
+        setattr(blocks, name, blocks.times(numbers, own))
     blocks.minima = b.fneg(blocks.minima)
 
 
@@ -228,7 +254,7 @@ def _q5_k(first: int) -> tuple[Part, ...]:
 
 def _open_q6_k(blocks: Blocks) -> None:
     numbers = blocks.load(blocks.at(0, 192), ir.VectorType(I8, 16))
-    blocks.scales = blocks.times(blocks.wide(numbers, signed=True), blocks.half(0, 208))
+    blocks.scales = blocks.times(blocks.wide(numbers, signed=True), 0)
 
 
 def _q6_k(first: int) -> tuple[Part, ...]:
@@ -242,8 +268,8 @@ def _open_q2_k(blocks: Blocks) -> None:
     raw = blocks.load(blocks.at(0, 0), ir.VectorType(I8, 16))
     low = b.and_(raw, ir.Constant(raw.type, [15] * 16))
     high = b.lshr(raw, ir.Constant(raw.type, [4] * 16))
-    blocks.scales = blocks.times(blocks.wide(low), blocks.half(0, 80))
-    blocks.minima = b.fneg(blocks.times(blocks.wide(high), blocks.half(0, 82)))
+    blocks.scales = blocks.times(blocks.wide(low), 0)
+    blocks.minima = b.fneg(blocks.times(blocks.wide(high), 1))
 
 
 def _q2_k(first: int) -> tuple[Part, ...]:
@@ -262,7 +288,7 @@ def _open_q3_k(blocks: Blocks) -> None:
         words.append(b.or_(nibbles, b.shl(high, I32(4))))
     bytes_ = b.bitcast(blocks.vector(words), ir.VectorType(I8, 16))
     signed = b.sub(bytes_, ir.Constant(bytes_.type, [32] * 16))
-    blocks.scales = blocks.times(blocks.wide(signed, signed=True), blocks.half(0, 108))
+    blocks.scales = blocks.times(blocks.wide(signed, signed=True), 0)
 
 
 def _q3_k(first: int) -> tuple[Part, ...]:
@@ -273,14 +299,14 @@ def _q3_k(first: int) -> tuple[Part, ...]:
 
 # By ggml's number of the type.
 FORMATS = {
-    2: Format("Q4_0", 32, 18, 32, _open_32(False), _nibbles(2), offset=8),
-    3: Format("Q4_1", 32, 20, 32, _open_32(True), _nibbles(4), minima=True),
-    6: Format("Q5_0", 32, 22, 32, _open_32(False), _nibbles(6), offset=16, fifth=2),
-    7: Format("Q5_1", 32, 24, 32, _open_32(True), _nibbles(8), minima=True, fifth=4),
-    8: Format("Q8_0", 32, 34, 32, _open_32(False), _bytes, offset=128, signed=True),
-    10: Format("Q2_K", 256, 84, 16, _open_q2_k, _q2_k, minima=True),
-    11: Format("Q3_K", 256, 110, 16, _open_q3_k, _q3_k, offset=4),
-    12: Format("Q4_K", 256, 144, 32, _open_q4_k, _q4_k, minima=True),
-    13: Format("Q5_K", 256, 176, 32, _open_q4_k, _q5_k, minima=True),
-    14: Format("Q6_K", 256, 210, 16, _open_q6_k, _q6_k, offset=32),
+    2: Format("Q4_0", 32, 18, 32, (0,), _as_they_are, _nibbles(2), offset=8),
+    3: Format("Q4_1", 32, 20, 32, (0, 2), _as_they_are, _nibbles(4), minima=True),
+    6: Format("Q5_0", 32, 22, 32, (0,), _as_they_are, _nibbles(6), offset=16, fifth=2),
+    7: Format("Q5_1", 32, 24, 32, (0, 2), _as_they_are, _nibbles(8), minima=True, fifth=4),
+    8: Format("Q8_0", 32, 34, 32, (0,), _as_they_are, _bytes, offset=128, signed=True),
+    10: Format("Q2_K", 256, 84, 16, (80, 82), _open_q2_k, _q2_k, minima=True),
+    11: Format("Q3_K", 256, 110, 16, (108,), _open_q3_k, _q3_k, offset=4),
+    12: Format("Q4_K", 256, 144, 32, (0, 2), _open_q4_k, _q4_k, minima=True),
+    13: Format("Q5_K", 256, 176, 32, (0, 2), _open_q4_k, _q5_k, minima=True),
+    14: Format("Q6_K", 256, 210, 16, (208,), _open_q6_k, _q6_k, offset=32),
 }

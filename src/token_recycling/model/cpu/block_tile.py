@@ -306,11 +306,9 @@ class BlockTile(Dots, Tile):
         for row in [] if last else self.ahead:
             for line in range(0, count * form.size, LINE):
                 self.prefetch(b.add(b.add(row, first), I64(line)))
-        opened = []
-        for row in self.w:
-            address = b.add(row, first)
-            places = [b.add(address, I64(0 if last else form.size * n)) for n in range(count)]
-            opened.append(Blocks(self, form, places))
+        steps = [0 if last else form.size * n for n in range(count)]
+        rows = [[b.add(b.add(row, first), I64(step)) for step in steps] for row in self.w]
+        opened = Blocks.opened(self, form, rows)
         signed = form.signed and not self.cpu.dot_unsigned
         offset = offset_of(self.ggml_type, self.cpu)
         for n in range(0, self.read, self.width):

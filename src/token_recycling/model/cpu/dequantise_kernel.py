@@ -33,7 +33,7 @@ def _row(emitter: Emitter, ggml_type: int, address: Any, to: Any, size: Any) -> 
 
     def block(k: Any, values: list[Any]) -> list[Any]:
         place = emitter.at(address, b.udiv(k, I64(form.numbers)), I64(form.size))
-        blocks = Blocks(emitter, form, [place])
+        (blocks,) = Blocks.opened(emitter, form, [[place]])
         for first in range(0, form.numbers, 16):
             quants = blocks.quants(first, 16)
             for n in range(0, 16, lanes):
