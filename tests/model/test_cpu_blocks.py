@@ -259,7 +259,7 @@ FAULTS = {
     "offset": ([2], "block_tile.offset_of = lambda ggml_type, cpu: 0"),
     "scales": (
         [14],
-        "block_formats.Blocks.scale = lambda self, numbers: "
+        "block_formats.BlockRow.scale = lambda self, numbers: "
         "self._picked(self.scales, [numbers[0]] * len(numbers))",
     ),
     "last block": (
@@ -268,7 +268,7 @@ FAULTS = {
     ),
     "fifth bits": (
         [6],
-        "block_formats.Blocks._fifth_bits = lambda self, first, count: block_formats.ir.Constant("
+        "block_formats.BlockRow._fifth_bits = lambda self, first, count: block_formats.ir.Constant("
         "block_formats.ir.VectorType(block_formats.I8, count), [0] * count)",
     ),
 }

@@ -46,7 +46,7 @@ class Format:
         size: of a block, in bytes.
         shared: consecutive numbers that have the same scale.
         halves: bytes of a block where its float16 numbers are: next to each other, at most two.
-        open: computes the scales of consecutive blocks (see ``Blocks``).
+        open: computes the scales of consecutive blocks (see ``BlockRow``).
         parts: returns where the bits of 16 numbers are, by the first of them.
         offset: subtracted from the whole numbers.
         minima: numbers are ``scale * q + minimum``.
@@ -59,7 +59,7 @@ class Format:
     size: int
     shared: int
     halves: tuple[int, ...]
-    open: Callable[[Blocks], None]
+    open: Callable[[BlockRow], None]
     parts: Callable[[int], tuple[Part, ...]]
     offset: int = 0
     minima: bool = False
@@ -67,7 +67,7 @@ class Format:
     signed: bool = False
 
 
-class Blocks:
+class BlockRow:
     """Consecutive blocks of a row while the code that reads them is emitted.
 
     Attributes:
@@ -90,7 +90,7 @@ class Blocks:
     @classmethod
     def opened(
         cls, emitter: Emitter, form: Format, rows: Sequence[Sequence[Emitted]]
-    ) -> list[Blocks]:
+    ) -> list[BlockRow]:
         """Return the blocks of several rows, by their addresses.
 
         The float16 numbers of all of them are converted at once.
@@ -209,7 +209,7 @@ class Blocks:
 # whose low halves are the first 16 numbers and whose high halves are the others.
 
 
-def _as_they_are(blocks: Blocks) -> None:
+def _as_they_are(blocks: BlockRow) -> None:
     """The scales, and minima if there are some, are the float16 numbers."""
 
 
@@ -226,7 +226,7 @@ def _bytes(first: int) -> tuple[Part, ...]:
 # of the block.
 
 
-def _open_q4_k(blocks: Blocks) -> None:
+def _open_q4_k(blocks: BlockRow) -> None:
     """Eight scales and eight minima of 6 bits, whose high bits are scattered over three words."""
     b = blocks.emitter.b
     words = [blocks.load(blocks.at(0, 4 + 4 * i), I32) for i in range(3)]
@@ -252,7 +252,7 @@ def _q5_k(first: int) -> tuple[Part, ...]:
     return low, Part(0, 16 + first % 32, first // 32, 1, 4)
 
 
-def _open_q6_k(blocks: Blocks) -> None:
+def _open_q6_k(blocks: BlockRow) -> None:
     numbers = blocks.load(blocks.at(0, 192), ir.VectorType(I8, 16))
     blocks.scales = blocks.times(blocks.wide(numbers, signed=True), 0)
 
@@ -263,7 +263,7 @@ def _q6_k(first: int) -> tuple[Part, ...]:
     return low, Part(0, 128 + 32 * half + n % 32, n // 32 * 2, 2, 4)
 
 
-def _open_q2_k(blocks: Blocks) -> None:
+def _open_q2_k(blocks: BlockRow) -> None:
     b = blocks.emitter.b
     raw = blocks.load(blocks.at(0, 0), ir.VectorType(I8, 16))
     low = b.and_(raw, ir.Constant(raw.type, [15] * 16))
@@ -277,7 +277,7 @@ def _q2_k(first: int) -> tuple[Part, ...]:
     return (Part(0, 16 + 32 * half + n % 32, n // 32 * 2, 2),)
 
 
-def _open_q3_k(blocks: Blocks) -> None:
+def _open_q3_k(blocks: BlockRow) -> None:
     """Sixteen scales of 6 bits: low halves in the first 8 of 12 bytes, high bits in the last 4."""
     b = blocks.emitter.b
     low = [blocks.load(blocks.at(0, 96 + 4 * i), I32) for i in range(3)]

@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from token_recycling.model.cpu.block_formats import FORMATS, Blocks
+from token_recycling.model.cpu.block_formats import FORMATS, BlockRow
 from token_recycling.model.cpu.tile import Tile
 from token_recycling.model.cpu.vectors import (
     F32,
@@ -308,7 +308,7 @@ class BlockTile(Dots, Tile):
                 self.prefetch(b.add(b.add(row, first), I64(line)))
         steps = [0 if last else form.size * n for n in range(count)]
         rows = [[b.add(b.add(row, first), I64(step)) for step in steps] for row in self.w]
-        opened = Blocks.opened(self, form, rows)
+        opened = BlockRow.opened(self, form, rows)
         signed = form.signed and not self.cpu.dot_unsigned
         offset = offset_of(self.ggml_type, self.cpu)
         for n in range(0, self.read, self.width):

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from token_recycling.model.cpu.block_formats import FORMATS, Blocks
+from token_recycling.model.cpu.block_formats import FORMATS, BlockRow
 from token_recycling.model.cpu.vectors import (
     F32,
     I64,
@@ -33,7 +33,7 @@ def _row(emitter: Emitter, ggml_type: int, address: Any, to: Any, size: Any) -> 
 
     def block(k: Any, values: list[Any]) -> list[Any]:
         place = emitter.at(address, b.udiv(k, I64(form.numbers)), I64(form.size))
-        (blocks,) = Blocks.opened(emitter, form, [[place]])
+        (blocks,) = BlockRow.opened(emitter, form, [[place]])
         for first in range(0, form.numbers, 16):
             quants = blocks.quants(first, 16)
             for n in range(0, 16, lanes):
