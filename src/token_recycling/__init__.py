@@ -13,7 +13,7 @@ from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.version import __version__
 
 if TYPE_CHECKING:
-    from token_recycling.checkpoint.load import BUNDLED_MODEL
+    from token_recycling.checkpoint.load import BUNDLED_MODEL, load_checkpoint
     from token_recycling.decoding.answers import Chunk, Generation
     from token_recycling.decoding.metrics import Stats, Step
     from token_recycling.drafting.base import Drafter, Rows
@@ -41,6 +41,7 @@ _LAZY = {
     "TokenRecycling": "recycler",
     "TreeTemplate": "drafting.templates",
     "enable": "integrations.transformers",
+    "load_checkpoint": "checkpoint.load",
 }
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "TreeTemplate",
     "__version__",
     "enable",
+    "load_checkpoint",
 ]
 
 

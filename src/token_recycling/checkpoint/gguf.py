@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from token_recycling.errors import TokenRecyclingError
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
+SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 PACKAGES = ("gguf", "accelerate")  # what Transformers needs to read such a file
 INSTALL = "pip install 'token-recycling[gguf]'"
 SHOWN = 3  # names in a message
@@ -57,6 +59,11 @@ def check_gguf(file: Path) -> None:
         raise TokenRecyclingError(
             f"{file.name} cannot be read without the packages {' and '.join(missing)}; "
             f"install them with {INSTALL}"
+        )
+    if SPLIT.search(file.name):
+        raise TokenRecyclingError(
+            f"{file.name} is one of several files of a model; merge them with llama-gguf-split "
+            "--merge, and give the result"
         )
     try:
         with file.open("rb") as stream:

@@ -25,7 +25,7 @@ TOKENS = 128
 WIDE = 170  # columns of a terminal that has room for all figures
 
 
-@o.expanded(loading=("model", "device", "dtype", "float32_logits", "warm", "threads"))
+@o.expanded(loading=("model", "device", "dtype", "dequantize", "float32_logits", "warm", "threads"))
 def bench(
     loading: o.Loading,
     suite: Annotated[

@@ -22,6 +22,7 @@ FIELDS = (
     "model",
     "device",
     "dtype",
+    "dequantize",
     "float32_logits",
     "graph",
     "drafter",

@@ -10,7 +10,9 @@ from token_recycling.cli.progress import busy_shown
 
 
 def fetch_model(
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16 or q4_1 (the GGUF file).")
+    ] = "float32",
 ) -> None:
     """Fetch SmolLM2-135M-Instruct, a real model of 135 M parameters, and print its folder.
 

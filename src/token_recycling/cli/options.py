@@ -33,10 +33,15 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Random seed for sampli
 StopStrings = Annotated[list[str] | None, typer.Option("--stop", help="Stop before this text.")]
 Model = Annotated[
     str | None,
-    typer.Option("-m", "--model", help="Checkpoint folder or Hub name; default: bundled."),
+    typer.Option(
+        "-m", "--model", help="Checkpoint folder, GGUF file or Hub name; default: bundled."
+    ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, auto.")]
+Dequantize = Annotated[
+    bool, typer.Option("--dequantize", help="Convert the weights of a GGUF file to --dtype.")
+]
 Nodes = Annotated[
     int | None, typer.Option("--nodes", help="Nodes of every draft; default: as many as pay off.")
 ]
@@ -92,6 +97,7 @@ class Loading:
     model: Model = None
     device: Device = None
     dtype: Dtype = None
+    dequantize: Dequantize = False
     float32_logits: Float32Logits = False
     graph: Graph = None
     compiled: Compile = False
@@ -135,7 +141,9 @@ class Loading:
             logging.disable_progress_bar()
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            model, tokenizer = load_checkpoint(self.model, self.device, self.dtype)
+            model, tokenizer = load_checkpoint(
+                self.model, self.device, self.dtype, dequantize=self.dequantize
+            )
         if not is_compiled():
             with busy_shown("compiling the drafter (once per installation)"):
                 compile_kernels()

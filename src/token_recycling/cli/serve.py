@@ -36,6 +36,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 FIELDS = (
     "device",
     "dtype",
+    "dequantize",
     "drafter",
     "nodes",
     "tree",

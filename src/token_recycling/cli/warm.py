@@ -16,7 +16,7 @@ from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError
 
 
-@o.expanded(loading=("model", "device", "dtype", "candidates", "threads"))
+@o.expanded(loading=("model", "device", "dtype", "dequantize", "candidates", "threads"))
 def warm(
     loading: o.Loading,
     seconds: Annotated[
