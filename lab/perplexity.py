@@ -75,9 +75,9 @@ def main(
 ) -> None:
     """Measure."""
     torch.set_num_threads(threads)
-    raw = lzma.open(text, "rt", encoding="utf-8").read() if text.suffix == ".xz" else ""
-    raw = raw or text.read_text("utf-8")
-    for name in kinds.split(",") if kinds else [""]:
+    data = text.read_bytes()
+    raw = (lzma.decompress(data) if text.suffix == ".xz" else data).decode("utf-8")
+    for name in kinds.split(","):
         model, tokenizer = load_checkpoint(file, "cpu")
         if name:
             requantised(model, gguf.GGMLQuantizationType[name])

@@ -69,6 +69,19 @@ def test_it_is_fetched_converted_and_kept(bundled, cache):
     assert answers[0] == answers[1]
 
 
+def test_the_gguf_file_itself(cache):
+    code, out, _ = call("fetch-model", "--dtype", "q4_1")
+    folder = cache / "models" / "SmolLM2-135M-Instruct-q4_1"
+    assert (code, out) == (0, f"{folder}\n")
+    names = ["LICENSE", "README.md", "SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert sorted(path.name for path in cache.rglob("*") if path.is_file()) == names
+    recycler = TokenRecycling.from_pretrained(folder, device="cpu", warm=False, nodes=8)
+    assert recycler.generate(list(range(40, 60)), max_new_tokens=8).token_ids
+    before = files(cache)
+    assert fetch.fetch_model("q4_1") == folder
+    assert files(cache) == before
+
+
 def umask():
     mask = os.umask(0)
     os.umask(mask)
@@ -110,7 +123,7 @@ def refusal(*arguments):
 
 
 def test_another_dtype(cache):
-    assert "dtype is 'int8'; choose float32 or bfloat16" in refusal("--dtype", "int8")
+    assert "dtype is 'int8'; choose float32, bfloat16, q4_1" in refusal("--dtype", "int8")
 
 
 def test_without_a_network(cache, monkeypatch):

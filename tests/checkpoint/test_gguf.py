@@ -101,6 +101,12 @@ def test_none_there(tmp_path):
     assert "no such file or folder" in refusal("model.gguf")
 
 
+def test_a_part_of_a_split_file(file, tmp_path):
+    path = tmp_path / "model-00001-of-00003.gguf"
+    shutil.copy(file, path)
+    assert "one of several files of a model; merge them" in refusal(path)
+
+
 def test_an_unknown_architecture(bundled, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", bundled.model, architecture="marsupial")
     assert "marsupial" in refusal(path)

@@ -1,5 +1,6 @@
 """Models whose weights stay in the block formats of their GGUF file."""
 
+import json
 import logging
 import pickle
 from pathlib import Path
@@ -71,19 +72,28 @@ def off(found, right):
     return float((found - right).pow(2).mean().sqrt() / right.std())
 
 
-def test_all_weights_stay_packed_where_the_file_lies(file, model):
+def test_all_weights_stay_packed(model):
     model, _ = model
     kept = layers(model)
     assert len(kept) == 7 * model.config.num_hidden_layers + 2
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    mapped = [
-        [int(end, 16) for end in line[0].split("-")] for line in maps if line[-1] == str(file)
-    ]
-    inside = [any(begin <= one.weight.data_ptr() < end for begin, end in mapped) for one in kept]
-    # The rows of q and k have another order in the file.
-    assert inside.count(False) == 2 * model.config.num_hidden_layers
     assert {one.ggml_type for one in kept} == {Type.Q4_1}
     assert model.dtype == torch.float32
+    assert all(parameter.dtype != torch.float16 for parameter in model.parameters())
+
+
+def test_weights_are_mapped_where_there_are_no_huge_pages(file, model, monkeypatch):
+    monkeypatch.setattr("token_recycling.checkpoint.packed.has_huge_pages", lambda: False)
+    mapped, _ = load_checkpoint(file, "cpu")
+    kept = layers(mapped)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [
+        [int(end, 16) for end in line[0].split("-")] for line in maps if line[-1] == str(file)
+    ]
+    inside = [any(begin <= one.weight.data_ptr() < end for begin, end in ranges) for one in kept]
+    # The rows of q and k have another order in the file.
+    assert inside.count(False) == 2 * mapped.config.num_hidden_layers
+    (ids,) = random_prompts([10])
+    assert torch.equal(logits(mapped, ids), logits(model[0], ids))
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0])
@@ -191,6 +201,19 @@ def test_what_cannot_stay_packed_is_said(bundled, tmp_path, caplog, monkeypatch)
 def test_other_requests_dequantise(file, options):
     model, _ = load_checkpoint(file, "cpu", **options)
     assert not layers(model)
+
+
+def test_on_the_command_line(file):
+    """Packed unless it is to be dequantised; texts may differ."""
+    from command import call
+
+    ids = []
+    for options in ([], ["--drafter", "none"], ["--dequantize"]):
+        command = ("-m", file, "Once upon a time", "-n", 20, "--raw", "--json", *options)
+        code, out, err = call(*command)
+        assert code == 0, err
+        ids.append(json.loads(out)["token_ids"])
+    assert ids[0] == ids[1]
 
 
 def test_a_copy_computes_the_same(model):

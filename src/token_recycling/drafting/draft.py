@@ -82,6 +82,12 @@ class DraftTree:
         there = torch.arange(self.size, device=self.tokens.device) < counts[:, None]
         return replace(self, valid=self.valid & there)
 
+    def down_to(self, depth: int) -> DraftTree:
+        """Return the draft with all deeper nodes invalid."""
+        if depth >= self.max_depth:
+            return self
+        return replace(self, valid=self.valid & (self.depths <= depth))
+
     def first(self, size: int | None) -> DraftTree:
         """Return the draft of the first ``size`` nodes, including the root; None: all."""
         if size is None or size >= self.size:

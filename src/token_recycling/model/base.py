@@ -57,6 +57,9 @@ class Target(Protocol):
             TokenRecyclingError: a prompt is empty, or leaves no room in the context.
         """
 
+    def deepest(self, rows: int) -> int | None:
+        """Return the depth of the deepest node to verify next, of so many rows; None: any."""
+
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node in one forward."""
 

@@ -50,6 +50,10 @@ class PlainTarget:
         self._ids = torch.zeros((1, 0), dtype=torch.long, device=self.device)
         self._state: dict[str, Any] = {}  # generate's model_kwargs
 
+    def deepest(self, rows: int) -> int | None:
+        """Return None: there are no drafts."""
+        return None
+
     def prefill(
         self,
         prompts: list[list[int]],

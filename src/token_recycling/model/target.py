@@ -19,6 +19,7 @@ from token_recycling.model import attention
 from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
 from token_recycling.model.cache_name import cache_name
 from token_recycling.model.changes import ModelState
+from token_recycling.model.cpu.attention import deepest
 from token_recycling.model.cpu.layers import FastLayers
 from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.vectors import FORMS
@@ -133,6 +134,16 @@ class TreeTarget:
         """Dtype that is as coarse as what layers round their inputs to."""
         packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
         return torch.bfloat16 if packed else self.dtype
+
+    def deepest(self, rows: int) -> int | None:
+        """Return the depth of the deepest node to verify next; None: any.
+
+        Deeper ones would be computed with other rounding than in plain steps, on a CPU. Rows of a
+        batch share slots, so that this holds for none of them in any case.
+        """
+        if self.layers is None or rows > 1:
+            return None
+        return deepest(self.cache.end)
 
     def changed(self) -> str | None:
         """Return why the probe's result does not apply to the model's current state, or None."""

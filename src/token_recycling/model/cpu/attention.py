@@ -27,7 +27,7 @@ def _kernel(dtype: torch.dtype) -> Kernel:
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether ``attend`` takes these.
 
-    It then takes them whatever their number is: a token alone has the same bits as in a tree.
+    It then takes one token as well: it has the same bits as in a tree.
     """
     return (
         query.is_cpu
@@ -35,6 +35,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and key.dtype == value.dtype == query.dtype
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and max(key.shape[3], value.shape[3]) <= kernels.MOST_SIZE
+        and 0 < query.shape[2] <= kernels.MOST_TOKENS
         and query.numel() > 0
         and is_available()
     )
@@ -85,6 +86,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     return _attend(query, key, value, mask, scale)
 
 
+def deepest(context: int) -> int:
+    """Return the depth of the deepest node whose sums have the bits of a step of its own.
+
+    Args:
+        context: slots before the draft.
+    """
+    return kernels.KEYS - 1 - context % kernels.KEYS
+
+
 def _width(rows: int) -> int:
     """Return ``rows``, rounded up to whole vectors."""
     lanes = processor().lanes
@@ -130,7 +140,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
 def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Write what differs from step to step; return memory that the kernel needs meanwhile."""
     slots = key.shape[2]
-    blocks = -(-slots // kernels.KEYS)
+    blocks = kernels.blocks_of(slots, fields[kernels.TOKENS])
     heads = fields[kernels.BATCH] * fields[kernels.HEADS]
     size = (fields[kernels.VALUE_SIZE] + 2) * fields[kernels.WIDTH]
     parts = torch.empty(heads * blocks * size, dtype=torch.float32, device="cpu")

@@ -6,10 +6,13 @@ are rows of one small matrix, and a vector holds the same number of consecutive 
 the keys and values are read as they lie in memory. Both products are sums of a number of a key or
 value, repeated in a vector, times a vector of the other matrix.
 
-The keys are divided into blocks of ``KEYS``. A block has its own maximum and sum, as in flash
-decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), and the thread
-that finishes a head's last block combines them, in their order. So the result depends on neither
-the number of threads nor the other rows.
+The keys are divided into blocks of ``KEYS``, but those of the queries' own tokens, the last ones,
+belong to one block, where the first of them begins: so a node of a draft adds up the keys of its
+path in the same order and blocks as it does in a step of its own, if its position is in that block
+(see ``attention.deepest``). Keys that are masked add 0. A block has its own maximum and sum, as in
+flash decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), and the
+thread that finishes a head's last block combines them, in their order. So the result depends on
+neither the number of threads nor the other rows.
 """
 
 from __future__ import annotations
@@ -37,12 +40,13 @@ from token_recycling.model.cpu.vectors import (
 from token_recycling.util.compiled import kept
 
 KEYS = 128  # keys in a block
+MOST_TOKENS = 128  # whose keys the last block has too
 MOST_SIZE = 256  # numbers in a key or a value
 # Rows of A in a tile, by vectors of B: as many sums as the registers hold, next to those vectors.
 TILES = {16: (16, 12, 8), 8: (8, 6, 4), 4: (16, 12, 8)}
 MOST_VECTORS = 3
 # Numbers in a thread's buffers: scores of a block; its keys or values as float32.
-SCORES, FLOATS = KEYS * MOST_VECTORS * 16, KEYS * MOST_SIZE
+SCORES, FLOATS = (KEYS + MOST_TOKENS) * MOST_VECTORS * 16, (KEYS + MOST_TOKENS) * MOST_SIZE
 
 # Numbers that a thread is given, all int64; the first are addresses, those of strides are in bytes.
 (
@@ -71,6 +75,11 @@ SCORES, FLOATS = KEYS * MOST_VECTORS * 16, KEYS * MOST_SIZE
     TAKEN,  # blocks taken by threads; behind it, how many of each head are finished
 ) = range(23)
 FIELDS = 23
+
+
+def blocks_of(slots: int, tokens: int) -> int:
+    """Return the number of blocks of so many keys, of which the last ``tokens`` are new."""
+    return max(slots - tokens, 0) // KEYS + 1
 
 
 class _Attention(Emitter):
@@ -393,13 +402,18 @@ def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
 
 
 @numba.njit(error_model="numpy")
+def _blocks(fields: Any) -> Any:
+    """Return the number of blocks (see ``blocks_of``)."""
+    return max(get(fields, SLOTS) - get(fields, TOKENS), 0) // KEYS + 1
+
+
+@numba.njit(error_model="numpy")
 def _block(fields: Any, item: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Return row of the batch, head of keys and first slot of a block, and its keys and values.
 
     The last two are addresses.
     """
-    heads, slots = get(fields, HEADS), get(fields, SLOTS)
-    blocks = (slots + KEYS - 1) // KEYS
+    heads, blocks = get(fields, HEADS), _blocks(fields)
     head, begin = item // blocks, item % blocks * KEYS
     b, h = head // heads, head % heads
     keys = get(fields, KEY) + b * get(fields, KEY_BATCH) + h * get(fields, KEY_HEAD)
@@ -415,7 +429,7 @@ def _work(fields: Any, form: Any) -> None:
     slots, width = get(fields, SLOTS), get(fields, WIDTH)
     size, value_size = get(fields, SIZE), get(fields, VALUE_SIZE)
     scale = _read(get(fields, SCALE))
-    blocks = (slots + KEYS - 1) // KEYS
+    blocks = _blocks(fields)
     items = get(fields, BATCH) * get(fields, HEADS) * blocks
     row, lane_bytes = 4 * width, 4 * _lanes()
     part = (value_size + 2) * row
@@ -428,7 +442,7 @@ def _work(fields: Any, form: Any) -> None:
         next_keys, next_values = keys, values  # are in the cache
         if following < items:
             _, _, _, next_keys, next_values = _block(fields, following)
-        count = min(KEYS, slots - begin)
+        count = slots - begin if item % blocks == blocks - 1 else KEYS
         queries = get(fields, QUERIES) + head * size * row
         mask = get(fields, MASK) + b * get(fields, MASK_BATCH) + begin * row
         own = get(fields, PARTS) + (head * blocks + item % blocks) * part
