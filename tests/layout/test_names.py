@@ -34,6 +34,7 @@ def test_the_public_names():
         "TreeTemplate",
         "__version__",
         "enable",
+        "load_checkpoint",
     ]
     for name in token_recycling.__all__:
         assert getattr(token_recycling, name)
