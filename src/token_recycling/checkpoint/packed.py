@@ -68,7 +68,7 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     kind = about.pop("model_type")
     config = AutoConfig.for_model(kind, **about)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **model_options)
+        model = AutoModelForCausalLM.from_config(config, **model_options)
     model.name_or_path = str(file)
     packed = 0
     for tensor, order, convert in _tensors(file, model, about):
