@@ -7,6 +7,7 @@ architecture does nothing to it but reorder its rows, because a block lies withi
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,6 +176,17 @@ def _tensors(file: Path, model: Any, about: dict[str, Any]) -> Iterator[tuple[_T
             _order(process, shape),
             convert,
         )
+        _release(reader, tensor)
+
+
+def _release(reader: Any, tensor: Any) -> None:
+    """Let the system take back the memory of a tensor of the file; it is read again if needed."""
+    memory: Any = getattr(reader.data, "_mmap", None)
+    if hasattr(memory, "madvise"):
+        begin = -(-int(tensor.data_offset) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (int(tensor.data_offset) + int(tensor.n_bytes)) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _order(process: Any, shape: tuple[int, ...]) -> Any:
