@@ -70,7 +70,9 @@ def load_checkpoint(
     shown = Path(path, options["gguf_file"]) if from_gguf else path
     if from_gguf:
         with read_once(Path(shown)):
-            if on_cpu and not dequantize and dtype in (torch.float32, "float32"):
+            plain = dequantize or dtype not in (torch.float32, "float32")
+            # A file on the Hub is not there yet; Transformers fetches it.
+            if on_cpu and not plain and Path(shown).is_file():
                 model = _packed(Path(shown), model_options)
                 if model is not None:
                     return model, load_tokenizer(name_or_path, **options)
