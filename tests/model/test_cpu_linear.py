@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -262,6 +262,8 @@ def test_code_for_arm():
         assert machine.emit_object(checked)
 
 
+# A layer for tiles of AMX beside one that is not.
+@example(rows=2, heights=[1, 48], inputs=128, dtype=torch.bfloat16, seed=4)
 @settings(max_examples=80, deadline=None)
 @given(
     rows=st.integers(1, 40),

@@ -52,25 +52,16 @@ def _kernel(form: int) -> Kernel:
     return Kernel(linear_kernel.compile_kernel(form), linear_kernel.TAKEN, 1)
 
 
-def _form(layers: Sequence[Layer]) -> int:
-    """Return how the kernel reads the weights of all of these layers; -1: not all in one way."""
-    kinds = {(layer.ggml_type, layer.weight.dtype) for layer in layers}
-    if len(kinds) > 1:
-        return -1
-    ((ggml_type, dtype),) = kinds
-    if ggml_type is not None:
-        return linear_kernel.BLOCKS + ggml_type
-    return linear_kernel.AMX if _uses_amx(layers) else FORMS[dtype]
-
-
-def _uses_amx(layers: Sequence[Layer]) -> bool:
-    """Return whether tiles of AMX multiply these layers."""
-    return processor().tiles and all(
-        weight.dtype == torch.bfloat16
-        and weight.shape[0] % amx_tile.SIDE == 0
-        and weight.shape[1] % amx_tile.STEP == 0
-        for weight, *_ in layers
-    )
+def _form(layer: Layer) -> int:
+    """Return how the kernel reads the weights of a layer (see ``compile_kernel``)."""
+    weight = layer.weight
+    if layer.ggml_type is not None:
+        return linear_kernel.BLOCKS + layer.ggml_type
+    outputs, inputs = weight.shape
+    fills_tiles = outputs % amx_tile.SIDE == 0 and inputs % amx_tile.STEP == 0
+    if processor().tiles and weight.dtype == torch.bfloat16 and fills_tiles:
+        return linear_kernel.AMX
+    return FORMS[weight.dtype]
 
 
 def _prepared(inputs: Tensor, form: int) -> tuple[Tensor, int]:
@@ -102,8 +93,9 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
     Returns:
         [..., out_features] each; sums are accumulated in float32.
     """
-    form = _form(layers)
-    if form < 0:
+    # By each layer alone, so that its bits do not depend on the others.
+    form, *others = {_form(layer) for layer in layers}
+    if others:
         assert not gated
         return [products(inputs, [layer])[0] for layer in layers]
     x, stride = _prepared(inputs, form)
