@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,15 @@ def load_checkpoint(
         raise TokenRecyclingError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     from_gguf = "gguf_file" in options
     shown = Path(path, options["gguf_file"]) if from_gguf else path
-    if from_gguf:
-        with read_once(Path(shown)):
-            plain = dequantize or dtype not in (torch.float32, "float32")
-            # A file on the Hub is not there yet; Transformers fetches it.
-            if on_cpu and not plain and Path(shown).is_file():
-                model = _packed(Path(shown), model_options)
-                if model is not None:
-                    return model, load_tokenizer(name_or_path, **options)
-            return _dense(shown, path, device, dtype, options, name_or_path)
-    return _dense(shown, path, device, dtype, options, name_or_path)
+    # A file on the Hub is not there yet; Transformers fetches it.
+    packs = from_gguf and on_cpu and not dequantize and Path(shown).is_file()
+    with read_once(Path(shown)) if from_gguf else nullcontext():
+        model = None
+        if packs and dtype in (torch.float32, "float32"):
+            model = _packed(Path(shown), model_options)
+        if model is None:
+            model = _dense(shown, path, device, dtype, options)
+        return model.eval(), load_tokenizer(name_or_path, **options)
 
 
 def _packed(file: Path, model_options: dict[str, Any]) -> Any:
@@ -111,9 +111,8 @@ def _dense(
     device: str | torch.device | None,
     dtype: Any,
     options: dict[str, Any],
-    name_or_path: str | Path | None,
-) -> tuple[Any, Any]:
-    """Load a model and its tokenizer with Transformers (see ``load_checkpoint``)."""
+) -> Any:
+    """Load a model with Transformers (see ``load_checkpoint``)."""
     from transformers import AutoModelForCausalLM
 
     from_gguf = "gguf_file" in options
@@ -133,7 +132,7 @@ def _dense(
         raise TokenRecyclingError(
             f"cannot load the model {shown}: it lacks {len(missing)} tensors ({listed(missing)})"
         )
-    return model.eval(), load_tokenizer(name_or_path, **options)
+    return model
 
 
 def load_tokenizer(name_or_path: str | Path | None, **options: Any) -> Any:

@@ -109,15 +109,14 @@ def check_types(file: Path) -> list[int]:
     import gguf
 
     tensors = gguf.GGUFReader(str(file), "c").tensors
-    sizes = [int(one.n_bytes) for one in tensors if one.tensor_type.name not in NUMBERS]
-    types = {tensor.tensor_type for tensor in tensors}
-    quantised = {kind for kind in types if kind.name not in NUMBERS}
+    quantised = [one for one in tensors if one.tensor_type.name not in NUMBERS]
     if not quantised:
         raise NotPackableError("")
-    unread = sorted(kind.name for kind in quantised if not can_compute(int(kind)))
+    kinds = {tensor.tensor_type for tensor in quantised}
+    unread = sorted(kind.name for kind in kinds if not can_compute(int(kind)))
     if unread:
         raise NotPackableError(f"no kernel of this processor reads {listed(unread)}")
-    return sizes
+    return [int(tensor.n_bytes) for tensor in quantised]
 
 
 def _about(file: Path) -> dict[str, Any]:
@@ -138,7 +137,7 @@ def _about(file: Path) -> dict[str, Any]:
 def _tensors(file: Path, model: Any, about: dict[str, Any]) -> Iterator[tuple[_Tensor, Any, Any]]:
     """Yield the tensors of the model, the order of their rows, and what converts their numbers.
 
-    The order is None if the rows stay where they are.
+    The order is None if the conversion does anything else to them.
 
     Raises:
         NotPackableError: see ``load_packed``.
@@ -193,30 +192,29 @@ def _order(process: Any, shape: tuple[int, ...]) -> Any:
     """Return the order of rows that a conversion makes.
 
     Returns:
-        The numbers of the rows; an empty array if it does anything else; None if it does nothing.
+        The numbers of the rows; None if it does anything else.
     """
     if len(shape) != 2:
-        return np.empty(0, np.int64)
+        return None
     rows = np.repeat(np.arange(shape[0], dtype=np.int64)[:, None], 2, axis=1)
     try:
         found = process(rows)
     except Exception:  # the conversion needs all columns
-        return np.empty(0, np.int64)
-    if found is None or found.shape != rows.shape or (found[:, 0] != found[:, 1]).any():
-        return np.empty(0, np.int64)
-    order = found[:, 0]
-    if np.array_equal(order, rows[:, 0]):
         return None
-    return order if np.array_equal(np.sort(order), rows[:, 0]) else np.empty(0, np.int64)
+    if found is None or found.shape != rows.shape or (found[:, 0] != found[:, 1]).any():
+        return None
+    order = found[:, 0]
+    return order if np.array_equal(np.sort(order), rows[:, 0]) else None
 
 
 def _packed(module: Any, tensor: _Tensor, order: Any, arena: Arena | None) -> nn.Module | None:
     """Return a layer that keeps a tensor as it is, or None."""
     if tensor.ggml_type not in FORMATS or getattr(module, "weight", None) is None:
         return None
-    if tensor.shape != module.weight.shape or (order is not None and not len(order)):
+    if tensor.shape != module.weight.shape or order is None:
         return None
-    blocks = tensor.data if order is None else tensor.data[order]
+    stays = np.array_equal(order, np.arange(len(order)))
+    blocks = tensor.data if stays else tensor.data[order]
     weight = torch.from_numpy(blocks)
     if arena is not None:
         weight = arena.copy(weight)

@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from token_recycling.model.cpu.tile import TileArguments, tile_function
 from token_recycling.model.cpu.vectors import BFLOAT16, I8, I16, I64, Emitter
 
 SIDE = 16  # rows of W, and rows of x, in a tile register
@@ -67,29 +68,16 @@ class AmxTile(AmxEmitter):
         self.r, self.s = r, s
 
     def tile(self) -> Any:
-        """Return ``void (w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead, n, width)``.
+        """Return ``void (TileArguments, n, width)``.
 
-        All are int64; pointers are addresses, strides are in bytes. bias is bfloat16, or 0; x is
-        interleaved, and a tile of it has ``width`` rows, as the registers have. n is the number of
-        rows whose products are written, at most 16 s and more than 16 (s - 1).
+        bias is bfloat16, or 0; x is interleaved, and a tile of it has ``width`` rows, as the
+        registers have. n is the number of rows whose products are written, at most 16 s and more
+        than 16 (s - 1).
         """
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 11)
-        return self.function(f"amx_tile_{self.r}_{self.s}", kind, self._emit)
+        return tile_function(self, f"amx_tile_{self.r}_{self.s}", self._emit, more=2)
 
-    def _emit(
-        self,
-        w: Any,
-        w_stride: Any,
-        x: Any,
-        x_stride: Any,
-        inputs: Any,
-        y: Any,
-        y_stride: Any,
-        bias: Any,
-        ahead: Any,
-        n: Any,
-        width: Any,
-    ) -> None:
+    def _emit(self, given: TileArguments, n: Any, width: Any) -> None:
+        w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead = given
         b = self.b
         square = ir.ArrayType(self.vector, SIDE)
         # A vector more, because rows of fewer than 16 sums are read as vectors.

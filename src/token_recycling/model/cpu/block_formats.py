@@ -98,10 +98,8 @@ class BlockRow:
         b, count = emitter.b, len(form.halves)
         kind = I16 if count == 1 else I32
         places = [address for row in rows for address in row]
-        words = [
-            b.load(b.inttoptr(b.add(place, I64(form.halves[0])), kind.as_pointer()), align=1)
-            for place in places
-        ]
+        offset = I64(form.halves[0])
+        words = [emitter.load(b.add(place, offset), kind, align=1) for place in places]
         room = 1 << (len(words) - 1).bit_length()
         vector = ir.Constant(ir.VectorType(kind, room), ir.Undefined)
         for i, word in enumerate(words):
@@ -190,8 +188,7 @@ class BlockRow:
 
     def load(self, address: Emitted, kind: Any) -> Emitted:
         """Load a value that is not aligned."""
-        b = self.emitter.b
-        return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
+        return self.emitter.load(address, kind, align=1)
 
     def wide(self, values: Emitted, *, signed: bool = False) -> Emitted:
         """Return whole numbers of 8 bits as float32."""

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from token_recycling.model.cpu.block_formats import FORMATS, BlockRow
-from token_recycling.model.cpu.tile import Tile
+from token_recycling.model.cpu.tile import Tile, TileArguments, tile_function
 from token_recycling.model.cpu.vectors import (
     F32,
     FLOAT32,
@@ -247,26 +247,12 @@ class BlockTile(Dots, Tile):
         self.read = max(self.blocks.numbers, self.width)
 
     def tile(self) -> Any:
-        """Return ``void (w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead)``, all int64.
-
-        Pointers are addresses; strides are in bytes. y and bias are float32.
-        """
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
+        """Return ``void (TileArguments)``; y and the bias are float32."""
         name = f"block_tile_{self.ggml_type}_{self.r}_{self.s}_{self.rows_ahead}"
-        return self.function(name, kind, self._emit)
+        return tile_function(self, name, self._emit)
 
-    def _emit(
-        self,
-        w: Any,
-        w_stride: Any,
-        x: Any,
-        x_stride: Any,
-        inputs: Any,
-        y: Any,
-        y_stride: Any,
-        bias: Any,
-        ahead: Any,
-    ) -> None:
+    def _emit(self, given: TileArguments) -> None:
+        w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead = given
         b = self.b
         self.w = [self.at(w, I64(r), w_stride) for r in range(self.r)]
         self.ahead = [self.at(ahead, I64(r), w_stride) for r in range(self.rows_ahead)]

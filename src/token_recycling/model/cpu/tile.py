@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -17,6 +18,43 @@ from token_recycling.model.cpu.vectors import (
     Emitter,
     Processor,
 )
+
+
+class TileArguments(NamedTuple):
+    """What the function of a tile is given, all int64; strides are in bytes.
+
+    Attributes:
+        w: address of the first row of weights.
+        w_stride: from row to row.
+        x: address of the first row of inputs.
+        x_stride: from row to row.
+        inputs: numbers of a row.
+        y: address of the first output.
+        y_stride: from row to row of inputs.
+        bias: address of the first row's, or 0.
+        ahead: address of the rows of weights to read ahead.
+    """
+
+    w: Any
+    w_stride: Any
+    x: Any
+    x_stride: Any
+    inputs: Any
+    y: Any
+    y_stride: Any
+    bias: Any
+    ahead: Any
+
+
+def tile_function(emitter: Emitter, name: str, emit: Callable[..., None], more: int = 0) -> Any:
+    """Return the function of a tile: of ``TileArguments``, and ``more`` other int64."""
+    count = len(TileArguments._fields)
+    kind = ir.FunctionType(ir.VoidType(), [I64] * (count + more))
+
+    def emit_named(*values: Any) -> None:
+        emit(TileArguments(*values[:count]), *values[count:])
+
+    return emitter.function(name, kind, emit_named)
 
 
 class Tile(Emitter):
@@ -120,26 +158,12 @@ class DenseTile(Tile):
         self.x_bytes = 2 if self.dots else 4
 
     def tile(self) -> Any:
-        """Return ``void (w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead)``, all int64.
-
-        Pointers are addresses; strides are in bytes. bias is that of the dtype of W, or 0.
-        """
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
+        """Return ``void (TileArguments)``; the bias has the dtype of W."""
         name = f"tile_{self.form}_{self.r}_{self.s}_{self.rows_ahead}"
-        return self.function(name, kind, self._emit)
+        return tile_function(self, name, self._emit)
 
-    def _emit(
-        self,
-        w: Any,
-        w_stride: Any,
-        x: Any,
-        x_stride: Any,
-        inputs: Any,
-        y: Any,
-        y_stride: Any,
-        bias: Any,
-        ahead: Any,
-    ) -> None:
+    def _emit(self, given: TileArguments) -> None:
+        w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead = given
         b = self.b
         self.w = [self.at(w, I64(r), w_stride) for r in range(self.r)]
         self.x = [self.at(x, I64(s), x_stride) for s in range(self.s)]

@@ -68,14 +68,9 @@ class Processor:
         tiles = lanes == 16 and {"amx-tile", "amx-bf16"} <= has and _may_use_tiles()
         vnni = {16: ("avx512vnni", "vpdpbusd"), 8: ("avxvnni", "{vex} vpdpbusd")}.get(lanes)
         unsigned = vnni[1] if vnni and vnni[0] in has else ""
-        bytes_ = {16: {"avx512bw"}, 8: {"avx2", "f16c"}, 4: {"dotprod"}}.get(lanes, {"none"})
-        return cls(
-            lanes,
-            lanes == 16 and "avx512bf16" in has,
-            tiles,
-            unsigned,
-            bytes_ <= has,
-        )
+        dots = {16: {"avx512bw"}, 8: {"avx2", "f16c"}, 4: {"dotprod"}}  # of bytes
+        dot_bytes = lanes > 0 and dots[lanes] <= has
+        return cls(lanes, lanes == 16 and "avx512bf16" in has, tiles, unsigned, dot_bytes)
 
     def dots(self, form: int) -> bool:
         """Return whether inputs are read as bfloat16 too; otherwise they are float32."""
@@ -157,10 +152,10 @@ class Emitter:
             phi.add_incoming(value, block)
         return phi
 
-    def load(self, address: Any, kind: Any) -> Any:
-        """Load a number or a vector from an address, aligned as its numbers are."""
-        element = getattr(kind, "element", kind)
-        align = {I16: 2, F16: 2}.get(element, 4)
+    def load(self, address: Any, kind: Any, align: int | None = None) -> Any:
+        """Load a number or a vector from an address, by default aligned as its numbers are."""
+        if align is None:
+            align = {I16: 2, F16: 2}.get(getattr(kind, "element", kind), 4)
         return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=align)
 
     def store(self, value: Any, address: Any, align: int = 4) -> None:
