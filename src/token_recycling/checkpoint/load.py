@@ -11,6 +11,7 @@ import torch
 
 from token_recycling.checkpoint.gguf import HINT, check_gguf, find_gguf, listed, read_once
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.util import huge_pages
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def load_checkpoint(
     """Return a model in evaluation mode, and its tokenizer.
 
     The weights of a GGUF file stay packed on a CPU, unless another dtype than float32 is asked for
-    (see ``packed``).
+    (see ``packed``). On a CPU, weights are copied into huge pages where Linux has them.
 
     Args:
         name_or_path: a checkpoint's name or folder, a GGUF file, or a folder with one GGUF file
@@ -77,6 +78,8 @@ def load_checkpoint(
             model = _packed(Path(shown), model_options)
         if model is None:
             model = _dense(shown, path, device, dtype, options)
+            if on_cpu:
+                huge_pages.move(model.parameters())
         return model.eval(), load_tokenizer(name_or_path, **options)
 
 

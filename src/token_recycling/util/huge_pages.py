@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 HUGE = 2**21  # bytes of a huge page
 ALIGNED = 64  # bytes, of a line of the caches
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MEMORY = Path("/proc/meminfo")
 
 
 def has_huge_pages() -> bool:
@@ -37,3 +39,37 @@ class Arena:
         found = self._bytes[self._used : self._used + tensor.numel()].view(tensor.shape)
         self._used += -(-tensor.numel() // ALIGNED) * ALIGNED
         return found.copy_(tensor)
+
+
+def move(tensors: Iterable[Tensor]) -> None:
+    """Give tensors memory in huge pages: their ``data`` become copies in one arena.
+
+    Tensors that share their memory still do. Those that are no plain contiguous tensors on the CPU
+    stay where they are, and so do all if the copies would take more than half of the memory that is
+    available, or if the system has no huge pages.
+    """
+    if not has_huge_pages():
+        return
+    alike: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        data = tensor.data
+        if type(data) is Tensor and data.is_cpu and data.is_contiguous() and data.numel():
+            alike.setdefault((data.data_ptr(), data.shape, data.dtype), []).append(tensor)
+    sizes = [shared[0].nbytes for shared in alike.values()]
+    if not sizes or 2 * sum(sizes) > _available():
+        return
+    arena = Arena(sizes)
+    for shared in alike.values():
+        old = shared[0].data
+        new = arena.copy(old.view(-1).view(torch.uint8)).view(old.dtype).view(old.shape)
+        for tensor in shared:
+            tensor.data = new
+
+
+def _available() -> int:
+    """Return the bytes of memory that are available; 0 if the system does not say."""
+    try:
+        lines = MEMORY.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
