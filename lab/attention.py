@@ -39,14 +39,15 @@ def measure(heads, key_heads, size, tokens, slots, dtype):
     query = torch.randn(1, heads, tokens, size).to(dtype)
     queries = query.reshape(1, key_heads, group * tokens, size)
     mask = torch.zeros(1, 1, tokens, slots, dtype=dtype)
-    repeated, packed = mask.repeat(1, 1, group, 1), pack_mask(mask, group)
+    committed = torch.tensor([slots - tokens])
+    repeated, packed = mask.repeat(1, 1, group, 1), pack_mask(mask, committed, group)
 
     def torchs(key, value):
         found = sdpa(queries, key, value, attn_mask=repeated)
         return found.reshape(1, heads, tokens, size).transpose(1, 2).contiguous()
 
     def ours(key, value):
-        return attend(query, key, value, packed, size**-0.5)
+        return attend(query, key, value, packed, committed, size**-0.5)
 
     times = {torchs: [], ours: []}
     for _ in range(ROUNDS):

@@ -18,16 +18,16 @@ import typer
 from torch.nn.functional import cross_entropy
 
 from token_recycling.checkpoint.load import load_checkpoint
-from token_recycling.model.cpu.linear import MOST_ROWS
+from token_recycling.model.cpu.linear import MOST_TOKENS
 from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, dequantised
 
-LENGTH = 2 * MOST_ROWS
+LENGTH = 2 * MOST_TOKENS
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of a text, read in parts that the kernels take."""
     cache, found = None, []
-    for part in ids.split(MOST_ROWS):
+    for part in ids.split(MOST_TOKENS):
         output = model(input_ids=part[None], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         found.append(output.logits[0])

@@ -5,11 +5,13 @@ import torch
 
 from architectures import make
 from models import random_prompts
-from token_recycling.drafting.draft import root_only
+from token_recycling.drafting.draft import chains, root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.model.cpu import threads
+from token_recycling.model import attention
+from token_recycling.model.cpu import layers, threads
 from token_recycling.model.cpu.attention_kernel import KEYS
 from token_recycling.model.probe import open_target
+from token_recycling.model.target import TreeTarget
 
 pytestmark = pytest.mark.skipif(
     threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
@@ -53,7 +55,7 @@ def test_a_path_across_blocks_of_keys(target, left):
     steps, nodes = plain_steps(target, prompt, tokens), in_a_tree(target, prompt, tokens)
     target.reset()
     target.prefill([prompt])
-    deepest = target.deepest(1)
+    (deepest,) = target.deepest().tolist()
     assert deepest == left
     same = [torch.equal(one, other) for one, other in zip(steps, nodes)]
     assert all(same[: deepest + 1])
@@ -61,5 +63,65 @@ def test_a_path_across_blocks_of_keys(target, left):
         assert not all(same)  # deeper nodes do differ, so that they are left out
 
 
-def test_rows_of_a_batch_and_plain_targets_have_no_such_limit(target):
-    assert target.deepest(2) is None
+LENGTHS = (5, KEYS - 3, 40, 2 * KEYS + 1, KEYS)
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_a_batch_are_what_they_are_alone(dtype, nodes):
+    """Prompts of any lengths, and steps of more than 128 rows."""
+    target = open_target(make("llama").to(dtype))
+    prompts = random_prompts(LENGTHS)
+    drafts = torch.tensor(random_prompts([nodes] * len(prompts), seed=2))
+    target.reset()
+    first = target.prefill(prompts).clone()
+    steps = []
+    for _ in range(2):
+        steps.append(target.verify(chains(drafts)).clone())
+        target.commit(torch.arange(nodes).expand(len(prompts), -1), [nodes] * len(prompts))
+    for row, prompt in enumerate(prompts):
+        target.reset()
+        assert torch.equal(target.prefill([prompt])[0], first[row])
+        for step in steps:
+            assert torch.equal(target.verify(chains(drafts[row : row + 1]))[0], step[row])
+            target.commit(torch.arange(nodes)[None], [nodes])
+
+
+@pytest.mark.parametrize("fault", ["slots", "rows", "prompts"])
+def test_broken_variants_are_noticed(fault, monkeypatch):
+    with monkeypatch.context() as patch:
+        if fault == "slots":  # keys counted by slots
+            mark = attention.pack_queries
+            patch.setattr(attention, "pack_queries", lambda masks, committed: mark(masks))
+        elif fault == "rows":  # PyTorch multiplies what has many rows
+            ours = layers._is_ours
+            few = lambda x, most=128: ours(x, most) and x.numel() <= 128 * x.shape[-1]  # noqa: E731
+            patch.setattr(layers, "_is_ours", few)
+        else:  # prompts are read together
+            read = TreeTarget.prefill
+            patch.setattr(
+                TreeTarget,
+                "prefill",
+                lambda self, prompts, **o: together(self, read, prompts, **o),
+            )
+        with pytest.raises(AssertionError):
+            test_rows_of_a_batch_are_what_they_are_alone(torch.float32, 30)
+
+
+def together(target, read, prompts, **options):
+    """Read prompts as on other devices."""
+    kept, target.layers = target.layers, None
+    try:
+        return read(target, prompts, **options)
+    finally:
+        target.layers = kept
+
+
+def test_what_is_learnt_from_a_prompt_changes_no_bit():
+    """The LM head multiplies the last token and all those that are learnt from."""
+    target, (prompt,) = open_target(make("llama")), random_prompts([400])
+    alone = target.prefill([prompt]).clone()
+    columns = []
+    learnt = target.prefill([prompt], learn_prompt=lambda *a: columns.append(a[0].shape[1]))
+    assert sum(columns) > 128
+    assert torch.equal(alone, learnt)

@@ -43,9 +43,11 @@ def case(batch, heads, group, tokens, slots, size, value_size, dtype, seed=0):
     return query, key, value, mask, size**-0.5
 
 
-def found(query, key, value, mask, scale):
+def found(query, key, value, mask, scale, committed=None):
     group = query.shape[1] // key.shape[1]
-    return attend(query, key, value, pack_mask(mask, group), scale)
+    if committed is None:
+        committed = torch.full((len(mask),), mask.shape[3] - mask.shape[2])
+    return attend(query, key, value, pack_mask(mask, committed, group), committed, scale)
 
 
 def exact(query, key, value, mask, scale):
@@ -68,13 +70,14 @@ def right(*inputs):
     heads=st.integers(1, 3),
     group=st.integers(1, 9),
     tokens=st.integers(1, 64),
-    slots=st.integers(1, 3 * KEYS),
+    before=st.integers(0, 3 * KEYS),
     size=st.integers(1, 130),
     value_size=st.integers(1, 130),
     dtype=st.sampled_from(list(FORMS)),
     seed=st.integers(0, 2**16),
 )
-def test_attention(batch, heads, group, tokens, slots, size, value_size, dtype, seed):
+def test_attention(batch, heads, group, tokens, before, size, value_size, dtype, seed):
+    slots = before + tokens
     assert right(*case(batch, heads, group, tokens, slots, size, value_size, dtype, seed))
 
 
@@ -94,6 +97,36 @@ def test_threads_and_other_queries_change_no_bit(dtype):
         assert torch.equal(some, whole[:, :n])
     one = found(query[1:], key[1:], value[1:], mask[1:], scale)
     assert torch.equal(one, whole[1:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    committed=st.lists(st.integers(0, 3 * KEYS), min_size=1, max_size=4),
+    heads=st.integers(1, 2),
+    group=st.integers(1, 4),
+    tokens=st.integers(1, KEYS),
+    size=st.integers(1, 70),
+    dtype=st.sampled_from(list(FORMS)),
+    seed=st.integers(0, 2**16),
+)
+def test_rows_of_other_lengths_change_no_bit(committed, heads, group, tokens, size, dtype, seed):
+    """Each row is what it is alone, whatever is in the slots between its keys."""
+    longest = max(committed)
+    slots = longest + tokens
+    query, key, value, mask, scale = case(
+        len(committed), heads, group, tokens, slots, size, size, dtype, seed
+    )
+    for row, length in enumerate(committed):
+        mask[row, ..., length:longest] = torch.finfo(dtype).min
+        mask[row, ..., longest] = 0  # every query sees something
+        for states in (key, value):
+            states[row, :, length:longest] = float("nan")
+    whole = found(query, key, value, mask, scale, torch.tensor(committed))
+    for row, length in enumerate(committed):
+        own = [*range(length), *range(longest, slots)]
+        states = (x[row : row + 1, :, own] for x in (key, value))
+        alone = found(query[row : row + 1], *states, mask[row : row + 1, ..., own], scale)
+        assert torch.equal(whole[row : row + 1], alone)
 
 
 def test_hidden_slots_change_no_bit():
@@ -143,8 +176,8 @@ from model.test_cpu_attention import FORMS, case, right
 wrong = 0
 for dtype in FORMS:
     for group, tokens in ((1, 1), (3, 1), (3, 8), (4, 16), (7, 40)):
-        for slots, size in ((1, 64), (130, 20), (400, 33)):
-            wrong += not right(*case(1, 2, group, tokens, slots, size, size, dtype))
+        for before, size in ((0, 64), (120, 20), (400, 33)):
+            wrong += not right(*case(1, 2, group, tokens, before + tokens, size, size, dtype))
 print(processor().lanes, wrong)
 """
 FAULTS = {
@@ -210,11 +243,12 @@ def test_code_for_arm():
 
 
 def test_what_the_kernel_takes():
-    query, key, value, _, _ = case(1, 2, 3, 4, 20, 8, 8, torch.float32)
-    assert attention.fits(query, key, value)
-    assert attention.fits(query[:, :, :1], key, value)
-    assert not attention.fits(query, key.double(), value)
-    assert not attention.fits(query, key.mT.contiguous().mT, value)
+    query, key, value, mask, _ = case(1, 2, 3, 4, 20, 8, 8, torch.float32)
+    assert attention.fits(query, key, value, mask)
+    assert attention.fits(query[:, :, :1], key, value, mask)
+    assert not attention.fits(query, key.double(), value, mask)
+    assert not attention.fits(query, key.mT.contiguous().mT, value, mask)
+    assert not attention.fits(query, key[:, :, :19], value[:, :, :19], mask)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.nn import functional
 from token_recycling.model.cpu import linear, packed, threads
 from token_recycling.model.cpu.block_formats import FORMATS
 from token_recycling.model.cpu.block_tile import GROUP
-from token_recycling.model.cpu.linear import MOST_ROWS, Layer, product, products
+from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, product, products
 from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, dequantised
 
 pytestmark = pytest.mark.skipif(
@@ -89,7 +89,7 @@ def test_dequantised_numbers_are_those_of_the_package_gguf(ggml_type):
 @pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(1, MOST_ROWS),
+    rows=st.integers(1, MOST_TOKENS),
     outputs=st.integers(1, 50),
     count=st.integers(1, 5),
     bias=st.booleans(),
@@ -108,7 +108,7 @@ def test_products(ggml_type, rows, outputs, count, bias, wider, seed):
 
 @pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
 def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(ggml_type):
-    w, x = blocks(ggml_type, 101, 768), torch.randn(MOST_ROWS, 768)
+    w, x = blocks(ggml_type, 101, 768), torch.randn(MOST_TOKENS, 768)
     before = torch.get_num_threads()
     try:
         whole = product(x, w, None, ggml_type)
@@ -161,7 +161,7 @@ def test_gated_layers(rows):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, MOST_TOKENS, MOST_TOKENS + 1])
 def test_a_layer(rows, dtype, monkeypatch):
     """Many rows are multiplied by strips of dequantised weights."""
     monkeypatch.setattr(packed, "STRIP", 256 * 20)
@@ -173,7 +173,7 @@ def test_a_layer(rows, dtype, monkeypatch):
     assert found.dtype == dtype
     wanted = functional.linear(x.double(), numbers(12, w), bias.double())
     off = (found.double() - wanted).norm() / wanted.norm()
-    assert off < (0.02 if rows <= MOST_ROWS else 1e-5 if dtype == torch.float32 else 0.005)
+    assert off < (0.02 if rows <= MOST_TOKENS else 1e-5 if dtype == torch.float32 else 0.005)
     assert layer(x[:, :0]).shape == (1, 0, 70)
     assert repr(layer) == "PackedLinear(256, 70, bias=True, Q4_K)"
 
@@ -321,7 +321,7 @@ def test_the_kernel_is_used_for_few_rows(monkeypatch):
     kernel = linear.products
     monkeypatch.setattr(linear, "products", lambda *a, **k: seen.append(a) or kernel(*a, **k))
     layer = PackedLinear(256, blocks(8, 16, 256), 8)
-    layer(torch.randn(MOST_ROWS, 256))
+    layer(torch.randn(MOST_TOKENS, 256))
     assert len(seen) == 1
-    layer(torch.randn(MOST_ROWS + 1, 256))
+    layer(torch.randn(MOST_TOKENS + 1, 256))
     assert len(seen) == 1

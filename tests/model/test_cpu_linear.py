@@ -17,7 +17,7 @@ from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model.cpu import layers, linear, threads
 from token_recycling.model.cpu.layers import FastLayers
-from token_recycling.model.cpu.linear import MOST_ROWS, Layer, product, products
+from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, product, products
 from token_recycling.model.cpu.vectors import FORMS, Processor, processor
 
 pytestmark = pytest.mark.skipif(
@@ -45,7 +45,7 @@ INPUTS = st.integers(1, 300) | st.integers(1, 9).map(lambda n: 32 * n)
 
 @settings(max_examples=200, deadline=None)
 @given(
-    rows=st.integers(1, MOST_ROWS),
+    rows=st.integers(1, MOST_TOKENS),
     outputs=OUTPUTS,
     inputs=INPUTS,
     dtype=st.sampled_from(DTYPES),
@@ -73,14 +73,14 @@ def test_products(rows, outputs, inputs, dtype, bias, wider, turned, seed):
 def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(dtype, shape):
     """So a plain step and a verified one compute the same numbers in these layers."""
     outputs, inputs = shape
-    x, w, b = torch.randn(MOST_ROWS, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    x, w, b = torch.randn(MOST_TOKENS, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     x, w, b = x.to(dtype), w.to(dtype), b.to(dtype)
     threads = torch.get_num_threads()
     try:
         whole = product(x, w, b)
         for count in (1, 2, 3, 7):
             torch.set_num_threads(count)
-            for rows in range(1, MOST_ROWS + 1):
+            for rows in range(1, MOST_TOKENS + 1):
                 assert torch.equal(product(x[:rows], w, b), whole[:rows])
                 assert torch.equal(product(x[-rows:], w, b), whole[-rows:])
     finally:
@@ -339,7 +339,7 @@ def calls(monkeypatch):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rows", [1, 2, 17, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 2, 17, MOST_TOKENS, MOST_TOKENS + 1])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers(rows, bias, dtype, calls):
@@ -348,7 +348,7 @@ def test_layers(rows, bias, dtype, calls):
     with FastLayers(model):
         found = model(x)
     assert right(found, x, model.layer.weight, model.layer.bias)
-    assert len(calls) == (rows <= MOST_ROWS)
+    assert len(calls) == (rows <= MOST_TOKENS)
 
 
 def test_other_types_go_the_ordinary_way(calls):

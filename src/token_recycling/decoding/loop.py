@@ -211,7 +211,7 @@ class Decoding:
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device="cpu"))
-        deepest = self.target.deepest(len(self.sequences))
+        deepest = self.target.deepest()
         if deepest is not None:
             draft = draft.down_to(deepest)
         return draft.first(self.size.choose(draft)).compact()

@@ -82,11 +82,11 @@ class DraftTree:
         there = torch.arange(self.size, device=self.tokens.device) < counts[:, None]
         return replace(self, valid=self.valid & there)
 
-    def down_to(self, depth: int) -> DraftTree:
-        """Return the draft with all deeper nodes invalid."""
-        if depth >= self.max_depth:
+    def down_to(self, depths: Tensor) -> DraftTree:
+        """Return the draft with all nodes deeper than ``depths`` (int64 [B]) of a row invalid."""
+        if int(depths.min()) >= self.max_depth:
             return self
-        return replace(self, valid=self.valid & (self.depths <= depth))
+        return replace(self, valid=self.valid & (self.depths <= depths[:, None]))
 
     def first(self, size: int | None) -> DraftTree:
         """Return the draft of the first ``size`` nodes, including the root; None: all."""

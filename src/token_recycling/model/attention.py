@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from token_recycling.model.cpu import attention as cpu
-from token_recycling.model.cpu.attention import PACKED
+from token_recycling.model.cpu.attention import PACKED, Packing
 from token_recycling.model.gpu import attention as gpu
 from token_recycling.model.gpu.attention import TreeView
 from token_recycling.model.limits import AttentionWindow
@@ -55,10 +55,10 @@ def packed_attention(
     Returns:
         The output [B, q, heads, size], and None in place of the attention weights.
     """
-    packed: dict[int, Tensor] | None = getattr(attention_mask, PACKED, None)
+    packing: Packing | None = getattr(attention_mask, PACKED, None)
     before: int | None = getattr(attention_mask, PROMPT, None)
     altered = any(others.get(name) is not None for name in UNKNOWN)
-    if attention_mask is None or altered or (packed is None and before is None):
+    if attention_mask is None or altered or (packing is None and before is None):
         return stock(module, query, key, value, attention_mask, **others)
     batch, heads, q, size = query.shape
     group = heads // key.shape[1]
@@ -66,18 +66,18 @@ def packed_attention(
     same = query.dtype == key.dtype == value.dtype and size == value.shape[3]
     if before is not None and query.is_cpu and same:
         return prompt_attention(query, key, value, before, scale), None
-    if packed is None or attention_mask.shape[1] != 1:
+    if packing is None or attention_mask.shape[1] != 1:
         return stock(module, query, key, value, attention_mask, **others)
-    if cpu.fits(query, key, value):
+    if cpu.fits(query, key, value, attention_mask):
         scale = size**-0.5 if scale is None else scale
-        return cpu.attend(query, key, value, cpu.packed_mask(attention_mask, group), scale), None
+        return cpu.attend(query, key, value, *cpu.packed_mask(attention_mask, group), scale), None
     if group == 1 and not query.is_cuda:
         return stock(module, query, key, value, attention_mask, **others)
 
     def by_pytorch() -> Tensor:
-        if group not in packed:
-            packed[group] = repeated_mask(attention_mask, group)
-        mask = packed[group][..., : key.shape[2]]
+        if group not in packing.masks:
+            packing.masks[group] = repeated_mask(attention_mask, group)
+        mask = packing.masks[group][..., : key.shape[2]]
         queries = query.reshape(batch, key.shape[1], group * q, size)
         out = _sdpa(queries, key, value, mask, scale)
         return out.reshape(batch, heads, q, -1).transpose(1, 2).contiguous()
@@ -161,13 +161,23 @@ def install() -> None:
         AttentionInterface.register("sdpa", partial(packed_attention, stock))
 
 
-def pack_queries(masks: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+def pack_queries(
+    masks: Tensor | dict[str, Tensor], committed: Tensor | None = None
+) -> Tensor | dict[str, Tensor]:
     """Mark ``masks`` (see ``masks.additive_masks``) so that sdpa packs their queries.
 
     Only for forwards of few tokens: with many, the repeated mask is larger than the keys.
+
+    Args:
+        masks: [B, 1, q, s].
+        committed: int64 [B] on the host: slots of each row before the queries' own, which are the
+            last q; those between are hidden from all. None: all other slots.
     """
     for mask in masks.values() if isinstance(masks, dict) else (masks,):
-        setattr(mask, PACKED, {})
+        if committed is None:
+            batch, _, q, s = mask.shape
+            committed = torch.full((batch,), s - q, dtype=torch.long, device="cpu")
+        setattr(mask, PACKED, Packing(committed))
     return masks
 
 

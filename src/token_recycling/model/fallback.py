@@ -50,7 +50,7 @@ class PlainTarget:
         self._ids = torch.zeros((1, 0), dtype=torch.long, device=self.device)
         self._state: dict[str, Any] = {}  # generate's model_kwargs
 
-    def deepest(self, rows: int) -> int | None:
+    def deepest(self) -> Tensor | None:
         """Return None: there are no drafts."""
         return None
 

@@ -97,7 +97,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
     Row b's committed entries are in slots 0 … ``lengths[b]``-1, so a committed entry's slot is
     its position. After ``reserve``, a forward writes the new entries of every row from slot
     ``end`` on. Keys and values of all layers with the same shape are stored in one tensor, so a
-    commit takes two operations regardless of the number of layers.
+    row's commit takes two operations regardless of the number of layers.
     """
 
     def __init__(self, layers: int, batch: int) -> None:
@@ -171,13 +171,15 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             path: int64 [B, p]; ``path[b, :counts[b]]`` are the nodes to keep, in order.
             counts: nodes to keep per row, 0 … p.
         """
-        p, end = max(counts), self.end
-        if p > 1 or any(n and length != end for n, length in zip(counts, self.lengths)):
-            self._stack()
-            for stack, _ in self._stacks:
-                own = stack[:, : len(self.lengths)]
-                _gather(own, path[:, :p].to(stack.device), end, self.lengths)
-        self.lengths = [n + more for n, more in zip(self.lengths, counts)]
+        end = self.end
+        for row, (length, count) in enumerate(zip(self.lengths, counts)):
+            if count > 1 or (count and length != end):
+                self._stack()
+                for stack, _ in self._stacks:
+                    nodes = path[row, :count].to(stack.device)
+                    kept = stack[:, row].index_select(2, nodes + end)
+                    stack[:, row, :, length : length + count] = kept
+        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
 
     @property
     def nbytes(self) -> int:
@@ -261,24 +263,6 @@ class RecyclingCache(Cache):  # type: ignore[misc]
     def rewind(self, lengths: list[int]) -> None:
         """Drop each row's entries from slot ``lengths[b]`` on."""
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths)]
-
-
-def _gather(stack: Tensor, path: Tensor, end: int, lengths: list[int]) -> None:
-    """Copy slots ``end + path[b]`` of [g, B, heads, capacity, size] to ``lengths[b]`` onwards.
-
-    Entries written after a row's accepted nodes are not committed and are harmless. Their slots
-    exist because a draft has at least as many nodes as ``path`` has columns.
-    """
-    batch, p = path.shape
-    if batch == 1:
-        kept = stack.index_select(3, path[0] + end)
-        stack[:, :, :, lengths[0] : lengths[0] + p] = kept
-        return
-    shape = (stack.shape[0], batch, stack.shape[2], p, stack.shape[4])
-    source = (path + end)[None, :, None, :, None].expand(shape)
-    starts = torch.tensor(lengths, device=stack.device)[:, None]
-    slots = starts + torch.arange(p, device=stack.device)
-    stack.scatter_(3, slots[None, :, None, :, None].expand(shape), stack.gather(3, source))
 
 
 class FixedSlots:

@@ -135,15 +135,14 @@ class TreeTarget:
         packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
         return torch.bfloat16 if packed else self.dtype
 
-    def deepest(self, rows: int) -> int | None:
-        """Return the depth of the deepest node to verify next; None: any.
+    def deepest(self) -> Tensor | None:
+        """Return the depth of the deepest node of each row to verify next, int64 [B]; None: any.
 
-        Deeper ones would be computed with other rounding than in plain steps, on a CPU. Rows of a
-        batch share slots, so that this holds for none of them in any case.
+        Deeper ones would be computed with other rounding than in plain steps, on a CPU.
         """
-        if self.layers is None or rows > 1:
+        if self.layers is None:
             return None
-        return deepest(self.cache.end)
+        return deepest(torch.tensor(self.cache.lengths, device="cpu"))
 
     def changed(self) -> str | None:
         """Return why the probe's result does not apply to the model's current state, or None."""
@@ -171,11 +170,39 @@ class TreeTarget:
             self.layers.prepare()
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
-        batch, longest = len(prompts), max(map(len, prompts))
         if cached:
             self.cache.rewind([cached])
         else:
-            self.cache = RecyclingCache(self.config.num_hidden_layers, batch)
+            self.cache = RecyclingCache(self.config.num_hidden_layers, len(prompts))
+        if self.layers is None or len(prompts) == 1:
+            return self._read(prompts, prompt_mask, learn_prompt, on_progress)
+        # One by one, as they are read alone: PyTorch's kernels round by the number of tokens.
+        read, total = 0, sum(map(len, prompts))
+
+        def progress(tokens: int, of: int) -> None:
+            if on_progress is not None:
+                on_progress(read + tokens, total)
+
+        ends, caches = [], []
+        for prompt in prompts:
+            self.cache = RecyclingCache(self.config.num_hidden_layers, 1)
+            ends.append(self._read([prompt], prompt_mask, learn_prompt, progress))
+            caches.append(self.cache)
+            read += len(prompt)
+        self.cache = caches[0]
+        for cache in caches[1:]:
+            self.cache.append(cache)
+        return torch.cat(ends)
+
+    def _read(
+        self,
+        prompts: list[list[int]],
+        prompt_mask: PromptMask | None,
+        learn_prompt: LearnPrompt | None,
+        on_progress: OnProgress | None,
+    ) -> Tensor:
+        """Read prompts together, from the end of the cache on (see ``prefill``)."""
+        batch, longest = len(prompts), max(map(len, prompts))
         self.cache.reserve(longest - self.cache.end)  # at once: growing copies all entries
         # Pad a row with its own last token: another token might overflow, and entries that are
         # not finite corrupt the row even when masked.
@@ -333,7 +360,7 @@ class TreeTarget:
         self.cache.reserve(tokens.shape[1])
         masks = additive_masks(self.windows, visible, positions, key_positions, self.dtype)
         if draft is not None:
-            attention.pack_queries(masks)
+            attention.pack_queries(masks, None if self.layers is None else draft[0])
             attention.add_views(masks, self.windows, draft[0], positions, draft[1])
         elif prompt:
             attention.mark_prompt(masks, self.windows, visible.shape[2] - tokens.shape[1])

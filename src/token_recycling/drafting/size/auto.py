@@ -73,8 +73,8 @@ class AutoSize(DraftSize):
             acceptance: acceptance probabilities (see ``Drafter.acceptance``), for drafts without
                 scores.
             costs: step cost by tokens verified.
-            multiple: steps of more tokens than this verify a multiple of it, or all there are,
-                where something is prepared anew for every number of tokens.
+            multiple: steps of more tokens than this verify a multiple of it, where something is
+                prepared anew for every number of tokens.
 
         Raises:
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
@@ -161,7 +161,7 @@ class AutoSize(DraftSize):
     def _best(self, promised: Any, at: Any) -> int:
         """Return the number of the choice to verify, from 1 on; 0: plain (see ``_speeds``)."""
         speeds = self._speeds(promised, at)
-        speeds[1:-1][self._odd[at[:-1]]] = 0.0
+        speeds[1:][self._odd[at]] = 0.0
         if self._pause.probe_left:
             speeds[0] = 0.0
         return int(speeds.argmax())
@@ -175,7 +175,7 @@ class AutoSize(DraftSize):
         scores = self._scores(draft)[there[:, 0], 1:].mean(axis=0)[: self.most - 1]
         promised = scores[: scores.nonzero()[0].max(initial=-1) + 1].cumsum()
         n = self._best(promised, self._rows * np.arange(1, len(promised) + 1))
-        n = self._explored(n)
+        n = self._explored(n, self._rows)
         self._note(float(promised[n - 1]) if n else 0.0, n)
         self._mean[: len(scores)] += (scores - self._mean[: len(scores)]) / MEMORY
         return n + 1
@@ -188,16 +188,22 @@ class AutoSize(DraftSize):
         scores = self._scores(draft)[:, 1:]
         worth = np.sort(scores[scores > 0])[::-1][: (self.most - 1) * self._rows]
         promised = worth.cumsum() / self._rows
-        n = self._explored(self._best(promised, np.arange(1, len(worth) + 1)))
+        n = self._explored(self._best(promised, np.arange(1, len(worth) + 1)), 1)
         self._note(float(promised[n - 1]) if n else 0.0, -(-n // self._rows))
         if not n:
             return np.zeros(len(scores), np.int64)
         return (scores >= worth[n - 1]).sum(axis=1)
 
-    def _explored(self, n: int) -> int:
-        """Return n, or half of it in a step that is to show the slope of the costs."""
-        explores = self._steps % EXPLORE == EXPLORE - 1 and self._step_costs.spread < ENOUGH
-        return (n + 1) // 2 if explores else n
+    def _explored(self, n: int, width: int) -> int:
+        """Return n, or less than half of it in a step that is to show the slope of the costs.
+
+        Each of the n adds ``width`` tokens to the step.
+        """
+        if self._steps % EXPLORE == EXPLORE - 1 and self._step_costs.spread < ENOUGH:
+            n = (n + 1) // 2
+            while n > 1 and self._odd[width * n]:
+                n -= 1
+        return n
 
     def _scores(self, draft: DraftTree) -> Any:
         """Return the scores of all nodes, float [B, n]; 0 where there is none."""

@@ -14,8 +14,21 @@ from token_recycling.model.cpu.elementwise import packed_queries
 from token_recycling.model.cpu.threads import Kernel, empty, launch, openmp, recording, unwatched
 from token_recycling.model.cpu.vectors import FORMS, processor
 
-# Attribute of a mask that requests packed queries: that mask packed, by heads in a group.
+# Attribute of a mask that requests packed queries: its ``Packing``.
 PACKED = "token_recycling_packed"
+
+
+class Packing:
+    """What is known of a mask [B, 1, q, s] of queries whose keys are in the last q slots.
+
+    Attributes:
+        committed: int64 [B] on the host, each row's slots before them; the others are hidden.
+        masks: that mask packed, by heads in a group.
+    """
+
+    def __init__(self, committed: Tensor) -> None:
+        self.committed = committed
+        self.masks: dict[int, Tensor] = {}
 
 
 @lru_cache
@@ -24,13 +37,14 @@ def _kernel(dtype: torch.dtype) -> Kernel:
     return Kernel(kernels.compile_kernel(FORMS[dtype]), kernels.TAKEN, None)
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether ``attend`` takes these.
+def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Return whether ``attend`` takes these; the mask is not yet packed.
 
     It then takes one token as well: it has the same bits as in a tree.
     """
     return (
         query.is_cpu
+        and mask.shape[3] == key.shape[2]
         and query.dtype in FORMS
         and key.dtype == value.dtype == query.dtype
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -47,52 +61,56 @@ def is_available() -> bool:
     return processor().lanes > 0 and openmp() is not None
 
 
-def packed_mask(mask: Tensor, group: int) -> Tensor:
-    """Return ``pack_mask(mask, group)``, which is kept with a mask that ``PACKED`` marks."""
-    packed: dict[int, Tensor] = getattr(mask, PACKED)
-    if group not in packed:
-        packed[group] = pack_mask(mask, group)
-    return packed[group]
+def packed_mask(mask: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return mask and committed slots for ``attend``, of a mask that ``PACKED`` marks."""
+    packing: Packing = getattr(mask, PACKED)
+    if group not in packing.masks:
+        packing.masks[group] = pack_mask(mask, packing.committed, group)
+    return packing.masks[group], packing.committed
 
 
 @unwatched
-def pack_mask(mask: Tensor, group: int) -> Tensor:
+def pack_mask(mask: Tensor, committed: Tensor, group: int) -> Tensor:
     """Return an additive mask [B, 1, q, s] as the kernel reads it, float32 [B, s, width].
 
-    ``width`` is ``group * q``, rounded up to whole vectors.
+    Its slots are a row's committed ones (see ``Packing``), and the last q behind them; ``width`` is
+    ``group * q``, rounded up to whole vectors.
     """
     if torch.compiler.is_compiling():
-        packed: Tensor = torch.ops.token_recycling.pack_mask(mask, group)
+        packed: Tensor = torch.ops.token_recycling.pack_mask(mask, committed, group)
         return packed
-    return _pack_mask(mask, group)
+    return _pack_mask(mask, committed, group)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor, scale: float
+) -> Tensor:
     """Compute softmax(query key^T scale + mask) value.
 
     Args:
         query: [B, heads, q, size].
         key: [B, heads / group, s, size]; numbers of a slot are contiguous.
         value: [B, heads / group, s, value size]; likewise.
-        mask: from ``pack_mask``, of at least s slots.
+        mask: from ``pack_mask``.
+        committed: int64 [B] on the host (see ``Packing``).
         scale: of the scores.
 
     Returns:
         [B, q, heads, value size].
     """
     if torch.compiler.is_compiling():
-        found: Tensor = torch.ops.token_recycling.attend(query, key, value, mask, scale)
+        found: Tensor = torch.ops.token_recycling.attend(query, key, value, mask, committed, scale)
         return found
-    return _attend(query, key, value, mask, scale)
+    return _attend(query, key, value, mask, committed, scale)
 
 
-def deepest(context: int) -> int:
+def deepest(committed: Tensor) -> Tensor:
     """Return the depth of the deepest node whose sums have the bits of a step of its own.
 
     Args:
-        context: slots before the draft.
+        committed: int64 [B], tokens of each row before the draft.
     """
-    return kernels.KEYS - 1 - context % kernels.KEYS
+    return kernels.KEYS - 1 - committed % kernels.KEYS
 
 
 def _width(rows: int) -> int:
@@ -101,17 +119,25 @@ def _width(rows: int) -> int:
     return -(-rows // lanes) * lanes
 
 
-def _pack_mask(mask: Tensor, group: int) -> Tensor:
+def _pack_mask(mask: Tensor, committed: Tensor, group: int) -> Tensor:
     batch, _, tokens, slots = mask.shape
     rows = group * tokens
     packed = mask.new_zeros(batch, slots, _width(rows), dtype=torch.float32)
-    by_slot = mask[:, 0].transpose(1, 2)[:, :, None].expand(batch, slots, group, tokens)
+    by_slot = mask[:, 0].transpose(1, 2)
+    if batch > 1:  # a single row skips nothing
+        at = torch.arange(slots, device="cpu").expand(batch, slots)
+        skipped = (slots - tokens - committed)[:, None]
+        at = torch.where(at < committed[:, None], at, at + skipped).clamp_(max=slots - 1)
+        by_slot = by_slot.gather(1, at[:, :, None].expand(batch, slots, tokens))
+    by_slot = by_slot[:, :, None].expand(batch, slots, group, tokens)
     packed[:, :, :rows].view(batch, slots, group, tokens).copy_(by_slot)
     return packed
 
 
 @unwatched
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor, scale: float
+) -> Tensor:
     batch, heads, tokens, size = query.shape
     key_heads, value_size, width = key.shape[1], value.shape[3], mask.shape[2]
     queries = packed_queries(query, key_heads, width)
@@ -130,14 +156,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
         heads // key_heads,
         width,
     )
-    parts = bind(fields, key, value, mask)
+    parts = bind(fields, key, value, mask, committed)
     if recording.recorder is not None:
         recording.recorder.rebind_attention(fields, key, value, mask)
-    launch(_kernel(key.dtype), fields, torch.get_num_threads(), (number, parts))
+    launch(_kernel(key.dtype), fields, torch.get_num_threads(), (number, parts, committed))
     return out
 
 
-def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor) -> Tensor:
     """Write what differs from step to step; return memory that the kernel needs meanwhile."""
     slots = key.shape[2]
     blocks = kernels.blocks_of(slots, fields[kernels.TOKENS])
@@ -153,7 +179,7 @@ def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         mask.data_ptr(),
         parts.data_ptr(),
     )
-    fields[kernels.KEY_BATCH : kernels.MASK_BATCH + 1] = (
+    fields[kernels.KEY_BATCH : kernels.COMMITTED + 1] = (
         k_batch * width,
         k_head * width,
         k_slot * width,
@@ -161,6 +187,7 @@ def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         v_head * width,
         v_slot * width,
         mask.stride(0) * 4,
+        committed.data_ptr(),
     )
     return parts
 
@@ -178,12 +205,14 @@ _opaque_attend = torch.library.custom_op("token_recycling::attend", mutates_args
 
 
 @_opaque_pack_mask.register_fake
-def _(mask: Tensor, group: int) -> Tensor:
+def _(mask: Tensor, committed: Tensor, group: int) -> Tensor:
     batch, _, tokens, slots = mask.shape
     return mask.new_empty(batch, slots, _width(group * tokens), dtype=torch.float32)
 
 
 @_opaque_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor, scale: float
+) -> Tensor:
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[3])

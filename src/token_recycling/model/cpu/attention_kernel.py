@@ -6,13 +6,15 @@ are rows of one small matrix, and a vector holds the same number of consecutive 
 the keys and values are read as they lie in memory. Both products are sums of a number of a key or
 value, repeated in a vector, times a vector of the other matrix.
 
-The keys are divided into blocks of ``KEYS``, but those of the queries' own tokens, the last ones,
-belong to one block, where the first of them begins: so a node of a draft adds up the keys of its
-path in the same order and blocks as it does in a step of its own, if its position is in that block
-(see ``attention.deepest``). Keys that are masked add 0. A block has its own maximum and sum, as in
-flash decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), and the
-thread that finishes a head's last block combines them, in their order. So the result depends on
-neither the number of threads nor the other rows.
+The keys of a row of the batch are its committed ones, and those of the queries' own tokens, which
+are in the last slots; the slots between are skipped. They are divided into blocks of ``KEYS``, but
+the queries' own belong to one block, where the first of them begins: so a node of a draft adds up
+the keys of its path in the same order and blocks as it does in a step of its own, if its position
+is in that block (see ``attention.deepest``). Keys that are masked add 0. A block has its own
+maximum and sum, as in flash decoding (Dao et al. 2023,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html), and the thread that finishes a head's last
+block combines them, in their order. So the result depends on neither the number of threads nor the
+other rows.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ SCORES, FLOATS = (KEYS + MOST_TOKENS) * MOST_VECTORS * 16, (KEYS + MOST_TOKENS) 
     QUERIES,  # float32 [batch, heads, size, width]
     KEY,  # [batch, heads, slots, size]
     VALUE,  # [batch, heads, slots, value size]
-    MASK,  # float32 [batch, slots, width]
+    MASK,  # float32 [batch, slots, width], those of a row without the slots that are skipped
     PARTS,  # float32 [batch, heads, blocks, 2 + value size, width]: sum, maximum, weighted values
     OUT,  # [batch, tokens, heads, group, value size]
     SCALE,  # float32
@@ -72,14 +74,15 @@ SCORES, FLOATS = (KEYS + MOST_TOKENS) * MOST_VECTORS * 16, (KEYS + MOST_TOKENS) 
     VALUE_HEAD,
     VALUE_SLOT,
     MASK_BATCH,
+    COMMITTED,  # address of int64 [batch], keys before those of the queries' own tokens
     TAKEN,  # blocks taken by threads; behind it, how many of each head are finished
-) = range(23)
-FIELDS = 23
+) = range(24)
+FIELDS = 24
 
 
 def blocks_of(slots: int, tokens: int) -> int:
-    """Return the number of blocks of so many keys, of which the last ``tokens`` are new."""
-    return max(slots - tokens, 0) // KEYS + 1
+    """Return the blocks of a row without slots that are skipped: the most that a row has."""
+    return (slots - tokens) // KEYS + 1
 
 
 class _Attention(Emitter):
@@ -316,6 +319,16 @@ def _read(typing: Any, address: Any) -> Any:
     return types.float32(types.int64), generate
 
 
+@intrinsic
+def _int(typing: Any, address: Any) -> Any:
+    """Return the int64 number at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], I64.as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
 @intrinsic(prefer_literal=True)
 def _write(typing: Any, form: Any, address: Any, value: Any) -> Any:
     """Write a float32 number to an address, in a dtype."""
@@ -360,19 +373,30 @@ def _widen(typing: Any, form: Any, source: Any, target: Any, count: Any) -> Any:
 
 @numba.njit(error_model="numpy")
 def _float_rows(
-    form: Any, source: Any, stride: Any, count: Any, size: Any, buffer: Any
+    form: Any,
+    source: Any,
+    stride: Any,
+    first: Any,
+    skipped: Any,
+    count: Any,
+    size: Any,
+    buffer: Any,
 ) -> tuple[Any, Any]:
-    """Return address and stride of ``count`` rows of ``size`` numbers as float32."""
-    if form == FLOAT32:
+    """Return address and stride of ``count`` rows of ``size`` numbers as float32.
+
+    After the first ``first`` of them, ``skipped`` rows are left out.
+    """
+    if form == FLOAT32 and (count <= first or not skipped):
         return source, stride
     for n in range(count):
-        _widen(form, source + n * stride, buffer + 4 * n * size, size)
+        row = n if n < first else n + skipped
+        _widen(form, source + row * stride, buffer + 4 * n * size, size)
     return buffer, 4 * size
 
 
 @numba.njit(error_model="numpy")
 def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
-    """Add up the blocks of a head, and write what its queries attend to."""
+    """Add up the first ``blocks`` blocks of a head, and write what its queries attend to."""
     numba.literally(form)
     heads, tokens, group, width = (
         get(fields, HEADS),
@@ -383,7 +407,7 @@ def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
     value_size = get(fields, VALUE_SIZE)
     row, lane_bytes = 4 * width, 4 * _lanes()
     part = (value_size + 2) * row
-    parts = get(fields, PARTS) + head * blocks * part
+    parts = get(fields, PARTS) + head * _blocks(fields) * part
     unused = _buffer(16)
     for column in range(0, row, lane_bytes):
         sums, weights = parts + column, parts + row + column
@@ -404,7 +428,7 @@ def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
 @numba.njit(error_model="numpy")
 def _blocks(fields: Any) -> Any:
     """Return the number of blocks (see ``blocks_of``)."""
-    return max(get(fields, SLOTS) - get(fields, TOKENS), 0) // KEYS + 1
+    return (get(fields, SLOTS) - get(fields, TOKENS)) // KEYS + 1
 
 
 @numba.njit(error_model="numpy")
@@ -426,7 +450,7 @@ def _block(fields: Any, item: Any) -> tuple[Any, Any, Any, Any, Any]:
 def _work(fields: Any, form: Any) -> None:
     """Take blocks of keys until none is left."""
     numba.literally(form)
-    slots, width = get(fields, SLOTS), get(fields, WIDTH)
+    tokens, width = get(fields, TOKENS), get(fields, WIDTH)
     size, value_size = get(fields, SIZE), get(fields, VALUE_SIZE)
     scale = _read(get(fields, SCALE))
     blocks = _blocks(fields)
@@ -439,17 +463,26 @@ def _work(fields: Any, form: Any) -> None:
     while item < items:
         b, head, begin, keys, values = _block(fields, item)
         following = take(fields, TAKEN)
+        committed = _int(get(fields, COMMITTED) + 8 * b)
+        if begin > committed:
+            item = following
+            continue
+        is_last = begin // KEYS == committed // KEYS
+        skipped = get(fields, SLOTS) - tokens - committed
         next_keys, next_values = keys, values  # are in the cache
         if following < items:
             _, _, _, next_keys, next_values = _block(fields, following)
-        count = slots - begin if item % blocks == blocks - 1 else KEYS
+        count = committed - begin + tokens if is_last else KEYS
         queries = get(fields, QUERIES) + head * size * row
         mask = get(fields, MASK) + b * get(fields, MASK_BATCH) + begin * row
         own = get(fields, PARTS) + (head * blocks + item % blocks) * part
         key_row, value_row = get(fields, KEY_SLOT), get(fields, VALUE_SLOT)
         key_bytes, value_bytes = key_row, count * value_row // value_size
-        keys, key_row = _float_rows(form, keys, key_row, count, size, key_floats)
-        values, value_row = _float_rows(form, values, value_row, count, value_size, value_floats)
+        own_at = committed - begin if is_last else KEYS
+        keys, key_row = _float_rows(form, keys, key_row, own_at, skipped, count, size, key_floats)
+        values, value_row = _float_rows(
+            form, values, value_row, own_at, skipped, count, value_size, value_floats
+        )
         for column in range(0, row, score_row):
             v = min(MOST_VECTORS, (row - column) // lane_bytes)
             _product(
@@ -487,8 +520,8 @@ def _work(fields: Any, form: Any) -> None:
                 value_bytes,
             )
             next_keys, next_values = keys, values
-        if take(fields, FIELDS + head) == blocks - 1:
-            _combine(fields, head, blocks, form)
+        if take(fields, FIELDS + head) == committed // KEYS:
+            _combine(fields, head, committed // KEYS + 1, form)
         item = following
 
 

@@ -258,9 +258,10 @@ class Recording:
         layer = cache.layers[self._layer_index]
         begin, tokens = layer.extent.end, self._shape[1]
         elementwise.bind_outputs(self._copy, layer.slots(begin, tokens))
-        packed = packed_mask(mask, self._attention[GROUP])
         keys, values = layer.slots(0, begin + tokens)
-        parts = attention.bind(self._attention, keys, values, packed)
+        parts = attention.bind(
+            self._attention, keys, values, *packed_mask(mask, self._attention[GROUP])
+        )
         addresses = [one.data_ptr() for one in inputs]
         for fields, position, n, offset in self._inputs:
             fields[position] = addresses[n] + offset

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
+from math import inf
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -80,13 +81,13 @@ def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
     return linear.Layer(weight, bias)
 
 
-def _is_ours(inputs: Tensor) -> bool:
-    """Return whether these are few rows in one of our forwards."""
-    return (
-        inputs.dim() > 0
-        and 0 < inputs.numel() <= linear.MOST_ROWS * inputs.shape[-1]
-        and _is_used(inputs)
-    )
+def _is_ours(inputs: Tensor, most: float = linear.MOST_TOKENS) -> bool:
+    """Return whether these are at most ``most`` tokens [..., q, size] in one of our forwards.
+
+    How many rows a batch has does not matter, so that each is computed as it is alone.
+    """
+    tokens = inputs.shape[-2] if inputs.dim() > 1 else inputs.dim()
+    return 0 < tokens <= most and inputs.numel() > 0 and _is_used(inputs)
 
 
 def _is_used(inputs: Tensor) -> bool:
@@ -99,9 +100,11 @@ def _is_used(inputs: Tensor) -> bool:
     )
 
 
-def _linear(layer: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
-    """``forward`` of a linear layer."""
-    if _is_ours(inputs):
+def _linear(
+    layer: nn.Module, stock: Any, inputs: Tensor, most: float = linear.MOST_TOKENS
+) -> Tensor:
+    """``forward`` of a linear layer, for at most ``most`` tokens."""
+    if _is_ours(inputs, most):
         weights = _weights(layer, inputs.dtype)
         if weights is not None and inputs.shape[-1] == weights.inputs:
             if torch.compiler.is_compiling():
@@ -110,6 +113,15 @@ def _linear(layer: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
             return linear.products(inputs, (weights,))[0]
     unchanged: Tensor = stock(inputs)
     return unchanged
+
+
+def _lm_head(layer: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of the LM head.
+
+    A prompt uses it for as many tokens as are learnt from; the bits of the last one must not depend
+    on how many these are.
+    """
+    return _linear(layer, stock, inputs, inf)
 
 
 def _first_projection(
@@ -205,7 +217,7 @@ def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     batch, _, tokens, size = query.shape
     angles = (batch, tokens, size)
     return (
-        batch * tokens <= linear.MOST_ROWS
+        tokens <= linear.MOST_TOKENS
         and _is_plain(key)
         and key.shape[::2] == query.shape[::2]
         and key.shape[3] == size
@@ -279,7 +291,8 @@ class FastLayers(ThreadContext):
 
     def _cover(self, module: nn.Module) -> None:
         if type(module) in LINEAR:
-            _cover(module, _linear)
+            head = getattr(self.model, "get_output_embeddings", lambda: None)()
+            _cover(module, _lm_head if module is head else _linear)
         elif "Norm" in type(module).__name__:
             added = _compared(module, self._right, _added, [module])
             if added is not None:

@@ -1,7 +1,7 @@
 """Linear layers for few rows on a CPU.
 
-PyTorch's kernels are made for one row or for hundreds. ``linear_kernel`` is made for 1 to 128, so
-that verifying a tree of 16 tokens costs about as much as decoding one.
+PyTorch's kernels are made for one row or for hundreds. ``linear_kernel`` is made for few, so that
+verifying a tree of 16 tokens costs about as much as decoding one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from token_recycling.model.cpu.block_formats import FORMATS
 from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
 from token_recycling.model.cpu.vectors import FORMS, processor
 
-MOST_ROWS = 128
+MOST_TOKENS = 128  # of a row of a batch for which layers are multiplied by the kernel
 
 
 class Layer(NamedTuple):

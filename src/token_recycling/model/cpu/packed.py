@@ -86,7 +86,7 @@ class PackedLinear(nn.Module):
         rows = x.numel() // self.in_features
         if not rows:
             return inputs.new_empty(*inputs.shape[:-1], self.out_features)
-        if rows <= linear.MOST_ROWS:
+        if rows <= linear.MOST_TOKENS:
             return linear.products(x, [self.layer()])[0].to(inputs.dtype)
         found = x.new_empty(*x.shape[:-1], self.out_features)
         height = max(1, STRIP // self.in_features)
