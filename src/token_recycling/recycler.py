@@ -31,6 +31,7 @@ from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepar
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve
 from token_recycling.model.base import OnProgress
+from token_recycling.model.cpu.linear import MOST_TOKENS
 from token_recycling.model.probe import open_target
 from token_recycling.model.target import TreeTarget
 from token_recycling.model.unwrap import model_inside
@@ -120,8 +121,21 @@ class TokenRecycling(DecodingMethod):
     def __repr__(self) -> str:
         """Name the model, how drafts are made, and what they have brought so far."""
         drafts = f"drafter={self.drafter.name!r}, {self.options.size(self.template)}"
+        bits = ", batch-invariant" * self.batch_invariant
         brought = f", MAT {self.stats.mat:.2f} in {self.stats.steps} steps" * bool(self.stats.steps)
-        return f"<TokenRecycling of {type(self.model).__name__}: {drafts}{brought}>"
+        return f"<TokenRecycling of {type(self.model).__name__}: {drafts}{bits}{brought}>"
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether texts are those of ``drafter="none"``, token for token, in any dtype.
+
+        The logits of a drafted token then have the bits of a step of its own, whatever else the
+        forward contains: other nodes, other rows of a batch. It is found out when the model is
+        loaded, and is False on GPUs, for steps as graphs, and for drafts of more than 128 tokens.
+        """
+        nodes = defaults.MOST_NODES if self.options.nodes is None else self.options.nodes
+        largest = nodes + 1 if self.template is None else self.template.size
+        return self.target.batch_invariant and not self.runs.graphs and largest <= MOST_TOKENS
 
     def _warm_rows(self, on_progress: OnProgress | None) -> WarmRows | None:
         warm = self.options.warm
@@ -358,7 +372,8 @@ class TokenRecycling(DecodingMethod):
             text = ""
         else:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return Generation(text, tokens, sequence.finish_reason or "", sequence.stats)
+        reason = sequence.finish_reason or ""
+        return Generation(text, tokens, reason, sequence.stats, self.batch_invariant)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateArguments]) -> Iterator[Chunk]:
         """Generate the answer to a prompt token by token.

@@ -24,16 +24,13 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, can_capture
 from token_recycling.graph.runner import GraphError
 from token_recycling.model.base import OnProgress, Target
+from token_recycling.model.cpu.layers import MULTIPLE
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.prefix_cache import PrefixCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.options import Options
 
 Steps = Generator[Step, None, None]
-
-
-# On a CPU, layers are recorded for every number of tokens, and tiles are four tokens wide and more.
-MULTIPLE = 4
 
 
 def drafter_and_size(

@@ -10,6 +10,7 @@ from command import call
 from models import random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.bench.check import Difference, Result, check, overall
+from token_recycling.model.cpu import linear
 from token_recycling.model.kv_cache import RecyclingCache
 
 PROMPTS = random_prompts([20, 7, 33])
@@ -81,9 +82,21 @@ class TestCheck:
     def test_bfloat16_is_a_near_tie_at_worst(self):
         results = list(check(TokenRecycling(half()), random_prompts([20] * 12), 100))
         assert overall(results) == "near-tie"  # 1200 tokens of a random model: some do flip
+        assert all(result.same_steps for result in results)
         for result in results:
             if result.difference is not None:
                 assert result.difference.plain_token != result.difference.token
+
+    def test_other_texts_than_those_of_our_own_steps(self, monkeypatch):
+        """Where the kernel multiplies several tokens otherwise than one."""
+        recycler, right = TokenRecycling(half(), nodes=7), linear.products
+
+        def wrong(x, *others, **options):
+            found = right(x, *others, **options)
+            return [one * 1.05 for one in found] if x.shape[-2] > 1 else found
+
+        monkeypatch.setattr(linear, "products", wrong)
+        assert not all(result.same_steps for result in check(recycler, PROMPTS, 100))
 
     def test_verdicts(self):
         def result(gap):
@@ -117,7 +130,7 @@ class TestCommandLine:
         code, out, _ = call("check", "--prompts", prompts, "-n", 20)
         assert code == 0
         assert "2 of 2 answers identical (float32, MAT" in out
-        assert out.strip().endswith("lossless")
+        assert "lossless\n2 of 2 those of our own steps without drafts (batch-invariant)" in out
 
     def test_json(self, capsys, tmp_path):
         prompts = tmp_path / "prompts.txt"

@@ -74,7 +74,7 @@ def test_representations_say_what_matters(bundled):
     answer = bundled.generate("Once", max_new_tokens=5)
     assert repr(answer).startswith("<Generation '")
     assert "5 tokens, length, MAT" in repr(answer)
-    assert "drafter='adaptive', 16 nodes, MAT" in repr(bundled)
+    assert "drafter='adaptive', 16 nodes, batch-invariant, MAT" in repr(bundled)
     with enable(bundled.model, nodes=4) as enabled:
         assert repr(enabled).startswith("<Enabled: <TokenRecycling of LlamaForCausalLM: ")
     assert repr(enabled).startswith("<Disabled: ")

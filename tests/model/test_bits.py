@@ -5,6 +5,7 @@ import torch
 
 from architectures import make
 from models import random_prompts
+from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import chains, root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model import attention
@@ -125,3 +126,60 @@ def test_what_is_learnt_from_a_prompt_changes_no_bit():
     learnt = target.prefill([prompt], learn_prompt=lambda *a: columns.append(a[0].shape[1]))
     assert sum(columns) > 128
     assert torch.equal(alone, learnt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_probe_finds_out(dtype):
+    assert open_target(make("llama").to(dtype)).batch_invariant
+
+
+def test_the_probe_notices_other_kernels(monkeypatch):
+    """Of PyTorch, which multiplies one row in another order than several."""
+    few = layers._is_ours
+    monkeypatch.setattr(layers, "_is_ours", lambda x, *most: x.shape[-2] == 1 and few(x, *most))
+    assert not open_target(make("llama")).batch_invariant
+
+
+class TestRecycler:
+    def test_it_says_so(self):
+        model, (prompt,) = make("llama").bfloat16(), random_prompts([20])
+        recycler = TokenRecycling(model)
+        assert recycler.batch_invariant
+        assert ", batch-invariant" in repr(recycler)
+        assert recycler.generate(prompt, max_new_tokens=4).batch_invariant
+
+    @pytest.mark.parametrize("option", [{"nodes": 128}, {"graph": True}])
+    def test_where_it_does_not_hold(self, option):
+        recycler = TokenRecycling(make("llama"), **option)
+        assert not recycler.batch_invariant
+        assert "batch-invariant" not in repr(recycler)
+
+    @pytest.mark.parametrize("nodes", [None, 3, 40])
+    @pytest.mark.parametrize("sampled", [False, True])
+    @pytest.mark.parametrize("float32_logits", [False, True])
+    def test_texts_are_those_without_drafts(self, nodes, sampled, float32_logits):
+        """In bfloat16, where the best tokens of a random model are nearly tied."""
+        model, prompts = make("llama").bfloat16(), random_prompts([130, 9, 200, 40])
+        options = {"temperature": 0.9, "seed": 1} if sampled else {}
+        both = {"float32_logits": float32_logits}
+        plain = TokenRecycling(model, drafter="none", **both)
+        recycler = TokenRecycling(model, nodes=nodes, **both)
+        alone = [plain.generate(one, max_new_tokens=40, **options).token_ids for one in prompts]
+        assert [
+            recycler.generate(one, max_new_tokens=40, **options).token_ids for one in prompts
+        ] == alone
+        if not sampled:
+            batch = recycler.generate(prompts, max_new_tokens=40)
+            assert [one.token_ids for one in batch] == alone
+
+    def test_texts_of_a_kept_context(self):
+        model, turns = make("llama").bfloat16(), random_prompts([60, 150, 30])
+        texts = []
+        for options in ({"drafter": "none"}, {"nodes": 7}, {"nodes": 40}):
+            recycler, prompt = TokenRecycling(model, **options), []
+            for turn in turns:
+                prompt = prompt + turn
+                answer = recycler.generate(prompt, max_new_tokens=30, keep_context=True)
+                prompt = prompt + answer.token_ids
+            texts.append(prompt)
+        assert texts[0] == texts[1] == texts[2]

@@ -228,7 +228,9 @@ def test_what_is_not_set_at_a_replay_shows(fault, wanted, monkeypatch):
         monkeypatch.setattr(
             capture.attention,
             "bind",
-            lambda fields, key, value, mask: bind(fields, key[:, :, :-1], value[:, :, :-1], mask),
+            lambda fields, key, value, *others: bind(
+                fields, key[:, :, :-1], value[:, :, :-1], *others
+            ),
         )
     else:
         for one in recordings(target):

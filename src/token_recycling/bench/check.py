@@ -55,11 +55,13 @@ class Result:
         noise: largest difference between the plain answer's logits computed token by token and in
             one forward pass; in half precision, also from those that this package's kernels compute
             token by token. All are plain decoding; only the kernels differ.
+        same_steps: True if the answer is that of this package's own steps without drafts.
     """
 
     new_tokens: int
     difference: Difference | None
     noise: float
+    same_steps: bool = True
 
     @property
     def verdict(self) -> Verdict:
@@ -83,9 +85,9 @@ def overall(results: Iterable[Result]) -> Verdict:
 def check(
     recycler: TokenRecycling, prompts: Iterable[Prompt], max_new_tokens: int
 ) -> Iterator[Result]:
-    """Decode every prompt greedily, plainly and recycled, and compare the answers.
+    """Decode every prompt greedily: recycled, by ``generate`` and by our own steps without drafts.
 
-    If the recycler has a float32 LM head, both sides use it.
+    If the recycler has a float32 LM head, all use it.
 
     Yields:
         One ``Result`` per prompt.
@@ -93,11 +95,15 @@ def check(
     Raises:
         TokenRecyclingError: a prompt cannot be used.
     """
+    options: Any = {"drafter": "none", "float32_logits": recycler.options.float32_logits}
+    steps = TokenRecycling(recycler.model, recycler.tokenizer, **options)
     for prompt in prompts:
         ids = encode(recycler.tokenizer, prompt)
         answer = recycler.generate(ids, max_new_tokens=max_new_tokens)
         plain, logits, noise = _without_drafts(recycler, ids, max_new_tokens)
-        yield Result(len(plain), _first_difference(plain, answer.token_ids, logits), noise)
+        own = steps.generate(ids, max_new_tokens=max_new_tokens)
+        difference = _first_difference(plain, answer.token_ids, logits)
+        yield Result(len(plain), difference, noise, own.token_ids == answer.token_ids)
 
 
 @torch.no_grad()

@@ -47,10 +47,12 @@ def check(
 ) -> None:
     """Compare recycled decoding with plain decoding, prompt by prompt.
 
-    Reports for every prompt whether the text is the same and, if not, by how much plain
-    decoding preferred its own token at the first difference. The verdict is `lossless`,
+    Reports for every prompt whether the text is that of `generate` and, if not, by how much
+    `generate` preferred its own token at the first difference. The verdict is `lossless`,
     `near-tie` (all differences are within the numerical noise of plain decoding itself between
-    two kernels, which is common in half precision) or `WRONG` (exit code 1).
+    two kernels, which is common in half precision) or `WRONG` (exit code 1). Also reports
+    whether the text is that of this package's own steps without drafts, which use the same
+    kernels.
     """
     from token_recycling.bench.prompts import DEMO
 
@@ -71,14 +73,22 @@ def check(
     verdict = checking.overall(results)
     same = sum(result.difference is None for result in results)
     if as_json:
-        report = {"verdict": verdict, "identical": same, "prompts": len(results)}
+        report = {
+            "verdict": verdict,
+            "identical": same,
+            "same_steps": sum(result.same_steps for result in results),
+            "batch_invariant": recycler.batch_invariant,
+            "prompts": len(results),
+        }
         print(json.dumps({**report, "results": [result.to_dict() for result in results]}))
     else:
         mat = recycler.stats.mat
         kind = str(recycler.model.dtype).removeprefix("torch.")
         print(
             f"{same} of {len(results)} answers identical ({kind}"
-            f"{', float32 logits' if loading.float32_logits else ''}, MAT {mat:.2f}): {verdict}"
+            f"{', float32 logits' if loading.float32_logits else ''}, MAT {mat:.2f}): {verdict}\n"
+            f"{sum(result.same_steps for result in results)} of {len(results)} those of our own "
+            f"steps without drafts{' (batch-invariant)' if recycler.batch_invariant else ''}"
         )
     if verdict == "WRONG":
         sys.exit(1)
@@ -100,7 +110,9 @@ def _line(result: Result) -> str:
     if found is None:
         return f"identical, {result.new_tokens} tokens"
     choice = "second choice" if found.runner_up else "not the second choice"
+    steps = "the same as" if result.same_steps else "not that of"
     return (
         f"differs after {found.position} tokens: plain token {found.plain_token} leads "
-        f"{found.token} ({choice}) by {found.gap:.2g}; noise {result.noise:.2g}: {result.verdict}"
+        f"{found.token} ({choice}) by {found.gap:.2g}; noise {result.noise:.2g}: "
+        f"{result.verdict}; {steps} our own steps without drafts"
     )

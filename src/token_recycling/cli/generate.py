@@ -53,6 +53,8 @@ def generate(
     recycler = loading.open()
     if explain:
         options["on_draft"] = _explaining(recycler)
+        if recycler.batch_invariant:
+            show.note("batch-invariant: drafts change no bit of the logits, in any dtype")
     try:
         if compare:
             _compare(recycler, as_prompt(recycler, question, raw), options, as_json)

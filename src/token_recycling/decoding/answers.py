@@ -18,12 +18,15 @@ class Generation:
         token_ids: all emitted tokens, including an end-of-sequence token.
         finish_reason: "eos", "stop" (a stop string) or "length" (a limit).
         stats: counts and times of this answer.
+        batch_invariant: whether the tokens are certainly those of ``drafter="none"`` (see
+            ``TokenRecycling.batch_invariant``).
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     stats: Stats
+    batch_invariant: bool = False
 
     def __repr__(self) -> str:
         """Show the text, its length, why it ended and its MAT."""

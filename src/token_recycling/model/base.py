@@ -27,6 +27,7 @@ class Target(Protocol):
     device: torch.device
     vocab_size: int
     max_context: int | None
+    batch_invariant: bool
 
     @property
     def lm_head(self) -> Float32Head | StockHead:

@@ -35,6 +35,8 @@ class PlainTarget:
     Prompts of different lengths are padded on the left, as ``generate`` expects.
     """
 
+    batch_invariant = True  # there are no drafts
+
     def __init__(self, model: Any, lm_head: Float32Head | StockHead | None = None) -> None:
         """Wrap ``model``, whose logits are computed inside the context ``lm_head``."""
         self.model, self.lm_head = model, lm_head or StockHead()

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.model.cpu.attention import is_available
+from token_recycling.model.cpu.linear import product
 from token_recycling.model.override import Override, is_covered
 from token_recycling.util.modes import ThreadContext, ordinary_tensors, without_autocast
 
@@ -96,7 +98,10 @@ class Float32Head(ThreadContext):
     def __call__(self, hidden: Tensor) -> Tensor:
         """Project ``hidden`` [B, q, d] to logits float32 [B, q, V], also under autocast."""
         with without_autocast(self.weight.device):
-            return linear(hidden.to(self.weight.device).float(), self.weight, self.bias)
+            inputs = hidden.to(self.weight.device).float()
+            if inputs.is_cpu and inputs.numel() and is_available():
+                return product(inputs, self.weight, self.bias)
+            return linear(inputs, self.weight, self.bias)
 
     def __enter__(self) -> Float32Head:
         self._install()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
+from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.model.base import Target
@@ -77,7 +78,8 @@ def probe(target: TreeTarget) -> str | None:
 
     Verifies a small tree after a prefix longer than every window, then commits one path and
     continues it. The reference is the model's own forward over each whole path, without our cache
-    and mask. A negative control, the same tree under a causal mask, must differ from it.
+    and mask. A negative control, the same tree under a causal mask, must differ from it. On a CPU,
+    also sets ``target.batch_invariant``: whether steps of one token give the same bits as the tree.
     """
     rng = torch.Generator().manual_seed(0)
     count = PREFIX + TEMPLATE.size + 1
@@ -88,6 +90,8 @@ def probe(target: TreeTarget) -> str | None:
         twin = _twin(target)
         with twin.inference_context():
             worst, control, spread = _compare(twin, prefix, nodes, after)
+            if target.layers is not None:
+                target.batch_invariant = _has_bits_of_steps(twin, prefix, nodes)
     except Exception as error:
         text = str(error).strip().split("\n")[0][:160]
         return f"the probe failed with {type(error).__name__}: {text}"
@@ -140,6 +144,21 @@ def _compare(
     found = target.verify(last.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0].float()
     worst = max(worst, float((found - right[LEAVES.index(COMMITTED), -1]).abs().max()))
     return worst, control, float(right.std())
+
+
+def _has_bits_of_steps(target: TreeTarget, prefix: list[int], nodes: list[int]) -> bool:
+    """Return whether a path of the tree gives the logits of steps of one token, bit for bit."""
+    target.prefill([prefix])
+    steps = []
+    for node in COMMITTED:
+        token = torch.tensor([nodes[node]], device=target.device)
+        steps.append(target.verify(root_only(token))[0, 0])
+        target.commit(torch.zeros((1, 1), dtype=torch.long, device="cpu"), [1])
+    target.cache.rewind([len(prefix)])
+    tokens = torch.tensor([nodes], device=target.device)
+    shape = TreeShape(TEMPLATE, target.device)
+    tree = target.verify(shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool)))[0]
+    return torch.equal(tree[list(COMMITTED)], torch.stack(steps))
 
 
 def _twin(target: TreeTarget) -> TreeTarget:

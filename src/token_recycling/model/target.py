@@ -20,7 +20,7 @@ from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, Pro
 from token_recycling.model.cache_name import cache_name
 from token_recycling.model.changes import ModelState
 from token_recycling.model.cpu.attention import deepest
-from token_recycling.model.cpu.layers import FastLayers
+from token_recycling.model.cpu.layers import MULTIPLE, FastLayers
 from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.kv_cache import RecyclingCache
@@ -79,6 +79,11 @@ class TreeTarget:
     """Any unmodified ``…ForCausalLM`` whose attention takes a 4D mask.
 
     Create it with ``probe.open_target``, which checks that the model computes trees correctly.
+
+    Attributes:
+        batch_invariant: True if the logits of a node have the bits of a step of its own, whatever
+            else is verified in the same forward (see ``probe.probe``). It holds for drafts of at
+            most ``linear.MOST_TOKENS`` tokens a row.
     """
 
     def __init__(self, model: Any, lm_head: Float32Head | None = None) -> None:
@@ -89,6 +94,7 @@ class TreeTarget:
                 overrides parts of ``generate``.
         """
         self.model, self.lm_head = model, lm_head or StockHead()
+        self.batch_invariant = False
         self.inference_context = inference_context_of(model)
         self.config = text_config(model.config)
         self.state = ModelState(model)
@@ -316,19 +322,23 @@ class TreeTarget:
     @_without_gradients
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node in one forward."""
+        nodes = draft.size
+        if self.layers is not None and nodes > MULTIPLE:
+            draft = draft.padded(-(-nodes // MULTIPLE) * MULTIPLE)
         draft = draft.to(self.device)
         batch, n = draft.tokens.shape
         lengths = torch.tensor(self.cache.lengths, device=self.device)[:, None]
         slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)
         committed = (slots < lengths)[:, None].expand(batch, n, -1)
         positions = self.positions(lengths, draft)
-        return self._forward(
+        logits = self._forward(
             draft.tokens,
             positions,
             torch.cat([committed, draft.ancestors], dim=2),
             torch.cat([slots, positions], dim=1),
             draft=(lengths[:, 0], draft.ancestors),
         )
+        return logits[:, :nodes]
 
     @_without_gradients
     def commit(self, path: Tensor, counts: list[int]) -> None:

@@ -73,8 +73,8 @@ class AutoSize(DraftSize):
             acceptance: acceptance probabilities (see ``Drafter.acceptance``), for drafts without
                 scores.
             costs: step cost by tokens verified.
-            multiple: steps of more tokens than this verify a multiple of it, where something is
-                prepared anew for every number of tokens.
+            multiple: steps of more tokens than this verify a multiple of it, or all there are,
+                where something is prepared anew for every number of tokens.
 
         Raises:
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
@@ -161,7 +161,7 @@ class AutoSize(DraftSize):
     def _best(self, promised: Any, at: Any) -> int:
         """Return the number of the choice to verify, from 1 on; 0: plain (see ``_speeds``)."""
         speeds = self._speeds(promised, at)
-        speeds[1:][self._odd[at]] = 0.0
+        speeds[1:-1][self._odd[at[:-1]]] = 0.0
         if self._pause.probe_left:
             speeds[0] = 0.0
         return int(speeds.argmax())

@@ -32,6 +32,9 @@ LINEAR = (nn.Linear, PackedLinear)
 # Children of an attention layer that have the same inputs, in the order in which they are called.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
+# Drafts are filled up to a multiple of this: layers are recorded for every number of tokens, which
+# takes longer than a step, and tiles are four tokens wide and more.
+MULTIPLE = 4
 ROTARY = "apply_rotary_pos_emb"  # the function of a Python module of Transformers
 BOUND = ("attention_mask", "past_key_values")  # arguments that are set at every replay
 ADDED = (0.0, 1.0)  # to the weights of a norm (see ``elementwise.rms_norm``)
