@@ -16,6 +16,7 @@ from serving import running
 from token_recycling import TokenRecycling
 from token_recycling.bench.suites import load
 from token_recycling.decoding.text import encode
+from token_recycling.model.cpu import linear
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.server import engine
@@ -110,6 +111,30 @@ def test_text_is_that_of_generate(texts, rows):
     assert len(set(wanted)) > REQUESTS // 2
     differ = [i for i, text in enumerate(found) if text is not None and text != wanted[i]]
     assert not differ
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_text_in_half_precision_is_that_without_drafts_alone(fault, monkeypatch):
+    """Every prompt is read from its beginning; the control multiplies several tokens otherwise."""
+    model = {"device": "cpu", "dtype": "bfloat16", "warm": False}
+    bodies = requests(32)
+    plain = TokenRecycling.from_pretrained(**model, drafter="none")
+    wanted = [expected(plain, body) for body in bodies]
+    recycler = TokenRecycling.from_pretrained(**model)
+    assert recycler.batch_invariant
+    right = linear.products
+
+    def wrong(x, *others, **options):
+        results = right(x, *others, **options)
+        return [1.02 * one for one in results] if x.shape[-2] > 1 else results
+
+    if fault:
+        monkeypatch.setattr(linear, "products", wrong)
+    with running(recycler, prefix=0) as served:
+        found = answers(served.url, bodies)
+        served.idle()
+    differ = [i for i, text in enumerate(found) if text is not None and text != wanted[i]]
+    assert bool(differ) == fault
 
 
 @pytest.mark.parametrize("prefix", [2**26, 0])

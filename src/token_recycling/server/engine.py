@@ -315,6 +315,8 @@ class Engine:
 
         Kept texts and the rows of the batch are looked at. The last token must be read anyway.
         """
+        if not self._prefixes.limit:
+            return None
         own = tokens[:-1]
         key, length = self._prefixes.find(owner, own)
         best: Running | None = None

@@ -27,12 +27,13 @@ class PrefixCaches:
     """The caches of the last texts, of every owner's own; the least recently used go first.
 
     Attributes:
+        limit: most bytes; 0: nothing is kept, and no context is used again.
         nbytes: bytes in use.
     """
 
     def __init__(self, limit: int) -> None:
-        """Keep at most ``limit`` bytes; 0: nothing."""
-        self._limit, self.nbytes = limit, 0
+        """Keep at most ``limit`` bytes."""
+        self.limit, self.nbytes = limit, 0
         self._kept: OrderedDict[int, tuple[str, CachedPrefix]] = OrderedDict()
         self._made = 0
 
@@ -67,12 +68,12 @@ class PrefixCaches:
     def keep(self, owner: str, tokens: list[int], cache: RecyclingCache) -> None:
         """Keep a text, in place of texts of the same owner that are its beginning."""
         size = cache.nbytes
-        if size > self._limit:
+        if size > self.limit:
             return
         for key, (own, context) in list(self._kept.items()):
             if own == owner and common(context.tokens, tokens) == len(context.tokens):
                 self._drop(key)
-        while self.nbytes + size > self._limit:
+        while self.nbytes + size > self.limit:
             self._drop(next(iter(self._kept)))
         self._made += 1
         self._kept[self._made] = (owner, CachedPrefix(tokens, cache))
