@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(
 # Bytes of a block where its float16 scales and minima are.
 HALVES = {2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,)}
 HALVES |= {10: (80, 82), 11: (108,), 12: (0, 2), 13: (0, 2), 14: (208,)}
+HALVES |= {20: (0,), 23: (0,), 39: ()}
+MXFP4 = 39
 TYPES = sorted(FORMATS)
 NAMES = [FORMATS[ggml_type].name for ggml_type in TYPES]
 
@@ -37,6 +39,8 @@ def blocks(ggml_type, rows, inputs, seed=0, wider=0):
     for at in HALVES[ggml_type]:
         scales = draws.uniform(-0.03, 0.03, count).astype(np.float16)
         raw[:, at : at + 2] = scales.view(np.uint8).reshape(count, 2)
+    if ggml_type == MXFP4:
+        raw[:, 0] = draws.integers(117, 124, count)  # exponents
     found = torch.from_numpy(raw.reshape(rows, -1))
     return found[:, : inputs // form.numbers * form.size]
 
@@ -84,6 +88,12 @@ def test_dequantised_numbers_are_those_of_the_package_gguf(ggml_type):
     # A product and a minimum are added in one rounding here.
     largest = wanted.abs().max() if FORMATS[ggml_type].minima else 0
     torch.testing.assert_close(found, wanted, rtol=0, atol=float(largest) * 2**-22)
+
+
+def test_powers_of_two_without_an_exponent_of_their_own():
+    w = blocks(MXFP4, 3, 256)
+    w.view(3, 8, 17)[:, :, 0] = torch.arange(24).view(3, 8) % 3
+    assert torch.equal(dequantised(w, MXFP4, 256).double(), numbers(MXFP4, w))
 
 
 @pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
@@ -265,6 +275,11 @@ FAULTS = {
     "last block": (
         [8],
         "block_tile.BlockTile._last_block = lambda self, whole, inputs, totals: totals",
+    ),
+    "table": (
+        [23],
+        "block_formats.FORMATS[23] = __import__('dataclasses').replace("
+        "block_formats.FORMATS[23], table=block_formats.FLOAT4)",
     ),
     "fifth bits": (
         [6],

@@ -35,7 +35,7 @@ class PlainTarget:
     Prompts of different lengths are padded on the left, as ``generate`` expects.
     """
 
-    batch_invariant = True  # there are no drafts
+    batch_invariant = False  # for rows of a batch, which are padded
 
     def __init__(self, model: Any, lm_head: Float32Head | StockHead | None = None) -> None:
         """Wrap ``model``, whose logits are computed inside the context ``lm_head``."""

@@ -172,12 +172,13 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             counts: nodes to keep per row, 0 … p.
         """
         end = self.end
-        for row, (length, count) in enumerate(zip(self.lengths, counts)):
-            if count > 1 or (count and length != end):
-                self._stack()
-                for stack, _ in self._stacks:
-                    nodes = path[row, :count].to(stack.device)
-                    kept = stack[:, row].index_select(2, nodes + end)
+        rows = list(zip(self.lengths, counts))
+        if any(count > 1 or (count and length != end) for length, count in rows):
+            self._stack()
+            for stack, _ in self._stacks:
+                slots = path.to(stack.device) + end
+                for row, (length, count) in enumerate(rows):
+                    kept = stack[:, row].index_select(2, slots[row, :count])
                     stack[:, row, :, length : length + count] = kept
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
 

@@ -1,8 +1,9 @@
 """The block formats of GGUF files: how a kernel reads them (ggml-common.h of llama.cpp).
 
 A row of weights is a sequence of blocks of 32 or 256 numbers. A number is ``scale * (q - offset)``
-or ``scale * q + minimum``: q is a whole number of 2 to 8 bits, ``offset`` belongs to the format,
-and 16 or 32 consecutive numbers share ``scale`` and ``minimum``.
+or ``scale * q + minimum``: q is a whole number of 2 to 8 bits, or what a table has for one of 4
+bits; ``offset`` belongs to the format, and 16 or 32 consecutive numbers share ``scale`` and
+``minimum``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llvmlite import ir
+from numba.core import cgutils
 
 from token_recycling.model.cpu.vectors import F16, F32, I8, I16, I32, I64, Emitter
 
@@ -45,13 +47,15 @@ class Format:
         numbers: in a block.
         size: of a block, in bytes.
         shared: consecutive numbers that have the same scale.
-        halves: bytes of a block where its float16 numbers are: next to each other, at most two.
+        halves: bytes of a block where its float16 numbers are: next to each other, at most two;
+            or none.
         open: computes the scales of consecutive blocks (see ``BlockRow``).
         parts: returns where the bits of 16 numbers are, by the first of them.
         offset: subtracted from the whole numbers.
         minima: numbers are ``scale * q + minimum``.
         fifth: byte of a block where the fifth bits of its 32 numbers are, one after another.
         signed: numbers have 8 bits with a sign, and are ``scale * (q - 128)`` once it is flipped.
+        table: 16 numbers of 8 bits that those of 4 bits in the blocks stand for; None: themselves.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Format:
     minima: bool = False
     fifth: int | None = None
     signed: bool = False
+    table: tuple[int, ...] | None = None
 
 
 class BlockRow:
@@ -96,6 +101,8 @@ class BlockRow:
         The float16 numbers of all of them are converted at once.
         """
         b, count = emitter.b, len(form.halves)
+        if not count:
+            return [cls(emitter, form, row, None, n) for n, row in enumerate(rows)]
         kind = I16 if count == 1 else I32
         places = [address for row in rows for address in row]
         offset = I64(form.halves[0])
@@ -127,6 +134,8 @@ class BlockRow:
         found = b.bitcast(found, ir.VectorType(I8, count))
         if self.form.fifth is not None:
             found = b.or_(found, self._fifth_bits(first, count))
+        if self.form.table is not None:
+            found = self._looked_up(found, self.form.table)
         if self.form.signed and flipped:
             found = b.xor(found, ir.Constant(found.type, [0x80] * count))
         return found
@@ -152,6 +161,17 @@ class BlockRow:
         bits = b.bitcast(flags, ir.VectorType(ir.IntType(1), count))
         wide = b.zext(bits, ir.VectorType(I8, count))
         return b.shl(wide, ir.Constant(wide.type, [4] * count))
+
+    def _looked_up(self, places: Emitted, table: tuple[int, ...]) -> Emitted:
+        """Return the numbers of a table at these places, a vector of 16, 32 or 64 bytes."""
+        count = places.type.count
+        names = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
+        is_neon = self.emitter.lanes == 4
+        name = "llvm.aarch64.neon.tbl1.v16i8" if is_neon else f"llvm.x86.{names[count]}"
+        kind = ir.FunctionType(places.type, [places.type] * 2)
+        function = cgutils.get_or_insert_function(self.emitter.module, kind, name)
+        numbers = ir.Constant(places.type, [n & 0xFF for n in table] * (count // len(table)))
+        return self.emitter.b.call(function, [numbers, places])
 
     def scale(self, numbers: Sequence[int]) -> Emitted:
         """Return the scales of these numbers, counted from the first block's first."""
@@ -219,8 +239,51 @@ def _bytes(first: int) -> tuple[Part, ...]:
     return (Part(first // 32, 2 + first % 32, 0, 8),)
 
 
+# Numbers of 4 bits that stand for those of a table.
+NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
+
+
+def _open_mxfp4(blocks: BlockRow) -> None:
+    """A scale is half a power of two, whose exponent is the first byte of a block (E8M0)."""
+    b = blocks.emitter.b
+    raw = blocks.vector([blocks.load(blocks.at(n, 0), I8) for n in range(len(blocks.addresses))])
+    exponents = b.zext(raw, ir.VectorType(I32, raw.type.count))
+
+    def constant(number: int) -> Emitted:
+        return ir.Constant(exponents.type, [number] * raw.type.count)
+
+    small = b.shl(
+        constant(0x00200000), exponents
+    )  # 2^-128 and 2^-127 have no exponent of their own
+    usual = b.shl(b.sub(exponents, constant(1)), constant(23))
+    bits = b.select(b.icmp_unsigned("<", exponents, constant(2)), small, usual)
+    blocks.scales = b.bitcast(bits, ir.VectorType(F32, raw.type.count))
+
+
 # Blocks of 256 numbers: scales, and perhaps minima, are small whole numbers times float16 numbers
 # of the block.
+
+
+def _open_iq4_xs(blocks: BlockRow) -> None:
+    """Eight scales of 6 bits: low bits in four bytes, the others in a word before them."""
+    b = blocks.emitter.b
+    high, low = blocks.load(blocks.at(0, 2), I16), blocks.load(blocks.at(0, 4), I32)
+    bytes_ = ir.VectorType(I8, 4)
+    halves = b.bitcast(low, bytes_)
+    even = b.and_(halves, ir.Constant(bytes_, [15] * 4))
+    odd = b.lshr(halves, ir.Constant(bytes_, [4] * 4))
+    nibbles = blocks.emitter.shuffled(even, odd, [0, 4, 1, 5, 2, 6, 3, 7])
+    words = blocks.vector([high] * 8)
+    words = b.lshr(words, ir.Constant(words.type, list(range(0, 16, 2))))
+    upper = b.trunc(b.and_(words, ir.Constant(words.type, [3] * 8)), nibbles.type)
+    whole = b.or_(nibbles, b.shl(upper, ir.Constant(nibbles.type, [4] * 8)))
+    signed = b.sub(whole, ir.Constant(whole.type, [32] * 8))
+    blocks.scales = blocks.times(blocks.wide(signed, signed=True), 0)
+
+
+def _iq4_xs(first: int) -> tuple[Part, ...]:
+    return (Part(0, 8 + first // 32 * 16, first % 32 // 16 * 4, 4),)
 
 
 def _open_q4_k(blocks: BlockRow) -> None:
@@ -306,4 +369,11 @@ FORMATS = {
     12: Format("Q4_K", 256, 144, 32, (0, 2), _open_q4_k, _q4_k, minima=True),
     13: Format("Q5_K", 256, 176, 32, (0, 2), _open_q4_k, _q5_k, minima=True),
     14: Format("Q6_K", 256, 210, 16, (208,), _open_q6_k, _q6_k, offset=32),
+    20: Format(
+        "IQ4_NL", 32, 18, 32, (0,), _as_they_are, _nibbles(2), 128, signed=True, table=NONLINEAR
+    ),
+    23: Format(
+        "IQ4_XS", 256, 136, 32, (0,), _open_iq4_xs, _iq4_xs, 128, signed=True, table=NONLINEAR
+    ),
+    39: Format("MXFP4", 32, 17, 32, (), _open_mxfp4, _nibbles(1), 128, signed=True, table=FLOAT4),
 }
