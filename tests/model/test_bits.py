@@ -88,12 +88,14 @@ def test_rows_of_a_batch_are_what_they_are_alone(dtype, nodes):
             target.commit(torch.arange(nodes)[None], [nodes])
 
 
-@pytest.mark.parametrize("fault", ["slots", "rows", "prompts"])
+@pytest.mark.parametrize("fault", ["slots", "rows", "prompts", "attention"])
 def test_broken_variants_are_noticed(fault, monkeypatch):
     with monkeypatch.context() as patch:
         if fault == "slots":  # keys counted by slots
             mark = attention.pack_queries
             patch.setattr(attention, "pack_queries", lambda masks, committed: mark(masks))
+        elif fault == "attention":  # PyTorch's
+            patch.setattr(attention.cpu, "fits", lambda *a: False)
         elif fault == "rows":  # PyTorch multiplies what has many rows
             ours = layers._is_ours
             few = lambda x, most=128: ours(x, most) and x.numel() <= 128 * x.shape[-1]  # noqa: E731
@@ -118,14 +120,17 @@ def together(target, read, prompts, **options):
         target.layers = kept
 
 
-def test_what_is_learnt_from_a_prompt_changes_no_bit():
+@pytest.mark.parametrize("fault", [False, True])
+def test_what_is_learnt_from_a_prompt_changes_no_bit(fault, monkeypatch):
     """The LM head multiplies the last token and all those that are learnt from."""
+    if fault:
+        monkeypatch.setattr(layers, "_lm_head", layers._linear)
     target, (prompt,) = open_target(make("llama")), random_prompts([400])
     alone = target.prefill([prompt]).clone()
     columns = []
     learnt = target.prefill([prompt], learn_prompt=lambda *a: columns.append(a[0].shape[1]))
     assert sum(columns) > 128
-    assert torch.equal(alone, learnt)
+    assert torch.equal(alone, learnt) != fault
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
