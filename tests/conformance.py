@@ -22,6 +22,7 @@ import torch
 from architectures import ARCHITECTURES, WINDOW, make
 from models import random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling.model.cpu import linear
 from token_recycling.model.probe import open_target
 
 NODES = 16
@@ -312,3 +313,14 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def scale_products(monkeypatch, factor):
+    """Let the kernel of linear layers multiply several tokens otherwise than one."""
+    right = linear.products
+
+    def wrong(x, *others, **options):
+        results = right(x, *others, **options)
+        return [factor * one for one in results] if x.shape[-2] > 1 else results
+
+    monkeypatch.setattr(linear, "products", wrong)

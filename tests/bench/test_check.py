@@ -7,10 +7,10 @@ import torch
 
 from architectures import make
 from command import call
+from conformance import scale_products
 from models import random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.bench.check import Difference, Result, check, overall
-from token_recycling.model.cpu import linear
 from token_recycling.model.kv_cache import RecyclingCache
 
 PROMPTS = random_prompts([20, 7, 33])
@@ -89,13 +89,8 @@ class TestCheck:
 
     def test_other_texts_than_those_of_our_own_steps(self, monkeypatch):
         """Where the kernel multiplies several tokens otherwise than one."""
-        recycler, right = TokenRecycling(half(), nodes=7), linear.products
-
-        def wrong(x, *others, **options):
-            found = right(x, *others, **options)
-            return [one * 1.05 for one in found] if x.shape[-2] > 1 else found
-
-        monkeypatch.setattr(linear, "products", wrong)
+        recycler = TokenRecycling(half(), nodes=7)
+        scale_products(monkeypatch, 1.05)
         assert not all(result.same_steps for result in check(recycler, PROMPTS, 100))
 
     def test_verdicts(self):

@@ -12,11 +12,11 @@ from itertools import pairwise
 import httpx2 as httpx
 import pytest
 
+from conformance import scale_products
 from serving import running
 from token_recycling import TokenRecycling
 from token_recycling.bench.suites import load
 from token_recycling.decoding.text import encode
-from token_recycling.model.cpu import linear
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.server import engine
@@ -122,14 +122,8 @@ def test_text_in_half_precision_is_that_without_drafts_alone(fault, monkeypatch)
     wanted = [expected(plain, body) for body in bodies]
     recycler = TokenRecycling.from_pretrained(**model)
     assert recycler.batch_invariant
-    right = linear.products
-
-    def wrong(x, *others, **options):
-        results = right(x, *others, **options)
-        return [1.02 * one for one in results] if x.shape[-2] > 1 else results
-
     if fault:
-        monkeypatch.setattr(linear, "products", wrong)
+        scale_products(monkeypatch, 1.02)
     with running(recycler, prefix=0) as served:
         found = answers(served.url, bodies)
         served.idle()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from token_recycling.bench.compare import stock_generate
 from token_recycling.decoding.text import Prompt, encode
-from token_recycling.drafting.draft import root_only
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
@@ -137,18 +136,10 @@ def _without_drafts(
     target = recycler.target
     if isinstance(target, TreeTarget) and target.dtype in (torch.bfloat16, torch.float16):
         # A copy has a context of its own: an answer may go on from the recycler's.
-        ours = _step_by_step(copy.copy(target), prompt, tokens).to(logits.device)
-        noise = torch.maximum(noise, (ours - logits).abs().max())
+        copied = copy.copy(target)
+        ours = torch.cat([copied.prefill([prompt]), *copied.steps(tokens[:-1])]).float()
+        noise = torch.maximum(noise, (ours.to(logits.device) - logits).abs().max())
     return tokens, logits, float(noise)
-
-
-def _step_by_step(target: TreeTarget, prompt: list[int], tokens: list[int]) -> Tensor:
-    """Return the logits float32 [t, V] of steps without drafts, in which ``tokens`` are chosen."""
-    logits = [target.prefill([prompt])]
-    for token in tokens[:-1]:
-        logits.append(target.verify(root_only(torch.tensor([token], device="cpu")))[:, 0])
-        target.commit(torch.tensor([[0]], device="cpu"), [1])
-    return torch.cat(logits).float()
 
 
 def _first_difference(plain: list[int], found: list[int], logits: Tensor) -> Difference | None:

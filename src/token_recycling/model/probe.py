@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.model.base import Target
@@ -89,9 +88,7 @@ def probe(target: TreeTarget) -> str | None:
     try:
         twin = _twin(target)
         with twin.inference_context():
-            worst, control, spread = _compare(twin, prefix, nodes, after)
-            if target.layers is not None:
-                target.batch_invariant = _has_bits_of_steps(twin, prefix, nodes)
+            worst, control, spread, same_bits = _compare(twin, prefix, nodes, after)
     except Exception as error:
         text = str(error).strip().split("\n")[0][:160]
         return f"the probe failed with {type(error).__name__}: {text}"
@@ -100,13 +97,18 @@ def probe(target: TreeTarget) -> str | None:
         return f"its logits in a tree differ by {worst:.2g} from those on the path alone"
     if control <= 2 * worst:
         return "the probe is inconclusive: a wrong mask does not change the logits"
+    target.batch_invariant = same_bits
     return None
 
 
 def _compare(
     target: TreeTarget, prefix: list[int], nodes: list[int], after: int
-) -> tuple[float, float, float]:
-    """Return the largest errors of tree and control, and the logits' standard deviation."""
+) -> tuple[float, float, float, bool]:
+    """Return the largest errors of tree and control, and the logits' standard deviation.
+
+    Returns:
+        In addition, on a CPU: whether a path of the tree has the bits of steps of one token.
+    """
     rows = [[*prefix, *(nodes[i] for i in leaf), after] for leaf in LEAVES]
     ids = torch.tensor(rows, device=target.device)
     inputs = {"input_ids": ids}
@@ -135,7 +137,13 @@ def _compare(
 
     wrong = target.verify(replace(draft, ancestors=causal))
     control = difference(wrong[0].float())
-    worst = max(worst, difference(target.verify(draft)[0].float()))
+    steps = []
+    if target.layers is not None:
+        steps = target.steps([nodes[node] for node in COMMITTED])
+        target.cache.rewind([len(prefix)])
+    tree = target.verify(draft)[0]
+    same_bits = bool(steps) and torch.equal(tree[list(COMMITTED)], torch.cat(steps))
+    worst = max(worst, difference(tree.float()))
 
     path = torch.tensor([COMMITTED], device=target.device)
     target.commit(path, [len(COMMITTED)])
@@ -143,22 +151,7 @@ def _compare(
     pair = torch.tensor([[after, after]], device=target.device)
     found = target.verify(last.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0].float()
     worst = max(worst, float((found - right[LEAVES.index(COMMITTED), -1]).abs().max()))
-    return worst, control, float(right.std())
-
-
-def _has_bits_of_steps(target: TreeTarget, prefix: list[int], nodes: list[int]) -> bool:
-    """Return whether a path of the tree gives the logits of steps of one token, bit for bit."""
-    target.prefill([prefix])
-    steps = []
-    for node in COMMITTED:
-        token = torch.tensor([nodes[node]], device=target.device)
-        steps.append(target.verify(root_only(token))[0, 0])
-        target.commit(torch.zeros((1, 1), dtype=torch.long, device="cpu"), [1])
-    target.cache.rewind([len(prefix)])
-    tokens = torch.tensor([nodes], device=target.device)
-    shape = TreeShape(TEMPLATE, target.device)
-    tree = target.verify(shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool)))[0]
-    return torch.equal(tree[list(COMMITTED)], torch.stack(steps))
+    return worst, control, float(right.std()), same_bits
 
 
 def _twin(target: TreeTarget) -> TreeTarget:

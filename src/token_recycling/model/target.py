@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from token_recycling import defaults
-from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
 from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
@@ -176,11 +176,11 @@ class TreeTarget:
             self.layers.prepare()
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
-        if cached:
-            self.cache.rewind([cached])
-        else:
-            self.cache = RecyclingCache(self.config.num_hidden_layers, len(prompts))
         if self.layers is None or len(prompts) == 1:
+            if cached:
+                self.cache.rewind([cached])
+            else:
+                self.cache = RecyclingCache(self.config.num_hidden_layers, len(prompts))
             return self._read(prompts, prompt_mask, learn_prompt, on_progress)
         # One by one, as they are read alone: PyTorch's kernels round by the number of tokens.
         read, total = 0, sum(map(len, prompts))
@@ -191,7 +191,7 @@ class TreeTarget:
 
         ends, caches = [], []
         for prompt in prompts:
-            self.cache = RecyclingCache(self.config.num_hidden_layers, 1)
+            self.reset()
             ends.append(self._read([prompt], prompt_mask, learn_prompt, progress))
             caches.append(self.cache)
             read += len(prompt)
@@ -339,6 +339,14 @@ class TreeTarget:
             draft=(lengths[:, 0], draft.ancestors),
         )
         return logits[:, :nodes]
+
+    def steps(self, tokens: list[int]) -> list[Tensor]:
+        """Read tokens of a single row one by one; return the logits [1, V] after each."""
+        logits = []
+        for token in tokens:
+            logits.append(self.verify(root_only(torch.tensor([token], device="cpu")))[:, 0])
+            self.commit(torch.zeros((1, 1), dtype=torch.long, device="cpu"), [1])
+        return logits
 
     @_without_gradients
     def commit(self, path: Tensor, counts: list[int]) -> None:

@@ -253,9 +253,8 @@ def _open_mxfp4(blocks: BlockRow) -> None:
     def constant(number: int) -> Emitted:
         return ir.Constant(exponents.type, [number] * raw.type.count)
 
-    small = b.shl(
-        constant(0x00200000), exponents
-    )  # 2^-128 and 2^-127 have no exponent of their own
+    # 2^-128 and 2^-127 have no exponent of their own.
+    small = b.shl(constant(0x00200000), exponents)
     usual = b.shl(b.sub(exponents, constant(1)), constant(23))
     bits = b.select(b.icmp_unsigned("<", exponents, constant(2)), small, usual)
     blocks.scales = b.bitcast(bits, ir.VectorType(F32, raw.type.count))
