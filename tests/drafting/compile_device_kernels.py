@@ -28,7 +28,7 @@ from token_recycling.drafting.draft import chains
 from token_recycling.drafting.kernels.device import count, learn, propose, top_k
 from token_recycling.graph import kernels
 from token_recycling.graph.step import GraphStep
-from token_recycling.model.gpu import attention_kernel
+from token_recycling.model.gpu import attention_kernel, elementwise_kernel
 from token_recycling.model.gpu.attention import TreeView
 from token_recycling.util.launch import REGISTERS, only_compiled
 
@@ -70,6 +70,9 @@ POINTERS = {
     "like": "*bf16",
     **dict.fromkeys(("query", "key", "value", "found_out"), "*bf16"),
     **dict.fromkeys(("sums_out", "tops_out", "totals_out", "sums", "tops", "totals"), "*fp32"),
+    **dict.fromkeys(("x", "weight", "out", "gate", "up", "cos", "sin"), "*bf16"),
+    **dict.fromkeys(("query_out", "key_out"), "*bf16"),
+    "epsilon": "fp32",
     "scale": "fp32",
     "learning_rate": "fp32",
     "old_weight": "fp32",
@@ -93,8 +96,10 @@ NUMBERS = (
     "total",
 )
 STRIDES = tuple(f"{a}_{b}" for a in ("query", "key", "value") for b in ("row", "head", "slot"))
+STRIDES += tuple(f"{a}_{b}" for a in ("query", "key", "cos", "sin") for b in ("row", "token"))
+STRIDES += tuple(f"{a}_out_{b}" for a in ("query", "key") for b in ("row", "head", "token"))
 STRIDES += ("query_node",)
-NUMBERS += ("size", "heads", "splits", "count", *STRIDES)
+NUMBERS += ("tokens", "size", "heads", "splits", "count", *STRIDES)
 
 
 def variants():
@@ -120,8 +125,6 @@ def variants():
         yield f"count ones k={k}", count._count, constants, count.COUNT_WARPS
     constants = {"K": 8, "WIDTH": 8, "NODES": 16, "ROUND": 8, "CHAIN": 16, "P": 1, "T": 1}
     yield "propose ones", propose._propose, constants, propose.PROPOSE_WARPS
-    constants |= {"n": 1, "NODES": 2, "ROUND": 1}
-    yield "propose ones n=1", propose._propose, constants, propose.PROPOSE_WARPS
     for n in (2, 16, 128, 512):
         yield f"accept n={n}", kernels._accept, {"NODES": n, "STEPS": 32}, 1
     for rule in range(3):
@@ -143,6 +146,14 @@ def variants():
     for k in (8, 12, 16):
         own = {"K": k, "WIDTH": triton.next_power_of_2(k), "BLOCK": top_k.BLOCK, "BLOCKS": 2048}
         yield f"choose k={k}", top_k._choose, own, 4
+    for size in (64, 576, 4096, 16384):
+        own = {"ADDED": 0.0, "BLOCK": triton.next_power_of_2(size)}
+        warps = elementwise_kernel.norm_warps(own["BLOCK"])
+        yield f"norm size={size}", elementwise_kernel._rms_norm, own, warps
+    for size in (64, 96, 128):
+        own = {"HALF": size // 2, "WIDTH": triton.next_power_of_2(size // 2)}
+        yield f"rotary size={size}", elementwise_kernel._rotary, own, 1
+    yield "gated", elementwise_kernel._gated, {"BLOCK": elementwise_kernel.GATED_BLOCK}, 4
     yield "maxima", top_k._maxima, {"BLOCK": top_k.BLOCK, "MANY": top_k.MANY}, 4
     yield "commit", kernels._commit, {"ROWS": 8, "BLOCK": 1024}, 4
 
@@ -201,6 +212,8 @@ def compile_by_launcher(target):
     """Compile what a step launches, with the arguments that it has, by the path of a launch."""
     launched = (*DRAFTING, kernels._layout, kernels._accept, kernels._commit)
     launched += (top_k._maxima, top_k._choose, attention_kernel._attend, attention_kernel._merge)
+    elementwise = elementwise_kernel
+    launched += (elementwise._rms_norm, elementwise._rotary, elementwise._gated)
     driver.set_active(NoGPU(target))
     for kernel in launched:
         kernel.device_caches.clear()
@@ -209,10 +222,15 @@ def compile_by_launcher(target):
     dtype = torch.float16 if target.arch == 75 else torch.bfloat16
     step = GraphStep(recycler.target, recycler.drafter, 1, 256, 16, kernels=True)
     step.drafting.compile(dtype)
+    # Triton compiles arguments of 1 in, as where one node is drafted.
+    GraphStep(recycler.target, recycler.drafter, 1, 256, 1, kernels=True).drafting.compile(dtype)
     draft = chains(torch.zeros(1, 16, dtype=torch.long))
     query, key = torch.zeros(1, 8, 16, 64, dtype=dtype), torch.zeros(1, 2, 256, 64, dtype=dtype)
     windows = recycler.target.windows
     with only_compiled():
+        elementwise.rms_norm(query, query[0, 0, 0], 1e-5)
+        elementwise.rotary(query, key[:, :, :16], query[:, 0], query[:, 0])
+        elementwise.gated(query, query)
         positions, _, _ = kernels.layout(windows, step.cache.lengths, draft, 256, None, dtype)
         kernels.accept(draft, draft.tokens, step.roots)
         kernels.commit(step.cache, draft.parents, step.roots)

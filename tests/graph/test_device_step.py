@@ -15,13 +15,14 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from architectures import make
 from gpu_launches import Launches
+
+from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.draft import chains
-from token_recycling.graph import kernels, runner, tensors
+from token_recycling.graph import kernels, tensors
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.util.modes import ordinary_tensors
@@ -43,7 +44,7 @@ def test_a_step_launches_few_kernels_around_the_forward(architecture, batch):
         step.begin([Sequence(prompt) for prompt in prompts], [])
     names = Launches(model).during(step)
     print(len(names), names)
-    assert {"device_propose", "device_count", "device_learn"} <= set(names)
+    assert {"_propose", "_count", "_learn"} <= set(names)
     assert len(names) <= MOST_LAUNCHES
     layers = model.config.get_text_config().num_hidden_layers
     assert layers > 1  # the commit must not launch kernels per layer
@@ -65,11 +66,6 @@ def test_drafts_may_share_their_rows_memory():
     assert roots[0].equal(roots[1])
 
 
-@pytest.fixture
-def _traced(monkeypatch):
-    monkeypatch.setattr(runner, "BACKEND", "aot_eager")
-
-
 def answers(model, prompts, *, graph=True, **options):
     """Two answers per prompt, of which the second has drafts to accept, and their statistics."""
     recycler = TokenRecycling(model, nodes=5, graph=graph, strict=True, warm=False)
@@ -82,7 +78,6 @@ def answers(model, prompts, *, graph=True, **options):
     return [[answer.token_ids for answer in each] for each in found], recycler.stats
 
 
-@pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize(("architecture", "lengths"), [("llama", [9]), ("gemma3", [20, 6])])
 def test_the_text_is_that_of_generate(architecture, lengths):
     """One row, and two of different lengths with full and sliding windows."""
@@ -94,7 +89,6 @@ def test_the_text_is_that_of_generate(architecture, lengths):
     assert stats.accepted > 0
 
 
-@pytest.mark.usefixtures("_traced")
 def test_sampled_text_is_that_of_the_eager_loop():
     model = make("llama")
     prompts = random_prompts([9, 4])
@@ -104,7 +98,6 @@ def test_sampled_text_is_that_of_the_eager_loop():
     )
 
 
-@pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("what", ["mask", "commit", "positions", "acceptance"])
 def test_breaking_a_part_turns_this_red(monkeypatch, what):
     """The first steps, which are compared with eager ones, are just as wrong."""
@@ -129,5 +122,4 @@ def test_breaking_a_part_turns_this_red(monkeypatch, what):
     monkeypatch.setattr(kernels, "layout", broken_layout)
     monkeypatch.setattr(kernels, "commit", broken_commit)
     monkeypatch.setattr(kernels, "accept", broken_accept)
-    torch._dynamo.reset()
     assert answers(model, prompts)[0][1] != [plain(model, prompts[0], TOKENS)]

@@ -118,9 +118,7 @@ class TestPeft:
         adapted.unmerge_adapter()
         assert recycler.target.lm_head.weight is not None
 
-    def test_no_graph_with_adapters(self, adapted, monkeypatch):
-        monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
-        torch._dynamo.reset()
+    def test_no_graph_with_adapters(self, adapted):
         recycler = TokenRecycling(adapted, nodes=8, graph=True)
         for _ in range(2):
             with pytest.warns(UserWarning, match="adapters"):

@@ -84,10 +84,8 @@ def test_steps_pack_and_prompts_need_no_mask(graph, monkeypatch):
         seen.append(query.shape[2])
         return packed_attention(stock, module, query, *others, **options)
 
-    monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
     monkeypatch.setattr("token_recycling.model.attention.install", lambda: None)
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", watched)
-    torch._dynamo.reset()
     [prompt] = random_prompts([20])
     recycler = TokenRecycling(model, nodes=8, graph=graph)
     seen.clear()  # the probe's

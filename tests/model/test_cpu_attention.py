@@ -304,10 +304,8 @@ def _count(seen, kernel, launch, *about):
     launch(*about)
 
 
-def test_compiled_steps_use_it_too(monkeypatch):
+def test_steps_of_graphs_use_it_too(monkeypatch):
     """And the kernel of linear layers."""
-    monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
-    torch._dynamo.reset()
     seen = []
     for kernel in (attention, linear):
         launch = partial(_count, seen, kernel, kernel.launch)

@@ -20,12 +20,6 @@ def stock(model, ids=IDS, **options):
     return type(model).generate(model, ids, attention_mask=mask, pad_token_id=0, **options)
 
 
-@pytest.fixture
-def eager_graphs(monkeypatch):
-    monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("nodes", [None, 16])
 def test_autocast_around_a_call(drafter, nodes, bundled):
@@ -42,7 +36,7 @@ def test_autocast_around_a_call(drafter, nodes, bundled):
         assert recycler.matrix.probabilities.isfinite().all()
 
 
-def test_autocast_around_a_call_as_a_graph(bundled, eager_graphs):
+def test_autocast_around_a_call_as_a_graph(bundled):
     recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16, graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         answer = recycler.generate("Once upon a time there was a king", max_new_tokens=40)
@@ -134,7 +128,7 @@ def test_all_logits_not_finite_emit_what_generate_emits():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_drafted_token_that_overflows_spoils_nothing(value, graph, batch, eager_graphs):
+def test_a_drafted_token_that_overflows_spoils_nothing(value, graph, batch):
     """A masked entry that is not finite is still not finite: 0 · NaN."""
     model = make("llama")
     prompts = random_prompts([20] * batch, seed=2)

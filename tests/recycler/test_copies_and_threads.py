@@ -117,9 +117,7 @@ class TestCopies:
         "options",
         [{}, {"float32_logits": True}, pytest.param({"graph": True}, marks=pytest.mark.slow)],
     )
-    def test_a_recycler(self, copied, drafter, options, monkeypatch):
-        monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
-        torch._dynamo.reset()
+    def test_a_recycler(self, copied, drafter, options):
         model = make("llama")
         recycler = TokenRecycling(model, drafter=drafter, **options)
         expected = recycler.generate(PROMPT, max_new_tokens=30).token_ids
@@ -338,10 +336,8 @@ class TestAdapters:
         assert has_adapters(model)
 
     @pytest.mark.parametrize("late", [False, True])
-    def test_no_graph_is_made_with_them(self, peft, late, monkeypatch):
+    def test_no_graph_is_made_with_them(self, peft, late):
         """A replay would not see them switched."""
-        monkeypatch.setattr("token_recycling.graph.runner.BACKEND", "eager")
-        torch._dynamo.reset()
         model = make("llama")
         if not late:
             adapter = self.adapted(model, peft)

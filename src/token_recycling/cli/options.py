@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial, wraps
+from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -81,10 +81,7 @@ Float32Logits = Annotated[
 ]
 Graph = Annotated[
     bool | None,
-    typer.Option("--graph/--no-graph", help="Run each step as one graph; default: on CUDA."),
-]
-Compile = Annotated[
-    bool, typer.Option("--compile", help="Compile graphs on CUDA too; the first time, minutes.")
+    typer.Option("--graph/--no-graph", help="Capture steps as CUDA graphs; default: on CUDA."),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt without a chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -100,7 +97,6 @@ class Loading:
     dequantize: Dequantize = False
     float32_logits: Float32Logits = False
     graph: Graph = None
-    compiled: Compile = False
     drafter: Drafter = defaults.DRAFTER
     nodes: Nodes = None
     tree: Tree = None
@@ -125,8 +121,6 @@ class Loading:
             raise TokenRecyclingError(
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
-        if self.compiled and self.graph is False:
-            raise TokenRecyclingError("--compile and --no-graph contradict each other")
         self._check()
         with busy_shown(f"loading {self.model or 'the bundled model'}"):
             import torch
@@ -134,7 +128,6 @@ class Loading:
 
             from token_recycling.checkpoint.load import load_checkpoint
             from token_recycling.decoding.prepare import compile_kernels, is_compiled
-            from token_recycling.options import COMPILED
             from token_recycling.recycler import TokenRecycling
 
             logging.set_verbosity_error()
@@ -157,14 +150,13 @@ class Loading:
                 tree=self.tree,
                 k=self.candidates,
                 matrix=self.matrix if self.matrix and self.matrix.exists() else None,
-                graph=COMPILED if self.compiled else self.graph,
+                graph=self.graph,
                 float32_logits=self.float32_logits,
                 warm=self.warm,
                 strict=self.strict,
             )
         if recycler.warm_rows is not None and recycler.warm_rows.computed:
             show.note(recycler.warm_rows.line)
-        recycler.runs.compiling = partial(busy_shown, "compiling the step (once per model)")
         return recycler
 
     def _check(self) -> None:

@@ -43,7 +43,6 @@ FIELDS = (
     "candidates",
     "matrix",
     "graph",
-    "compiled",
     "warm",
     "float32_logits",
     "threads",

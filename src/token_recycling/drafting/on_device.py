@@ -9,7 +9,13 @@ from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import host
-from token_recycling.drafting.kernels.device import count, learn, propose  # noqa: F401
+from token_recycling.drafting.kernels.device import count, learn, propose
+from token_recycling.drafting.kernels.device.state import (
+    Evidence,
+    RootCandidates,
+    Tables,
+    Texts,
+)
 from token_recycling.drafting.kernels.device.top_k import device_top_k, is_faster
 from token_recycling.drafting.matrix import STATE
 from token_recycling.util.launch import only_compiled
@@ -51,42 +57,55 @@ class DeviceDrafting:
         self.max_depth = min(drafter.max_depth, self.size - 1)
         matrix = drafter.matrix
         self._learnt = {name: getattr(matrix, name).to(device, copy=True) for name in STATE}
-        rates = host.expected_rates(matrix.k)
-        self._rates = torch.from_numpy(rates).to(device, torch.float32)
-        # Read instead of the weights in float64, and of the evidence
-        self._weights = self._learnt["weights"].float()
-        self._logits = torch.zeros_like(self._rates)
-        self._classes = torch.from_numpy(host.BIN_OF).to(device, torch.int32)
-        self._context = torch.full((batch, capacity), NO_TOKEN, device=device)
-        self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self._chain = torch.zeros((batch, max(drafter.chain_length, 1)), device=device).long()
-        self._counts = torch.zeros_like(self._lengths)
-        self._runs = torch.zeros_like(self._lengths)
-        root_rows = RootRows.none(batch, matrix.k)
-        self._root_ids = root_rows.candidates.to(device)
-        self._root_p = root_rows.probabilities.view(torch.int16).to(device)
-        self._rejected = root_rows.rejected.to(device)
+        rates = torch.from_numpy(host.expected_rates(matrix.k)).to(device, torch.float32)
+        learnt = self._learnt
+        self._tables = Tables(
+            learnt["all_candidates"],
+            learnt["all_probabilities"].view(torch.int16),
+            learnt["keys"],
+            learnt["weights"].float(),
+            torch.zeros_like(rates),
+            torch.from_numpy(host.BIN_OF).to(device, torch.int32),
+            matrix.vocab_size,
+            matrix.pairs,
+            matrix.triples,
+        )
+        self._evidence = Evidence(learnt["evidence"], learnt["weights"], rates)
+        lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self._texts = Texts(
+            torch.full((batch, capacity), NO_TOKEN, device=device),
+            lengths,
+            torch.zeros((batch, max(drafter.chain_length, 1)), device=device).long(),
+            torch.zeros_like(lengths),
+            torch.zeros_like(lengths),
+        )
+        none = RootRows.none(batch, matrix.k)
+        self._roots = RootCandidates(
+            none.candidates.to(device),
+            none.probabilities.view(torch.int16).to(device),
+            none.rejected.to(device),
+        )
         self._slots = torch.zeros((batch, self.size, host.LEVELS), device=device).long()
         self._slot_keys = torch.zeros_like(self._slots)
         self._by_blocks: bool | None = None  # whether top-k is; None: not tried
 
     def begin(self, texts: list[list[int]], roots: Tensor) -> None:
         """Copy the matrix to the device, and the texts, without the next roots."""
-        rows = self.drafter.new_rows(len(texts), self._context.shape[1])
+        rows = self.drafter.new_rows(len(texts), self._texts.tokens.shape[1])
         self.drafter.load(rows, texts)
-        self._context.copy_(rows.context.tokens)
-        self._lengths.copy_(rows.context.lengths)
+        self._texts.tokens.copy_(rows.context.tokens)
+        self._texts.lengths.copy_(rows.context.lengths)
         self.set_root_rows(rows.root_rows)
         for name, tensor in self._learnt.items():
             tensor.copy_(getattr(self.drafter.matrix, name))
-        self._weights.copy_(self._learnt["weights"])
-        self._logits.copy_(torch.from_numpy(self.drafter.logits))
+        self._tables.weights.copy_(self._learnt["weights"])
+        self._tables.logits.copy_(torch.from_numpy(self.drafter.logits))
 
     def set_root_rows(self, rows: RootRows) -> None:
         """Copy root rows to the device."""
-        self._root_ids.copy_(rows.candidates)
-        self._root_p.copy_(rows.probabilities.view(torch.int16))
-        self._rejected.copy_(rows.rejected)
+        self._roots.ids.copy_(rows.candidates)
+        self._roots.probabilities.copy_(rows.probabilities.view(torch.int16))
+        self._roots.rejected.copy_(rows.rejected)
 
     def end(self) -> None:
         """Copy the matrix back."""
@@ -95,7 +114,7 @@ class DeviceDrafting:
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile the kernels for logits of ``dtype``, which takes seconds; run none of them."""
-        device, (batch, n) = self._context.device, self._slots.shape[:2]
+        device, (batch, n) = self._slots.device, self._slots.shape[:2]
         roots = torch.zeros(batch, dtype=torch.long, device=device)
         path = torch.zeros((batch, self.max_depth + 1), dtype=torch.long, device=device)
         shape = (batch, n, self.drafter.matrix.vocab_size)
@@ -114,93 +133,43 @@ class DeviceDrafting:
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
-        parts = torch.ops.token_recycling.device_propose(
-            self._context,
-            self._lengths,
+        drafter = self.drafter
+        return propose.propose(
+            self._texts,
             roots,
-            self._chain,
-            self._counts,
-            self._runs,
-            *self._root_rows,
+            self._roots,
+            self._tables,
             self._slots,
             self._slot_keys,
-            *self._tables,
-            self.drafter.chain_length,
-            self.drafter.max_depth,
-        )
-        tokens, parents, depths, ancestors, valid, scores = parts
-        return DraftTree(tokens, parents, depths, ancestors, valid, self.max_depth, scores)
-
-    @property
-    def _root_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._root_ids, self._root_p, self._rejected
-
-    @property
-    def _tables(self) -> tuple[Tensor | int, ...]:
-        """Arguments of the kernels that read candidates of all sources."""
-        matrix, learnt = self.drafter.matrix, self._learnt
-        return (
-            learnt["all_candidates"],
-            learnt["all_probabilities"].view(torch.int16),
-            learnt["keys"],
-            self._weights,
-            self._logits,
-            self._classes,
-            matrix.vocab_size,
-            matrix.pairs,
-            matrix.triples,
+            drafter.chain_length,
+            drafter.max_depth,
         )
 
     def _top_k(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the k best logits and their tokens, by blocks if that is faster here."""
         k = self.drafter.matrix.k
-        trying = self._by_blocks is None and not torch.compiler.is_compiling()
-        if trying and not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self._by_blocks is None and not (
+            logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
             self._by_blocks = is_faster(logits, k)
         values, ids = device_top_k(logits, k) if self._by_blocks else logits.topk(k, dim=-1)
         return values, ids
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> Tensor | None:
         """Learn from a step (see ``Drafter.observe``)."""
-        drafter, learnt = self.drafter, self._learnt
-        matrix = drafter.matrix
-        values, ids = self._top_k(logits[..., : matrix.vocab_size])
-        torch.ops.token_recycling.device_count(
-            self._context,
-            self._lengths,
-            self._chain,
-            self._counts,
-            self._runs,
-            *self._root_rows,
+        drafter, tables = self.drafter, self._tables
+        values, ids = self._top_k(logits[..., : tables.vocab_size])
+        count.count(
+            self._texts,
+            self._roots,
+            tables,
+            self._evidence,
             draft.valid,
             accepted.emitted,
-            *self._tables[:6],
-            learnt["evidence"],
-            learnt["weights"],
-            self._rates,
-            *self._tables[6:],
             drafter.learning_rate,
         )
-        torch.ops.token_recycling.device_remember(
-            ids,
-            values,
-            draft.parents,
-            draft.valid,
-            accepted.path,
-            accepted.emitted,
-            accepted.counts,
-            *self._root_rows,
-        )
-        torch.ops.token_recycling.device_learn(
-            self._slots,
-            self._slot_keys,
-            draft.valid,
-            values,
-            ids,
-            learnt["all_candidates"],
-            learnt["all_probabilities"].view(torch.int16),
-            learnt["keys"],
-            matrix.vocab_size,
-            drafter.old_weight,
+        learn.remember(self._roots, draft, values, ids, accepted)
+        learn.learn(
+            tables, self._slots, self._slot_keys, draft.valid, values, ids, drafter.old_weight
         )
         return None

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, cast
 
@@ -38,6 +38,9 @@ from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
 SMALLEST = 256  # slots of the smallest cache
+# The same on a GPU, of all rows together: to capture a step for more slots takes a second, and
+# attention reads no empty ones.
+SMALLEST_CUDA = 2048
 SPARE_SLOTS = 64  # spare slots of a new cache beyond the first step
 MOST_GRAPHS = 4  # graphs that are kept; those for as many rows and slots share a cache
 
@@ -58,12 +61,13 @@ def can_capture(accept: Acceptor) -> bool:
     return all(map(can_choose, accept.processors))
 
 
-def slots_for(length: int, size: int) -> int:
+def slots_for(length: int, size: int, smallest: int = SMALLEST) -> int:
     """Return the slots of the smallest cache for texts of ``length`` and drafts of ``size``.
 
-    There is room for the two steps that are compared, and some more.
+    There is room for the two steps that are compared, and some more. ``smallest`` is rounded up to
+    a power of two.
     """
-    slots = SMALLEST
+    slots = 1 << (smallest - 1).bit_length()
     while slots < length + size + max(
         SPARE_SLOTS, 2 * size
     ):  # powers of two, and halfway between them
@@ -79,9 +83,6 @@ class GraphDecoder:
         target: TreeTarget,
         drafter: AnyDrafter,
         size: DraftSize,
-        *,
-        compiles: bool,
-        compiling: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Decode with ``drafter``.
 
@@ -90,9 +91,6 @@ class GraphDecoder:
             drafter: of any kind.
             size: draft-size policy. Each size is a graph of its own, so all drafts have one, which
                 is looked at when an answer begins.
-            compiles: compile the steps; False: only capture them.
-            compiling: context entered while a step is compiled, which may take minutes the first
-                time.
 
         Raises:
             GraphError: the model cannot be captured, or the drafter never drafts.
@@ -104,7 +102,6 @@ class GraphDecoder:
         if written != target.vocab_size:
             raise GraphError("the LM head is wider than the vocabulary")
         self.target, self.drafter, self.size = target, drafter, size
-        self._compiles, self._compiling = compiles, compiling
         if not target.takes_positions:
             raise GraphError("the model takes no position ids")
         self._kernels = has_device_kernels(target.device)  # and none has failed
@@ -157,10 +154,11 @@ class GraphDecoder:
         if (addresses := self._captured_addresses()) != self._addresses:
             self._runners, self._failed, self._addresses = {}, {}, addresses
         size = self.next_size
-        slots = slots_for(length, size)
+        slots = self._slots_for(batch, length, size)
         kernels = self._kernels
         if kernels:  # those of drafts first, even if the first steps are plain
-            self._compiler.ask(batch, slots_for(length, self._drafted), self._drafted)
+            drafted = self._drafted
+            self._compiler.ask(batch, self._slots_for(batch, length, drafted), drafted)
             begun = perf_counter()
             kernels = self._compiler.ready(batch, slots, size, self._patience)
             self._patience = max(0.0, self._patience - (perf_counter() - begun))
@@ -179,6 +177,11 @@ class GraphDecoder:
             del self._runners[next(iter(self._runners))]
         return runner
 
+    def _slots_for(self, batch: int, length: int, size: int) -> int:
+        """Return the slots of the smallest cache on this device (see ``slots_for``)."""
+        cuda = self.target.device.type == "cuda"
+        return slots_for(length, size, max(SMALLEST, SMALLEST_CUDA // batch * cuda))
+
     def _cache_of(self, batch: int, slots: int) -> FixedCache | None:
         """Return the cache of a kept step for as many rows and slots, or None."""
         caches = (runner.step.cache for runner in self._runners.values())
@@ -192,7 +195,7 @@ class GraphDecoder:
         follows: FollowAcceptor | None,
         kernels: bool,
     ) -> GraphRunner:
-        with ordinary_tensors(), self._compiling():  # the caller may be in inference mode
+        with ordinary_tensors():  # the caller may be in inference mode
             for _ in range(2):
                 cache = self._cache_of(batch, slots)
                 try:
@@ -207,13 +210,13 @@ class GraphDecoder:
                         sampled=follows is not None and follows.sampler is not None,
                         kernels=kernels,
                     )
-                    return GraphRunner(step, compiled=self._compiles)
+                    return GraphRunner(step)
                 except torch.OutOfMemoryError:
                     self._runners = {}  # free their caches, then retry
                     del cache
                 except GraphError:
                     raise
-                except Exception as error:  # compilers may raise anything
+                except Exception as error:  # Triton's compiler may raise anything
                     raise StepError(one_line(error, 200)) from error
         raise GraphError(f"not enough memory for a cache of {batch} x {slots} tokens")
 

@@ -5,8 +5,6 @@ Shapes use B rows of a batch, n nodes, p nodes of the longest path, s slots of t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -172,52 +170,6 @@ def _commit(
 # Operations
 
 
-@torch.library.custom_op("token_recycling::device_layout", mutates_args=())
-def _launch_layout(
-    lengths: Tensor,
-    depths: Tensor,
-    ancestors: Tensor,
-    slots: int,
-    most: int,
-    rule: int,
-    size: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, n = depths.shape
-    # A drafter may return expanded tensors; the kernel steps from row to row.
-    depths, ancestors = depths.contiguous(), ancestors.contiguous()
-    positions, draft_slots = depths.new_empty((batch, n)), depths.new_empty(n)
-    mask = depths.new_empty((batch, n, slots), dtype=dtype)
-    launch(
-        _layout,
-        (batch, n),
-        lengths,
-        depths,
-        ancestors,
-        positions,
-        draft_slots,
-        mask,
-        batch,
-        n,
-        slots,
-        most,
-        size,
-        torch.finfo(dtype).min,
-        RULE=rule,
-        ROWS=triton.next_power_of_2(batch),
-        BLOCK=min(triton.next_power_of_2(slots), SLOTS_AT_ONCE),
-        num_warps=4,
-    )
-    return positions, draft_slots, mask
-
-
-@_launch_layout.register_fake
-def _(lengths: Tensor, depths: Tensor, ancestors: Tensor, slots: int, *others: Any) -> Any:
-    batch, n = depths.shape
-    mask = depths.new_empty((batch, n, slots), dtype=others[-1])
-    return depths.new_empty((batch, n)), depths.new_empty(n), mask
-
-
 def layout(
     windows: dict[str, AttentionWindow],
     lengths: Tensor,
@@ -228,17 +180,32 @@ def layout(
 ) -> tuple[Tensor, Tensor, Tensor | dict[str, Tensor]]:
     """Place a draft behind the longest row (see ``tensors.layout``)."""
     last = torch.iinfo(torch.int64).max if most is None else most - 1
+    batch, n = draft.depths.shape
+    # A drafter may return expanded tensors; the kernel steps from row to row.
+    depths, ancestors = draft.depths.contiguous(), draft.ancestors.contiguous()
+    positions, draft_slots = depths.new_empty((batch, n)), depths.new_empty(n)
     masks = {}
     for kind, window in windows.items():
-        positions, draft_slots, mask = torch.ops.token_recycling.device_layout(
+        mask = depths.new_empty((batch, n, slots), dtype=dtype)
+        launch(
+            _layout,
+            (batch, n),
             lengths,
-            draft.depths,
-            draft.ancestors,
+            depths,
+            ancestors,
+            positions,
+            draft_slots,
+            mask,
+            batch,
+            n,
             slots,
             last,
-            RULES[window.rule],
             window.size,
-            dtype,
+            torch.finfo(dtype).min,
+            RULE=RULES[window.rule],
+            ROWS=triton.next_power_of_2(batch),
+            BLOCK=min(triton.next_power_of_2(slots), SLOTS_AT_ONCE),
+            num_warps=4,
         )
         masks[kind] = mask[:, None]
     return positions, draft_slots, masks if len(masks) > 1 else next(iter(masks.values()))
@@ -246,36 +213,15 @@ def layout(
 
 def accept(draft: DraftTree, choices: Tensor, roots: Tensor) -> tuple[Accepted, Tensor]:
     """Accept the longest path of each row (see ``tensors.accept``)."""
-    parts = (draft.tokens, draft.parents, draft.depths, draft.valid, choices, roots)
-    *found, summary = torch.ops.token_recycling.device_accept(*parts, draft.max_depth + 1)
-    return Accepted(*found), summary
-
-
-def commit(cache: FixedCache, path: Tensor, counts: Tensor) -> None:
-    """Keep the draft's entries on the accepted paths (see ``tensors.commit``)."""
-    for entries, pointers in cache.same_shapes:
-        torch.ops.token_recycling.device_commit(entries, pointers, path, counts, cache.lengths)
-    cache.lengths.add_(counts)
-
-
-@torch.library.custom_op("token_recycling::device_accept", mutates_args=("roots",))
-def _launch_accept(
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    valid: Tensor,
-    choices: Tensor,
-    roots: Tensor,
-    longest: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, n = tokens.shape
-    given = [part.contiguous() for part in (tokens, parents, depths, valid, choices)]
-    path, emitted = tokens.new_empty((batch, longest)), tokens.new_empty((batch, longest))
-    counts, summary = tokens.new_empty(batch), tokens.new_empty((batch, longest + 1))
+    batch, n = draft.tokens.shape
+    longest = draft.max_depth + 1
+    parts = (draft.tokens, draft.parents, draft.depths, draft.valid, choices)
+    path, emitted = roots.new_empty((batch, longest)), roots.new_empty((batch, longest))
+    counts, summary = roots.new_empty(batch), roots.new_empty((batch, longest + 1))
     launch(
         _accept,
         (batch,),
-        *given,
+        *(part.contiguous() for part in parts),
         roots,
         path,
         emitted,
@@ -287,45 +233,29 @@ def _launch_accept(
         STEPS=triton.next_power_of_2(longest),
         num_warps=1,
     )
-    return path, emitted, counts, summary
+    return Accepted(path, emitted, counts), summary
 
 
-@_launch_accept.register_fake
-def _(tokens: Tensor, *args: Any) -> Any:
-    batch, longest = tokens.shape[0], args[-1]
-    path, emitted = tokens.new_empty((batch, longest)), tokens.new_empty((batch, longest))
-    return path, emitted, tokens.new_empty(batch), tokens.new_empty((batch, longest + 1))
-
-
-@torch.library.custom_op("token_recycling::device_commit", mutates_args=("entries",))
-def _launch_commit(
-    entries: list[Tensor],
-    pointers: Tensor,
-    path: Tensor,
-    counts: Tensor,
-    lengths: Tensor,
-) -> None:
-    batch, heads, slots, size = entries[0].shape
-    block = min(triton.next_power_of_2(heads * size), 1024)
-    launch(
-        _commit,
-        (len(entries), batch, triton.cdiv(heads * size, block)),
-        pointers,
-        path,
-        counts,
-        lengths,
-        entries[0],
-        batch,
-        path.shape[1],
-        heads,
-        slots,
-        size,
-        ROWS=triton.next_power_of_2(batch),
-        BLOCK=block,
-        num_warps=4,
-    )
-
-
-@_launch_commit.register_fake
-def _(*args: Any) -> None:
-    return None
+def commit(cache: FixedCache, path: Tensor, counts: Tensor) -> None:
+    """Keep the draft's entries on the accepted paths (see ``tensors.commit``)."""
+    for entries, pointers in cache.same_shapes:
+        batch, heads, slots, size = entries[0].shape
+        block = min(triton.next_power_of_2(heads * size), 1024)
+        launch(
+            _commit,
+            (len(entries), batch, triton.cdiv(heads * size, block)),
+            pointers,
+            path,
+            counts,
+            cache.lengths,
+            entries[0],
+            batch,
+            path.shape[1],
+            heads,
+            slots,
+            size,
+            ROWS=triton.next_power_of_2(batch),
+            BLOCK=block,
+            num_warps=4,
+        )
+    cache.lengths.add_(counts)

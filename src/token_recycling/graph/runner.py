@@ -1,4 +1,4 @@
-"""One graph: a step captured on a GPU, or compiled, compared with the eager step, and launched."""
+"""One graph: a step captured on a GPU, compared with the same step without it, and launched."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from token_recycling.util.machine import median_seconds
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
-BACKEND = "inductor"
 WARM_UP = 3  # runs before the capture
 TIES = 4  # roundings of the largest logit within which tokens are all but tied
-VARIANTS = 64  # compiled variants of one function; PyTorch's default limit is 8
 
 
 @contextmanager
@@ -55,19 +53,17 @@ class GraphError(TokenRecyclingError):
 
 
 class StepError(GraphError):
-    """A step cannot be captured or compiled, is wrong, or too slow; another one may do."""
+    """A step cannot be captured, is wrong, or too slow; another one may do."""
 
 
 class GraphRunner:
-    """Runs a ``GraphStep`` repeatedly: on a GPU captured, and compiled on request."""
+    """Runs a ``GraphStep`` repeatedly, on a GPU captured.
 
-    def __init__(self, step: GraphStep, *, compiled: bool) -> None:
-        """Warm up, with no active rows, so that nothing is learnt or committed, and capture.
+    Elsewhere its operations run one by one, more slowly than the eager loop's: what tests need.
+    """
 
-        Args:
-            step: the step.
-            compiled: compile it as one graph, which may take minutes.
-        """
+    def __init__(self, step: GraphStep) -> None:
+        """Warm up, with no active rows, so that nothing is learnt or committed, and capture."""
         self.step = step
         device = step.target.device
         cuda = device.type == "cuda"
@@ -75,9 +71,6 @@ class GraphRunner:
         self._on_device = partial(torch.cuda.device, device) if cuda else nullcontext
         self.lag = step.drafting.lag if cuda else 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._advance: Callable[[], tuple[Tensor, Tensor, Tensor]] = step.advance
-        if compiled:
-            self._advance = torch.compile(step.advance, fullgraph=True, backend=BACKEND)
         with self._on_device():
             self._output = output = self._capture() if cuda else self._run()
         # Host buffers of outputs and inputs, one set per step in flight.
@@ -90,13 +83,12 @@ class GraphRunner:
 
     def _run(self) -> Tensor:
         with (
-            torch._dynamo.config.patch(recompile_limit=VARIANTS),
             uncast(),
             self.step.target.lm_head,
-            self.step.target.layers or nullcontext(),
+            self.step.target.computing(),
             ordinary_tensors(),
         ):
-            return self.step.finish(*self._advance())
+            return self.step.run()
 
     def _capture(self) -> Tensor:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.model.base import Target
 from token_recycling.model.cpu.layers import FastLayers
 from token_recycling.model.fallback import PlainTarget
+from token_recycling.model.gpu.layers import FusedLayers
 from token_recycling.model.limits import text_config
 from token_recycling.model.lm_head import Float32Head
 from token_recycling.model.override import Override
@@ -184,6 +185,8 @@ def _twin(target: TreeTarget) -> TreeTarget:
     twin.model = modules[id(model)]
     if twin.layers is not None:
         twin.layers = FastLayers(twin.model)
+    if twin.fused is not None:
+        twin.fused = FusedLayers(twin.model)
     twin.state = copy.copy(target.state)
     twin.state.windows = {
         kind: window._replace(size=min(WINDOW, window.size))

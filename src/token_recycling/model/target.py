@@ -14,6 +14,7 @@ from transformers import GenerationMixin
 
 from token_recycling import defaults
 from token_recycling.drafting.draft import DraftTree, root_only
+from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
 from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
@@ -23,6 +24,7 @@ from token_recycling.model.cpu.attention import deepest
 from token_recycling.model.cpu.layers import MULTIPLE, FastLayers
 from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.vectors import FORMS
+from token_recycling.model.gpu.layers import FusedLayers
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.limits import (
     AttentionWindow,
@@ -108,6 +110,8 @@ class TreeTarget:
         self.slices_logits = "logits_to_keep" in self._takes
         few_rows = self.device.type == "cpu" and self.dtype in FORMS
         self.layers = FastLayers(model) if few_rows else None
+        fuses = self.device.type == "cuda" and has_device_kernels(self.device)
+        self.fused = FusedLayers(model) if fuses else None
         self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class overrides _sample")
@@ -123,6 +127,10 @@ class TreeTarget:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.reset()
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return the context in which kernels of ours compute the model's layers."""
+        return self.layers or self.fused or nullcontext()
 
     @property
     def windows(self) -> dict[str, AttentionWindow]:
@@ -392,7 +400,7 @@ class TreeTarget:
         sliced = logits_at is not None and self.slices_logits
         if sliced:  # a chunk may need no logits; compute one position then
             inputs["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
-        with self.lm_head, self.layers or nullcontext():
+        with self.lm_head, self.computing():
             inputs[self.cache_name] = self.cache
             output = self.model(**inputs, use_cache=True, return_dict=True)
         logits: Tensor = output.logits.to(self.device)

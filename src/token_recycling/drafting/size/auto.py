@@ -66,7 +66,14 @@ class Pauses:
 class AutoSize(DraftSize):
     """Verifies the nodes with the most tokens per second (see above)."""
 
-    def __init__(self, acceptance: tuple[float, ...], costs: CostCurve, multiple: int = 1) -> None:
+    def __init__(
+        self,
+        acceptance: tuple[float, ...],
+        costs: CostCurve,
+        multiple: int = 1,
+        *,
+        times_plain: bool = True,
+    ) -> None:
         """Choose sizes by ``costs``.
 
         Args:
@@ -75,6 +82,8 @@ class AutoSize(DraftSize):
             costs: step cost by tokens verified.
             multiple: steps of more tokens than this verify a multiple of it, or all there are,
                 where something is prepared anew for every number of tokens.
+            times_plain: time plain steps at first where costs were not measured; False: only after
+                steps with drafts, where a plain step takes long to prepare.
 
         Raises:
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
@@ -93,7 +102,7 @@ class AutoSize(DraftSize):
         self._reach = float(FEWEST)  # nodes to grow
         self._promised: float | None = None  # tokens that this step's nodes promise, if chosen
         self._steps = self._since_plain = self._timings = 0
-        self._timed_left = 0 if costs.measured else TIMED
+        self._timed_left = TIMED if times_plain and not costs.measured else 0
         self._pauses: dict[int, Pauses] = {}
         self._rows = 0
         self.begin(1)

@@ -52,10 +52,10 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
         and 0 < query.shape[2] <= kernels.MOST_TOKENS
         and query.numel() > 0
         and is_available()
+        and not torch.compiler.is_compiling()  # the caller compiles the model
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_available() -> bool:
     """Return whether this processor and PyTorch's build run the kernels."""
     return processor().lanes > 0 and openmp() is not None
@@ -76,12 +76,21 @@ def pack_mask(mask: Tensor, committed: Tensor, group: int) -> Tensor:
     Its slots are a row's committed ones (see ``Packing``), and the last q behind them; ``width`` is
     ``group * q``, rounded up to whole vectors.
     """
-    if torch.compiler.is_compiling():
-        packed: Tensor = torch.ops.token_recycling.pack_mask(mask, committed, group)
-        return packed
-    return _pack_mask(mask, committed, group)
+    batch, _, tokens, slots = mask.shape
+    rows = group * tokens
+    packed = mask.new_zeros(batch, slots, _width(rows), dtype=torch.float32)
+    by_slot = mask[:, 0].transpose(1, 2)
+    if batch > 1:  # a single row skips nothing
+        at = torch.arange(slots, device="cpu").expand(batch, slots)
+        skipped = (slots - tokens - committed)[:, None]
+        at = torch.where(at < committed[:, None], at, at + skipped).clamp_(max=slots - 1)
+        by_slot = by_slot.gather(1, at[:, :, None].expand(batch, slots, tokens))
+    by_slot = by_slot[:, :, None].expand(batch, slots, group, tokens)
+    packed[:, :, :rows].view(batch, slots, group, tokens).copy_(by_slot)
+    return packed
 
 
+@unwatched
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor, scale: float
 ) -> Tensor:
@@ -98,46 +107,6 @@ def attend(
     Returns:
         [B, q, heads, value size].
     """
-    if torch.compiler.is_compiling():
-        found: Tensor = torch.ops.token_recycling.attend(query, key, value, mask, committed, scale)
-        return found
-    return _attend(query, key, value, mask, committed, scale)
-
-
-def deepest(committed: Tensor) -> Tensor:
-    """Return the depth of the deepest node whose sums have the bits of a step of its own.
-
-    Args:
-        committed: int64 [B], tokens of each row before the draft.
-    """
-    return kernels.KEYS - 1 - committed % kernels.KEYS
-
-
-def _width(rows: int) -> int:
-    """Return ``rows``, rounded up to whole vectors."""
-    lanes = processor().lanes
-    return -(-rows // lanes) * lanes
-
-
-def _pack_mask(mask: Tensor, committed: Tensor, group: int) -> Tensor:
-    batch, _, tokens, slots = mask.shape
-    rows = group * tokens
-    packed = mask.new_zeros(batch, slots, _width(rows), dtype=torch.float32)
-    by_slot = mask[:, 0].transpose(1, 2)
-    if batch > 1:  # a single row skips nothing
-        at = torch.arange(slots, device="cpu").expand(batch, slots)
-        skipped = (slots - tokens - committed)[:, None]
-        at = torch.where(at < committed[:, None], at, at + skipped).clamp_(max=slots - 1)
-        by_slot = by_slot.gather(1, at[:, :, None].expand(batch, slots, tokens))
-    by_slot = by_slot[:, :, None].expand(batch, slots, group, tokens)
-    packed[:, :, :rows].view(batch, slots, group, tokens).copy_(by_slot)
-    return packed
-
-
-@unwatched
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor, scale: float
-) -> Tensor:
     batch, heads, tokens, size = query.shape
     key_heads, value_size, width = key.shape[1], value.shape[3], mask.shape[2]
     queries = packed_queries(query, key_heads, width)
@@ -161,6 +130,21 @@ def _attend(
         recording.recorder.rebind_attention(fields, key, value, mask)
     launch(_kernel(key.dtype), fields, torch.get_num_threads(), (number, parts, committed))
     return out
+
+
+def deepest(committed: Tensor) -> Tensor:
+    """Return the depth of the deepest node whose sums have the bits of a step of its own.
+
+    Args:
+        committed: int64 [B], tokens of each row before the draft.
+    """
+    return kernels.KEYS - 1 - committed % kernels.KEYS
+
+
+def _width(rows: int) -> int:
+    """Return ``rows``, rounded up to whole vectors."""
+    lanes = processor().lanes
+    return -(-rows // lanes) * lanes
 
 
 def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor) -> Tensor:
@@ -195,24 +179,3 @@ def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor, committed: Tenso
 @lru_cache
 def _fields(heads: int) -> Any:
     return ctypes.c_int64 * (kernels.FIELDS + heads)
-
-
-# For compiled steps, which cannot look into the kernel.
-_opaque_pack_mask = torch.library.custom_op("token_recycling::pack_mask", mutates_args=())(
-    _pack_mask
-)
-_opaque_attend = torch.library.custom_op("token_recycling::attend", mutates_args=())(_attend)
-
-
-@_opaque_pack_mask.register_fake
-def _(mask: Tensor, committed: Tensor, group: int) -> Tensor:
-    batch, _, tokens, slots = mask.shape
-    return mask.new_empty(batch, slots, _width(group * tokens), dtype=torch.float32)
-
-
-@_opaque_attend.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor, scale: float
-) -> Tensor:
-    batch, heads, tokens, _ = query.shape
-    return query.new_empty(batch, tokens, heads, value.shape[3])

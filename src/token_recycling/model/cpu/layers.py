@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial, update_wrapper
+from functools import partial
 from math import inf
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,22 +24,26 @@ from token_recycling.model.cpu.attention import PACKED, is_available
 from token_recycling.model.cpu.capture import Capture, Recording, Scratch
 from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.vectors import FORMS
+from token_recycling.model.known_forms import (
+    GATED,
+    PROJECTIONS,
+    added_to_weights,
+    epsilon,
+    install_rotary,
+    is_same,
+    linear_children,
+    own_result,
+    sample,
+)
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.override import Override, is_covered, replaceable
 from token_recycling.util.modes import ThreadContext, without_autocast
 
 LINEAR = (nn.Linear, PackedLinear)
-# Children of an attention layer that have the same inputs, in the order in which they are called.
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-GATED = ("gate_proj", "up_proj", "down_proj")
 # Drafts are filled up to a multiple of this: layers are recorded for every number of tokens, which
 # takes longer than a step, and tiles are four tokens wide and more.
 MULTIPLE = 4
-ROTARY = "apply_rotary_pos_emb"  # the function of a Python module of Transformers
 BOUND = ("attention_mask", "past_key_values")  # arguments that are set at every replay
-ADDED = (0.0, 1.0)  # to the weights of a norm (see ``elementwise.rms_norm``)
-# Largest difference of a kernel from the model's own code, relative to the largest result.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-8}
 
 
 class _Shared(threading.local):
@@ -97,6 +101,7 @@ def _is_used(inputs: Tensor) -> bool:
     """Return whether the kernels compute with this tensor now."""
     return (
         bool(FastLayers.entered.objects)
+        and not torch.compiler.is_compiling()  # the caller compiles the model
         and _is_plain(inputs)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
@@ -110,9 +115,6 @@ def _linear(
     if _is_ours(inputs, most):
         weights = _weights(layer, inputs.dtype)
         if weights is not None and inputs.shape[-1] == weights.inputs:
-            if torch.compiler.is_compiling():
-                opaque: Tensor = torch.ops.token_recycling.linear(inputs, *weights)
-                return opaque
             return linear.products(inputs, (weights,))[0]
     unchanged: Tensor = stock(inputs)
     return unchanged
@@ -131,7 +133,7 @@ def _first_projection(
     others: tuple[nn.Module, ...], layer: nn.Module, stock: Any, inputs: Tensor
 ) -> Tensor:
     """``forward`` of the first of several linear layers with the same inputs: multiplies all."""
-    if not torch.compiler.is_compiling() and _is_ours(inputs):
+    if _is_ours(inputs):
         layers = [_weights(one, inputs.dtype) for one in (layer, *others)]
         if all(one is not None and one.inputs == inputs.shape[-1] for one in layers):
             output, *rest = linear.products(inputs, layers)  # type: ignore[arg-type]
@@ -142,7 +144,7 @@ def _first_projection(
 
 def _other_projection(layer: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of the others: returns what was computed with the first."""
-    if not torch.compiler.is_compiling() and inputs is _shared.inputs:
+    if inputs is _shared.inputs:
         output = _shared.outputs.pop(layer, None)
         if output is not None:
             return output
@@ -160,7 +162,7 @@ def _is_bare(layer: nn.Module) -> bool:
 
 def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of ``down(silu(gate(x)) * up(x))``."""
-    if not torch.compiler.is_compiling() and _is_ours(inputs):
+    if _is_ours(inputs):
         layers = [mlp._modules[name] for name in GATED]
         gate, up, down = (
             _weights(layer, inputs.dtype) if layer is not None and _is_bare(layer) else None
@@ -182,8 +184,7 @@ def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of an RMS norm."""
     weight = norm._parameters["weight"]
     if (
-        not torch.compiler.is_compiling()
-        and _is_used(inputs)
+        _is_used(inputs)
         and inputs.numel() > 0
         and inputs.is_contiguous()
         and _is_plain(weight)
@@ -192,25 +193,24 @@ def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
         and weight.shape == inputs.shape[-1:]
         and weight.is_contiguous()
     ):
-        return elementwise.rms_norm(inputs, weight, _epsilon(norm), added)
+        return elementwise.rms_norm(inputs, weight, epsilon(norm), added)
     unchanged: Tensor = stock(inputs)
     return unchanged
-
-
-def _epsilon(norm: nn.Module) -> Any:
-    """Return the epsilon of an RMS norm; None if it has none."""
-    known = norm.__dict__
-    return known.get("variance_epsilon", known.get("eps"))
 
 
 def _rotary(
     stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any
 ) -> Any:
     """``apply_rotary_pos_emb`` of a Python module of Transformers."""
-    plain = not (a or k or torch.compiler.is_compiling())
-    if plain and _is_used(query) and _rotates(query, key, cos, sin):
+    if not (a or k) and _is_used(query) and _rotates(query, key, cos, sin):
         return elementwise.rotary((query, key), cos, sin)
     return stock(query, key, cos, sin, *a, **k)
+
+
+def _rotated(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """Call the kernel."""
+    query, key, cos, sin = inputs
+    return elementwise.rotary((query, key), cos, sin)
 
 
 def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -235,7 +235,7 @@ def _decoder_layer(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> A
     """``forward`` of a decoder layer: replayed if it has been recorded."""
     entered = FastLayers.entered.objects
     hidden = args[0] if args else kwargs.get("hidden_states")
-    if entered and not torch.compiler.is_compiling() and isinstance(hidden, Tensor):
+    if entered and isinstance(hidden, Tensor):
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         if isinstance(cache, RecyclingCache) and hasattr(mask, PACKED) and _is_ours(hidden):
             return entered[-1].call(layer, stock, args, kwargs)
@@ -300,10 +300,10 @@ class FastLayers(ThreadContext):
             added = _compared(module, self._right, _added, [module])
             if added is not None:
                 _cover(module, _norm, added)
-        elif layers := _linear_children(module, GATED):
+        elif layers := linear_children(module, GATED, LINEAR):
             if _compared(module, self._right, _is_gated_mlp, layers):
                 _cover(module, _mlp)
-        elif layers := _linear_children(module, PROJECTIONS):
+        elif layers := linear_children(module, PROJECTIONS, LINEAR):
             first, *others = layers
             _cover(first, _first_projection, tuple(others))
             for other in others:
@@ -311,8 +311,8 @@ class FastLayers(ThreadContext):
             code = sys.modules.get(type(module).__module__)
             if code not in self._right:
                 self._right[code] = True
-                _install_rotary(code)
-        elif any(_linear_children(child, PROJECTIONS) for child in module.children()):
+                install_rotary(code, _rotary, _rotated)
+        elif any(linear_children(child, PROJECTIONS, LINEAR) for child in module.children()):
             _cover(module, _decoder_layer)
 
     def call(self, layer: nn.Module, stock: Any, args: Any, kwargs: Any) -> Any:
@@ -362,7 +362,7 @@ def _is_known(layer: nn.Module) -> bool:
     ours = (_linear, _first_projection, _other_projection, _mlp, _norm)
     return not any(map(_has_hooks, layer.modules())) and all(
         any(is_covered(module, "forward", one) for one in ours)
-        or bool(_linear_children(module, PROJECTIONS))
+        or bool(linear_children(module, PROJECTIONS, LINEAR))
         or not (module._modules or module._parameters)
         for module in layer.modules()
         if module is not layer
@@ -396,12 +396,6 @@ def _state(model: nn.Module) -> Iterator[Any]:
                 yield weight.data_ptr()
 
 
-def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Return a module's linear layers of these names; none if one is missing."""
-    found = [module._modules.get(name) for name in names]
-    return found if all(type(one) in LINEAR for one in found) else []  # type: ignore[return-value]
-
-
 def _cover(module: nn.Module, call: Callable[..., Any], *first: Any) -> None:
     """Replace ``forward`` unless somebody else has, or it is one of a group."""
     if replaceable(module) or is_covered(module, "forward", _linear):
@@ -428,48 +422,14 @@ def _compared(
     return known[key]
 
 
-def _inputs(size: int, dtype: torch.dtype) -> Tensor:
-    """Return two tokens; not random, because the caller's random numbers must not change."""
-    return torch.linspace(-1, 2, 2 * size).sin().view(1, 2, size).to(dtype)
-
-
-def _is_same(found: Tensor, right: Any, dtype: torch.dtype | None = None) -> bool:
-    """Return whether a kernel's result is that of the model's own code, up to rounding.
-
-    ``dtype`` is that of the rounding, by default that of the results.
-    """
-    if not isinstance(right, Tensor) or right.shape != found.shape or right.dtype != found.dtype:
-        return False
-    off = (found.float() - right.float()).abs().max()
-    return bool(off <= TOLERANCE[dtype or found.dtype] * right.float().abs().max())
-
-
-def _own(module: nn.Module, inputs: Tensor) -> Any:
-    """Return what the class of ``module`` computes; None if it takes other arguments."""
-    try:
-        return type(module).forward(module, inputs)
-    except Exception:  # whatever unknown code raises
-        return None
-
-
 def _added(norm: nn.Module) -> float | None:
     """Return what an RMS norm adds to its weights; None if it is of another form."""
-    weight, epsilon = norm._parameters["weight"], _epsilon(norm)
-    if weight is None or weight.dim() != 1 or not isinstance(epsilon, float):
-        return None
-    if len(list(norm.parameters())) != 1 or norm._modules:
-        return None
-    inputs = _inputs(weight.shape[0], weight.dtype)
-    right = _own(norm, inputs)
-    for added in ADDED:
-        if _is_same(elementwise.rms_norm(inputs, weight, epsilon, added), right):
-            return added
-    return None
+    return added_to_weights(norm, elementwise.rms_norm)
 
 
 def _is_gated_mlp(mlp: nn.Module) -> bool:
     """Return whether a module computes ``down(silu(gate(x)) * up(x))``."""
-    layers = _linear_children(mlp, GATED)
+    layers = linear_children(mlp, GATED, LINEAR)
     dtypes: set[Any] = {layer._parameters["weight"].dtype for layer in layers}  # type: ignore[union-attr]
     dtype = torch.float32 if torch.uint8 in dtypes else dtypes.pop()
     gate, up, down = (_weights(layer, dtype) for layer in layers)
@@ -477,32 +437,8 @@ def _is_gated_mlp(mlp: nn.Module) -> bool:
         return False
     if down.inputs != gate.weight.shape[0]:
         return False
-    inputs = _inputs(gate.inputs, dtype)
+    inputs = sample(gate.inputs, dtype)
     gated, _ = linear.products(inputs, (gate, up), gated=True)
     found = linear.products(gated, (down,))[0]
     # Packed weights are multiplied by rounded inputs.
-    return _is_same(found, _own(mlp, inputs), torch.bfloat16 if down.ggml_type else dtype)
-
-
-def _install_rotary(code: ModuleType | None) -> None:
-    """Let the attention layers of a Python module use the kernel, for the rest of this process.
-
-    Model code finds the function by its name in its own module, which is common to all threads, so
-    the kernel is chosen by the thread's context.
-    """
-    stock = getattr(code, ROTARY, None)
-    if stock is None or getattr(stock, "func", None) is _rotary:
-        return
-    query, key = (
-        _inputs(heads * 8, torch.float32).view(1, 2, heads, 8).transpose(1, 2) for heads in (4, 2)
-    )
-    angles = _inputs(4, torch.float32)
-    cos, sin = (torch.cat([one, one], dim=-1) for one in (angles.cos(), angles.sin()))
-    try:
-        right = stock(query, key, cos, sin)
-    except Exception:  # whatever unknown code raises
-        return
-    found = elementwise.rotary((query, key), cos, sin)
-    if not isinstance(right, tuple) or not all(map(_is_same, found, right)):
-        return
-    setattr(code, ROTARY, update_wrapper(partial(_rotary, stock), stock))
+    return is_same(found, own_result(mlp, inputs), torch.bfloat16 if down.ggml_type else dtype)

@@ -123,16 +123,3 @@ def product(
 ) -> Tensor:
     """Compute ``torch.nn.functional.linear`` with the kernel (see ``products``)."""
     return products(inputs, [Layer(weight, bias, ggml_type)])[0]
-
-
-@torch.library.custom_op("token_recycling::linear", mutates_args=())
-def _opaque_product(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, ggml_type: int | None
-) -> Tensor:
-    """For compiled steps, which cannot look into the kernel."""
-    return product(inputs, weight, bias, ggml_type)
-
-
-@_opaque_product.register_fake
-def _(inputs: Tensor, weight: Tensor, bias: Tensor | None, ggml_type: int | None) -> Tensor:
-    return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])

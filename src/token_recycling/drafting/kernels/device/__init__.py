@@ -2,8 +2,7 @@
 
 Four kernels per step: ``propose`` and ``remember`` (one program per row of the batch), ``count``
 (one program) and ``learn`` (one program per node and level of rows). Scores are computed in
-float32, in ``host`` in float64; nodes of equal scores come in the same order. Every kernel is an
-operation of PyTorch, so that compiled and captured steps can contain it.
+float32, in ``host`` in float64; nodes of equal scores come in the same order.
 
 Shapes use B rows of a batch, n nodes, k candidates, V tokens in the vocabulary, w slots of a
 context, c tokens of a chain and t emitted tokens.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +13,12 @@ from token_recycling.drafting.kernels.device.sources import (
     SETS,
     gather,
     lanes_per_row,
+)
+from token_recycling.drafting.kernels.device.state import (
+    Evidence,
+    RootCandidates,
+    Tables,
+    Texts,
 )
 from token_recycling.util.launch import REGISTERS, launch
 from token_recycling.util.vector import at
@@ -201,75 +204,46 @@ def _count(
         tl.store(lengths + row, length + tl.maximum(more, 0))
 
 
-@torch.library.custom_op(
-    "token_recycling::device_count",
-    mutates_args=("context", "lengths", "weights", "logits", "evidence", "exact"),
-)
-def _launch_count(
-    context: Tensor,
-    lengths: Tensor,
-    chain: Tensor,
-    counts: Tensor,
-    runs: Tensor,
-    root_ids: Tensor,
-    root_p: Tensor,
-    rejected: Tensor,
+def count(
+    texts: Texts,
+    own: RootCandidates,
+    tables: Tables,
+    evidence: Evidence,
     valid: Tensor,
     emitted: Tensor,
-    candidates: Tensor,
-    probabilities: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    logits: Tensor,
-    classes: Tensor,
-    evidence: Tensor,
-    exact: Tensor,
-    rates: Tensor,
-    vocab_size: int,
-    pairs: int,
-    triples: int,
     learning_rate: float,
 ) -> None:
+    """Append the emitted tokens to the texts, and count which candidates came.
+
+    Args:
+        texts: changed.
+        own: the candidates that the roots had.
+        tables: weights and log odds are changed.
+        evidence: changed.
+        valid: bool [B, n], nodes that were verified.
+        emitted: int64 [B, t], ``NO_TOKEN`` behind the last one.
+        learning_rate: of the weights.
+    """
     launch(
         _count,
         (1,),
-        context,
-        lengths,
-        chain,
-        counts,
-        runs,
-        root_ids,
-        root_p,
-        rejected,
+        *texts,
+        *own,
         valid,
         emitted,
-        candidates,
-        probabilities,
-        keys,
-        weights,
-        logits,
-        classes,
-        evidence,
-        exact,
-        rates,
-        len(lengths),
-        vocab_size,
-        pairs,
-        triples,
-        context.shape[1],
-        chain.shape[1],
+        *tables[:6],
+        *evidence,
+        len(texts.lengths),
+        *tables.sizes,
+        texts.tokens.shape[1],
+        texts.chain.shape[1],
         valid.shape[1],
         emitted.shape[1],
-        evidence.shape[1],
+        evidence.counts.shape[1],
         learning_rate,
-        K=candidates.shape[1],
-        WIDTH=lanes_per_row(candidates),
+        K=tables.k,
+        WIDTH=lanes_per_row(tables.candidates),
         STEPS=triton.next_power_of_2(emitted.shape[1]),
         num_warps=COUNT_WARPS,
         **REGISTERS,
     )
-
-
-@_launch_count.register_fake
-def _(*args: Any) -> None:
-    return None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device.sources import lanes_per_row
+from token_recycling.drafting.kernels.device.state import RootCandidates, Tables
 from token_recycling.util.launch import REGISTERS, launch
 
 SIBLINGS = tl.constexpr(host.SIBLINGS)
@@ -139,21 +139,26 @@ def _learn(
             tl.store(keys + slot - V, key)
 
 
-@torch.library.custom_op(
-    "token_recycling::device_learn", mutates_args=("candidates", "probabilities", "keys")
-)
-def _launch_learn(
+def learn(
+    tables: Tables,
     slots: Tensor,
     slot_keys: Tensor,
     valid: Tensor,
     values: Tensor,
     ids: Tensor,
-    candidates: Tensor,
-    probabilities: Tensor,
-    keys: Tensor,
-    vocab_size: int,
     old_weight: float,
 ) -> None:
+    """Mix the candidates behind verified nodes into the tables.
+
+    Args:
+        tables: candidates, probabilities and keys are changed.
+        slots: see ``propose.propose``.
+        slot_keys: likewise.
+        valid: bool [B, n], nodes that were verified.
+        values: [B, n, k], the best logits behind each node.
+        ids: int64 [B, n, k], their tokens.
+        old_weight: of the probabilities that were there.
+    """
     total = valid.numel()
     launch(
         _learn,
@@ -163,14 +168,12 @@ def _launch_learn(
         valid,
         values,
         ids,
-        candidates,
-        probabilities,
-        keys,
+        *tables[:3],
         total,
-        vocab_size,
+        tables.vocab_size,
         old_weight,
-        K=candidates.shape[1],
-        WIDTH=lanes_per_row(candidates),
+        K=tables.k,
+        WIDTH=lanes_per_row(tables.candidates),
         BLOCK=min(triton.next_power_of_2(total), MOST_AT_ONCE),
         num_warps=LEARN_WARPS,
         **REGISTERS,
@@ -263,35 +266,31 @@ def _remember(
     tl.store(rejected + row, (number > 0) & finite, mask=there)
 
 
-@torch.library.custom_op(
-    "token_recycling::device_remember", mutates_args=("root_ids", "root_p", "rejected")
-)
-def _launch_remember(
-    ids: Tensor,
-    values: Tensor,
-    parents: Tensor,
-    valid: Tensor,
-    path: Tensor,
-    emitted: Tensor,
-    counts: Tensor,
-    root_ids: Tensor,
-    root_p: Tensor,
-    rejected: Tensor,
+def remember(
+    own: RootCandidates, draft: DraftTree, values: Tensor, ids: Tensor, accepted: Accepted
 ) -> None:
+    """Find candidates for the next roots: runners-up, and what follows rejected nodes.
+
+    Args:
+        own: changed.
+        draft: what was verified.
+        values: [B, n, k], the best logits behind each node.
+        ids: int64 [B, n, k], their tokens.
+        accepted: the accepted paths.
+    """
     batch, n, k = ids.shape
+    path, emitted = accepted.path, accepted.emitted
     launch(
         _remember,
         (batch,),
         ids,
         values,
-        parents,
-        valid,
+        draft.parents,
+        draft.valid,
         path,
         emitted,
-        counts,
-        root_ids,
-        root_p,
-        rejected,
+        accepted.counts,
+        *own,
         n,
         path.stride(0),
         emitted.stride(0),
@@ -301,9 +300,3 @@ def _launch_remember(
         num_warps=REMEMBER_WARPS,
         **REGISTERS,
     )
-
-
-@_launch_learn.register_fake
-@_launch_remember.register_fake
-def _(*args: Any) -> None:
-    return None

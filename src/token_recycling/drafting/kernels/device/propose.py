@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device.sources import gather, lanes_per_row, locate
+from token_recycling.drafting.kernels.device.state import RootCandidates, Tables, Texts
 from token_recycling.util.launch import REGISTERS, launch
 
 FLOOR = tl.constexpr(host.FLOOR)
@@ -161,7 +161,8 @@ def _write(
     tl.store(ancestors_out + out * n, node >= 0, mask=inside)
 
 
-@triton.jit
+# Triton 3.6 cannot compile it for one node if it compiles the number in.
+@triton.jit(do_not_specialize=["n"])
 def _propose(
     context,
     lengths,
@@ -345,89 +346,58 @@ def nodes_per_round(n: int, width: int) -> int:
     return max(at_once, nodes // (4 * width), 1)
 
 
-@torch.library.custom_op(
-    "token_recycling::device_propose",
-    mutates_args=("context", "lengths", "chain", "counts", "runs", "slots", "slot_keys"),
-)
-def _launch_propose(
-    context: Tensor,
-    lengths: Tensor,
+def propose(
+    texts: Texts,
     roots: Tensor,
-    chain: Tensor,
-    counts: Tensor,
-    runs: Tensor,
-    root_ids: Tensor,
-    root_p: Tensor,
-    rejected: Tensor,
+    own: RootCandidates,
+    tables: Tables,
     slots: Tensor,
     slot_keys: Tensor,
-    candidates: Tensor,
-    probabilities: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    logits: Tensor,
-    classes: Tensor,
-    vocab_size: int,
-    pairs: int,
-    triples: int,
     longest_chain: int,
     max_depth: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> DraftTree:
+    """Append ``roots`` int64 [B] to the texts; return the best draft of each, of n nodes.
+
+    Args:
+        texts: changed.
+        roots: the last tokens.
+        own: candidates for the roots.
+        tables: where other candidates come from.
+        slots: int64 [B, n, 3]; gets the lines of the tables that each node will teach.
+        slot_keys: int64 [B, n, 3]; gets their keys.
+        longest_chain: most tokens of a chain to draft.
+        max_depth: of a draft.
+    """
     batch, n = slots.shape[:2]
     tokens, parents, depths = (roots.new_empty((batch, n)) for _ in range(3))
     ancestors = roots.new_empty((batch, n, n), dtype=torch.bool)
     valid = roots.new_empty((batch, n), dtype=torch.bool)
     scores = roots.new_empty((batch, n), dtype=torch.float32)
-    width = lanes_per_row(candidates)
+    deepest = min(max_depth, n - 1)
+    draft = DraftTree(tokens, parents, depths, ancestors, valid, deepest, scores)
+    width = lanes_per_row(tables.candidates)
     launch(
         _propose,
         (batch,),
-        context,
-        lengths,
+        *texts[:2],
         roots,
-        chain,
-        counts,
-        runs,
-        root_ids,
-        root_p,
-        rejected,
-        candidates,
-        probabilities,
-        keys,
-        weights,
-        logits,
-        classes,
-        tokens,
-        parents,
-        depths,
-        ancestors,
-        valid,
-        scores,
-        slots,
-        slot_keys,
-        vocab_size,
-        pairs,
-        triples,
-        context.shape[1],
-        chain.shape[1],
+        *texts[2:],
+        *own,
+        *tables[:6],
+        *(tokens, parents, depths, ancestors, valid, scores),
+        *(slots, slot_keys),
+        *tables.sizes,
+        texts.tokens.shape[1],
+        texts.chain.shape[1],
         longest_chain,
         n,
         max_depth,
-        K=candidates.shape[1],
+        K=tables.k,
         WIDTH=width,
         NODES=max(triton.next_power_of_2(n), 2),
         ROUND=nodes_per_round(n, width),
-        CHAIN=triton.next_power_of_2(max(chain.shape[1], 1)),
+        CHAIN=triton.next_power_of_2(max(texts.chain.shape[1], 1)),
         num_warps=PROPOSE_WARPS,
         **REGISTERS,
     )
-    return tokens, parents, depths, ancestors, valid, scores
-
-
-@_launch_propose.register_fake
-def _(context: Tensor, lengths: Tensor, roots: Tensor, *args: Any) -> Any:
-    batch, n = args[6].shape[:2]
-    tokens, parents, depths = (roots.new_empty((batch, n)) for _ in range(3))
-    ancestors = roots.new_empty((batch, n, n), dtype=torch.bool)
-    valid = roots.new_empty((batch, n), dtype=torch.bool)
-    return tokens, parents, depths, ancestors, valid, valid.new_empty((batch, n), dtype=torch.float)
+    return draft

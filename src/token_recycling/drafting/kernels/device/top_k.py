@@ -72,7 +72,6 @@ def _choose(
         left_here = left_here & (place != first)
 
 
-@torch.library.custom_op("token_recycling::device_top_k", mutates_args=())
 def device_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best logits of each row, best first, and their tokens.
 
@@ -115,12 +114,6 @@ def device_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         num_warps=4,
     )
     return values, ids
-
-
-@device_top_k.register_fake
-def _(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    values = logits.new_empty((*logits.shape[:-1], k))
-    return values, torch.empty_like(values, dtype=torch.long)
 
 
 def is_faster(logits: Tensor, k: int) -> bool:

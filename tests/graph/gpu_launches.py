@@ -1,18 +1,24 @@
-"""How many kernels a step launches outside the model's forward; used by gpu_suite.py and tests."""
+"""How many kernels a step launches outside the model's forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from token_recycling.drafting.kernels.device import count, learn, propose, top_k
+from token_recycling.graph import kernels
+from token_recycling.util.launch import launch
 from token_recycling.util.modes import ordinary_tensors
 
 # Operations that are no views and start no kernel on a GPU either
-NOT_LAUNCHED = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
-SEVERAL = {"device_top_k": ["device_top_k: maxima", "device_top_k: choose"]}
+NOT_LAUNCHED = ("empty", "empty_like", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
+# Modules that launch kernels of ours
+LAUNCHING = (kernels, count, learn, propose, top_k)
 
 
 class Launches(TorchDispatchMode):
@@ -30,7 +36,7 @@ class Launches(TorchDispatchMode):
     ) -> Any:
         name = function.name().split("::")[1].split(".")[0]
         if not (self._inside or function.is_view or name in NOT_LAUNCHED):
-            self.names += SEVERAL.get(name, [name])
+            self.names.append(name)
         return function(*arguments, **(keywords or {}))
 
     def during(self, step: Callable[[], Any]) -> list[str]:
@@ -44,10 +50,18 @@ class Launches(TorchDispatchMode):
             finally:
                 self._inside = False
 
+        def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+            self.names.append(kernel.__name__)
+            with _disable_current_modes():  # what Triton's interpreter does is no launch
+                launch(kernel, *arguments, **options)
+
         self.model.forward = unrecorded
         try:
-            with ordinary_tensors(), torch.no_grad(), self:
-                step()
+            with ordinary_tensors(), torch.no_grad(), ExitStack() as patched:
+                for module in LAUNCHING:
+                    patched.enter_context(patch.object(module, "launch", launched))
+                with self:
+                    step()
         finally:
             del self.model.forward
         return self.names

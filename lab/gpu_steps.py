@@ -1,0 +1,193 @@
+"""Captured steps of a model: their seconds by tokens and context, and where these go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from token_recycling import TokenRecycling
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.kernels.choice import has_device_kernels
+from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.graph import decoder
+from token_recycling.graph.runner import GraphRunner
+from token_recycling.graph.step import GraphStep
+from token_recycling.model.gpu import attention as gpu_attention
+from token_recycling.util.machine import synchronize
+from token_recycling.util.modes import ordinary_tensors
+
+NODES = (1, 64, 16)  # kernels for drafts of another size take 10 s to compile
+CONTEXTS = (256, 4096, 16384)
+REPEATS = 20
+IDLE = [False]
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Median seconds of a run, by the device's own clock where it has one."""
+    found = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def bandwidth(device: torch.device, size: int) -> float:
+    """Bytes per second read by the faster of two ways to read ``size`` bytes once."""
+    data = torch.ones(size // 4, device=device)
+    out = torch.empty_like(data)
+    with torch.no_grad():
+        ways = {size: lambda: data.sum(), 2 * size: lambda: out.copy_(data)}
+        for way in ways.values():
+            way()
+        return max(count / seconds_of(way, device, 10) for count, way in ways.items())
+
+
+class Steps:
+    """A model whose steps are captured.
+
+    Attributes:
+        fuses: whether norms, MLPs and rotary embeddings are computed by kernels of ours.
+    """
+
+    def __init__(self, model: Any, *, dry: bool) -> None:
+        """Measure the memory; ``dry``: few and small steps."""
+        self.model, self.device = model, next(model.parameters()).device
+        self.speed = bandwidth(self.device, 2**22 if dry else 2**31)
+        self.contexts = (24, 40) if dry else CONTEXTS
+        self.nodes = (1, 4) if dry else NODES
+        self.repeats = 3 if dry else REPEATS
+        self.learnt: AdjacencyMatrix | None = None
+        self.fuses = True
+
+    def captured(self, nodes: int, context: int) -> GraphRunner:
+        """Capture a step of ``nodes`` tokens behind ``context`` random ones; drafts are random."""
+        recycler = TokenRecycling(self.model, None, warm=False, drafter="none", graph=False)
+        target, vocab = recycler.target, recycler.target.vocab_size
+        if self.learnt is None:
+            generator = torch.Generator().manual_seed(1)
+            self.learnt = AdjacencyMatrix(vocab, 12)
+            ids = torch.randint(vocab, (vocab, self.learnt.k), generator=generator)
+            self.learnt.update(torch.arange(vocab), ids)
+        drafter: Any = AdaptiveDrafter(self.learnt.clone(), nodes - 1) if nodes > 1 else NoDrafter()
+        if not self.fuses:
+            target.fused = None
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(vocab, (context + 1,), generator=generator).tolist()
+        target.prefill([tokens[:context]])
+        slots = decoder.slots_for(context, nodes)
+        kernels = has_device_kernels(self.device)
+        step = GraphStep(target, drafter, 1, slots, nodes, kernels=kernels)
+        runner = GraphRunner(step)
+        with ordinary_tensors():
+            step.begin([Sequence(tokens)], [])
+        for _ in range(3):
+            runner.launch(IDLE)()
+        return runner
+
+    def step_seconds(self, runner: GraphRunner) -> float:
+        """Median seconds of a step; a row that has ended costs what others do."""
+        return seconds_of(lambda: runner.launch(IDLE), self.device, self.repeats)
+
+    def costs(self) -> Any:
+        """Captured steps, and what they must at least read."""
+        return self._costs([(context, n) for context in self.contexts for n in self.nodes])
+
+    def _costs(self, shapes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        weights = sum(w.nbytes for w in self.model.parameters())
+        embedding = self.model.get_input_embeddings().weight
+        config = self.model.config
+        if not config.tie_word_embeddings:
+            weights -= embedding.nbytes
+        heads = config.num_key_value_heads * config.head_dim
+        entry = 2 * config.num_hidden_layers * heads * embedding.element_size()
+        rows = []
+        for context, nodes in shapes:
+            seconds = self.step_seconds(self.captured(nodes, context))
+            floor = (weights + context * entry) / self.speed
+            rows.append({"context": context, "nodes": nodes, "seconds": seconds, "floor": floor})
+            print(rows[-1], flush=True)
+        return rows
+
+    def unfused(self) -> Any:
+        """Captured steps without kernels for norms, MLPs and rotary embeddings."""
+        self.fuses = False
+        try:
+            return self._costs([(self.contexts[0], n) for n in self.nodes])
+        finally:
+            self.fuses = True
+
+    def linear(self) -> Any:
+        """Matrix products alone, from memory, by tokens; rows compared with those of 16 tokens."""
+        layers = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear)]
+        rows = []
+        for tokens in (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128):
+            inputs = {
+                size: torch.randn(
+                    128, size, generator=torch.Generator().manual_seed(size), dtype=torch.float32
+                ).to(self.device, layers[0].weight.dtype)
+                for size in {layer.in_features for layer in layers}
+            }
+
+            def run(inputs: Any = inputs, tokens: int = tokens) -> None:
+                for layer in layers:
+                    layer(inputs[layer.in_features][:tokens])
+
+            with torch.no_grad():
+                if self.device.type == "cuda":
+                    run()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        run()
+                    seconds = seconds_of(graph.replay, self.device, 5)
+                else:
+                    seconds = seconds_of(run, self.device, 1)
+                same, moved = 0, 0
+                some = layers[:8] + layers[-1:]
+                for layer in some:
+                    given = inputs[layer.in_features]
+                    right, own = layer(given[:16]), layer(given[:tokens])
+                    shared = min(16, tokens)
+                    same += torch.equal(right[:shared], own[:shared])
+                    rolled = layer(given[:tokens].roll(1, 0)).roll(-1, 0)
+                    moved += torch.equal(rolled, own)
+            rows.append({"tokens": tokens, "seconds": seconds, "layers compared": len(some)})
+            rows[-1] |= {"bits of 16 tokens": same, "bits wherever a token stands": moved}
+            print(rows[-1], flush=True)
+        return rows
+
+    def profile(self) -> Any:
+        """The longest kernels of captured steps."""
+        found: dict[str, Any] = {}
+        total = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+
+        def longest(run: Callable[[], Any], times: int) -> dict[str, Any]:
+            with torch.profiler.profile() as profile:
+                for _ in range(times):
+                    run()
+                synchronize(self.device)
+            events = sorted(profile.key_averages(), key=lambda event: -getattr(event, total))
+            return {
+                e.key[:90]: [round(getattr(e, total) / times, 1), e.count / times]
+                for e in events[:24]
+            }
+
+        for nodes in self.nodes[:2]:
+            runner = self.captured(nodes, self.contexts[0])
+            found[f"graph, {nodes}"] = longest(lambda own=runner: own.launch(IDLE)(), 5)
+        found["attention kernels"] = {repr(key): own for key, own in gpu_attention._settled.items()}
+        return found

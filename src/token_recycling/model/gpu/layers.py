@@ -1,0 +1,164 @@
+"""A model's layers on a GPU: RMS norms, gated MLPs and rotary embeddings, one kernel each.
+
+As on a CPU (see ``cpu.layers``), models keep their own code: ``forward`` of modules of a known form
+is replaced by one that calls the kernels, in our forwards only, if its result is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from token_recycling.drafting.kernels.choice import has_device_kernels
+from token_recycling.errors import one_line
+from token_recycling.model.known_forms import (
+    GATED,
+    PROJECTIONS,
+    added_to_weights,
+    epsilon,
+    install_rotary,
+    is_same,
+    linear_children,
+    own_result,
+    sample,
+)
+from token_recycling.model.override import Override, replaceable
+from token_recycling.util.modes import ThreadContext, without_autocast
+
+logger = logging.getLogger(__name__)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_NORM = 16384  # numbers of one norm, which one program keeps in registers
+
+
+def _kernels() -> Any:
+    """Return the kernels' module, which imports Triton."""
+    from token_recycling.model.gpu import elementwise_kernel
+
+    return elementwise_kernel
+
+
+class FusedLayers(ThreadContext):
+    """Context manager that computes a model's layers with the kernels in the current thread.
+
+    Results are equal up to rounding, as between any two kernels. ``forward`` of the layers is
+    replaced permanently; outside the context it calls the class's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Replace ``forward`` of the layers of ``model`` for which there are kernels."""
+        self.model = model
+        compared: dict[Any, Any] = {}
+        device = next(model.parameters()).device
+        try:
+            with torch.inference_mode(), without_autocast(device):
+                for module in model.modules():
+                    if replaceable(module):
+                        _cover(module, compared)
+        except Exception as error:  # Triton's compiler may raise anything
+            reason = one_line(error, 200)
+            logger.warning("Token Recycling: layers are computed by PyTorch: %s", reason)
+
+
+def _cover(module: nn.Module, compared: dict[Any, Any]) -> None:
+    """Replace ``forward`` of a module of a known form; ``compared``: results by class and shape."""
+    weight = module._parameters.get("weight")
+    if "Norm" in type(module).__name__ and weight is not None and _is_ours(weight):
+        key = type(module), weight.shape, weight.dtype
+        if key not in compared:
+            fits = weight.numel() <= LARGEST_NORM
+            compared[key] = added_to_weights(module, _kernels().rms_norm) if fits else None
+        if compared[key] is not None:
+            module.forward = Override(module, "forward", partial(_norm, compared[key]))
+    elif layers := linear_children(module, GATED):
+        weight = layers[0]._parameters["weight"]
+        if weight is not None and _is_ours(weight):
+            key = type(module), weight.shape, weight.dtype
+            if key not in compared:
+                compared[key] = _is_gated_mlp(module, weight)
+            if compared[key]:
+                module.forward = Override(module, "forward", _mlp)
+    elif layers := linear_children(module, PROJECTIONS):
+        weight = layers[0]._parameters["weight"]
+        code = sys.modules.get(type(module).__module__)
+        if weight is not None and _is_ours(weight) and code not in compared:
+            compared[code] = True
+            install_rotary(code, _rotary, _kernels().rotary, weight.device)
+
+
+def _is_ours(tensor: Tensor) -> bool:
+    """Return whether the kernels take such a tensor; not quantised ones, which are subclasses."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.dtype in DTYPES
+        and has_device_kernels(tensor.device)
+    )
+
+
+def _is_used(*tensors: Tensor) -> bool:
+    """Return whether the kernels compute with these contiguous tensors now."""
+    first = tensors[0]
+    return (
+        bool(FusedLayers.entered.objects)
+        and not torch.compiler.is_compiling()
+        and all(_is_ours(one) and one.dtype == first.dtype for one in tensors)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(first.device.type)
+        and first.numel() > 0
+    )
+
+
+def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of an RMS norm."""
+    weight = norm._parameters["weight"]
+    if weight is not None and _is_used(inputs, weight) and inputs.is_contiguous():
+        normalised: Tensor = _kernels().rms_norm(inputs, weight, epsilon(norm), added)
+        return normalised
+    unchanged: Tensor = stock(inputs)
+    return unchanged
+
+
+def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of ``down(silu(gate(x)) * up(x))``."""
+    if _is_used(inputs):
+        gate, up, down = (mlp._modules[name] for name in GATED)
+        left, right = gate(inputs), up(inputs)  # type: ignore[misc]
+        if left.is_contiguous() and right.is_contiguous() and _is_used(left, right):
+            product: Tensor = down(_kernels().gated(left, right))  # type: ignore[misc]
+            return product
+    unchanged: Tensor = stock(inputs)
+    return unchanged
+
+
+def _is_gated_mlp(mlp: nn.Module, weight: Tensor) -> bool:
+    """Return whether a module computes ``down(silu(gate(x)) * up(x))``."""
+    inputs = sample(weight.shape[1], weight.dtype, weight.device)
+    gate, up, down = linear_children(mlp, GATED)
+    return is_same(down(_kernels().gated(gate(inputs), up(inputs))), own_result(mlp, inputs))
+
+
+def _rotary(
+    stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any
+) -> Any:
+    """``apply_rotary_pos_emb`` of a Python module of Transformers."""
+    if not (a or k) and _is_used(query, key, cos, sin) and _rotates(query, key, cos, sin):
+        return _kernels().rotary(query, key, cos, sin)
+    return stock(query, key, cos, sin, *a, **k)
+
+
+def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the kernel takes these."""
+    if query.dim() != 4 or key.dim() != 4:
+        return False
+    batch, _, tokens, size = query.shape
+    return (
+        key.shape[::2] == query.shape[::2]
+        and key.shape[3] == size
+        and cos.shape == sin.shape == (batch, tokens, size)
+        and size % 2 == 0
+        and query.stride(3) == key.stride(3) == cos.stride(2) == sin.stride(2) == 1
+    )

@@ -1,0 +1,123 @@
+"""Modules of known forms in a model's code, compared with a kernel before it replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Children of an attention layer that have the same inputs, in the order in which they are called.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj", "down_proj")
+ROTARY = "apply_rotary_pos_emb"  # the function of a Python module of Transformers
+ADDED = (0.0, 1.0)  # to the weights of a norm
+# Largest difference of a kernel from the model's own code, relative to the largest result.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-8}
+
+
+def linear_children(
+    module: nn.Module, names: tuple[str, ...], kinds: tuple[type, ...] = (nn.Linear,)
+) -> list[nn.Module]:
+    """Return a module's linear layers of these names; none if one is missing or of another type."""
+    found = [module._modules.get(name) for name in names]
+    return found if all(type(one) in kinds for one in found) else []  # type: ignore[return-value]
+
+
+def epsilon(norm: nn.Module) -> Any:
+    """Return the epsilon of an RMS norm; None if it has none."""
+    known = norm.__dict__
+    return known.get("variance_epsilon", known.get("eps"))
+
+
+def sample(size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Return two tokens; not random, because the caller's random numbers must not change."""
+    return torch.linspace(-1, 2, 2 * size, device=device).sin().view(1, 2, size).to(dtype)
+
+
+def is_same(found: Tensor, right: Any, dtype: torch.dtype | None = None) -> bool:
+    """Return whether a kernel's result is that of the model's own code, up to rounding.
+
+    ``dtype`` is that of the rounding, by default that of the results.
+    """
+    if not isinstance(right, Tensor) or right.shape != found.shape or right.dtype != found.dtype:
+        return False
+    off = (found.float() - right.float()).abs().max()
+    return bool(off <= TOLERANCE[dtype or found.dtype] * right.float().abs().max())
+
+
+def own_result(module: nn.Module, inputs: Tensor) -> Any:
+    """Return what the class of ``module`` computes; None if it takes other arguments."""
+    try:
+        return type(module).forward(module, inputs)
+    except Exception:  # whatever unknown code raises
+        return None
+
+
+def added_to_weights(norm: nn.Module, rms_norm: Callable[..., Tensor]) -> float | None:
+    """Return what an RMS norm adds to its weights; None if it computes anything else.
+
+    Args:
+        norm: a module.
+        rms_norm: the kernel, called with inputs, weights, epsilon and what is added.
+    """
+    weight = norm._parameters.get("weight")
+    own = epsilon(norm)
+    if weight is None or weight.dim() != 1 or not isinstance(own, float):
+        return None
+    if len(list(norm.parameters())) != 1 or norm._modules:
+        return None
+    inputs = sample(weight.shape[0], weight.dtype, weight.device)
+    right = own_result(norm, inputs)
+    for added in ADDED:
+        if is_same(rms_norm(inputs, weight, own, added), right):
+            return added
+    return None
+
+
+def install_rotary(
+    code: ModuleType | None,
+    call: Callable[..., Any],
+    rotary: Callable[..., tuple[Tensor, ...]],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Let the attention layers of a Python module use a kernel, for the rest of this process.
+
+    Model code finds the function by its name in its own module, which is common to all threads, so
+    ``call`` must choose the kernel by the thread's context.
+
+    Args:
+        code: the module.
+        call: called with the module's own function and its arguments.
+        rotary: the kernel, called with query, key, cosines and sines, for the comparison.
+        device: of the kernel.
+    """
+    stock = getattr(code, ROTARY, None)
+    if stock is None or _is_installed(stock, call):
+        return
+    query, key = (
+        sample(heads * 8, torch.float32, device).view(1, 2, heads, 8).transpose(1, 2)
+        for heads in (4, 2)
+    )
+    angles = sample(4, torch.float32, device)
+    cos, sin = (torch.cat([one, one], dim=-1) for one in (angles.cos(), angles.sin()))
+    try:
+        right = stock(query, key, cos, sin)
+    except Exception:  # whatever unknown code raises
+        return
+    found = rotary(query, key, cos, sin)
+    if not isinstance(right, tuple) or not all(map(is_same, found, right)):
+        return
+    setattr(code, ROTARY, update_wrapper(partial(call, stock), stock))
+
+
+def _is_installed(stock: Any, call: Callable[..., Any]) -> bool:
+    """Return whether ``call`` is among the functions around a module's own."""
+    while isinstance(stock, partial):
+        if stock.func is call:
+            return True
+        stock = stock.args[0]
+    return False
