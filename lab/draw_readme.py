@@ -1,6 +1,6 @@
-"""Draw the pictures of the README: the idea, the measured speed and a terminal.
+"""Draw the pictures of the README: the idea and a terminal.
 
-python lab/draw_readme.py [--out docs/images] [idea] [speed] [terminal]
+python lab/draw_readme.py [--out docs/images] [idea] [terminal]
 
 Each picture has a ground of its own that is white in light mode and GitHub's dark in dark mode, so
 that its text stays readable even where the page and the reader's system disagree.
@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from rich.text import Text
 
     from token_recycling.decoding.metrics import Stats
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "lab" / "results"
 
 # what is written in light mode, and what stands for it in dark mode
 PAGE = ("#ffffff", "#0d1117")
@@ -346,157 +343,6 @@ KINDS = {
     "gsm8k": "GSM8K",
     "stem": "STEM",
 }
-# those that were measured
-PANELS = (
-    ("real-loop", "SmolLM2-135M-Instruct", "float32, greedy"),
-    ("real-bfloat16", "SmolLM2-135M-Instruct", "bfloat16, greedy"),
-)
-LOSS = ("#ffebe9", "#34161a")
-LOSS_INK = ("#b3202a", "#ff8a80")
-PIXEL = 0.75  # of a point
-
-
-def results(name: str) -> dict[str, Any]:
-    """The summary of a run."""
-    summary: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
-    return summary
-
-
-def switch(svg: str, colours: Iterable[tuple[str, str]]) -> str:
-    """Add what turns the colours of light mode into those of dark mode."""
-    rules = "".join(
-        f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
-        for light, dark in colours
-        for kind in ("fill", "stroke")
-    )
-    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
-    return re.sub(r"(<svg [^>]*>)", lambda found: found[1] + "\n" + style, svg, count=1)
-
-
-def panel(ax: Axes, summary: dict[str, Any], model: str, how: str) -> None:
-    """One run: a row per kind of text, a mark per decoder."""
-    kinds = list(summary["kinds"])
-    decoders = [decoder for decoder in DECODERS if decoder in summary["decoders"]]
-    rows = [0.0, *(1.35 + number for number in range(len(kinds)))]
-    bottom = rows[-1] + 0.5
-    ax.axvspan(0.4, 1.0, color=LOSS[0], zorder=0, linewidth=0)
-    ax.axvline(1.0, color=INK[0], linewidth=1.4, zorder=2)
-    for row in rows[1:]:
-        ax.axhline(row - 0.5, color=EDGE[0], linewidth=1.4 if row == rows[1] else 0.6, zorder=1)
-    for lane, decoder in enumerate(decoders):
-        entry = summary["decoders"][decoder]
-        found = [entry["overall"], *(entry["kinds"][kind] for kind in kinds)]
-        _, colours, marker = DECODERS[decoder]
-        shift = lane - (len(decoders) - 1) / 2
-        heights = [row + shift * (0.25 if row == 0 else 0.15) for row in rows]
-        ax.plot(found[0]["speedup_interval"], [heights[0]] * 2, color=colours[0], linewidth=1.5)
-        ax.plot(
-            [measures["speedup"] for measures in found],
-            heights,
-            marker,
-            color=colours[0],
-            markersize=6.5,
-            markeredgecolor=PAGE[0],
-            markeredgewidth=0.6,
-            zorder=4,
-        )
-    ax.set_xscale("log")
-    ax.set_xlim(0.48, 9.0)
-    ticks = (0.5, 1, 2, 4, 8)
-    ax.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
-    ax.set_xticks([], minor=True)
-    names = ["all questions", *(KINDS.get(kind, kind) for kind in kinds)]
-    ax.set_yticks(rows, names)
-    ax.tick_params(axis="y", length=0)
-    ax.set_ylim(bottom, -0.75)
-    ax.text(0.7, bottom + 1.55, "slower", color=LOSS_INK[0], va="bottom", ha="center")
-    ax.text(2, bottom + 1.55, "faster", color=MUTED[0], va="bottom", ha="center")
-    questions = len(summary["questions"])
-    ax.text(0.48, -1.48, model, fontweight="bold", va="bottom")
-    ax.text(0.48, -0.86, f"{how}, {questions} questions", color=MUTED[0], va="bottom")
-
-
-def speed() -> str:
-    """Speedups of the recorded runs, kind by kind, losing ones too."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-    from matplotlib.lines import Line2D
-
-    settings = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "token-recycling",
-        "font.family": "DejaVu Sans",
-        "font.size": 13 * PIXEL,
-        "text.parse_math": False,
-        "text.color": INK[0],
-        "axes.edgecolor": EDGE[0],
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "xtick.color": EDGE[0],
-        "xtick.labelcolor": INK[0],
-        "ytick.labelcolor": INK[0],
-        "axes.grid": True,
-        "axes.grid.axis": "x",
-        "grid.color": EDGE[0],
-        "grid.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "legend.frameon": False,
-        "legend.handletextpad": 0.1,
-        "legend.borderpad": 0,
-        "legend.borderaxespad": 0,
-    }
-    wide, high = 880, 640
-    shown = [one for one in PANELS if (RESULTS / f"{one[0]}.json").exists()]
-    summaries = [results(name) for name, _, _ in shown]
-    machine = summaries[0]["machine"]
-    with matplotlib.rc_context(settings):
-        figure, axes = pyplot.subplots(
-            1, len(shown), sharey=True, squeeze=False, figsize=(wide / 96, high / 96)
-        )
-        figure.subplots_adjust(left=0.17, right=0.99, top=0.765, bottom=0.135, wspace=0.06)
-        for ax, summary, (_, model, how) in zip(axes[0], summaries, shown):
-            panel(ax, summary, model, how)
-
-        def line(y: float, words: str, **style: Any) -> None:
-            figure.text(10 / wide, 1 - y / high, words, **style)
-
-        line(28, "Speedup over model.generate", fontsize=17 * PIXEL, fontweight="bold")
-        line(
-            50,
-            f"By kind of text, whole calls, on {machine['threads']} CPU cores without a GPU; "
-            "logarithmic scale. Lines: 95 % intervals over all questions.",
-            color=MUTED[0],
-        )
-        handles = [
-            Line2D([], [], color=colours[0], marker=marker, linestyle="", markersize=7, label=label)
-            for label, colours, marker in DECODERS.values()
-        ]
-        figure.legend(
-            handles=handles, loc="upper left", bbox_to_anchor=(4 / wide, 1 - 64 / high), ncols=3
-        )
-        line(
-            high - 28,
-            f"{machine['cpu']} with {', '.join(machine['instructions'])}; torch "
-            f"{machine['torch']}, transformers {machine['transformers']}. Files: lab/results.",
-            color=MUTED[0],
-        )
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        pyplot.close(figure)
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace("'DejaVu Sans'", SANS)
-    title = "<title>Speedup over model.generate by kind of text and decoder</title>"
-    ground = f'<rect width="100%" height="100%" rx="6" style="fill: {PAGE[0]}"/>'
-    svg = re.sub(r"(<svg [^>]*>)", lambda found: f"{found[1]}\n{title}\n{ground}", svg, count=1)
-    svg = re.sub(r"[ \t]+\n", "\n", svg)
-    colours = [INK, MUTED, EDGE, PAGE, LOSS, LOSS_INK, *(c for _, c, _ in DECODERS.values())]
-    return switch(svg, colours)
-
-
 # The terminal
 
 PROMPT = "Write a short email that moves our meeting from Monday to Tuesday."
@@ -582,7 +428,7 @@ def terminal() -> str:
     return re.sub(r"[ \t]+\n", "\n", svg)
 
 
-PICTURES: dict[str, Callable[[], str]] = {"idea": idea, "speed": speed, "terminal": terminal}
+PICTURES: dict[str, Callable[[], str]] = {"idea": idea, "terminal": terminal}
 
 
 def main() -> None:

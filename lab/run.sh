@@ -57,8 +57,8 @@ if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch con
     real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders generate,none,auto,adaptive@8
 fi
 
-# The model in the package, which repeats itself; a graph is compiled in the first minutes.
-run bundled --decoders "generate,generate-pld,paper,auto,auto+graph"
+# The model in the package, which repeats itself
+run bundled --decoders "generate,generate-pld,paper,auto"
 
 if wanted demo; then
     echo "== demo"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from command import call
+from token_recycling import BUNDLED_MODEL
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -45,7 +46,9 @@ def test_a_command_of_the_readme(line, tmp_path, monkeypatch):
 def test_the_python_examples():
     for kind, block in BLOCKS:
         if kind == "python":
-            exec(compile(block, "README.md", "exec"), {})
+            # There may be no network: the bundled model instead of one of the Hub.
+            offline = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(BUNDLED_MODEL))
+            exec(compile(offline, "README.md", "exec"), {})
 
 
 def test_the_first_screen_is_short():

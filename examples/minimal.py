@@ -1,0 +1,114 @@
+"""Token Recycling in a hundred lines: greedy, one text, a tree of fixed shape.
+
+python examples/minimal.py [MODEL] [PROMPT]
+
+After every forward pass the k best candidates behind each token that was read are kept in a matrix.
+The next draft is a tree that is filled from the matrix. One forward pass verifies all of its nodes,
+since an attention mask lets each node see its ancestors only. The longest path that the model
+agrees with is accepted, with one more token behind it. The text is that of ``model.generate``.
+
+The library does the same with draft sizes that follow the machine, candidates for two and three
+tokens, sampling, batches and kernels (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from token_recycling import BUNDLED_MODEL, AdjacencyMatrix, TreeTemplate
+
+
+class Tree:
+    """The shape of every draft of n nodes. Node 0 is the root: the last token of the text."""
+
+    def __init__(self, template: TreeTemplate) -> None:
+        self.parents = template.parents
+        self.ranks = [0, *(path[-1] for path in template.paths)]
+        self.depths = torch.tensor([0, *map(len, template.paths)])
+        self.visible = torch.eye(len(self.parents), dtype=torch.bool)  # [n, n]: node sees node
+        for node, parent in list(enumerate(self.parents))[1:]:
+            self.visible[node] |= self.visible[parent]
+
+    def fill(self, root: int, matrix: AdjacencyMatrix) -> Tensor:
+        """Return the tokens of a draft, int64 [n]: each is a candidate behind its parent."""
+        tokens = [root]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:]):
+            candidate = int(matrix.candidates[tokens[parent], rank])
+            tokens.append(max(candidate, 0))  # -1: the parent was never read; any token will do
+        return torch.tensor(tokens)
+
+    def accept(self, tokens: Tensor, choices: Tensor) -> list[int]:
+        """Return the longest path of nodes of which each token is its parent's choice."""
+        path = [0]
+        for node, parent in list(enumerate(self.parents))[1:]:
+            if parent == path[-1] and tokens[node] == choices[parent]:
+                path.append(node)
+        return path
+
+
+def forward(
+    model: Any, tokens: Tensor, cache: DynamicCache, depths: Tensor, visible: Tensor
+) -> Any:
+    """Return the logits [n, V] of ``tokens`` int64 [n] behind the cached ones."""
+    length = cache.get_seq_length()
+    seen = torch.cat([torch.ones(len(tokens), length, dtype=torch.bool), visible], dim=1)
+    mask = torch.zeros(seen.shape, dtype=model.dtype)
+    mask = mask.masked_fill(~seen, torch.finfo(model.dtype).min)
+    output = model(
+        input_ids=tokens[None],
+        attention_mask=mask[None, None],
+        position_ids=(length + depths)[None],
+        past_key_values=cache,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def commit(cache: DynamicCache, length: int, path: list[int]) -> None:
+    """Keep the entries of the accepted nodes, which begin at slot ``length``."""
+    kept = torch.cat([torch.arange(length), length + torch.tensor(path)])
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+
+
+@torch.inference_mode()
+def generate(
+    model: Any, prompt: list[int], new_tokens: int, matrix: AdjacencyMatrix, tree: Tree
+) -> tuple[list[int], int]:
+    """Return ``new_tokens`` tokens behind ``prompt``, and the number of forward passes."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor(prompt)
+    causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    logits = forward(model, ids, cache, torch.arange(len(ids)), causal)
+    text, forwards = [int(logits[-1].argmax())], 1
+    matrix.update(ids, logits.topk(matrix.k).indices)
+    while len(text) < new_tokens:
+        length = cache.get_seq_length()
+        tokens = tree.fill(text[-1], matrix)
+        logits = forward(model, tokens, cache, tree.depths, tree.visible)  # verify
+        choices = logits.argmax(dim=-1)
+        path = tree.accept(tokens, choices)
+        text += choices[path].tolist()  # the accepted nodes but the root, and one more token
+        matrix.update(tokens, logits.topk(matrix.k).indices)  # recycle
+        commit(cache, length, path)
+        forwards += 1
+    return text[:new_tokens], forwards
+
+
+def main(name: str = str(BUNDLED_MODEL), prompt: str = "Once upon a time there was a king") -> None:
+    """Print a text of 100 tokens, and how many forward passes it took."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="float32").eval()
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    matrix, tree = AdjacencyMatrix(model.config.vocab_size, 8), Tree(TreeTemplate.load("paper", 8))
+    text, forwards = generate(model, tokenizer(prompt).input_ids, 100, matrix, tree)
+    print(tokenizer.decode(text))
+    print(f"{len(text)} tokens in {forwards} forward passes")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
