@@ -1,27 +1,17 @@
-"""Draw the pictures of the README: the idea and a terminal.
+"""Draw the picture of the README: python lab/draw_readme.py
 
-python lab/draw_readme.py [--out docs/images] [idea] [terminal]
-
-Each picture has a ground of its own that is white in light mode and GitHub's dark in dark mode, so
-that its text stays readable even where the page and the reader's system disagree.
-The terminal is a real answer, so its times differ from run to run; all else is reproducible.
+It has a ground of its own that is white in light mode and GitHub's dark in dark mode, so that its
+text stays readable even where the page and the reader's system disagree.
 """
 
 from __future__ import annotations
 
-import argparse
-import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from token_recycling.decoding.metrics import Stats
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -343,104 +333,5 @@ KINDS = {
     "gsm8k": "GSM8K",
     "stem": "STEM",
 }
-# The terminal
-
-PROMPT = "Write a short email that moves our meeting from Monday to Tuesday."
-TOKENS = 110
-COLUMNS = 101
-
-
-def statistics(stats: Stats) -> str:
-    """What `token-recycling` says below an answer."""
-    total = stats.decode_seconds or 1.0
-    phases = " ".join(f"{name} {share / total:.0%}" for name, share in stats.seconds.items())
-    return (
-        f"{stats.new_tokens} tokens, {stats.steps} steps, MAT {stats.mat:.2f}, "
-        f"{stats.tokens_per_second:.1f} tokens/s "
-        f"(prompt: {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.0f} tokens/s)\n"
-        f"drafted {stats.drafted / stats.steps:.1f} per step; time: {phases}"
-    )
-
-
-def answer() -> tuple[Text, Stats]:
-    """The first answer of SmolLM2-135M-Instruct, drafted tokens green."""
-    from rich.text import Text
-
-    from token_recycling import TokenRecycling
-    from token_recycling.checkpoint.fetch import fetch_model
-
-    recycler = TokenRecycling.from_pretrained(str(fetch_model()), warm=False)
-    written, stats = Text(), None
-    prompt = [{"role": "user", "content": PROMPT}]
-    for chunk in recycler.stream(prompt, max_new_tokens=TOKENS):
-        written.append(chunk.text, "green" if chunk.from_draft else "")
-        stats = chunk.stats or stats
-    assert stats is not None
-    return written, stats
-
-
-def terminal() -> str:
-    """A terminal with a real answer."""
-    from rich.console import Console
-    from rich.terminal_theme import TerminalTheme
-    from rich.text import Text
-
-    theme = TerminalTheme(
-        (13, 17, 23),
-        (230, 237, 243),
-        [
-            (72, 79, 88),
-            (255, 123, 114),
-            (63, 185, 80),
-            (210, 153, 34),
-            (88, 166, 255),
-            (188, 140, 255),
-            (57, 197, 207),
-            (177, 186, 196),
-        ],
-    )
-    console = Console(
-        record=True,
-        width=COLUMNS,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-        highlight=False,
-        legacy_windows=False,
-    )
-    written, stats = answer()
-    sign = ("$ ", "bold blue")
-    console.print(Text.assemble(sign, "MODEL=$(token-recycling fetch-model)"))
-    command = f'token-recycling "{PROMPT}" \\\n    --model $MODEL -n {TOKENS}'
-    console.print(Text.assemble(sign, command))
-    console.print(Text("accepted from the draft", "green"), "· written by the model")
-    console.print(written)
-    if stats.new_tokens == TOKENS:
-        console.print(f"cut after {TOKENS} tokens, at the limit of -n or of the context")
-    console.print(statistics(stats))
-    console.print(Text.assemble(sign))
-    svg = console.export_svg(title="token-recycling", theme=theme, unique_id="terminal")
-    # no font from the network: GitHub would not load it
-    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
-    svg = svg.replace("Fira Code, monospace", MONO)
-    about = "<title>An answer in a terminal; tokens accepted from the draft are green</title>"
-    svg = re.sub(r"(<svg [^>]*>)", lambda found: f"{found[1]}\n{about}", svg, count=1)
-    return re.sub(r"[ \t]+\n", "\n", svg)
-
-
-PICTURES: dict[str, Callable[[], str]] = {"idea": idea, "terminal": terminal}
-
-
-def main() -> None:
-    """Write the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
-    parser.add_argument("pictures", nargs="*", metavar="PICTURE", help=", ".join(PICTURES))
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    for name in given.pictures or PICTURES:
-        (given.out / f"{name}.svg").write_text(PICTURES[name](), "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    (ROOT / "docs" / "images" / "idea.svg").write_text(idea(), "utf-8")
