@@ -154,8 +154,8 @@ RECORDS ?= build/records/greedy.pt
 fit: .venv/ready ## Fit the drafter's constants and the ranked tree anew, on a real model (half an hour).
 	MODEL=$$($(BIN)/token-recycling fetch-model) && \
 	$(BIN)/python lab/record.py --model $$MODEL --data $(DATA) --out $(RECORDS) && \
-	for verb in prepare calibration acceptance sizes warm tree; do \
-		$(BIN)/python lab/fit.py $$verb --model $$MODEL --answers $(RECORDS) || exit 1; \
+	for step in prepare calibration acceptance sizes tree; do \
+		$(BIN)/python lab/fit.py $$step --model $$MODEL --answers $(RECORDS) || exit 1; \
 	done
 
 bench: build/clients/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from questions import CHECK, FIT, half
 from record import Recording
 from replay import Answers, Run, by_kind, mat, run
 from token_recycling import TokenRecycling
-from token_recycling.checkpoint.load import load_tokenizer
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.kernels import host
 from token_recycling.drafting.matrix import AdjacencyMatrix
@@ -42,7 +40,7 @@ Make = Callable[[], AdaptiveDrafter]
 def opened(model: str, path: Path) -> tuple[Answers, list[Recording], list[Recording]]:
     """Return the recordings, and those of the two halves."""
     torch.set_num_threads(2)
-    recycler = TokenRecycling.from_pretrained(model, device="cpu", nodes=4, warm=False)
+    recycler = TokenRecycling.from_pretrained(model, device="cpu", nodes=4)
     answers = Answers(path, recycler)
     halves = [half(answers.recordings, which) for which in (FIT, CHECK)]
     print(f"{len(halves[0])} answers to fit, {len(halves[1])} to check")
@@ -292,58 +290,6 @@ def sizes(model: Model, path: Path_) -> None:
         sizes=(15, 60),
         starts=("hot",),
     )
-
-
-def filled(answers: Answers, prefix: tuple[int, ...], tokens: Sequence[int]) -> AdjacencyMatrix:
-    """Return the rows of some tokens, with ``prefix`` in front of each."""
-    from token_recycling.warm.fill import _fill_batch
-
-    rows, begun = AdjacencyMatrix(answers.vocab_size, 12), perf_counter()
-    for part in torch.tensor(tokens).split(128):
-        _fill_batch(answers.target, rows, prefix, part)
-    print(f"{prefix}: {len(tokens)} rows in {perf_counter() - begun:.0f} s", flush=True)
-    return rows
-
-
-def with_rows(answers: Answers, rows: AdjacencyMatrix, tokens: Sequence[int]) -> AdaptiveDrafter:
-    """Return a new drafter that has the rows of these tokens."""
-    made, at = drafter(answers), torch.tensor(tokens)
-    made.matrix.update(at, rows.candidates[at], rows.probabilities[at])
-    return made
-
-
-@app.command()
-def warm(model: Model, path: Path_, exact: bool = False) -> None:
-    """Rows that the model fills: what is put in front of a token."""
-    from token_recycling.warm.context import choose, contexts
-
-    answers, _, check = opened(model, path)
-    tokenizer = load_tokenizer(model)
-    print(choose(answers.target, tokenizer, 12, answers.vocab_size))
-    # Tokens that can be met in a tree; a row of another one changes nothing.
-    met = np.unique(np.concatenate([*(one.ids.flatten() for one in check)])).tolist()
-    rows = {one.name: filled(answers, one.tokens, met) for one in contexts(tokenizer, 49152)}
-    makes: dict[str, Make] = {"no rows": lambda: drafter(answers)}
-    for name, found in rows.items():
-        makes[f"all, {name}"] = lambda found=found: with_rows(answers, found, met)
-    answers.exact = exact
-    compare(answers, check, makes, sizes=(15,) if exact else (15, 60))
-
-
-@app.command()
-def warm_count(model: Model, path: Path_, prefix: str = "198", most: int = 8000) -> None:
-    """Rows that the model fills: how many are worth it, frequent tokens first."""
-    from token_recycling.warm.context import choose, frequent_tokens
-
-    answers, _, check = opened(model, path)
-    tokenizer = load_tokenizer(model)
-    print(choose(answers.target, tokenizer, 12, answers.vocab_size))
-    order = list(dict.fromkeys([*frequent_tokens(tokenizer), *range(answers.vocab_size)]))[:most]
-    rows = filled(answers, tuple(map(int, prefix.split(","))), order)
-    makes: dict[str, Make] = {"no rows": lambda: drafter(answers)}
-    for count in (125, 250, 500, 1000, 2000, 4000, most):
-        makes[f"{count} rows"] = lambda count=count: with_rows(answers, rows, order[:count])
-    compare(answers, check, makes, sizes=(7, 15))
 
 
 # The ranked tree

@@ -105,7 +105,7 @@ class Smoke:
 
     def open(self, **options: Any) -> TokenRecycling:
         """Return a recycler that has learnt nothing."""
-        return TokenRecycling(self.model, None, **{"warm": False, **options})
+        return TokenRecycling(self.model, None, **options)
 
     def recycled(self, **options: Any) -> Callable[[list[int], int], tuple[list[int], Any]]:
         """Return a function that answers with a recycler of its own."""
@@ -230,7 +230,7 @@ class Smoke:
             "graph, no drafts": {"drafter": "none", "graph": True},
             "eager, default": {"graph": False},
         }.items():
-            recycler = TokenRecycling(model, None, warm=False, **options)
+            recycler = TokenRecycling(model, None, **options)
             more = {"max_new_tokens": 64}
             greedy = [recycler.generate(one, **more).token_ids for one in prompts]
             again = [recycler.generate(one, **more).token_ids for one in prompts]
@@ -238,7 +238,7 @@ class Smoke:
             drawn = [recycler.generate(one, **more, **sampled).token_ids for one in prompts]
             found[name] = {"greedy": greedy, "again": again, "batch": batch, "sampled": drawn}
             found[name]["graph"] = repr(getattr(recycler.runs._graph, "_runners", {}).keys())
-        stock = TokenRecycling(model, None, warm=False, drafter="none", graph=False)
+        stock = TokenRecycling(model, None, drafter="none", graph=False)
         right = [plain_generate(stock, one, {"max_new_tokens": 64}) for one in prompts]
         drawn = [plain_generate(stock, one, {"max_new_tokens": 64, **sampled}) for one in prompts]
         found["generate"] = {"greedy": right, "sampled": drawn}
@@ -337,7 +337,7 @@ def child(options: argparse.Namespace) -> None:
     device = torch.device("cpu" if dry else "cuda")
     begun = time.perf_counter()
     if dry:
-        bundled = TokenRecycling.from_pretrained(device="cpu", warm=False)
+        bundled = TokenRecycling.from_pretrained(device="cpu")
         model, prompts = bundled.model, [list(range(5, 25)), list(range(9, 30)), [7, 8, 9]]
     elif options.model is None:
         config = LlamaConfig(**SHAPES[options.shape], max_position_embeddings=POSITIONS)

@@ -76,7 +76,7 @@ class Steps:
 
     def captured(self, nodes: int, context: int) -> GraphRunner:
         """Capture a step of ``nodes`` tokens behind ``context`` random ones; drafts are random."""
-        recycler = TokenRecycling(self.model, None, warm=False, drafter="none", graph=False)
+        recycler = TokenRecycling(self.model, None, drafter="none", graph=False)
         target, vocab = recycler.target, recycler.target.vocab_size
         if self.learnt is None:
             generator = torch.Generator().manual_seed(1)

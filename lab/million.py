@@ -150,8 +150,8 @@ def run(
     compared, number = sum(line["tokens"] for line in done), len(done)
     loaded, tokenizer = load_checkpoint(model, "cpu", dtype)
     ids = tokenizer(lzma.decompress(text.read_bytes()).decode()[: 2**21]).input_ids
-    plain = TokenRecycling(loaded, tokenizer, drafter="none", warm=False)
-    recyclers = {n: TokenRecycling(loaded, tokenizer, nodes=n, warm=False) for n in SIZES}
+    plain = TokenRecycling(loaded, tokenizer, drafter="none")
+    recyclers = {n: TokenRecycling(loaded, tokenizer, nodes=n) for n in SIZES}
     context = plain.target.max_context or 2 * LONG
     ways = dict(zip(KINDS, (one_by_one, in_a_batch, in_turns, by_the_engine)))
     wrong = 0

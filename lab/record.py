@@ -144,9 +144,9 @@ def main(
 ) -> None:
     """Record answers."""
     torch.set_num_threads(threads)
-    first = TokenRecycling.from_pretrained(model, device="cpu", warm=False)
+    first = TokenRecycling.from_pretrained(model, device="cpu")
     watch = Watch(first.matrix, nodes)
-    recycler = TokenRecycling(first.model, first.tokenizer, drafter=watch, warm=False)
+    recycler = TokenRecycling(first.model, first.tokenizer, drafter=watch)
     recycler.target.prompt_fraction = 1.0  # all tokens of a prompt, not only the last ones
     found: list[Recording] = torch.load(out, weights_only=False) if out.exists() else []
     done = {one.name for one in found}

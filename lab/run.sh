@@ -34,7 +34,7 @@ run() {
 real() {
     local name=$1
     shift
-    run "$name" -m "$MODEL" --suite "$QUESTIONS" --no-warm "$@"
+    run "$name" -m "$MODEL" --suite "$QUESTIONS" "$@"
 }
 
 # What a new user has: costs are measured at load; nothing is there before.
@@ -47,11 +47,6 @@ real real --per-kind 3 --decoders "$ALL"                             # 45 questi
 # What drafts bring, and what the loop and its kernels do without them.
 real real-loop --per-kind 3 --decoders generate,none,prompt-lookup,auto,adaptive@8
 real real-cold --cold --per-kind 1 --decoders generate,none,auto,adaptive@8
-if wanted real-taught; then  # the vocabulary and 30,000 tokens of answers to other questions
-    token-recycling warm -m "$MODEL" --threads "$THREADS"
-fi
-run real-taught -m "$MODEL" --suite "$QUESTIONS" --cold --per-kind 1 \
-    --decoders "generate,paper,auto,$FIXED"
 real real-sampled --per-kind 1 --temp 0.8 --decoders generate,none,auto,adaptive@8
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere
     real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders generate,none,auto,adaptive@8

@@ -10,7 +10,7 @@ import pytest
 
 from token_recycling.cli import main
 
-# For processes of their own, which keep warm rows that no other test is to find.
+# For processes of their own, which keep measured costs that no other test is to find.
 ENVIRONMENT = {**os.environ, "TOKEN_RECYCLING_CACHE": mkdtemp()}
 
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from token_recycling import TokenRecycling, defaults
+from token_recycling import TokenRecycling
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Ignore step costs and warm rows of this machine.
+# Ignore step costs of this machine.
 os.environ["TOKEN_RECYCLING_CACHE"] = mkdtemp()
-# No warm rows unless a test asks for them: how many fit into a time differs from run to run.
-defaults.WARM_SECONDS = 0.0
 # Machines differ, and first calls compile.
 settings.register_profile("token-recycling", deadline=None)
 settings.load_profile("token-recycling")
@@ -42,7 +40,7 @@ def _quiet():
 @pytest.fixture(scope="session")
 def bundled():
     """The bundled model with a tree of fixed size; reset it before use."""
-    return TokenRecycling.from_pretrained(device="cpu", nodes=16, warm=False)
+    return TokenRecycling.from_pretrained(device="cpu", nodes=16)
 
 
 @pytest.fixture(scope="session")

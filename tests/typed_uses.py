@@ -19,7 +19,7 @@ def right_uses(model: Any, recycler: TokenRecycling) -> None:
     of_many_ids: list[Generation] = recycler.generate([[1, 2], [3]])
     chunks: Iterator[Chunk] = recycler.stream("Once", keep_context=True)
     print(one, of_ids, chat, several, of_many_ids, chunks, Options(), CallOptions())
-    TokenRecycling(model, nodes=8, drafter="adaptive", warm=False)
+    TokenRecycling(model, nodes=8, drafter="adaptive")
     with enable(model, k=8, strict=True) as enabled:
         print(enabled.stats.mat)
 

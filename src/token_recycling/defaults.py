@@ -8,9 +8,7 @@ LARGEST_DRAFT = 256  # nodes below the root
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 1024  # prompt tokens per forward, over all rows of a batch
 CACHE_CHUNK = 256  # the KV cache grows by at least this many slots
-WARM_SECONDS = 1.0  # at most, to compute warm rows without being asked to
-WARM_TOKENS = 2000  # fewest tokens for which that is begun, if not the whole vocabulary
-TAUGHT_TOKENS = 30_000  # of the answers that ``token-recycling warm`` teaches a matrix with
+TAUGHT_TOKENS = 30_000  # of the answers that ``token-recycling matrix teach`` learns from
 
 
 def candidates_for(drafter: object) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -31,7 +31,6 @@ class OptionArguments(TypedDict, total=False):
     graph: bool | None
     float32_logits: bool
     queue: bool
-    warm: bool | float | None
     strict: bool
 
 
@@ -54,13 +53,6 @@ class Options:
             logits can tie and the kernel decides which one wins (see ``lm_head.Float32Head``).
         queue: calls from several threads wait for each other, first come, first served. False:
             during a call, ``generate`` of an enabled model decodes plainly, and other calls raise.
-        warm: fill rows of the matrix before any text is read, with what the model predicts after
-            each token on its own; rows that exist are kept, and ``reset`` returns to these rows.
-            Computed rows are kept in the cache folder, per model. True: the whole vocabulary,
-            however long it takes. A number: most seconds to compute. False: no such
-            rows. None: for the drafter "adaptive", use the rows in the cache folder; if there
-            are none, compute for at most ``defaults.WARM_SECONDS``, unless that is enough for fewer
-            than ``defaults.WARM_TOKENS`` tokens only.
         strict: raise when the model or a call cannot be served by draft trees, instead of warning
             and decoding plainly.
     """
@@ -73,7 +65,6 @@ class Options:
     graph: bool | None = None
     float32_logits: bool = False
     queue: bool = True
-    warm: bool | float | None = None
     strict: bool = False
 
     @classmethod
@@ -131,14 +122,6 @@ class Options:
                 raise TokenRecyclingError(
                     f"{name} is {getattr(self, name)!r}; it must be True or False"
                 )
-        if not (
-            self.warm is None
-            or isinstance(self.warm, bool)
-            or (isinstance(self.warm, Real) and self.warm > 0)
-        ):
-            raise TokenRecyclingError(
-                f"warm is {self.warm!r}; give True, False, None or seconds above 0"
-            )
 
     def candidates(self, vocab_size: int) -> int:
         """Return how many candidates a new matrix keeps per token."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -21,6 +20,7 @@ from token_recycling.decoding.loop import OnDraft
 from token_recycling.decoding.metrics import Stats
 from token_recycling.decoding.prepare import compile_kernels
 from token_recycling.decoding.sequence import Sequence
+from token_recycling.decoding.teach import teach
 from token_recycling.decoding.text import Batch, Prompt, is_batch
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
@@ -39,9 +39,6 @@ from token_recycling.options import OptionArguments, Options
 from token_recycling.runs import Runs, Steps, drafter_and_size
 from token_recycling.util.lock import FairLock
 from token_recycling.util.modes import ordinary_tensors
-from token_recycling.warm.start import go_on, kept_rows, warm_up
-from token_recycling.warm.store import WarmRows
-from token_recycling.warm.teach import teach
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -63,8 +60,6 @@ class TokenRecycling(DecodingMethod):
         matrix: the adjacency matrix.
         runs: the drafter, the draft-size policy, the context and the graphs.
         template: the tree that the drafter fills; None if it shapes its own.
-        warm_rows: the rows that the matrix starts with (see ``options.Options.warm``); None if it
-            is to start empty.
         stats: the sum over all answers.
         warned: reasons why calls of ``generate`` were decoded plainly.
     """
@@ -73,8 +68,6 @@ class TokenRecycling(DecodingMethod):
         self,
         model: Any,
         tokenizer: Any = None,
-        *,
-        on_progress: OnProgress | None = None,
         **options: Unpack[OptionArguments],
     ) -> None:
         """Wrap a loaded model.
@@ -85,7 +78,6 @@ class TokenRecycling(DecodingMethod):
                 ``custom_generate``, and some of its linear layers compute differently in a
                 recycler's forwards. All other uses of the model are unaffected.
             tokenizer: its tokenizer. None: prompts must be token ids, and answers have no text.
-            on_progress: called with (tokens done, total tokens) while warm rows are computed.
             **options: see ``options.Options``.
 
         Raises:
@@ -110,8 +102,6 @@ class TokenRecycling(DecodingMethod):
             drafter, size = drafter_and_size(given, self.target, matrix, self.template)
         device = self.target.device
         self.runs = Runs(self.target, drafter, size, given.graphs_on(device))
-        self.warm_rows = self._warm_rows(on_progress)
-        self._insert_warm_rows()
         self.stats = Stats()
         self.warned: set[str] = set()
         self.lock = FairLock()
@@ -135,18 +125,6 @@ class TokenRecycling(DecodingMethod):
         nodes = defaults.MOST_NODES if self.options.nodes is None else self.options.nodes
         largest = nodes + 1 if self.template is None else self.template.size
         return self.target.batch_invariant and not self.runs.graphs and largest <= MOST_TOKENS
-
-    def _warm_rows(self, on_progress: OnProgress | None) -> WarmRows | None:
-        warm = self.options.warm
-        named = isinstance(self.options.drafter, str) and isinstance(self.drafter, AdaptiveDrafter)
-        if not isinstance(self.target, TreeTarget) or (warm is None and not named):
-            return None
-        return warm_up(self.target, self.tokenizer, self.matrix.k, warm, on_progress=on_progress)
-
-    def _insert_warm_rows(self) -> None:
-        if self.warm_rows is not None:
-            with ordinary_tensors():
-                self.matrix.start_from(self.warm_rows.rows)
 
     def __copy__(self) -> TokenRecycling:
         """Share the model and nothing else."""
@@ -194,7 +172,6 @@ class TokenRecycling(DecodingMethod):
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         dequantize: bool = False,
-        on_progress: OnProgress | None = None,
         **options: Any,
     ) -> TokenRecycling:
         """Load a model and its tokenizer.
@@ -206,7 +183,6 @@ class TokenRecycling(DecodingMethod):
             dtype: None: float32 on a CPU and for the bundled model, else the checkpoint's own.
             dequantize: convert the weights of a GGUF file to ``dtype``; on a CPU they stay packed
                 otherwise, if ``dtype`` is float32.
-            on_progress: see ``__init__``.
             **options: those of ``options.Options``. All others are passed to
                 ``AutoModelForCausalLM.from_pretrained`` unchanged: ``device_map``,
                 ``quantization_config``, ``attn_implementation``, …
@@ -224,60 +200,13 @@ class TokenRecycling(DecodingMethod):
                 if f"unexpected keyword argument '{name}'" in str(error):
                     raise unknown_option(name, Options.names()) from error
             raise
-        return cls(model, tokenizer, on_progress=on_progress, **own)
+        return cls(model, tokenizer, **own)
 
     def reset(self) -> None:
-        """Remove all that was learnt from text, and forget the context (cold start).
-
-        The matrix is empty then, except for warm rows (see ``options.Options.warm``).
-        """
+        """Empty the matrix, and forget the context (cold start)."""
         with self.lock.acquired(wait=True):
             self.matrix.reset()
-            self._insert_warm_rows()
             self.runs.forget()
-
-    def warm(
-        self,
-        seconds: float | None = None,
-        *,
-        stop: Callable[[], bool] | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> WarmRows | None:
-        """Compute more warm rows (see ``options.Options.warm``) and put them into the matrix.
-
-        Args:
-            seconds: for at most so long; None: until every token has been tried.
-            stop: ends the computation, within a tenth of a second, when it returns True. The rows
-                are then kept by a thread of its own, at most once a minute, so that the caller can
-                go on at once; ``warm_rows.keep(model)`` keeps them now.
-            on_progress: called with (tokens done, total tokens).
-
-        Returns:
-            All warm rows; None if this model is decoded plainly. They are complete if its
-            attribute ``complete`` is True.
-
-        Raises:
-            TokenRecyclingError: another answer is in progress and the option ``queue`` is False.
-        """
-        if not isinstance(self.target, TreeTarget):
-            return None
-        with self._locked():
-            if self.warm_rows is None:
-                self.warm_rows = kept_rows(self.target, self.tokenizer, self.matrix.k)
-            found = self.warm_rows
-            if not found.complete:
-                go_on(
-                    found,
-                    self.target,
-                    self.tokenizer,
-                    seconds=seconds,
-                    stop=stop,
-                    on_progress=on_progress,
-                )
-            self._insert_warm_rows()
-        if stop is not None and found.is_due:
-            Thread(target=found.keep, args=(self.model,), name="keep warm rows").start()
-        return found
 
     def teach(
         self,
@@ -285,47 +214,37 @@ class TokenRecycling(DecodingMethod):
         *,
         seconds: float | None = None,
         on_progress: OnProgress | None = None,
-    ) -> WarmRows | None:
-        """Let the model answer generic prompts, and start from what they teach from now on.
+    ) -> int:
+        """Let the model answer generic prompts, and learn from its answers.
 
-        What is learnt becomes part of the warm rows, which are kept in the cache folder, and is
-        merged into the matrix. Without a tokenizer nothing is done.
+        The matrix then is what a user's first answers start from; ``matrix.save`` keeps it.
 
         Args:
-            tokens: of all answers, those of earlier calls for this model included.
+            tokens: of all answers.
             seconds: for at most so long; None: no limit.
             on_progress: called with (tokens done, ``tokens``).
 
         Returns:
-            All warm rows; None if this model is decoded plainly.
+            The tokens of all answers.
 
         Raises:
-            TokenRecyclingError: another answer is in progress and the option ``queue`` is False.
+            TokenRecyclingError: there is no tokenizer; the drafter is not "adaptive"; or another
+                answer is in progress and the option ``queue`` is False.
         """
-        if not isinstance(self.target, TreeTarget):
-            return None
+        if self.tokenizer is None:
+            raise TokenRecyclingError("without a tokenizer the model cannot be asked anything")
+        target, drafter = self.target, self.drafter
+        if not (isinstance(target, TreeTarget) and isinstance(drafter, AdaptiveDrafter)):
+            raise TokenRecyclingError(f"the drafter {drafter.name} learns nothing from answers")
         with self._locked(), ordinary_tensors():
-            if self.warm_rows is None:
-                self.warm_rows = kept_rows(self.target, self.tokenizer, self.matrix.k)
-            found, before = self.warm_rows, self.warm_rows.answered
-            try:
-                teach(
-                    found,
-                    self.target,
-                    self.tokenizer,
-                    tokens=tokens,
-                    seconds=seconds,
-                    on_progress=on_progress,
-                )
-            finally:
-                if found.answered > before:
-                    found.keep(self.model)
-            if not self.stats.steps:  # nothing but warm rows is in the matrix
-                self.matrix.reset()
-                self._insert_warm_rows()
-            elif found.answered > before:
-                self.matrix.copy_(found.rows.merge(self.matrix))
-        return found
+            return teach(
+                drafter,
+                target,
+                self.tokenizer,
+                tokens=tokens,
+                seconds=seconds,
+                on_progress=on_progress,
+            )
 
     def forget_context(self) -> None:
         """Free the KV cache; an unfinished answer cannot continue."""

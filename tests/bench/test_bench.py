@@ -138,7 +138,7 @@ def test_a_sweep_is_read(text, expected):
 
 @pytest.mark.parametrize(
     "text", ["", "k", "k=", "k=,", "k=x", "k=2.5", "k=0", "k=-1", "K=2", "nodes=0",
-             "nodes=x", "size=3", "start=warm",
+             "nodes=x", "size=3", "start=tepid",
              "temperature=nan", "temperature=-1", "temperature=inf", "temperature=1e-9",
              "temperature=cold"],
 )  # fmt: skip
@@ -773,11 +773,7 @@ def killed(suite, tmp_path_factory):
     """The folder of a run that was killed after two of five questions."""
     folder = tmp_path_factory.mktemp("bench") / "killed"
     arguments = list(map(str, bench_of(suite, folder, "-n", 20, "--decoders", FIXED)))
-    code = (
-        "import sys; from token_recycling import defaults; from token_recycling.cli import main\n"
-        "defaults.WARM_SECONDS = 0.0  # as in the process that resumes the run\n"
-        "main(sys.argv[1:])"
-    )
+    code = "import sys; from token_recycling.cli import main; main(sys.argv[1:])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

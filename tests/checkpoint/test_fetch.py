@@ -60,7 +60,7 @@ def test_it_is_fetched_converted_and_kept(bundled, cache):
     assert (folder / "LICENSE").read_text() == "the licence"
     assert "Q4_1" in (folder / "README.md").read_text()
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
-    recycler = TokenRecycling.from_pretrained(folder, device="cpu", warm=False, nodes=8)
+    recycler = TokenRecycling.from_pretrained(folder, device="cpu", nodes=8)
     assert recycler.model.dtype == torch.float32
     for one, other in zip(recycler.model.parameters(), bundled.model.parameters()):
         torch.testing.assert_close(one, other.float(), rtol=0, atol=0)
@@ -75,7 +75,7 @@ def test_the_gguf_file_itself(cache):
     assert (code, out) == (0, f"{folder}\n")
     names = ["LICENSE", "README.md", "SmolLM2-135M-Instruct.Q4_1.gguf"]
     assert sorted(path.name for path in cache.rglob("*") if path.is_file()) == names
-    recycler = TokenRecycling.from_pretrained(folder, device="cpu", warm=False, nodes=8)
+    recycler = TokenRecycling.from_pretrained(folder, device="cpu", nodes=8)
     assert recycler.generate(list(range(40, 60)), max_new_tokens=8).token_ids
     before = files(cache)
     assert fetch.fetch_model("q4_1") == folder
@@ -98,8 +98,8 @@ def test_again_nothing_is_downloaded(cache, monkeypatch):
 
 def test_rounded_on_request(cache):
     folder = fetch.fetch_model("bfloat16")
-    exact = TokenRecycling.from_pretrained(fetch.fetch_model(), device="cpu", warm=False)
-    rounded = TokenRecycling.from_pretrained(folder, device="cpu", dtype="auto", warm=False)
+    exact = TokenRecycling.from_pretrained(fetch.fetch_model(), device="cpu")
+    rounded = TokenRecycling.from_pretrained(folder, device="cpu", dtype="auto")
     assert rounded.model.dtype == torch.bfloat16
     for one, other in zip(rounded.model.parameters(), exact.model.parameters()):
         assert torch.equal(one, other.bfloat16())

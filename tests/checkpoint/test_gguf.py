@@ -25,7 +25,7 @@ def file(bundled, tmp_path_factory):
 
 
 def opened(path, **options):
-    return TokenRecycling.from_pretrained(path, device="cpu", nodes=8, warm=False, **options)
+    return TokenRecycling.from_pretrained(path, device="cpu", nodes=8, **options)
 
 
 @pytest.mark.parametrize("form", ["file", "folder", "text"])

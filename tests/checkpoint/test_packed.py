@@ -117,7 +117,7 @@ def test_logits_are_those_of_dequantised_weights(name, kind, tmp_path):
     assert off(logits(found, ids), logits(right, ids)) < 0.03
     (ids,) = random_prompts([200])  # more rows than the kernel takes
     assert off(logits(found, ids), logits(right, ids)) < 1e-4
-    recycler = TokenRecycling(found, tokenizer, warm=False, nodes=8)
+    recycler = TokenRecycling(found, tokenizer, nodes=8)
     assert recycler.generate(ids, max_new_tokens=10).stats.steps
 
 
@@ -126,7 +126,7 @@ def test_texts_are_those_of_plain_decoding(model, nodes):
     model, tokenizer = model
     plain = TokenRecycling(model, tokenizer, drafter="none")
     options = {} if nodes is None else {"nodes": nodes}
-    recycler = TokenRecycling(model, tokenizer, warm=False, **options)
+    recycler = TokenRecycling(model, tokenizer, **options)
     accepted = 0
     for prompt in random_prompts([12, 33, 150]):
         right = plain.generate(prompt, max_new_tokens=60)

@@ -2,8 +2,6 @@
 
 import io
 import json
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +56,6 @@ def test_json_and_drafters(capsys):
 
 
 def test_stdin(capsys, monkeypatch):
-    import io
 
     monkeypatch.setattr("sys.stdin", io.StringIO("The king"))
     code, out, _ = call(capsys, "-p", "-", "-n", 8, "--raw")
@@ -115,7 +112,6 @@ def test_trees(capsys, tmp_path):
 
 
 def test_chat_keeps_the_conversation(capsys, monkeypatch):
-    import io
 
     turns = "How many legs have 3 cats?\n\n/reset\nThe king\nGo on.\n/quit\nnever read\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(turns))
@@ -124,67 +120,6 @@ def test_chat_keeps_the_conversation(capsys, monkeypatch):
     assert err.count("MAT") == 3
     assert "the conversation is empty" in err
     assert "never read" not in out
-
-
-class TestWarm:
-    @pytest.fixture(autouse=True)
-    def folder(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path / "cache"))
-        return tmp_path / "cache" / "rows"
-
-    def test_the_rows_are_computed_once(self, capsys, folder):
-        code, out, err = call(capsys, "warm", "--answers", 0)
-        assert (code, err) == (0, "")
-        assert out.startswith("warm rows: 4,096 of 4,096 tokens, 4,096 computed in ")
-        assert str(folder) in out
-        assert " 0 computed" in call(capsys, "warm", "--answers", 0)[1]
-        assert " 4,096 computed" in call(capsys, "warm", "--answers", 0, "--force")[1]
-
-    def test_as_json_and_with_little_time(self, capsys, folder):
-        code, out, err = call(capsys, "warm", "--answers", 0, "--seconds", 1e-9, "--json")
-        assert (code, out) == (2, "")  # too little for one batch
-        assert "no rows were computed" in err
-        assert not folder.exists()
-        code, out, err = call(capsys, "warm", "--answers", 0, "--top-k-candidates", 3, "--json")
-        about = json.loads(out)
-        assert (code, err) == (0, "")
-        assert (about["rows"], about["k"], about["context"]) == (4096, 3, "nothing")
-        assert about["complete"]
-        assert about["kept"].startswith(str(folder))
-
-    def test_a_folder_that_cannot_be_written(self, capsys, tmp_path, monkeypatch):
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path / "file"))
-        code, out, err = call(capsys, "warm", "--answers", 0)
-        assert (code, out) == (2, "")
-        assert err.startswith("error: the rows are not kept: cannot write")
-
-    def test_an_answer_says_what_was_computed_and_only_then(self, capsys):
-        prompt = ["The king", "-n", 20, "--raw", "--nodes", 8]
-        code, cold, err = call(capsys, *prompt, "--no-warm")
-        assert (code, "warm rows" in err) == (0, False)
-        code, out, err = call(capsys, *prompt, "--warm")
-        assert (code, out) == (0, cold)
-        assert err.startswith("warm rows: 4,096 of 4,096 tokens")
-        assert err.count("warm rows") == 1
-        steps = re.findall(r"\d+ steps", err)
-        code, out, err = call(capsys, *prompt)
-        assert (code, out) == (0, cold)
-        assert "warm rows" not in err
-        assert re.findall(r"\d+ steps", err) == steps  # kept rows are used by default
-
-    @pytest.mark.slow
-    def test_other_verbs_take_the_option(self, capsys, tmp_path, monkeypatch, folder):
-        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-        for verb in (
-            ["chat", "-n", 4],
-            ["check", "-n", 4],
-            ["bench", "--per-kind", 1, "-n", 4, "--decoders", "auto",
-             "-o", tmp_path / "bench"],
-        ):  # fmt: skip
-            code, _, err = call(capsys, *verb, "--warm", "--threads", 1)
-            assert (code, err.count("warm rows: 4,096")) == (0, 1)
-            shutil.rmtree(folder)
 
 
 def wrong_calls(folder):
@@ -253,10 +188,10 @@ def wrong_calls(folder):
             "4096",
         ),
         (["tree"], "command"),
-        (["warm", "--seconds", 0], "--seconds is 0"),
-        (["warm", "--seconds", 1, "--force"], "--force"),
-        (["warm", "--model", folder / "absent"], "absent"),
-        (["warm", "--top-k-candidates", 5000], "5000"),
+        (["matrix", "teach", folder / "m", "--seconds", 0], "--seconds is 0"),
+        (["matrix", "teach", folder / "m", "--tokens", 0], "--tokens is 0"),
+        (["matrix", "teach", folder / "m", "--model", folder / "absent"], "absent"),
+        (["matrix", "teach", folder / "absent" / "m"], "does not exist"),
     ]  # fmt: skip
 
 

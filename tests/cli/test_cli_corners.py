@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ import torch
 from command import ENVIRONMENT
 from token_recycling import AdjacencyMatrix, TokenRecycling
 from token_recycling.bench.prompts import DEMO
-from token_recycling.cli import chat, main, show
+from token_recycling.cli import main, show
 from token_recycling.cli.conversation import Conversation, going_on
 from token_recycling.decoding.metrics import Stats
 
@@ -247,7 +245,6 @@ class Interrupting:
     """Sends this process an interrupt while an answer is written."""
 
     def __init__(self, monkeypatch, after):
-        from token_recycling import TokenRecycling
 
         steps, self.count = TokenRecycling.steps, 0
 
@@ -333,30 +330,13 @@ class TestChat:
         typed(monkeypatch, "/usr/bin holds what?\n")
         assert "MAT" in call(capsys, "chat", "-n", 5)[2]
 
-    def test_warm_rows_are_computed_at_the_prompt(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path))
-        recycler = TokenRecycling.from_pretrained(device="cpu")
-        assert recycler.warm_rows.rows.rows_seen == 0
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-
-        def typed():
-            while not recycler.warm_rows.rows.rows_seen:
-                time.sleep(0.01)
-            return "Hello"
-
-        monkeypatch.setattr(chat, "_typed", typed)
-        threads = threading.active_count()
-        assert chat._read_line(recycler) == "Hello"
-        assert 0 < recycler.matrix.rows_seen < recycler.matrix.vocab_size
-        assert threading.active_count() <= threads + 1  # one may still write the file
-
     def test_reset_keeps_what_was_learnt(self, capsys, monkeypatch, tmp_path):
         kept, gone = tmp_path / "kept", tmp_path / "gone"
         typed(monkeypatch, "The king\n/reset\n")
-        call(capsys, "chat", "-n", 20, "--no-warm", "--matrix", kept)
+        call(capsys, "chat", "-n", 20, "--matrix", kept)
         assert AdjacencyMatrix.load(kept).rows_seen > 0
         typed(monkeypatch, "The king\n/forget\n")
-        call(capsys, "chat", "-n", 20, "--no-warm", "--matrix", gone)
+        call(capsys, "chat", "-n", 20, "--matrix", gone)
         assert AdjacencyMatrix.load(gone).rows_seen == 0
 
     def test_a_full_context_leaves_out_the_oldest_turns(self, capsys, monkeypatch, bundled):
@@ -419,7 +399,6 @@ class TestSeam:
         return tokenizer
 
     def test_a_turn_reads_only_what_is_new(self, tokenizer, bundled):
-        from token_recycling import TokenRecycling
 
         recycler = TokenRecycling(bundled.model, tokenizer, nodes=8)
         talk, kept, read = Conversation(tokenizer), [], []

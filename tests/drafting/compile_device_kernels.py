@@ -217,7 +217,7 @@ def compile_by_launcher(target):
     driver.set_active(NoGPU(target))
     for kernel in launched:
         kernel.device_caches.clear()
-    recycler = TokenRecycling(make("gemma3"), graph=False, warm=False, nodes=15)
+    recycler = TokenRecycling(make("gemma3"), graph=False, nodes=15)
     recycler.generate([3, 5, 7], max_new_tokens=3)
     dtype = torch.float16 if target.arch == 75 else torch.bfloat16
     step = GraphStep(recycler.target, recycler.drafter, 1, 256, 16, kernels=True)

@@ -62,7 +62,7 @@ def test_the_matrix_has_learnt_what_the_eager_loop_learns():
     model = make("llama").cuda()
     found = []
     for graph in (True, False):
-        recycler = TokenRecycling(model, nodes=15, graph=graph, warm=False)
+        recycler = TokenRecycling(model, nodes=15, graph=graph)
         recycler.generate(PROMPTS[2], max_new_tokens=100)
         found.append(recycler.matrix)
     captured, eager = found

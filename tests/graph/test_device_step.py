@@ -68,7 +68,7 @@ def test_drafts_may_share_their_rows_memory():
 
 def answers(model, prompts, *, graph=True, **options):
     """Two answers per prompt, of which the second has drafts to accept, and their statistics."""
-    recycler = TokenRecycling(model, nodes=5, graph=graph, strict=True, warm=False)
+    recycler = TokenRecycling(model, nodes=5, graph=graph, strict=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the graph must be used
         found = [recycler.generate(prompts, max_new_tokens=TOKENS, **options) for _ in range(2)]

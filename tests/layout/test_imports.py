@@ -20,7 +20,6 @@ ROOMS = (
     ("drafting/",),
     ("model/",),
     ("decoding/",),
-    ("warm/",),
     ("graph/",),
     ("hf/",),
     ("checkpoint/", "options"),

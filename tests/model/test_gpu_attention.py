@@ -164,7 +164,7 @@ def used(monkeypatch):
 def test_the_text_of_models(name, rows, used):
     model, prompts = make(name), random_prompts([9, 4])[:rows]
     expected = [plain(model, prompt, 12) for prompt in prompts]
-    recycler = TokenRecycling(model, nodes=5, warm=False, strict=True)
+    recycler = TokenRecycling(model, nodes=5, strict=True)
     found = recycler.generate(prompts, max_new_tokens=12)
     assert [one.token_ids for one in found] == expected
     assert used
@@ -179,7 +179,7 @@ def test_a_wrong_kernel_is_found_when_a_model_is_probed(used, monkeypatch):
 
     monkeypatch.setattr(attention_kernel, "attend", blind)
     with pytest.warns(UserWarning, match="its logits in a tree differ"):
-        TokenRecycling(make("llama"), nodes=5, warm=False)
+        TokenRecycling(make("llama"), nodes=5)
 
 
 class TestTrial:

@@ -18,7 +18,7 @@ def folder():
 @pytest.fixture(scope="session")
 def loaded(folder):
     """The model with drafts of a fixed size: with an automatic one, many steps would be plain."""
-    return TokenRecycling.from_pretrained(folder, device="cpu", nodes=4, warm=False)
+    return TokenRecycling.from_pretrained(folder, device="cpu", nodes=4)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from token_recycling import TokenRecycling
 
 @pytest.fixture(scope="package")
 def recycler():
-    return TokenRecycling.from_pretrained(device="cpu", warm=False)
+    return TokenRecycling.from_pretrained(device="cpu")
 
 
 @pytest.fixture(scope="package")

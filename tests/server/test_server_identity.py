@@ -90,7 +90,7 @@ def answers(url, bodies, at_once=AT_ONCE):
 @pytest.fixture(scope="module")
 def texts():
     """Bodies, and what a recycler of its own answers to them."""
-    recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    recycler = TokenRecycling.from_pretrained(device="cpu")
     bodies = requests()
     return bodies, [expected(recycler, body) for body in bodies]
 
@@ -98,7 +98,7 @@ def texts():
 @pytest.mark.parametrize("rows", [8, pytest.param(3, marks=pytest.mark.slow)])
 def test_text_is_that_of_generate(texts, rows):
     bodies, wanted = texts
-    recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    recycler = TokenRecycling.from_pretrained(device="cpu")
     with running(recycler, rows=rows) as served:
         found = answers(served.url, bodies)
         served.idle()
@@ -116,7 +116,7 @@ def test_text_is_that_of_generate(texts, rows):
 @pytest.mark.parametrize("fault", [False, True])
 def test_text_in_half_precision_is_that_without_drafts_alone(fault, monkeypatch):
     """Every prompt is read from its beginning; the control multiplies several tokens otherwise."""
-    model = {"device": "cpu", "dtype": "bfloat16", "warm": False}
+    model = {"device": "cpu", "dtype": "bfloat16"}
     bodies = requests(32)
     plain = TokenRecycling.from_pretrained(**model, drafter="none")
     wanted = [expected(plain, body) for body in bodies]
@@ -147,7 +147,7 @@ def test_a_full_batch_pauses_rows_and_keeps_the_text(texts, prefix, monkeypatch)
             largest.append(max(lengths) * len(lengths))
 
     monkeypatch.setattr(engine.Engine, "_pause", pause)
-    recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    recycler = TokenRecycling.from_pretrained(device="cpu")
     with running(recycler, prefix=prefix) as served:
         found = answers(served.url, bodies)
         served.idle()
@@ -165,7 +165,7 @@ def test_a_full_batch_pauses_rows_and_keeps_the_text(texts, prefix, monkeypatch)
 def test_paused_rows_whose_clients_have_gone_block_nobody(monkeypatch):
     monkeypatch.setattr(engine, "BATCH_TOKENS", 300)
     monkeypatch.setattr(engine, "ROOM", 8)
-    recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    recycler = TokenRecycling.from_pretrained(device="cpu")
     body = {"prompt": "Once upon a time", "max_tokens": 1500, "temperature": 1.0, "seed": 1}
     body |= {"stream": True, "logit_bias": {"1": -100}}
     with running(recycler) as served, httpx.Client(base_url=served.url, timeout=60) as client:
@@ -192,7 +192,7 @@ def test_paused_rows_whose_clients_have_gone_block_nobody(monkeypatch):
 
 def test_one_request_at_a_time_reuses_contexts_and_keeps_the_text(texts):
     bodies, wanted = texts
-    recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    recycler = TokenRecycling.from_pretrained(device="cpu")
     with running(recycler) as served:
         for _ in range(2):
             assert answers(served.url, bodies[:6:2], at_once=1) == wanted[:6:2]
@@ -213,7 +213,7 @@ def test_a_cache_that_mixes_rows_changes_texts(texts, broken, monkeypatch):
         return made
 
     monkeypatch.setattr(RecyclingCache, broken, wrong)
-    recycler = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    recycler = TokenRecycling.from_pretrained(device="cpu")
     with running(recycler) as served:
         found = answers(served.url, bodies[:24])
     differ = [i for i, text in enumerate(found) if text is not None and text != wanted[i]]
@@ -239,7 +239,7 @@ def test_long_prompts_do_not_stop_other_answers(recycler):
     """Other rows advance after every chunk of a prompt, and all texts stay what they are."""
     story = "The cat sat on the mat, and the dog ran to the door. " * 110
     short = {"prompt": "Once upon a time", "max_tokens": 600, "temperature": 0}
-    alone = TokenRecycling.from_pretrained(device="cpu", warm=False)
+    alone = TokenRecycling.from_pretrained(device="cpu")
     wanted = [
         alone.generate(prompt, max_new_tokens=tokens).text
         for prompt, tokens in (("Once upon a time", 600), (story, 5))
@@ -267,24 +267,3 @@ def test_long_prompts_do_not_stop_other_answers(recycler):
     assert len(large) >= 2
     # Between two chunks of the long prompt there is a step of the other row.
     assert all(later - earlier > 1 for earlier, later in pairwise(large))
-
-
-def test_warm_rows_are_computed_while_idle(texts, monkeypatch, tmp_path):
-    """They begin when nothing is asked, stop when something is, and change no text."""
-    monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path))
-    monkeypatch.setattr("token_recycling.server.engine.TICK", 0.05)
-    bodies, wanted = texts
-    recycler = TokenRecycling.from_pretrained(device="cpu")
-    assert recycler.warm_rows.rows.rows_seen == 0
-    with running(recycler) as served:
-        begin = time.monotonic()
-        while not recycler.warm_rows.rows.rows_seen:
-            assert time.monotonic() - begin < 30
-            time.sleep(0.01)
-        assert not recycler.warm_rows.complete
-        assert answers(served.url, bodies[:6:2]) == wanted[:6:2]
-        while not recycler.warm_rows.complete:
-            assert time.monotonic() - begin < 120
-            time.sleep(0.05)
-        assert recycler.matrix.rows_seen > 4000
-        assert answers(served.url, bodies[6:12:2]) == wanted[6:12:2]

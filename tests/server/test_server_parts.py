@@ -205,7 +205,7 @@ class TestCallParser:
 
 @pytest.fixture(scope="module")
 def recycler():
-    return TokenRecycling.from_pretrained(device="cpu", warm=False)
+    return TokenRecycling.from_pretrained(device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def usage(served, headers):
 @pytest.fixture
 def recycler():
     """With fixed draft sizes, so that steps do not depend on the machine's speed."""
-    made = TokenRecycling.from_pretrained(device="cpu", warm=False, nodes=40)
+    made = TokenRecycling.from_pretrained(device="cpu", nodes=40)
     assert made.options.nodes == 40
     return made
 

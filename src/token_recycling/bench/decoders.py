@@ -12,7 +12,6 @@ from transformers.generation.streamers import BaseStreamer
 from token_recycling.bench.compare import plain_generate, timed
 from token_recycling.bench.variants import Variant
 from token_recycling.decoding.metrics import PHASES, Step
-from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.errors import TokenRecyclingError, one_line
@@ -151,17 +150,8 @@ class Decoder:
 
 
 def _recycler(variant: Variant, first: TokenRecycling) -> TokenRecycling:
-    adaptive = variant.drafter == AdaptiveDrafter.name
-    return TokenRecycling(
-        first.model,
-        first.tokenizer,
-        **{
-            **vars(variant.options()),
-            "float32_logits": first.options.float32_logits,
-            # Not for the paper's drafter, whatever was asked for.
-            "warm": first.options.warm if adaptive else None,
-        },
-    )
+    options = {**vars(variant.options()), "float32_logits": first.options.float32_logits}
+    return TokenRecycling(first.model, first.tokenizer, **options)
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]

@@ -23,7 +23,6 @@ from token_recycling.cli import (
     matrix,
     serve,
     tree,
-    warm,
 )
 from token_recycling.cli.stdin import piped
 from token_recycling.errors import BAD_INPUT, TokenRecyclingError, printable
@@ -43,7 +42,6 @@ app.command("demo")(demo.demo)
 app.command("fetch-model")(fetch_model.fetch_model)
 app.command("bench")(bench.bench)
 app.command("serve")(serve.serve)
-app.command("warm")(warm.warm)
 app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")
 VERBS = {str(one.name) for one in app.registered_commands}

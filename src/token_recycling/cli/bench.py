@@ -25,7 +25,7 @@ TOKENS = 128
 WIDE = 170  # columns of a terminal that has room for all figures
 
 
-@o.expanded(loading=("model", "device", "dtype", "dequantize", "float32_logits", "warm", "threads"))
+@o.expanded(loading=("model", "device", "dtype", "dequantize", "float32_logits", "threads"))
 def bench(
     loading: o.Loading,
     suite: Annotated[
@@ -99,7 +99,6 @@ def bench(
         "temperature": temp,
         "seed": seed,
         "raw": raw,
-        "warm": loading.warm,
         "float32_logits": loading.float32_logits,
     }
     summary = run.execute(out, resume=resume)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,13 +44,11 @@ def chat(
     talk.check()
     show.legend()
     try:
-        while (line := _read_line(recycler)) is not None and line != "/quit":
+        while (line := _typed()) is not None and line != "/quit":
             if line:
                 talk.take(line)
     finally:
         loading.save(recycler)
-        if recycler.warm_rows is not None:
-            recycler.warm_rows.keep_new(recycler.model)
 
 
 class _Talk:
@@ -135,33 +131,8 @@ class _Talk:
         return self.conversation.prompt(line)
 
 
-@contextmanager
-def _warming(recycler: TokenRecycling) -> Iterator[None]:
-    """Compute warm rows in the background, if the recycler has some and not all.
-
-    The thread ends before an answer begins: its OpenMP workers would slow those of the answer.
-    """
-    rows = recycler.warm_rows
-    if rows is None or rows.complete:
-        yield
-        return
-    stopped = Event()
-    thread = Thread(target=recycler.warm, kwargs={"stop": stopped.is_set})
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-
-
-def _read_line(recycler: TokenRecycling) -> str | None:
-    """Read a turn from stdin; return None at end of input. At a prompt, warm rows are computed."""
-    with _warming(recycler) if sys.stdin.isatty() else nullcontext():
-        return _typed()
-
-
 def _typed() -> str | None:
+    """Read a turn from stdin; return None at the end of input."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()

@@ -29,7 +29,6 @@ FIELDS = (
     "nodes",
     "tree",
     "candidates",
-    "warm",
     "threads",
     "strict",
 )

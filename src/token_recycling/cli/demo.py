@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BUNDLED = "bundled"
 
 
-@o.expanded(loading=("nodes", "graph", "warm", "threads"))
+@o.expanded(loading=("nodes", "graph", "threads"))
 def demo(
     loading: o.Loading,
     model: Annotated[

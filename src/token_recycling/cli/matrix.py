@@ -1,21 +1,25 @@
-"""`token-recycling matrix`: show and merge matrix files."""
+"""`token-recycling matrix`: show, merge and teach matrix files."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from token_recycling import defaults
 from token_recycling.cli import options as o
+from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError, printable
 
-app = typer.Typer(help="Show and merge matrix files.", rich_markup_mode=None)
+app = typer.Typer(help="Show, merge and teach matrix files.", rich_markup_mode=None)
 
 
 @app.command("show")
-def show(
+def show_file(
     file: Annotated[Path, typer.Argument(help="A matrix file.")],
     token: Annotated[
         list[int] | None, typer.Option("--token", help="Show the row of this token id.")
@@ -68,3 +72,37 @@ def merge(
     merged = AdjacencyMatrix.load(first).merge(AdjacencyMatrix.load(second))
     merged.save(out)
     print(f"wrote {printable(out)}: {merged.rows_seen} of {merged.vocab_size} tokens have a row")
+
+
+@app.command("teach")
+@o.expanded(loading=("model", "device", "dtype", "dequantize", "candidates", "threads"))
+def teach(
+    loading: o.Loading,
+    file: Annotated[Path, typer.Argument(help="A matrix file: extended if it exists.")],
+    tokens: Annotated[
+        int, typer.Option("--tokens", help="Tokens of answers to learn from.")
+    ] = defaults.TAUGHT_TOKENS,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="Learn for at most so long.")
+    ] = None,
+) -> None:
+    """Let a model answer generic questions, and save what its answers teach.
+
+    With --matrix FILE, first answers are then drafted as well as later ones. Ctrl-C saves what was
+    learnt so far.
+    """
+    if seconds is not None and not (isfinite(seconds) and seconds > 0):
+        raise TokenRecyclingError(f"--seconds is {seconds:g}; it must be above 0")
+    if tokens < 1:
+        raise TokenRecyclingError(f"--tokens is {tokens}; it must be 1 or more")
+    recycler = replace(loading, matrix=file).open()
+    try:
+        with progress.progress_shown("tokens of answers", seconds) as on_progress:
+            recycler.teach(tokens, seconds=seconds, on_progress=on_progress)
+    except KeyboardInterrupt:
+        show.note("\ninterrupted")
+        raise
+    finally:
+        recycler.matrix.save(file)
+        seen, size = recycler.matrix.rows_seen, recycler.matrix.vocab_size
+        show.note(f"wrote {printable(file)}: {seen} of {size} tokens have a row")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from token_recycling import defaults
-from token_recycling.cli import show
-from token_recycling.cli.progress import busy_shown, warming_shown
+from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError
 
 if TYPE_CHECKING:
@@ -64,16 +63,7 @@ Matrix = Annotated[
     Path | None,
     typer.Option("--matrix", help="Matrix file: loaded if it exists, saved at the end."),
 ]
-Cold = Annotated[
-    bool, typer.Option("--cold", help="Forget before every answer what was learnt from text.")
-]
-Warm = Annotated[
-    bool | None,
-    typer.Option(
-        "--warm/--no-warm",
-        help="Start with rows that the model fills itself; default: if they are kept or fast.",
-    ),
-]
+Cold = Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail if tree attention cannot be used.")]
 Float32Logits = Annotated[
@@ -103,12 +93,11 @@ class Loading:
     candidates: Candidates = None
     matrix: Matrix = None
     cold: Cold = False
-    warm: Warm = None
     threads: Threads = None
     strict: Strict = False
 
     def open(self) -> TokenRecycling:
-        """Load the model; on a terminal, stderr shows a spinner, then the progress of warm rows.
+        """Load the model; on a terminal, stderr shows a spinner.
 
         Raises:
             TokenRecyclingError: an option or the checkpoint cannot be used.
@@ -140,24 +129,18 @@ class Loading:
         if not is_compiled():
             with busy_shown("compiling the drafter (once per installation)"):
                 compile_kernels()
-        with warming_shown() as on_progress:
-            recycler = TokenRecycling(
-                model,
-                tokenizer,
-                on_progress=on_progress,
-                drafter=self.drafter,
-                nodes=self.nodes,
-                tree=self.tree,
-                k=self.candidates,
-                matrix=self.matrix if self.matrix and self.matrix.exists() else None,
-                graph=self.graph,
-                float32_logits=self.float32_logits,
-                warm=self.warm,
-                strict=self.strict,
-            )
-        if recycler.warm_rows is not None and recycler.warm_rows.computed:
-            show.note(recycler.warm_rows.line)
-        return recycler
+        return TokenRecycling(
+            model,
+            tokenizer,
+            drafter=self.drafter,
+            nodes=self.nodes,
+            tree=self.tree,
+            k=self.candidates,
+            matrix=self.matrix if self.matrix and self.matrix.exists() else None,
+            graph=self.graph,
+            float32_logits=self.float32_logits,
+            strict=self.strict,
+        )
 
     def _check(self) -> None:
         """Report wrong options of the drafts before a model is loaded."""

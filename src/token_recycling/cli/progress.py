@@ -92,11 +92,6 @@ def prefill_shown() -> AbstractContextManager[OnProgress | None]:
     return _late_bar("reading the prompt", defaults.PREFILL_CHUNK)
 
 
-def warming_shown() -> AbstractContextManager[OnProgress | None]:
-    """Return a context with an ``on_progress`` for warm rows, which may need no computation."""
-    return _late_bar("computing warm rows", 0)
-
-
 @contextmanager
 def _late_bar(what: str, most: int) -> Iterator[OnProgress | None]:
     """Yield an ``on_progress`` that shows a bar on stderr once it is called with a larger total.

@@ -43,7 +43,6 @@ FIELDS = (
     "candidates",
     "matrix",
     "graph",
-    "warm",
     "float32_logits",
     "threads",
     "strict",
@@ -165,8 +164,6 @@ def serve(
         try:
             run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
         finally:
-            if recycler.warm_rows is not None:
-                recycler.warm_rows.keep_new(recycler.model)
             saved_last = keeper is None or keeper.finish()
         if not saved_last:
             raise typer.Exit(1)

@@ -238,22 +238,6 @@ class AdjacencyMatrix:
         cut.keys.copy_(self.keys)
         return cut
 
-    def start_from(self, other: AdjacencyMatrix) -> None:
-        """Copy what ``other``, with the same k, has learnt, as far as nothing is known here.
-
-        An empty matrix gets everything; any other one gets the rows of tokens that have none.
-        """
-        empty = not self.rows_seen and bool((self.keys == NO_KEY).all())
-        if empty and (other.pairs, other.triples) == (self.pairs, self.triples):
-            for name, theirs in other._learnt().items():
-                mine = getattr(self, name)
-                if mine.shape == theirs.shape:  # evidence and weights of another drafter differ
-                    mine.copy_(theirs)
-            return
-        every = torch.arange(self.vocab_size, device="cpu")
-        tokens = every[other.seen(every) & ~self.seen(every)]
-        self.update(tokens, other.candidates[tokens], other.probabilities[tokens])
-
     def merge(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
         """Return a new matrix with the rows, evidence and weights of both (see ``matrix_merge``).
 

@@ -13,7 +13,7 @@ from token_recycling.drafting.kernels.device import count, learn, propose
 from token_recycling.drafting.kernels.device.state import (
     Evidence,
     RootCandidates,
-    Tables,
+    DeviceTables,
     Texts,
 )
 from token_recycling.drafting.kernels.device.top_k import device_top_k, is_faster
@@ -59,7 +59,7 @@ class DeviceDrafting:
         self._learnt = {name: getattr(matrix, name).to(device, copy=True) for name in STATE}
         rates = torch.from_numpy(host.expected_rates(matrix.k)).to(device, torch.float32)
         learnt = self._learnt
-        self._tables = Tables(
+        self._tables = DeviceTables(
             learnt["all_candidates"],
             learnt["all_probabilities"].view(torch.int16),
             learnt["keys"],

@@ -202,8 +202,6 @@ class Engine:
                         break
                 if self._draining and not self._has_work:
                     return
-            if self._is_idle():
-                self._warm()
             if self._on_tick is not None:
                 self._on_tick()
             while self._paused and self._fits(self._paused[0].sequence.tokens):
@@ -213,18 +211,9 @@ class Engine:
             if self._batch.rows:
                 self._step()
 
-    def _is_idle(self) -> bool:
-        return not (self._has_work or self._draining)
-
     @property
     def _has_work(self) -> bool:
         return bool(self._waiting or self._batch.rows or self._paused)
-
-    def _warm(self) -> None:
-        """Compute missing warm rows until a request arrives, for ``TICK`` seconds at most."""
-        rows = self.recycler.warm_rows
-        if rows is not None and not rows.complete:
-            self.recycler.warm(TICK, stop=lambda: not self._is_idle())
 
     def _next(self) -> Job | None:
         """Take a job from the queue if it fits into the batch."""

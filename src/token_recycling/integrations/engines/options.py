@@ -10,7 +10,6 @@ from typing import Any
 
 from token_recycling import defaults
 from token_recycling.decoding.prepare import compile_kernels
-from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN, make_drafter
@@ -20,7 +19,6 @@ from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.integrations.engines.keep import MatrixKeeper
 from token_recycling.util.files import is_file
-from token_recycling.warm.store import find_by_files
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
 MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
@@ -112,22 +110,14 @@ class ServingOptions:
         vocab_size: int,
         nodes: int,
         tokenizer: Callable[[], Any] = lambda: None,
-        *,
-        checkpoint: str = "",
-        revision: str | None = None,
     ) -> AnyDrafter:
         """Create the drafter.
-
-        The adaptive drafter starts with the warm rows that ``token-recycling warm`` or a recycler
-        has kept for the checkpoint; none are computed.
 
         Args:
             vocab_size: of the engine's model.
             nodes: maximum nodes of a draft, without the root.
             tokenizer: loads the engine's tokenizer, to check it against a matrix from a file;
                 returns None if the engine has none.
-            checkpoint: folder or Hub name of the engine's model; "": unknown.
-            revision: of a Hub name.
 
         Raises:
             TokenRecyclingError: a file or name does not exist, the tree has too many nodes, or the
@@ -146,17 +136,7 @@ class ServingOptions:
             matrix = AdjacencyMatrix(vocab_size, k, fingerprint=name)
         compile_kernels()
         template = self._template(matrix.k, nodes)
-        drafter = make_drafter(self.drafter, matrix, template, min(nodes, defaults.LARGEST_DRAFT))
-        if isinstance(drafter, AdaptiveDrafter):
-            kept = find_by_files(checkpoint, revision, vocab_size, matrix.k)
-            if kept is not None:
-                matrix.start_from(kept.rows)
-                logger.info(
-                    "Token Recycling: warm rows of %d tokens from %s",
-                    kept.rows.rows_seen,
-                    kept.path,
-                )
-        return drafter
+        return make_drafter(self.drafter, matrix, template, min(nodes, defaults.LARGEST_DRAFT))
 
     def _template(self, k: int, nodes: int) -> TreeTemplate | None:
         """Return the tree that the drafter fills; None if it shapes its own."""

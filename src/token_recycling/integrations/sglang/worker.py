@@ -87,13 +87,7 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
             trust_remote_code=server.trust_remote_code,
         )
         vocabulary = self.model_runner.model_config.vocab_size
-        drafter = self.options.make(
-            vocabulary,
-            self.width - 1,
-            tokenizer,
-            checkpoint=server.model_path,
-            revision=server.revision,
-        )
+        drafter = self.options.make(vocabulary, self.width - 1, tokenizer)
         if self.device == "cpu":
             draw_on_cpus(self.model_runner.sampler)
         self.drafting = BatchDrafting(

@@ -73,13 +73,7 @@ class Proposer:
             trust_remote_code=model.trust_remote_code,
         )
         self.requests = RequestDrafter(
-            self.options.make(
-                vocabulary,
-                grown,
-                tokenizer,
-                checkpoint=model.model,
-                revision=model.revision,
-            ),
+            self.options.make(vocabulary, grown, tokenizer),
             requests,
             self.largest,
             context=self.options.context,

@@ -17,7 +17,7 @@ from token_recycling.drafting.kernels.device.sources import (
 from token_recycling.drafting.kernels.device.state import (
     Evidence,
     RootCandidates,
-    Tables,
+    DeviceTables,
     Texts,
 )
 from token_recycling.util.launch import REGISTERS, launch
@@ -207,7 +207,7 @@ def _count(
 def count(
     texts: Texts,
     own: RootCandidates,
-    tables: Tables,
+    tables: DeviceTables,
     evidence: Evidence,
     valid: Tensor,
     emitted: Tensor,

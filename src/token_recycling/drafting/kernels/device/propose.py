@@ -10,7 +10,7 @@ from torch import Tensor
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device.sources import gather, lanes_per_row, locate
-from token_recycling.drafting.kernels.device.state import RootCandidates, Tables, Texts
+from token_recycling.drafting.kernels.device.state import RootCandidates, DeviceTables, Texts
 from token_recycling.util.launch import REGISTERS, launch
 
 FLOOR = tl.constexpr(host.FLOOR)
@@ -350,7 +350,7 @@ def propose(
     texts: Texts,
     roots: Tensor,
     own: RootCandidates,
-    tables: Tables,
+    tables: DeviceTables,
     slots: Tensor,
     slot_keys: Tensor,
     longest_chain: int,

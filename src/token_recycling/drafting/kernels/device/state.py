@@ -39,7 +39,7 @@ class RootCandidates(NamedTuple):
     rejected: Tensor
 
 
-class Tables(NamedTuple):
+class DeviceTables(NamedTuple):
     """The adjacency matrix for one, two and three tokens, and the weights of its candidates.
 
     Attributes:
@@ -80,7 +80,7 @@ class Evidence(NamedTuple):
 
     Attributes:
         counts: float32.
-        weights: float64, of which ``Tables.weights`` is a copy.
+        weights: float64, of which ``DeviceTables.weights`` is a copy.
         rates: float32, expected rates.
     """
 
