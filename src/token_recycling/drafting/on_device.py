@@ -11,9 +11,9 @@ from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device import count, learn, propose
 from token_recycling.drafting.kernels.device.state import (
+    DeviceTables,
     Evidence,
     RootCandidates,
-    DeviceTables,
     Texts,
 )
 from token_recycling.drafting.kernels.device.top_k import device_top_k, is_faster

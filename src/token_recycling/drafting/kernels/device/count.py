@@ -15,9 +15,9 @@ from token_recycling.drafting.kernels.device.sources import (
     lanes_per_row,
 )
 from token_recycling.drafting.kernels.device.state import (
+    DeviceTables,
     Evidence,
     RootCandidates,
-    DeviceTables,
     Texts,
 )
 from token_recycling.util.launch import REGISTERS, launch

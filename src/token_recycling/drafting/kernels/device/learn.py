@@ -10,7 +10,7 @@ from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device.sources import lanes_per_row
-from token_recycling.drafting.kernels.device.state import RootCandidates, DeviceTables
+from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates
 from token_recycling.util.launch import REGISTERS, launch
 
 SIBLINGS = tl.constexpr(host.SIBLINGS)

@@ -10,7 +10,7 @@ from torch import Tensor
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device.sources import gather, lanes_per_row, locate
-from token_recycling.drafting.kernels.device.state import RootCandidates, DeviceTables, Texts
+from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates, Texts
 from token_recycling.util.launch import REGISTERS, launch
 
 FLOOR = tl.constexpr(host.FLOOR)
