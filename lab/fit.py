@@ -2,8 +2,8 @@
 
     python lab/fit.py calibration --model FOLDER --answers RECORDS.pt
 
-Every verb prints what it found and the MAT before and after. "Cold" empties the matrix before each
-answer, "hot" keeps it.
+Every subcommand prints what it found and the MAT before and after. "Cold" empties the matrix before
+each answer, "hot" keeps it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def prepare(
     halves: str = "10",
     starts: str = "hot,cold",
 ) -> None:
-    """Compute the candidates that the other verbs need; as slow as decoding."""
+    """Compute the candidates that the other subcommands need; as slow as decoding."""
     answers, fit, check = opened(model, path)
     answers.exact = True
     for which in halves:

@@ -1,4 +1,4 @@
-"""Defaults that several rooms use; those of one class stand with it."""
+"""Defaults that several packages use; those of one class stand with it."""
 
 CANDIDATES = 12  # k: candidates kept per token
 PAPER_CANDIDATES = 8  # k of the paper's drafter, as published

@@ -1,4 +1,4 @@
-"""The exception for unusable input, and the warning about models that are decoded plainly."""
+"""The exception for unusable input, and the warning about a fallback to standard decoding."""
 
 from __future__ import annotations
 

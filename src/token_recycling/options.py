@@ -40,7 +40,7 @@ class Options:
 
     Attributes:
         drafter: "adaptive", "paper", "prompt-lookup", "none", a registered name, or a ``Drafter``.
-        nodes: nodes of every draft, below the root; None: as many as pay off, draft by draft.
+        nodes: nodes of every draft, below the root; None: chosen automatically, draft by draft.
         tree: for drafters that fill a tree of fixed shape ("paper" and registered ones): a shipped
             tree, "chain-N", a JSON file or a template. None: the published tree, or if ``nodes`` is
             given that many of the paths that text takes most often.
@@ -52,9 +52,10 @@ class Options:
         float32_logits: compute the LM head in float32, for models in half precision, where rounded
             logits can tie and the kernel decides which one wins (see ``lm_head.Float32Head``).
         queue: calls from several threads wait for each other, first come, first served. False:
-            during a call, ``generate`` of an enabled model decodes plainly, and other calls raise.
+            during a call, ``generate`` of an enabled model falls back to standard decoding, and
+            other calls raise.
         strict: raise when the model or a call cannot be served by draft trees, instead of warning
-            and decoding plainly.
+            and falling back to standard decoding.
     """
 
     drafter: str | AnyDrafter = defaults.DRAFTER
@@ -177,4 +178,4 @@ class Options:
         """Return the size or tree of the drafts in words."""
         if self.nodes is not None:
             return f"{self.nodes} nodes"
-        return "as many nodes as pay off" if template is None else f"tree {template.name}"
+        return "draft size chosen automatically" if template is None else f"tree {template.name}"

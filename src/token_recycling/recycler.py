@@ -61,7 +61,7 @@ class TokenRecycling(DecodingMethod):
         runs: the drafter, the draft-size policy, the context and the graphs.
         template: the tree that the drafter fills; None if it shapes its own.
         stats: the sum over all answers.
-        warned: reasons why calls of ``generate`` were decoded plainly.
+        warned: reasons why calls of ``generate`` fell back to standard decoding.
     """
 
     def __init__(

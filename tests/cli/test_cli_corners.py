@@ -1,4 +1,4 @@
-"""The command line where it was wrong once: streams, interruptions, mistyped verbs, long chats."""
+"""The command line where it was wrong once: streams, interruptions, typing errors, long chats."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class TestPrintable:
         file = tmp_path / "tree.json"
         about = {"name": evil, "description": evil, "provenance": evil, "paths": [[0]]}
         file.write_text(json.dumps(about))
-        for verb in ("check", "show"):
-            code, out, err = call(capsys, "tree", verb, file)
+        for subcommand in ("check", "show"):
+            code, out, err = call(capsys, "tree", subcommand, file)
             assert code == 0
             assert "\\x1b[31mred" in out
             assert not set("\x1b\x07\u202e").intersection(out + err)

@@ -55,13 +55,13 @@ def test_the_first_screen_is_short():
     assert README.count("\n") < 130
 
 
-def test_the_table_of_rooms_has_every_room_and_no_other():
-    text = (ROOT / "docs/architecture.md").read_text("utf-8").split("## Rooms")[1]
+def test_the_table_of_packages_has_every_room_and_no_other():
+    text = (ROOT / "docs/architecture.md").read_text("utf-8").split("## Packages")[1]
     named = set(re.findall(r"`(\w+/|\w+\.py)`", "".join(re.findall(r"^\| (.*?) \|", text, re.M))))
     package = ROOT / "src/token_recycling"
-    rooms = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    packages = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
     flat = {path.name for path in package.glob("*.py")} - {"__init__.py"}
-    assert named - {"demo_model/"} == rooms | flat
+    assert named - {"demo_model/"} == packages | flat
 
 
 def test_links_between_documents():

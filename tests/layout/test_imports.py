@@ -1,4 +1,4 @@
-"""Imports within the package: no circle, and none from a lower room to a higher one."""
+"""Imports within the package: no circle, and none from a lower package to a higher one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import token_recycling
 
 PACKAGE = Path(token_recycling.__file__).parent
-# From the bottom to the top: a file may import files of its own room and of rooms further up in
-# this list. A name with a slash is a folder, others are modules outside all folders.
-ROOMS = (
+# From the bottom to the top: a file may import files of its own package and of packages further up
+# in this list. A name with a slash is a folder, others are modules outside all folders.
+PACKAGES = (
     ("errors", "version", "defaults"),
     ("util/",),
     ("drafting/",),
@@ -94,15 +94,17 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
 
 
 def level(module: str) -> int:
-    for index, rooms in enumerate(ROOMS):
-        for room in rooms:
-            if module == room or f"{module}/".startswith(room if room[-1] == "/" else f"{room}//"):
+    for index, packages in enumerate(PACKAGES):
+        for package in packages:
+            if module == package or f"{module}/".startswith(
+                package if package[-1] == "/" else f"{package}//"
+            ):
                 return index
-    raise AssertionError(f"{module} belongs to no room")
+    raise AssertionError(f"{module} belongs to no package")
 
 
 def climbing(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Imports of a module in a higher room."""
+    """Imports of a module in a higher package."""
     package = {"."}
     return [
         (module, other)
@@ -119,7 +121,7 @@ def names_of_classes(package: Path) -> Counter[str]:
     return Counter(node.name for node in found if node.name[0] != "_")
 
 
-def test_few_modules_are_in_no_room():
+def test_few_modules_are_in_no_package():
     flat = [file.stem for file in PACKAGE.glob("*.py") if file.stem != "__init__"]
     assert len(flat) <= MOST_FLAT
 
@@ -133,7 +135,7 @@ def test_no_circle():
     assert circles(graph(PACKAGE)) == []
 
 
-def test_no_import_from_a_lower_room_to_a_higher_one():
+def test_no_import_from_a_lower_package_to_a_higher_one():
     assert climbing(graph(PACKAGE)) == []
 
 

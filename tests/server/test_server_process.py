@@ -81,7 +81,7 @@ def test_from_start_to_end(tmp_path):
         line = f"matrix     {matrix} not there yet; saved every 0.01 minutes and at the end\n"
         assert line in text
         assert re.search(
-            r"^recycling +on \(drafter adaptive, as many nodes as pay off\)", text, re.M
+            r"^recycling +on \(drafter adaptive, draft size chosen automatically\)", text, re.M
         )
         line = re.search(r"^try +(curl .*)$", text, re.M)[1]
         found = subprocess.run(["sh", "-c", f"{line} -sS"], capture_output=True, timeout=120)

@@ -109,9 +109,9 @@ def stock_generate(recycler: TokenRecycling, prompt: list[int], options: dict[st
     """
     check_prompts([prompt], recycler.target.max_context)
     ids = torch.tensor([prompt], device=recycler.target.device)
-    room = recycler.target.max_context
-    if room is not None:
-        options = {**options, "max_new_tokens": min(options["max_new_tokens"], room - len(prompt))}
+    limit = recycler.target.max_context
+    if limit is not None:
+        options = {**options, "max_new_tokens": min(options["max_new_tokens"], limit - len(prompt))}
     with recycler.target.lm_head:
         generate = type(recycler.model).generate
         return generate(recycler.model, ids, attention_mask=torch.ones_like(ids), **options)

@@ -37,12 +37,12 @@ def fitting(
     Returns:
         Questions that fit, and the others.
     """
-    room = recycler.target.max_context
+    limit = recycler.target.max_context
     fits: list[Question] = []
     others: list[Question] = []
     for question in questions:
         lengths = [len(conversation(recycler, [turn], raw)) for turn in question.turns]
-        fit = room is None or sum(lengths) + len(lengths) * max_new_tokens <= room
+        fit = limit is None or sum(lengths) + len(lengths) * max_new_tokens <= limit
         (fits if fit and all(lengths) else others).append(question)
     return fits, others
 
@@ -106,8 +106,8 @@ class Runner:
 
     def _warm_up(self) -> None:
         """Let every variant decode once, then restore its state."""
-        room = self.first.target.max_context
-        prompt = conversation(self.first, [DEMO[0]], self.raw)[: room and room // 2]
+        limit = self.first.target.max_context
+        prompt = conversation(self.first, [DEMO[0]], self.raw)[: limit and limit // 2]
         for decoder in self.decoders.values():
             before = decoder.state()
             limit, decoder.options["max_new_tokens"] = (
@@ -162,8 +162,8 @@ class Runner:
         return names[turn:] + names[:turn]
 
     def _fits(self, prompt: list[int]) -> bool:
-        room = self.first.target.max_context
-        return room is None or len(prompt) + self.max_new_tokens <= room
+        limit = self.first.target.max_context
+        return limit is None or len(prompt) + self.max_new_tokens <= limit
 
     def _round(self, question: Question, index: int, round_: int, found: dict[str, Any]) -> None:
         said: dict[str, list[str]] = {}  # the conversation so far, by baseline

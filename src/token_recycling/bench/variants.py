@@ -31,7 +31,7 @@ class Variant:
         name: unique within a run.
         drafter: name of the drafter; None for ``model.generate``.
         lookup: True for ``model.generate`` with prompt lookup.
-        nodes: nodes below the root of every draft; None: as many as pay off, or a whole tree.
+        nodes: nodes below the root of every draft; None: chosen automatically, or a whole tree.
         tree: see ``Options``.
         k: candidates per token.
         temperature: 0 is greedy.
@@ -76,7 +76,7 @@ class Variant:
 
     @property
     def automatic(self) -> bool:
-        """True if its drafts have as many nodes as pay off."""
+        """True if the size of its drafts is chosen automatically."""
         return self.drafter == defaults.DRAFTER and self.nodes is None
 
 

@@ -1,4 +1,4 @@
-"""Command line: one file per verb; PyTorch is imported only when a verb needs a model."""
+"""Command line: one file per subcommand; PyTorch is imported only where a model is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line app: the verbs, standard streams, error messages and mistyped verbs."""
+"""Command-line app: the subcommands, standard streams, error messages and mistyped subcommands."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def root(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Accept options before the verb."""
+    """Accept options before the subcommand."""
 
 
 def run(argv: list[str] | None = None) -> None:
@@ -146,7 +146,7 @@ def _one_line(message: Warning | str, *others: object) -> str:
 
 
 def _refuse_late_verb(argv: list[str]) -> None:
-    """Reject a verb after options: it would be taken as the prompt.
+    """Reject a subcommand after options: it would be taken as the prompt.
 
     Raises:
         TokenRecyclingError: there is one.
@@ -159,9 +159,10 @@ def _refuse_late_verb(argv: list[str]) -> None:
 
 
 def _refuse_mistyped(word: str) -> None:
-    """Reject a single word or path that is no verb; on a terminal, ask whether it is a prompt.
+    """Reject a single word or path that is no subcommand; on a terminal, ask if it is a prompt.
 
-    Nobody is asked about a word that resembles a verb of ours or of similar programs, or a path.
+    Nobody is asked about a word that resembles a subcommand of ours or of similar programs, or a
+    path.
 
     Raises:
         TokenRecyclingError: ``word`` is no prompt.

@@ -121,13 +121,13 @@ class _Talk:
         Raises:
             TokenRecyclingError: ``line`` alone is too long.
         """
-        room = self.recycler.target.max_context
-        if room is None:
+        limit = self.recycler.target.max_context
+        if limit is None:
             return self.conversation.prompt(line)
-        answer = min(self.options["max_new_tokens"], room // ANSWER)
-        left_out = self.conversation.shorten(line, room - answer)
+        answer = min(self.options["max_new_tokens"], limit // ANSWER)
+        left_out = self.conversation.shorten(line, limit - answer)
         if left_out:
-            show.note(f"the context of {room} tokens is full; oldest turns dropped: {left_out}")
+            show.note(f"the context of {limit} tokens is full; oldest turns dropped: {left_out}")
         return self.conversation.prompt(line)
 
 

@@ -1,4 +1,4 @@
-"""`token-recycling demo`: built-in prompts, decoded plainly and recycled."""
+"""`token-recycling demo`: built-in prompts, decoded with and without drafts."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def generate(
     max_tokens: o.MaxTokens = defaults.MAX_NEW_TOKENS,
     raw: o.Raw = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also decode plainly; compare text and speed.")
+        bool, typer.Option("--compare", help="Also decode without drafts; compare text and speed.")
     ] = False,
     explain: Annotated[
         bool,

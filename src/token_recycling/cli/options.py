@@ -1,4 +1,4 @@
-"""Options shared by several verbs, and loading a model with them."""
+"""Options shared by several subcommands, and loading a model with them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Dequantize = Annotated[
     bool, typer.Option("--dequantize", help="Convert the weights of a GGUF file to --dtype.")
 ]
 Nodes = Annotated[
-    int | None, typer.Option("--nodes", help="Nodes of every draft; default: as many as pay off.")
+    int | None, typer.Option("--nodes", help="Nodes of every draft; default: chosen automatically.")
 ]
 Tree = Annotated[
     str | None,
@@ -79,7 +79,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class Loading:
-    """Options that select the model and how to draft; every verb has some of them."""
+    """Options that select the model and how to draft; every subcommand has some of them."""
 
     model: Model = None
     device: Device = None
@@ -182,21 +182,21 @@ class Sampling:
 
 
 def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb options that are declared once.
+    """Give a subcommand options that are declared once.
 
-    ``@expanded(loading=("model", "device"))`` replaces the parameter ``loading`` of the verb, which
-    is a dataclass, by its fields ``model`` and ``device``; the verb gets the dataclass.
+    ``@expanded(loading=("model", "device"))`` replaces the parameter ``loading`` of the subcommand,
+    which is a dataclass, by its fields ``model`` and ``device``; the subcommand gets the dataclass.
 
     Args:
         **chosen: for each such parameter, the fields that become options; none: all.
     """
 
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(verb, include_extras=True)
+    def decorate(subcommand: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(subcommand, include_extras=True)
         own: list[Parameter] = []
         shared: list[Parameter] = []
         names: dict[str, tuple[str, ...]] = {}
-        for parameter in signature(verb).parameters.values():
+        for parameter in signature(subcommand).parameters.values():
             if parameter.name not in chosen:
                 hint = hints[parameter.name]
                 own.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
@@ -210,12 +210,12 @@ def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
                 shared.append(one.replace(annotation=types[name]))
         parameters = [*own, *shared]
 
-        @wraps(verb)
+        @wraps(subcommand)
         def run(**given: Any) -> None:
             for parameter, chosen_names in names.items():
                 values = {name: given.pop(name) for name in chosen_names}
                 given[parameter] = hints[parameter](**values)
-            verb(**given)
+            subcommand(**given)
 
         del run.__wrapped__  # its signature is another one
         run.__annotations__ = {one.name: one.annotation for one in parameters}

@@ -1,4 +1,4 @@
-"""Output of the verbs: streamed answers, legends and statistics."""
+"""Output of the subcommands: streamed answers, legends and statistics."""
 
 from __future__ import annotations
 

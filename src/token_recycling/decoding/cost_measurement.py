@@ -71,8 +71,8 @@ def measure(target: TreeTarget) -> dict[int, float] | None:
         plain steps take longer than ``LONGEST_STEP`` or the model cannot decode now.
     """
     deadline = perf_counter() + SECONDS
-    room = target.max_context
-    if target.changed() is not None or (room is not None and room < CONTEXT + max(SIZES)):
+    limit = target.max_context
+    if target.changed() is not None or (limit is not None and limit < CONTEXT + max(SIZES)):
         return None
     steps = _Steps(target)
     times: dict[int, list[float]] = {size: [] for size in SIZES}

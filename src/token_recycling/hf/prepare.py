@@ -122,7 +122,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
     inputs = {name: value for name, value in collector.request.inputs.items() if name in own}
     request = replace(collector.request, inputs=inputs)
     if reason := request.why_unservable(None):  # no limit: answers end at the model's context
-        raise TokenRecyclingError(f"this call cannot be recycled: {reason}")
+        raise TokenRecyclingError(f"Token Recycling does not support this call: {reason}")
     if request.batch > 1:
         more = f"num_return_sequences is {request.batch}"
         raise TokenRecyclingError(f"{more}; {REFUSED['num_return_sequences']}")

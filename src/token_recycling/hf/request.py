@@ -167,9 +167,9 @@ class Request:
         return own
 
     def why_unservable(self, max_positions: int | None) -> str | None:
-        """Return why this call cannot be recycled, or None.
+        """Return why Token Recycling does not support this call, or None.
 
-        If there is a reason, ``enable`` decodes the call plainly (or raises if strict), and
+        If there is a reason, ``enable`` falls back to standard decoding (or raises if strict), and
         ``TokenRecycling.generate`` raises.
 
         Args:

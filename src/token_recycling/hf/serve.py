@@ -126,13 +126,13 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
 
 def warn_plain(recycler: Recycler, reason: str) -> None:
     """Warn once per reason, or raise if the recycler is strict."""
-    message = f"this generate call cannot be recycled: {reason}"
+    message = f"Token Recycling does not support this generate call: {reason}"
     if recycler.strict:
         raise TokenRecyclingError(message)
     if reason not in recycler.warned:
         recycler.warned.add(reason)
         warnings.warn(
-            f"{message}; falling back to plain decoding", PlainDecodingWarning, stacklevel=2
+            f"{message}; falling back to standard decoding", PlainDecodingWarning, stacklevel=2
         )
 
 

@@ -33,7 +33,7 @@ def enable(model: Any, tokenizer: Any = None, **options: Unpack[OptionArguments]
             copy or a pickle of the model has the stock method.
         tokenizer: its tokenizer, for the fingerprint of a saved matrix.
         **options: see ``options.Options``. With ``strict``, a call that cannot be recycled raises
-            instead of being decoded plainly with a ``PlainDecodingWarning``.
+            instead of falling back to standard decoding with a ``PlainDecodingWarning``.
 
     Returns:
         An object with ``disable``, which is also a context manager.
@@ -135,7 +135,7 @@ CONTINUOUS = ("generate_batch", "init_continuous_batching")
 def _continuous(
     recycler: TokenRecycling, model: Any, stock: Callable[..., Any], *args: Any, **kw: Any
 ) -> Any:
-    """Warn that continuous batching is decoded plainly, then run it."""
+    """Warn that continuous batching falls back to standard decoding, then run it."""
     warn_plain(recycler, "continuous batching has its own cache and loop")
     return stock(*args, **kw)
 

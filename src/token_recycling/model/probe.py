@@ -42,7 +42,7 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
 
     Args:
         model: the model.
-        strict: raise instead of falling back to plain decoding.
+        strict: raise instead of falling back to standard decoding.
         float32_logits: compute the logits in float32.
 
     Returns:
@@ -69,7 +69,9 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
     message = f"{type(model).__name__} does not support tree attention: {reason}"
     if strict:
         raise TokenRecyclingError(message)
-    warnings.warn(f"{message}; falling back to plain decoding", PlainDecodingWarning, stacklevel=3)
+    warnings.warn(
+        f"{message}; falling back to standard decoding", PlainDecodingWarning, stacklevel=3
+    )
     return PlainTarget(model, lm_head)
 
 

@@ -1,1 +1,1 @@
-"""What all rooms use: files, compiled code, locks, the modes of PyTorch."""
+"""What all packages use: files, compiled code, locks, the modes of PyTorch."""

@@ -335,4 +335,7 @@ def test_why_nothing_is_drafted_is_said_in_figures():
     takes, brings = re.findall(r"(?:takes|brings) (\d\.\d\d)", dear.why_plain())
     assert float(takes) > 1.2 * float(brings)
     cheap._pause.plain_left = 7
-    assert cheap.why_plain() == "drafts pause for 7 more steps: none was worth verifying"
+    assert (
+        cheap.why_plain()
+        == "drafting is disabled for 7 more steps: no recent draft was worth verifying"
+    )

@@ -146,7 +146,9 @@ class AutoSize(DraftSize):
         speeds = self._speeds(promised, at)
         if speeds.argmax():
             left = self._pause.plain_left
-            none = f"drafts pause for {left} more steps: none was worth verifying"
+            none = (
+                f"drafting is disabled for {left} more steps: no recent draft was worth verifying"
+            )
             return none if left else None
         n = int(speeds[1:].argmax())
         brings = 1 + self._accepted / self._expected * promised[n]
