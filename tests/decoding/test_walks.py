@@ -1,9 +1,18 @@
 """The branch that a target would take through a draft, and walks that choose as they go."""
 
+import numpy as np
+import pytest
 import torch
 
-from token_recycling.decoding.walks import follow, likeliest_children, longest_paths
+from token_recycling.decoding.walks import (
+    follow,
+    host_path,
+    host_walk,
+    likeliest_children,
+    longest_paths,
+)
 from token_recycling.drafting.draft import chains
+from token_recycling.drafting.templates import TreeShape, TreeTemplate
 
 
 def likeliest(draft):
@@ -37,3 +46,34 @@ def test_rows_that_take_no_part_or_end_choose_nothing_more():
     assert asked == [([0, 2], [0, 0]), ([0, 2], [1, 1]), ([0], [2])]
     assert paths == [[0, 1, 2], [], [0, 1]]
     assert emitted == [[5, 6, 7], [], [5, 6]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_path_follows_from_the_tokens_alone(seed):
+    """As engines know them. Each token stands once below a node; padding is on no path."""
+    random = np.random.default_rng(seed)
+    shape = TreeShape(TreeTemplate.load("ranked", 4).first(20), "cpu")
+    tokens = torch.from_numpy(random.integers(0, 50, (6, 21)))
+    draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    draft = draft.up_to(torch.from_numpy(random.integers(1, 22, 6))).padded(24)
+    children = {
+        (row, int(draft.parents[row, n]), int(draft.tokens[row, n]))
+        for row in range(6)
+        for n in range(1, 24)
+        if draft.valid[row, n]
+    }
+    choices = torch.from_numpy(random.integers(0, 50, (6, 24)))
+    for row, node, token in sorted(children):
+        if random.random() < 0.8:
+            choices[row, node] = token  # so that paths are long
+    parts = [part.numpy() for part in (draft.tokens, draft.parents, draft.valid)]
+    path = np.empty((6, draft.max_depth + 1), np.int64)
+    emitted = np.empty_like(path)
+    host_walk(*parts[:2], draft.depths.numpy(), parts[2], choices.numpy(), path, emitted)
+    found = np.full_like(path, 7)
+    host_path(*parts, emitted, found)
+    twice = len(children) < int(draft.valid[:, 1:].sum())  # a token stands twice below a node
+    assert twice or (found == path).all()
+    assert path.max() > 1
+    host_path(*parts, np.roll(emitted, 1, axis=1), found)  # other tokens, another path
+    assert (found != path).any()

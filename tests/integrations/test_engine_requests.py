@@ -164,6 +164,27 @@ def test_a_request_is_drafted_for_as_if_alone(mixed):
     assert (found == expected) is not mixed
 
 
+@pytest.mark.parametrize("name", ["adaptive", "paper"])
+def test_drafters_are_told_the_accepted_nodes(name, monkeypatch):
+    """The tokens at the nodes of the path are those that were emitted."""
+    seen = []
+    drafter = make(name)
+    observe = drafter.drafter.observe
+
+    def watched(rows, draft, candidates, accepted):
+        for row, count in enumerate(accepted.counts.tolist()):
+            path = accepted.path[row, :count]
+            assert path[0] == 0
+            assert draft.tokens[row, path[1:]].equal(accepted.emitted[row, : count - 1])
+            assert draft.parents[row, path[1:]].equal(path[:-1])
+            seen.append(count)
+        return observe(rows, draft, candidates, accepted)
+
+    monkeypatch.setattr(drafter.drafter, "observe", watched)
+    Engine(drafter, 3).run([[n % VOCABULARY, 3, 5] for n in range(6)])
+    assert max(seen) > 2
+
+
 def test_a_long_text_forgets_its_beginning():
     context = Context.empty(2, capacity=100, margin=20)
     context.load([list(range(1, 90)), [5, 6]])

@@ -1,8 +1,8 @@
 """Walks from the roots of drafts down the tokens that the target chooses.
 
-``host_walk`` takes all choices at once, on the host; ``longest_paths`` does the same in tensor
-operations, for graphs (``graph.kernels`` has it as a kernel for GPUs). ``follow`` draws each token
-only when the walk has arrived at its node.
+``host_walk`` takes all choices at once, on the host, and ``host_path`` the tokens of a walk.
+``longest_paths`` takes all choices in tensor operations, for graphs (``graph.kernels`` has it as a
+kernel for GPUs). ``follow`` draws each token only when the walk has arrived at its node.
 """
 
 from __future__ import annotations
@@ -58,6 +58,33 @@ def host_walk(
             path[row, depth] = at
             emitted[row, depth] = choices[row, at]
             at = parents[row, at]
+
+
+@compiled
+def host_path(tokens: Any, parents: Any, valid: Any, emitted: Any, path: Any) -> None:
+    """Find the nodes after which tokens were emitted, where only these tokens are known.
+
+    Args:
+        tokens: int64 [B, n].
+        parents: int64 [B, n].
+        valid: bool [B, n].
+        emitted: int64 [B, p], padded with ``NO_TOKEN``.
+        path: int64 [B, p], gets the nodes, padded with 0. It ends where no node has the token.
+    """
+    path[:] = 0
+    for row in range(len(emitted)):
+        at = 0
+        for step in range(emitted.shape[1] - 1):
+            below = 0
+            for node in range(at + 1, tokens.shape[1]):
+                own = valid[row, node] and parents[row, node] == at
+                if own and tokens[row, node] == emitted[row, step]:
+                    below = node
+                    break
+            if below == 0 or emitted[row, step + 1] == NO_TOKEN:
+                break
+            at = below
+            path[row, step + 1] = at
 
 
 def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:

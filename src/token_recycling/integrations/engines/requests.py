@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from token_recycling.decoding.walks import host_path
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter, Rows
 from token_recycling.drafting.draft import DraftTree, chains
@@ -162,7 +163,15 @@ class RequestDrafter:
         live = self._take(slots)
         draft = self._verified(live, slots, sizes)
         candidates = logits.best_padded(rows, sizes, *self._ranked(logits))
-        accepted = Accepted(torch.zeros_like(emitted), emitted, (emitted >= 0).sum(dim=1))
+        path = np.empty(emitted.shape, np.int64)
+        host_path(
+            as_array(draft.tokens),
+            as_array(draft.parents),
+            as_array(draft.valid),
+            as_array(emitted),
+            path,
+        )
+        accepted = Accepted(torch.from_numpy(path), emitted, (emitted >= 0).sum(dim=1))
         self.drafter.observe(live.rows, draft, candidates, accepted)
 
     def choices(self, logits: StepLogits) -> Any:
