@@ -1,5 +1,6 @@
 """The GPU's kernels for norms, gated MLPs and rotary embeddings in Triton's interpreter."""
 
+import copy
 import os
 
 import pytest
@@ -10,9 +11,11 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from architectures import make
-from models import random_prompts
+from models import plain, random_prompts
+from token_recycling import TokenRecycling
 from token_recycling.model.gpu import elementwise_kernel, layers
 from token_recycling.model.gpu.layers import FusedLayers
+from token_recycling.model.override import is_covered
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 DTYPES = [torch.float32, torch.float16]  # the interpreter has no bfloat16
@@ -105,6 +108,26 @@ def test_a_model_computes_the_same_by_kernels(name, monkeypatch):
     assert set(called) == expected[name]
 
 
+@pytest.mark.parametrize("broken", [None, "rms_norm", "rotary", "gated"])
+def test_the_text_of_a_recycler(broken, monkeypatch):
+    """Each kernel that goes wrong after it was compared turns this red."""
+    model, (prompt,) = make("llama").to(DEVICE).eval(), random_prompts([12])
+    expected = plain(model, prompt, 30)
+    fused = FusedLayers(model)
+    recycler = TokenRecycling(model, nodes=5, graph=False)
+    recycler.target.layers, recycler.target.fused = None, fused
+    if broken is not None:
+        own = getattr(elementwise_kernel, broken)
+        turned = {
+            "rms_norm": lambda x, weight, epsilon, added: own(x.sin(), weight, epsilon, added),
+            "rotary": lambda query, key, cos, sin: own(query, key, sin, cos),
+            "gated": lambda gate, up: own(up, gate),
+        }
+        monkeypatch.setattr(elementwise_kernel, broken, turned[broken])
+    answers = [recycler.generate(prompt, max_new_tokens=30) for _ in range(2)]
+    assert ([one.token_ids for one in answers] == [expected] * 2) == (broken is None)
+
+
 def test_what_computes_something_else_keeps_its_code(monkeypatch):
     """Each kernel, broken, is not used."""
     model = make("llama").to(DEVICE).eval()
@@ -126,6 +149,23 @@ def test_a_kernel_that_does_not_compile_is_one_warning(monkeypatch, caplog):
     (record,) = caplog.records
     assert "layers are computed by PyTorch: PassManager::run failed" in record.message
     assert "\n" not in record.message
+
+
+def test_a_copy_is_covered_when_it_is_prepared():
+    fused = FusedLayers(make("llama").to(DEVICE).eval())
+    copied = copy.deepcopy(fused)
+    ids = torch.tensor([[3, 4, 5]], device=DEVICE)
+    with torch.inference_mode(), fused:
+        right = fused.model(ids).logits
+
+    def covered():
+        return sum(is_covered(one, "forward") for one in copied.model.modules())
+
+    assert not covered()
+    copied.prepare()
+    assert covered() > 4
+    with torch.inference_mode(), copied:
+        assert torch.equal(copied.model(ids).logits, right)
 
 
 def test_gradients_use_the_model_s_code(monkeypatch):

@@ -180,8 +180,9 @@ class TreeTarget:
         if reason := self.changed():
             raise TokenRecyclingError(f"cannot decode: {reason}")
         self.lm_head.refresh()
-        if self.layers is not None:
-            self.layers.prepare()
+        for layers in (self.layers, self.fused):
+            if layers is not None:
+                layers.prepare()
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
         if self.layers is None or len(prompts) == 1:

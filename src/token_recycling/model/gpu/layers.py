@@ -50,16 +50,31 @@ class FusedLayers(ThreadContext):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Replace ``forward`` of the layers of ``model`` for which there are kernels."""
-        self.model = model
-        compared: dict[Any, Any] = {}
-        device = next(model.parameters()).device
+        """Replace ``forward`` of the layers of ``model`` (see ``prepare``)."""
+        self.__setstate__({"model": model})
+        self.prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out results of comparisons, which another device may not have."""
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model: nn.Module = state["model"]
+        self._compared: dict[Any, Any] = {}  # by class, shapes and dtypes
+        self._failed = False
+
+    def prepare(self) -> None:
+        """Replace ``forward`` of layers for which there are kernels, e.g. in a copied model."""
+        if self._failed:
+            return
+        device = next(self.model.parameters()).device
         try:
             with torch.inference_mode(), without_autocast(device):
-                for module in model.modules():
+                for module in self.model.modules():
                     if replaceable(module):
-                        _cover(module, compared)
+                        _cover(module, self._compared)
         except Exception as error:  # Triton's compiler may raise anything
+            self._failed = True
             reason = one_line(error, 200)
             logger.warning("Token Recycling: layers are computed by PyTorch: %s", reason)
 
