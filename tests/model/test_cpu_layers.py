@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -324,3 +325,24 @@ def test_a_batch(wanted):
         answers = recycler.generate(prompts, max_new_tokens=40)
         assert [one.token_ids for one in answers] == [plain(model, one, 40) for one in prompts]
     assert recordings(recycler.target)
+
+
+def test_layers_take_their_arguments_by_name():
+    """As other code may call them, in our forwards and outside."""
+    model = make("llama")
+    recycler = TokenRecycling(model, nodes=4)
+    inputs = torch.randn(1, 3, model.config.hidden_size)
+    layer = model.model.layers[0]
+    with torch.inference_mode():
+        for context in (nullcontext(), recycler.target.layers):
+            with context:
+                for module, name in (
+                    (model.lm_head, "input"),
+                    (layer.self_attn.q_proj, "input"),
+                    (layer.self_attn.k_proj, "input"),
+                    (layer.mlp, "x"),
+                    (layer.input_layernorm, "hidden_states"),
+                ):
+                    assert module(**{name: inputs}).equal(module(inputs)), name
+                    with pytest.raises(TypeError):
+                        module(**{name: inputs, "other": 1})

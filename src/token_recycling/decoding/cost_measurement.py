@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -20,13 +21,14 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.size.costs import CostCurve
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.model.limits import config_digest
 from token_recycling.model.target import TreeTarget
-from token_recycling.util.files import cache_folder
+from token_recycling.util.files import cache_folder, is_file
 from token_recycling.util.machine import device_name, synchronize
 from token_recycling.version import __version__
 
+logger = logging.getLogger(__name__)
 CONTEXT = 64  # tokens in the cache
 # Tokens verified. The measurement may end after any of them, so those that say most come first.
 SIZES = (1, 8, 4, 16, 2, 32, 48)
@@ -45,8 +47,14 @@ def step_costs(target: TreeTarget) -> CostCurve:
         An assumed curve if steps take longer than ``LONGEST_STEP`` or the model cannot decode now.
     """
     about = identity(target.model, target.device)
-    path = cached_path(about)
-    if path.is_file():
+    path = None
+    try:
+        path = cached_path(about)
+        exists = is_file(path)
+    except TokenRecyclingError as error:  # no home
+        logger.debug("Token Recycling: step costs are not kept: %s", one_line(error, 200))
+        exists = False
+    if path is not None and exists:
         try:
             return CostCurve.load(path)
         except TokenRecyclingError as error:
@@ -55,8 +63,9 @@ def step_costs(target: TreeTarget) -> CostCurve:
     if found is None:
         return CostCurve.assumed(target.device.type)
     curve = CostCurve(tuple(sorted(found)), tuple(found[n] for n in sorted(found)), about=about)
-    with suppress(TokenRecyclingError):  # the folder may be read-only
-        curve.save(path)
+    if path is not None:
+        with suppress(TokenRecyclingError):  # the folder may be read-only
+            curve.save(path)
     return curve
 
 

@@ -9,6 +9,12 @@ from functools import partial
 from typing import Any
 
 
+def _takes_names(call: Callable[..., Any]) -> bool:
+    """Return whether a function takes any keyword argument."""
+    kinds = (one.kind for one in inspect.signature(call).parameters.values())
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
 class Override:
     """A callable in an object's ``__dict__`` that overrides a method of its class.
 
@@ -26,6 +32,7 @@ class Override:
         """Create an override for ``owner``, to be assigned by the caller."""
         self._owner = weakref.ref(owner)  # a reference cycle would keep the owner alive
         self.call, self.before = call, before
+        self._takes_names = call is None or _takes_names(call)
         self.__name__, self.__doc__ = name, getattr(type(owner), name).__doc__
         self.__signature__ = inspect.signature(getattr(type(owner), name).__get__(owner))
 
@@ -36,6 +43,8 @@ class Override:
         stock = partial(getattr(type(owner), self.__name__), owner)
         if self.call is None:
             return stock(*args, **kwargs)
+        if kwargs and not self._takes_names:  # ``call`` names its parameters otherwise
+            args, kwargs = self.__signature__.bind(*args, **kwargs).args, {}
         return self.call(owner, stock, *args, **kwargs)
 
     def __reduce__(self) -> Any:

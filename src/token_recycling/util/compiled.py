@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numba
 import torch
+from numba.core.caching import FunctionCache, NullCache
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,16 +22,53 @@ def kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
     """Return numba's ``compiler(*arguments, **options)`` that keeps machine code where it can.
 
     It is kept next to the source file, or in numba's folder for the user; where neither can be
-    written to, code is compiled in every process.
+    written to, code is compiled in every process. Damaged files are replaced.
     """
 
     def compile_it(function: Any) -> Any:
-        try:
-            return compiler(*arguments, cache=True, **options)(function)
-        except RuntimeError:  # numba finds no folder for the machine code
-            return compiler(*arguments, **options)(function)
+        for _ in range(2):
+            try:
+                made = compiler(*arguments, cache=True, **options)(function)
+            except Exception:  # whatever numba raises for damaged files, a full disk or no folder
+                if not _emptied(function):
+                    break
+            else:
+                _survive_damage(made)
+                return made
+        return compiler(*arguments, **options)(function)
 
     return compile_it
+
+
+def _emptied(function: Any) -> bool:
+    """Make numba forget the machine code of ``function``; return False if that cannot be done."""
+    try:
+        FunctionCache(function).flush()
+    except Exception:
+        return False
+    return True
+
+
+def _survive_damage(made: Any) -> None:
+    """Compile again where kept machine code cannot be read, and go on where it cannot be kept."""
+    cache = made._cache
+    if isinstance(cache, NullCache):
+        return
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_overload(signature: Any, context: Any) -> Any:
+        try:
+            return load(signature, context)
+        except Exception:  # unpickling cut or random files may raise anything
+            with suppress(Exception):
+                cache.flush()
+            return None
+
+    def save_overload(signature: Any, data: Any) -> None:
+        with suppress(OSError):  # the disk is full
+            save(signature, data)
+
+    cache.load_overload, cache.save_overload = load_overload, save_overload
 
 
 def compiled(function: F) -> F:

@@ -21,10 +21,19 @@ _numbers = itertools.count()  # next() is atomic, so partial files of one proces
 
 
 def cache_folder() -> Path:
-    """Return ``$TOKEN_RECYCLING_CACHE``, or ``token-recycling`` in the user's cache folder."""
+    """Return ``$TOKEN_RECYCLING_CACHE``, or ``token-recycling`` in the user's cache folder.
+
+    Raises:
+        TokenRecyclingError: the user has no home, as some users of containers.
+    """
     if own := os.environ.get("TOKEN_RECYCLING_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "token-recycling"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        message = "there is no home folder for a cache; set TOKEN_RECYCLING_CACHE to a folder"
+        raise TokenRecyclingError(message) from error
+    return folder / "token-recycling"
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
@@ -94,7 +103,7 @@ def make_folder(path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null character
         raise _failure(path, error) from error
 
 
