@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from token_recycling import AdjacencyMatrix
+from token_recycling import BUNDLED_MODEL, AdjacencyMatrix
 from token_recycling.cli import main
 
 TREES = Path(__file__).parents[2] / "src/token_recycling/drafting/trees"
@@ -193,6 +193,14 @@ def wrong_calls(folder):
         (["matrix", "teach", folder / "m", "--model", folder / "absent"], "absent"),
         (["matrix", "teach", folder / "absent" / "m"], "does not exist"),
     ]  # fmt: skip
+
+
+def test_the_bundled_model_is_said_to_be_a_toy(capsys):
+    code, _, err = call(capsys, "Once upon a time", "-n", 5)
+    assert code == 0
+    assert err.splitlines()[-1].startswith("the bundled model is a toy of 3.4 M parameters")
+    code, _, err = call(capsys, "Once upon a time", "-n", 5, "--model", BUNDLED_MODEL)
+    assert (code, "toy" in err) == (0, False)
 
 
 @pytest.mark.parametrize("index", range(45))

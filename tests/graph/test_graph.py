@@ -807,9 +807,9 @@ def test_nothing_is_collected_during_a_capture():
         gc.enable()
 
 
-def test_a_tensor_parallel_model_is_decoded_plainly(llama, monkeypatch):
+def test_a_tensor_parallel_model_falls_back(llama, monkeypatch):
     monkeypatch.setattr(type(llama), "tp_size", 2)
-    with pytest.warns(UserWarning, match=r"tensor parallel \(tp_plan\); falling back to plain"):
+    with pytest.warns(UserWarning, match=r"tensor parallel \(tp_plan\); falling back to standard"):
         recycler = TokenRecycling(llama)
     assert recycler.generate(PROMPTS[0], max_new_tokens=5).stats.drafted == 0
     with pytest.raises(TokenRecyclingError, match="tensor parallel"):

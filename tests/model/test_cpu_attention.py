@@ -320,4 +320,4 @@ def test_steps_of_graphs_use_it_too(monkeypatch):
     layers = model.config.num_hidden_layers
     assert answer.token_ids == eager.token_ids
     assert seen.count(attention) >= layers * answer.stats.steps
-    assert seen.count(linear) >= 7 * layers * answer.stats.steps
+    assert seen.count(linear) >= 4 * layers * answer.stats.steps  # some are multiplied together

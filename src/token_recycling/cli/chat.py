@@ -42,6 +42,7 @@ def chat(
         raise TokenRecyclingError("this model has no chat template; use generate")
     talk = _Talk(recycler, system, options, cold=loading.cold)
     talk.check()
+    loading.note_toy()
     show.legend()
     try:
         while (line := _typed()) is not None and line != "/quit":

@@ -66,6 +66,8 @@ def generate(
         loading.save(recycler)
         raise
     loading.save(recycler)
+    if not as_json:
+        loading.note_toy()
 
 
 def _question(text: str | None, prompt: str | None) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from token_recycling import defaults
+from token_recycling.cli import show
 from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError
 
@@ -77,6 +78,12 @@ Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt without a 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+TOY = (
+    "the bundled model is a toy of 3.4 M parameters; for sensible answers choose a model with -m, "
+    'for example -m "$(token-recycling fetch-model)"'
+)
+
+
 @dataclass(frozen=True)
 class Loading:
     """Options that select the model and how to draft; every subcommand has some of them."""
@@ -127,7 +134,7 @@ class Loading:
                 self.model, self.device, self.dtype, dequantize=self.dequantize
             )
         if not is_compiled():
-            with busy_shown("compiling the drafter (once per installation)"):
+            with busy_shown("compiling the drafter (once per installation)", in_lines=True):
                 compile_kernels()
         return TokenRecycling(
             model,
@@ -141,6 +148,11 @@ class Loading:
             float32_logits=self.float32_logits,
             strict=self.strict,
         )
+
+    def note_toy(self) -> None:
+        """Say on stderr that the bundled model is a toy, if it is the one that was loaded."""
+        if self.model is None:
+            show.note(TOY)
 
     def _check(self) -> None:
         """Report wrong options of the drafts before a model is loaded."""

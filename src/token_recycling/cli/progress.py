@@ -14,9 +14,16 @@ OnProgress = Callable[[int, int], None]  # (done, total)
 
 
 @contextmanager
-def busy_shown(what: str) -> Iterator[None]:
-    """Show a spinner labelled ``what`` on stderr, if it is a terminal."""
+def busy_shown(what: str, *, in_lines: bool = False) -> Iterator[None]:
+    """Show a spinner labelled ``what`` on stderr, if it is a terminal.
+
+    Args:
+        what: is done.
+        in_lines: print a line if it is none.
+    """
     if not sys.stderr.isatty():
+        if in_lines:
+            print(f"{what} …", file=sys.stderr, flush=True)
         yield
         return
     from rich.console import Console
