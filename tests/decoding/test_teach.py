@@ -81,6 +81,20 @@ def test_what_cannot_be_taught_is_one_line(bundled):
         make(bundled, drafter="paper").teach(TOKENS)
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_only_what_was_learnt_is_written(tmp_path, monkeypatch, interrupted):
+    file = tmp_path / "matrix.safetensors"
+
+    def teach(self, *args, **options):
+        raise KeyboardInterrupt if interrupted else TokenRecyclingError("no")
+
+    monkeypatch.setattr(TokenRecycling, "teach", teach)
+    code, _, err = call("matrix", "teach", file)
+    assert code == (130 if interrupted else 2)
+    assert file.exists() is interrupted
+    assert ("wrote" in err) is interrupted
+
+
 def test_on_the_command_line(tmp_path):
     file = tmp_path / "matrix.safetensors"
     code, _, err = call("matrix", "teach", file, "--tokens", 100)

@@ -96,13 +96,18 @@ def teach(
     if tokens < 1:
         raise TokenRecyclingError(f"--tokens is {tokens}; it must be 1 or more")
     recycler = replace(loading, matrix=file).open()
+    matrix = recycler.matrix
+
+    def save() -> None:
+        matrix.save(file)
+        seen, size = matrix.rows_seen, matrix.vocab_size
+        show.note(f"wrote {printable(file)}: {seen} of {size} tokens have a row")
+
     try:
         with progress.progress_shown("tokens of answers", seconds) as on_progress:
             recycler.teach(tokens, seconds=seconds, on_progress=on_progress)
     except KeyboardInterrupt:
         show.note("\ninterrupted")
+        save()
         raise
-    finally:
-        recycler.matrix.save(file)
-        seen, size = recycler.matrix.rows_seen, recycler.matrix.vocab_size
-        show.note(f"wrote {printable(file)}: {seen} of {size} tokens have a row")
+    save()
