@@ -50,6 +50,15 @@ class _CurrentBatch:
     draft: DraftTree | None = None  # last proposed
 
 
+def _path(draft: DraftTree, emitted: Tensor) -> Tensor:
+    """Return the nodes after which tokens were emitted, int64 [B, t] (see ``host_path``)."""
+    path = np.empty(emitted.shape, np.int64)
+    parts = (draft.tokens, draft.parents, draft.valid, emitted)
+    tokens, parents, valid, own = map(as_array, parts)
+    host_path(tokens, parents, valid, own, path)
+    return torch.from_numpy(path)
+
+
 class RequestDrafter:
     """One drafter for many requests, any subset of which takes part in a step.
 
@@ -82,7 +91,9 @@ class RequestDrafter:
         self._live: _CurrentBatch | None = None
         self.max_depth = size - 1
         self._branch = chains(torch.zeros((1, size), dtype=torch.long, device="cpu"))
-        if chain:  # compiles the choice of a branch before the first request
+        # What every step calls is compiled before the first request.
+        _path(self._branch, self._branch.tokens)
+        if chain:
             root = torch.zeros(1, dtype=torch.long, device="cpu")
             self._likeliest(drafter.propose(drafter.new_rows(1, context), root), size)
 
@@ -163,15 +174,7 @@ class RequestDrafter:
         live = self._take(slots)
         draft = self._verified(live, slots, sizes)
         candidates = logits.best_padded(rows, sizes, *self._ranked(logits))
-        path = np.empty(emitted.shape, np.int64)
-        host_path(
-            as_array(draft.tokens),
-            as_array(draft.parents),
-            as_array(draft.valid),
-            as_array(emitted),
-            path,
-        )
-        accepted = Accepted(torch.from_numpy(path), emitted, (emitted >= 0).sum(dim=1))
+        accepted = Accepted(_path(draft, emitted), emitted, (emitted >= 0).sum(dim=1))
         self.drafter.observe(live.rows, draft, candidates, accepted)
 
     def choices(self, logits: StepLogits) -> Any:
