@@ -106,8 +106,8 @@ class Runner:
 
     def _warm_up(self) -> None:
         """Let every variant decode once, then restore its state."""
-        limit = self.first.target.max_context
-        prompt = conversation(self.first, [DEMO[0]], self.raw)[: limit and limit // 2]
+        context = self.first.target.max_context
+        prompt = conversation(self.first, [DEMO[0]], self.raw)[: context and context // 2]
         for decoder in self.decoders.values():
             before = decoder.state()
             limit, decoder.options["max_new_tokens"] = (

@@ -47,14 +47,12 @@ def step_costs(target: TreeTarget) -> CostCurve:
         An assumed curve if steps take longer than ``LONGEST_STEP`` or the model cannot decode now.
     """
     about = identity(target.model, target.device)
-    path = None
+    path: Path | None = None
     try:
         path = cached_path(about)
-        exists = is_file(path)
     except TokenRecyclingError as error:  # no home
         logger.debug("Token Recycling: step costs are not kept: %s", one_line(error, 200))
-        exists = False
-    if path is not None and exists:
+    if path is not None and is_file(path):
         try:
             return CostCurve.load(path)
         except TokenRecyclingError as error:

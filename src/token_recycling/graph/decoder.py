@@ -180,7 +180,8 @@ class GraphDecoder:
     def _slots_for(self, batch: int, length: int, size: int) -> int:
         """Return the slots of the smallest cache on this device (see ``slots_for``)."""
         cuda = self.target.device.type == "cuda"
-        return slots_for(length, size, max(SMALLEST, SMALLEST_CUDA // batch * cuda))
+        smallest = max(SMALLEST, SMALLEST_CUDA // batch) if cuda else SMALLEST
+        return slots_for(length, size, smallest)
 
     def _cache_of(self, batch: int, slots: int) -> FixedCache | None:
         """Return the cache of a kept step for as many rows and slots, or None."""

@@ -78,6 +78,20 @@ def added_to_weights(norm: nn.Module, rms_norm: Callable[..., Tensor]) -> float 
     return None
 
 
+def rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether these have the shapes and strides that kernels for rotary embeddings take."""
+    if query.dim() != 4 or key.dim() != 4:
+        return False
+    batch, _, tokens, size = query.shape
+    return (
+        key.shape[::2] == query.shape[::2]
+        and key.shape[3] == size
+        and cos.shape == sin.shape == (batch, tokens, size)
+        and size % 2 == 0
+        and query.stride(3) == key.stride(3) == cos.stride(2) == sin.stride(2) == 1
+    )
+
+
 def install_rotary(
     code: ModuleType | None,
     call: Callable[..., Any],

@@ -294,31 +294,6 @@ class TreeTarget:
             worst = max(worst, off if off == off else float("inf"))  # NaN counts as infinite
         return worst
 
-    @_without_gradients
-    def read_independent(self, tokens: Tensor, *, last: bool = False) -> Tensor:
-        """Read short texts, each from position 0 on; the cache is neither used nor changed.
-
-        Args:
-            tokens: int64 [B, n], n at least 1.
-            last: only the logits after the last token are needed.
-
-        Returns:
-            Logits [B, n, V]; with ``last``, [B, 1, V].
-        """
-        inputs: dict[str, Any] = {"input_ids": tokens}
-        if "attention_mask" in self._takes:
-            inputs["attention_mask"] = torch.ones_like(tokens)
-        if self.takes_positions:
-            inputs["position_ids"] = torch.arange(tokens.shape[1], device=self.device).expand_as(
-                tokens
-            )
-        if last and self.slices_logits:
-            inputs["logits_to_keep"] = 1
-        with self.lm_head:
-            output = self.model(**inputs, use_cache=False, return_dict=True)
-        logits: Tensor = output.logits.to(self.device)
-        return logits[:, -1:] if last else logits
-
     def positions(self, lengths: Tensor, draft: DraftTree) -> Tensor:
         """Return each node's position, int64 [B, n], after ``lengths`` int64 [B, 1] tokens."""
         positions = lengths + draft.depths

@@ -33,6 +33,7 @@ from token_recycling.model.known_forms import (
     is_same,
     linear_children,
     own_result,
+    rotates,
     sample,
 )
 from token_recycling.model.kv_cache import RecyclingCache
@@ -215,19 +216,11 @@ def _rotated(*inputs: Tensor) -> tuple[Tensor, ...]:
 
 def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether the kernel takes these."""
-    if query.dim() != 4 or key.dim() != 4:
-        return False
-    batch, _, tokens, size = query.shape
-    angles = (batch, tokens, size)
     return (
-        tokens <= linear.MOST_TOKENS
+        rotates(query, key, cos, sin)
+        and query.shape[2] <= linear.MOST_TOKENS
         and _is_plain(key)
-        and key.shape[::2] == query.shape[::2]
-        and key.shape[3] == size
         and cos.dtype == sin.dtype == key.dtype == query.dtype
-        and cos.shape == sin.shape == angles
-        and size % 2 == 0
-        and query.stride(3) == key.stride(3) == cos.stride(2) == sin.stride(2) == 1
     )
 
 

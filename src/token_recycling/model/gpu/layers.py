@@ -25,6 +25,7 @@ from token_recycling.model.known_forms import (
     is_same,
     linear_children,
     own_result,
+    rotates,
     sample,
 )
 from token_recycling.model.override import Override, replaceable
@@ -160,20 +161,6 @@ def _rotary(
     stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any
 ) -> Any:
     """``apply_rotary_pos_emb`` of a Python module of Transformers."""
-    if not (a or k) and _is_used(query, key, cos, sin) and _rotates(query, key, cos, sin):
+    if not (a or k) and _is_used(query, key, cos, sin) and rotates(query, key, cos, sin):
         return _kernels().rotary(query, key, cos, sin)
     return stock(query, key, cos, sin, *a, **k)
-
-
-def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether the kernel takes these."""
-    if query.dim() != 4 or key.dim() != 4:
-        return False
-    batch, _, tokens, size = query.shape
-    return (
-        key.shape[::2] == query.shape[::2]
-        and key.shape[3] == size
-        and cos.shape == sin.shape == (batch, tokens, size)
-        and size % 2 == 0
-        and query.stride(3) == key.stride(3) == cos.stride(2) == sin.stride(2) == 1
-    )
