@@ -1,5 +1,7 @@
 """A node of a draft has the bits of a plain step, wherever in the context it is."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model import attention
 from token_recycling.model.cpu import layers, threads
 from token_recycling.model.cpu.attention_kernel import KEYS
+from token_recycling.model.cpu.rounding import RoundingWatch
 from token_recycling.model.probe import open_target
 from token_recycling.model.target import TreeTarget
 
@@ -71,7 +74,10 @@ LENGTHS = (5, KEYS - 3, 40, 2 * KEYS + 1, KEYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_of_a_batch_are_what_they_are_alone(dtype, nodes):
     """Prompts of any lengths, and steps of more than 128 rows."""
-    target = open_target(make("llama").to(dtype))
+    check_rows(open_target(make("llama").to(dtype)), nodes)
+
+
+def check_rows(target, nodes=5):
     prompts = random_prompts(LENGTHS)
     drafts = torch.tensor(random_prompts([nodes] * len(prompts), seed=2))
     target.reset()
@@ -138,10 +144,79 @@ def test_the_probe_finds_out(dtype):
     assert open_target(make("llama").to(dtype)).batch_invariant
 
 
-def test_the_probe_notices_other_kernels(monkeypatch):
-    """Of PyTorch, which multiplies one row in another order than several."""
-    few = layers._is_ours
-    monkeypatch.setattr(layers, "_is_ours", lambda x, *most: x.shape[-2] == 1 and few(x, *most))
+def by_pytorch(*arguments):
+    """``forward`` of any layer: the class's own."""
+    (stock,) = (value for value in arguments if isinstance(value, partial))
+    (inputs,) = (value for value in arguments if type(value) is torch.Tensor)
+    return stock(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name, invariant",
+    [
+        ("_linear", False),
+        ("_lm_head", False),
+        ("_first_projection", False),
+        ("_other_projection", False),
+        ("_mlp", False),
+        ("attention", False),
+        # PyTorch computes these row by row
+        ("_norm", True),
+        ("_rotary", True),
+    ],
+)
+def test_each_operation_by_pytorch(name, invariant, dtype, monkeypatch):
+    """In bfloat16, PyTorch's products have the same bits for matrices as small as these."""
+    if name == "attention":
+        monkeypatch.setattr(attention.cpu, "fits", lambda *inputs: False)
+    elif name == "_rotary":
+        monkeypatch.setattr(layers, name, lambda stock, *inputs: stock(*inputs))
+    else:
+        monkeypatch.setattr(layers, name, by_pytorch)
+    target = open_target(make("llama").to(dtype))
+    assert target.layers is not None
+    assert target.batch_invariant == invariant
+    if invariant:
+        test_rows_of_a_batch_are_what_they_are_alone(dtype, 5)
+
+
+@pytest.mark.parametrize(
+    "name, size, invariant",
+    [
+        ("phi3", 64, True),
+        ("gemma3", 64, True),
+        ("starcoder2", 64, True),
+        # PyTorch computes the last activations of a row one by one, if it is alone
+        ("phi3", 48, False),
+        ("gemma3", 48, False),
+        ("gpt2", 64, False),
+        ("mixtral", 64, False),
+        ("gptj", 64, False),  # attention of its own
+    ],
+)
+def test_other_architectures(name, size, invariant):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make(name, **{"n_inner" if name[:3] == "gpt" else "intermediate_size": size})
+        target = open_target(model.to(dtype))
+        assert target.batch_invariant == invariant
+        if invariant:
+            check_rows(target)
+
+
+@pytest.mark.parametrize("threads, invariant", [(1, True), (2, True), (3, False)])
+def test_activations_of_several_threads(threads, invariant, monkeypatch):
+    """Each thread computes a part of the numbers, which ends somewhere in a row."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with RoundingWatch() as watch:
+        torch.nn.functional.silu(torch.zeros(1, 1, 8960, dtype=torch.bfloat16))
+    assert (watch.operation is None) == invariant
+
+
+def test_the_probe_compares_bits(monkeypatch):
+    """Another rounding of several tokens is noticed, whoever computes them."""
+    rounding = lambda x: 1 + 1e-6 * (x.shape[1] > 1)  # noqa: E731
+    monkeypatch.setattr(layers, "_norm", lambda added, norm, stock, x: stock(x) * rounding(x))
     assert not open_target(make("llama")).batch_invariant
 
 

@@ -59,6 +59,16 @@ def test_norms(tokens, size, dtype, kind):
     assert torch.equal(alone[0, 0], found[0, -1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_heads(dtype):
+    """Of queries, whose heads and tokens change places, as in Gemma 3."""
+    x, weight = torch.randn(2, 5, 3, 24).to(dtype), torch.randn(24).to(dtype)
+    wanted = elementwise.rms_norm(x, weight, 1e-5)
+    found = elementwise.rms_norm(x.transpose(1, 2), weight, 1e-5)
+    assert found.is_contiguous()
+    assert torch.equal(found.transpose(1, 2), wanted)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.integers(1, 3),

@@ -20,6 +20,7 @@ from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.model.base import Target
 from token_recycling.model.cpu.layers import FastLayers
+from token_recycling.model.cpu.rounding import RoundingWatch
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.gpu.layers import FusedLayers
 from token_recycling.model.limits import text_config
@@ -81,7 +82,8 @@ def probe(target: TreeTarget) -> str | None:
     Verifies a small tree after a prefix longer than every window, then commits one path and
     continues it. The reference is the model's own forward over each whole path, without our cache
     and mask. A negative control, the same tree under a causal mask, must differ from it. On a CPU,
-    also sets ``target.batch_invariant``: whether steps of one token give the same bits as the tree.
+    also sets ``target.batch_invariant``: whether steps of one token give the same bits as the tree,
+    and contain no operation of PyTorch that might round differently in other drafts and batches.
     """
     rng = torch.Generator().manual_seed(0)
     count = PREFIX + TEMPLATE.size + 1
@@ -110,7 +112,8 @@ def _compare(
     """Return the largest errors of tree and control, and the logits' standard deviation.
 
     Returns:
-        In addition, on a CPU: whether a path of the tree has the bits of steps of one token.
+        In addition, on a CPU: whether a path of the tree has the bits of steps of one token, and
+        would in any draft.
     """
     rows = [[*prefix, *(nodes[i] for i in leaf), after] for leaf in LEAVES]
     ids = torch.tensor(rows, device=target.device)
@@ -140,12 +143,14 @@ def _compare(
 
     wrong = target.verify(replace(draft, ancestors=causal))
     control = difference(wrong[0].float())
-    steps = []
+    steps, watch = [], RoundingWatch()
     if target.layers is not None:
-        steps = target.steps([nodes[node] for node in COMMITTED])
+        with watch:
+            steps = target.steps([nodes[node] for node in COMMITTED])
         target.cache.rewind([len(prefix)])
     tree = target.verify(draft)[0]
     same_bits = bool(steps) and torch.equal(tree[list(COMMITTED)], torch.cat(steps))
+    same_bits = same_bits and watch.operation is None
     worst = max(worst, difference(tree.float()))
 
     path = torch.tensor([COMMITTED], device=target.device)

@@ -36,24 +36,29 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
     """Compute ``x / sqrt(mean(x^2) + epsilon) * (weight + added)``.
 
     Args:
-        x: contiguous [..., size], of a dtype in ``FORMS``.
+        x: [..., size] of at most four dimensions and a dtype in ``FORMS``; the numbers of a row are
+            contiguous.
         weight: contiguous [size], of the same dtype.
         epsilon: added to the mean square.
         added: 1 where a model stores its weights minus 1, as Gemma does.
 
     Returns:
-        Like ``x``. With ``added`` 0, it is rounded before it is multiplied by the weights.
+        Contiguous, of the shape and dtype of ``x``. With ``added`` 0, it is rounded before it is
+        multiplied by the weights.
     """
     size, out = x.shape[-1], empty(x.shape, x.dtype)
     numbers = Constants(epsilon, added)
     rows = x.numel() // size
-    fields = _fields(7)(
+    x = x[(None,) * (4 - x.dim())]
+    fields = _fields(12)(
         x.data_ptr(),
         out.data_ptr(),
         weight.data_ptr(),
         ctypes.addressof(numbers),
         rows,
         size,
+        *x.shape[1:3],
+        *_strides(x),
         0,
     )
     threads = 1 if rows * size < PARALLEL else torch.get_num_threads()

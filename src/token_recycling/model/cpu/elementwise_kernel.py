@@ -25,9 +25,10 @@ from token_recycling.model.cpu.vectors import (
 from token_recycling.util.compiled import kept
 
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
-# RMS norm: contiguous inputs and outputs [rows, size]; EPSILON is the address of two float32
-# numbers, epsilon and what is added to the weights.
-NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, EPSILON, ROWS, SIZE, NORM_TAKEN = range(7)
+# RMS norm of inputs [batch, heads, tokens, size], ROWS in all, with contiguous outputs; EPSILON is
+# the address of two float32 numbers, epsilon and what is added to the weights.
+NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, EPSILON, ROWS, SIZE, NORM_HEADS, NORM_TOKENS = range(8)
+NORM_BATCH, NORM_HEAD, NORM_TOKEN, NORM_TAKEN = range(8, 12)
 # Rotary embedding, or a copy if COS is 0, of ``TENSORS`` inputs [batch, heads, tokens, size].
 COS, SIN, COS_BATCH, COS_TOKEN, SIN_BATCH, SIN_TOKEN, BATCH, TOKENS, HEAD_SIZE, TENSORS = range(10)
 # The same for each input.
@@ -252,16 +253,19 @@ def norm(fields: Any, form: Any) -> None:
     """Normalise rows until none is left."""
     numba.literally(form)
     size = get(fields, SIZE)
-    row_bytes = size * BYTES[form]
+    heads, tokens = get(fields, NORM_HEADS), get(fields, NORM_TOKENS)
     while True:
         row = take(fields, NORM_TAKEN)
         if row >= get(fields, ROWS):
             return
+        position = row // tokens % heads * get(fields, NORM_HEAD)
+        position += row // (tokens * heads) * get(fields, NORM_BATCH)
+        position += row % tokens * get(fields, NORM_TOKEN)
         _normalise(
             form,
-            get(fields, NORM_INPUT) + row * row_bytes,
+            get(fields, NORM_INPUT) + position,
             get(fields, NORM_WEIGHT),
-            get(fields, NORM_OUTPUT) + row * row_bytes,
+            get(fields, NORM_OUTPUT) + row * size * BYTES[form],
             get(fields, EPSILON),
             size,
         )

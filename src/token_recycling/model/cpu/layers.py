@@ -187,7 +187,8 @@ def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     if (
         _is_used(inputs)
         and inputs.numel() > 0
-        and inputs.is_contiguous()
+        and inputs.dim() <= 4
+        and inputs.stride(-1) == 1
         and _is_plain(weight)
         and weight is not None
         and weight.dtype == inputs.dtype

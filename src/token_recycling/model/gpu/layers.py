@@ -131,7 +131,8 @@ def _is_used(*tensors: Tensor) -> bool:
 def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of an RMS norm."""
     weight = norm._parameters["weight"]
-    if weight is not None and _is_used(inputs, weight) and inputs.is_contiguous():
+    if weight is not None and _is_used(inputs, weight):
+        inputs = inputs.contiguous()  # heads and tokens may have changed places
         normalised: Tensor = _kernels().rms_norm(inputs, weight, epsilon(norm), added)
         return normalised
     unchanged: Tensor = stock(inputs)
