@@ -20,7 +20,7 @@ VECTORS = 64  # numbers of half precision in the two vectors of a loop's body, t
 ALONE = 256  # numbers a token of which 128 tokens are computed by one thread
 
 
-class RoundingWatch(TorchDispatchMode):
+class RoundingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager that looks for such operations in forwards of a single token.
 
     Our kernels are not operations of PyTorch, and sum every row in one order.
@@ -30,7 +30,9 @@ class RoundingWatch(TorchDispatchMode):
             forward contains; None if there was none.
     """
 
-    operation: str | None = None
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operation: str | None = None
 
     def __torch_dispatch__(
         self,
