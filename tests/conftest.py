@@ -48,3 +48,11 @@ def shared_data():
     if not SHARED.is_dir():
         pytest.skip(f"needs {SHARED}")
     return SHARED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_line_says_what_takes_long():
+    """On a slow machine it would be one line more on stderr than a test expects."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("token_recycling.cli.progress.PATIENCE", 600.0)
+        yield

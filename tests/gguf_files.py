@@ -25,10 +25,13 @@ def write_gguf(
     architecture="llama",
     without=(),
     kinds=None,
+    blocks=None,
+    parts=None,
 ):
     """Write ``model`` with the bundled tokenizer, without some parameters.
 
-    ``kinds``: types of single parameters.
+    ``kinds``: types of single parameters; ``blocks``: the number of layers that it names;
+    ``parts``: of how many files it says it is one.
     """
     kinds = kinds or {}
     known = {kind: arch for arch, kind in gguf.MODEL_ARCH_NAMES.items()}
@@ -39,7 +42,9 @@ def write_gguf(
     writer.add_name("bundled")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(blocks or config.num_hidden_layers)
+    if parts is not None:
+        writer.add_uint16("split.count", parts)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import unicodedata
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 BAD_INPUT = 2  # exit code of the command line
+INSIDE = ("token_recycling.", "transformers.", "torch.", "contextlib")  # modules
 
 
 def one_line(error: object, limit: int | None = None) -> str:
@@ -29,6 +32,14 @@ def unknown_option(name: str, known: Iterable[str]) -> TokenRecyclingError:
     near = get_close_matches(name, sorted(known), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return TokenRecyclingError(f"there is no option {printable(name)}{hint}")
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the caller's own code, outside this package and those that call it."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 class TokenRecyclingError(ValueError):

@@ -296,10 +296,12 @@ class TokenRecycling(DecodingMethod):
     def stream(self, prompt: Prompt, **options: Unpack[GenerateArguments]) -> Iterator[Chunk]:
         """Generate the answer to a prompt token by token.
 
+        Another call of this object ends an open stream, which then raises ``TokenRecyclingError``.
         The caller may stop iterating at any time; matrix and context remain valid.
 
         Args:
-            prompt: a string, a conversation (list of messages) or token ids.
+            prompt: a string, which is continued as it is; a conversation (list of messages), for
+                which the chat template is used, as on the command line; or token ids.
             **options: those of ``call.CallOptions``: ``max_new_tokens``, ``temperature``, ``seed``,
                 ``stop``, ``keep_context``, ``on_progress``, ``on_step``, ``on_draft``; and
                 ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and any other option of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import struct
 
@@ -13,7 +14,7 @@ import torch
 from command import call
 from gguf_files import write_gguf
 from models import plain
-from token_recycling import TokenRecycling, TokenRecyclingError
+from token_recycling import TokenRecycling, TokenRecyclingError, load_checkpoint
 from token_recycling.checkpoint import gguf as reading
 
 PROMPT = list(range(40, 60))
@@ -105,6 +106,31 @@ def test_a_part_of_a_split_file(file, tmp_path):
     path = tmp_path / "model-00001-of-00003.gguf"
     shutil.copy(file, path)
     assert "one of several files of a model; merge them" in refusal(path)
+
+
+def test_a_renamed_part_of_a_split_file(bundled, tmp_path):
+    whole = write_gguf(tmp_path / "one.gguf", bundled.model, parts=1)
+    assert load_checkpoint(whole, "cpu")
+    path = write_gguf(tmp_path / "model.gguf", bundled.model, parts=3)
+    assert "model.gguf is one of 3 files of a model; merge them" in refusal(path)
+
+
+def test_more_layers_than_the_file_names(bundled, tmp_path):
+    """Transformers reads the first of them and says nothing."""
+    count = bundled.model.config.num_hidden_layers
+    path = write_gguf(tmp_path / "model.gguf", bundled.model, blocks=count - 1)
+    assert f"tensors of {count} layers, but its block_count is {count - 1}" in refusal(path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="named pipes")
+@pytest.mark.parametrize("name", ["pipe", "pipe.gguf"])
+def test_a_pipe(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    assert "it is neither a folder nor a regular file" in refusal(tmp_path / name)
+
+
+def test_an_empty_folder(tmp_path):
+    assert "the folder has neither config.json nor a *.gguf file" in refusal(tmp_path)
 
 
 def test_an_unknown_architecture(bundled, tmp_path):

@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 import torch
 
 from command import ENVIRONMENT
-from token_recycling import AdjacencyMatrix, TokenRecycling
+from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.bench.prompts import DEMO
-from token_recycling.cli import main, show
+from token_recycling.checkpoint import load
+from token_recycling.cli import main, progress, show
 from token_recycling.cli.conversation import Conversation, going_on
 from token_recycling.decoding.metrics import Stats
 
@@ -91,7 +93,8 @@ class TestBytes:
     def test_a_prompt_that_is_no_text(self):
         found = run("-p", "-", "-n", 5, input=BYTES, env=self.STRICT)
         assert found.returncode == 2
-        assert found.stderr == b"error: the prompt is not valid UTF-8 text\n"
+        assert found.stderr.endswith(b"error: the prompt is not valid UTF-8 text\n")
+        assert found.stderr.count(b"error") == 1
 
     @pytest.mark.slow
     def test_a_turn_that_is_no_text(self):
@@ -148,6 +151,12 @@ class TestMistyped:
         assert f"-p {word}" in err
         assert err.count("\n") == 1
 
+    @pytest.mark.parametrize("given, code", [(b"some text", 0), (b"", 2)])
+    def test_a_word_with_input_is_a_prompt(self, given, code):
+        done = run("Summarize", "-n", 3, input=given)
+        assert done.returncode == code, done.stderr
+        assert bool(done.stdout.strip()) is (code == 0)
+
     @pytest.mark.parametrize("answer, code", [("y\n", 0), ("n\n", 130), ("\n", 130)])
     def test_on_a_terminal_it_asks(self, capsys, monkeypatch, answer, code):
         typed(monkeypatch, answer)
@@ -165,6 +174,53 @@ class TestMistyped:
         code, out, _ = call(capsys, *arguments, "-n", 3)
         assert code == 0
         assert out.strip()
+
+
+class TestProgress:
+    @pytest.mark.parametrize("seconds, said", [(0.3, "loading a model …\n"), (0.0, "")])
+    def test_without_a_terminal_a_line_says_what_takes_long(
+        self, capsys, monkeypatch, seconds, said
+    ):
+        monkeypatch.setattr(progress, "PATIENCE", 0.1)
+        with progress.busy_shown("loading a model"):
+            time.sleep(seconds)
+        assert capsys.readouterr().err == said
+
+    @pytest.mark.parametrize("cached", [True, False])
+    def test_a_checkpoint_of_the_hub(self, capsys, monkeypatch, tmp_path, cached):
+        monkeypatch.setattr(load, "load_checkpoint", no_model)
+        found = str(tmp_path / "config.json") if cached else None
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names: found)
+        code, _, err = call(capsys, "-p", "Hello", "-m", "some/model")
+        assert code == 2
+        looks = "there is no folder some/model here; looking for it on the Hugging Face Hub\n"
+        assert err == looks * (not cached) + "error: no model\n"
+
+    def test_a_folder_is_not_looked_for(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.setattr(load, "load_checkpoint", no_model)
+        (tmp_path / "config.json").write_text("{}")
+        assert call(capsys, "-p", "Hello", "-m", tmp_path)[2] == "error: no model\n"
+
+
+def no_model(*arguments, **options):
+    raise TokenRecyclingError("no model")
+
+
+@pytest.mark.parametrize(
+    "words, offered", [("token-recycling ser", "serve"), ("token-recycling serve --qui", "--quiet")]
+)
+def test_shell_completion(words, offered):
+    wanted = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    given = {**ENVIRONMENT, "_TOKEN_RECYCLING_COMPLETE": "complete_bash", **wanted}
+    done = run(env=given, stdin=subprocess.DEVNULL)
+    assert done.stdout.decode().split() == [offered]
+
+
+def test_help_names_values_in_one_way(capsys):
+    for subcommand in ("generate", "bench", "serve"):
+        out = call(capsys, subcommand, "--help")[1]
+        assert "[[" not in out
+        assert "list[" not in out
 
 
 class TestOtherPrograms:
@@ -288,7 +344,7 @@ class TestInterrupted:
 
     def test_an_answer_cut_at_its_limit_is_marked(self, capsys):
         _, _, err = call(capsys, "Once upon a time", "-n", 7, "--raw")
-        assert "cut after 7 tokens" in err
+        assert "cut after 7 tokens, at the limit of -n\n" in err
         _, _, err = call(capsys, DEMO[0], "-n", 200)
         assert "cut after" not in err
 

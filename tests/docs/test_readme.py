@@ -9,6 +9,7 @@ import pytest
 
 from command import call
 from token_recycling import BUNDLED_MODEL
+from token_recycling.hf.prepare import REFUSED
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -85,3 +86,10 @@ def test_every_figure_has_its_command():
             assert re.search(r"`make \w+|make demo|lab/\w+\.py|token-recycling \w+", section), (
                 section[:80]
             )
+
+
+def test_the_table_of_arguments_has_all_that_are_refused():
+    page = (ROOT / "docs" / "transformers.md").read_text("utf-8")
+    table = page.partition("## Arguments under other names")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)[1:]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(REFUSED)

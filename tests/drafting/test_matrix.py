@@ -16,6 +16,12 @@ def test_a_new_matrix_proposes_nothing():
     assert not matrix.seen(torch.arange(20)).any()
 
 
+def test_repr():
+    matrix = AdjacencyMatrix(32000, 8)
+    matrix.update(torch.tensor([4]), torch.arange(8)[None])
+    assert repr(matrix) == "<AdjacencyMatrix: 1 of 32000 tokens seen, k=8, 1.5 MiB>"
+
+
 def test_memory_of_32k_tokens_is_below_two_megabytes():
     matrix = AdjacencyMatrix(32000, 8)
     assert matrix.nbytes == 32000 * 8 * (4 + 2) < 2_000_000

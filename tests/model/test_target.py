@@ -266,3 +266,9 @@ def test_a_cache_that_is_not_needed_is_freed_at_once():
         assert layer() is None
     finally:
         gc.enable()
+
+
+def test_the_warning_names_the_callers_line():
+    with pytest.warns(PlainDecodingWarning) as caught:
+        TokenRecycling(make("bloom"))
+    assert caught[0].filename == __file__

@@ -71,7 +71,10 @@ def started(folder, *arguments, **options):
 
 
 def test_from_start_to_end(tmp_path):
-    """The printed curl works; a second server finds the port in use; SIGTERM ends no stream."""
+    """The printed curl works; a second server finds the port in use; SIGTERM ends no stream.
+
+    The log has a line for every answer.
+    """
     matrix = tmp_path / "learned.safetensors"
     with started(tmp_path, "--matrix", matrix, "--save-minutes", 0.01) as served:
         text = served.text()
@@ -119,6 +122,12 @@ def test_from_start_to_end(tmp_path):
         assert served.process.wait(timeout=30) == 0
         assert "Traceback" not in served.text()
         assert "finishing answers in progress, for up to 30 s" in served.text()
+        form = (
+            r"^\d\d:\d\d:\d\d 127\.0\.0\.1: (\d+) \+ (\d+) tokens, MAT \d+\.\d\d, \d+\.\d s, (\w+)$"
+        )
+        answers = re.findall(form, served.text(), re.M)
+        assert len(answers) == 3
+        assert answers[1] == answers[2]
     AdjacencyMatrix.load(matrix)
 
 

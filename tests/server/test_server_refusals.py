@@ -244,6 +244,11 @@ def check(answer, status, param, says):
         ({"prompt": [-1]}, "prompt", "token ids must be from 0 to 4095"),
         ({"prompt": ["x"] * 5, "n": 4}, "n", "prompts times n may be at most 16"),
         ({"logprobs": 6}, "logprobs", "less than or equal to 5"),
+        (
+            {"max_tokens": 2048},
+            "max_tokens",
+            "at most 2048 more are asked for",
+        ),
         ({"prompt": "ab " * 3000}, "prompt", "the model's context is 2048"),
         ({"messages": SAID}, "messages", "unrecognized request argument"),
     ],

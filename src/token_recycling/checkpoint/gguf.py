@@ -18,6 +18,8 @@ MAGIC = b"GGUF"
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 PACKAGES = ("gguf", "accelerate")  # what Transformers needs to read such a file
 INSTALL = "pip install 'token-recycling[gguf]'"
+BLOCK = re.compile(r"blk\.(\d+)\.")
+MERGE = "merge them with llama-gguf-split --merge, and give the result"
 SHOWN = 3  # names in a message
 HINT = "it may be incomplete, or of a kind that the installed transformers and gguf do not read"
 
@@ -29,8 +31,13 @@ def find_gguf(path: Path) -> Path | None:
         The file; None if ``path`` is a folder with another checkpoint, or does not exist.
 
     Raises:
-        TokenRecyclingError: it is another file, or a folder with several GGUF files.
+        TokenRecyclingError: it is another file, or a folder with several GGUF files or without any
+            checkpoint.
     """
+    if not path.is_dir() and path.exists() and not path.is_file():
+        raise TokenRecyclingError(
+            f"cannot load the model {str(path)!r}: it is neither a folder nor a regular file"
+        )
     if path.is_file():
         if path.suffix.lower() != SUFFIX:
             raise TokenRecyclingError(
@@ -45,7 +52,12 @@ def find_gguf(path: Path) -> Path | None:
             f"{path} has {len(files)} GGUF files ({listed([file.name for file in files])}); "
             "give the path of one of them"
         )
-    return files[0] if files else None
+    if not files:
+        raise TokenRecyclingError(
+            f"cannot load the model {str(path)!r}: the folder has neither config.json nor a "
+            f"*{SUFFIX} file"
+        )
+    return files[0]
 
 
 def check_gguf(file: Path) -> None:
@@ -61,10 +73,7 @@ def check_gguf(file: Path) -> None:
             f"install them with {INSTALL}"
         )
     if SPLIT.search(file.name):
-        raise TokenRecyclingError(
-            f"{file.name} is one of several files of a model; merge them with llama-gguf-split "
-            "--merge, and give the result"
-        )
+        raise TokenRecyclingError(f"{file.name} is one of several files of a model; {MERGE}")
     try:
         with file.open("rb") as stream:
             magic = stream.read(len(MAGIC))
@@ -72,6 +81,34 @@ def check_gguf(file: Path) -> None:
         raise TokenRecyclingError(f"cannot read {file}: {error.strerror}") from error
     if magic != MAGIC:
         raise TokenRecyclingError(f"cannot load the model {file}: it is not a GGUF file")
+
+
+def check_whole(file: Path) -> None:
+    """Check that a file has all of a model, and no layers beyond those that it names.
+
+    Transformers would leave the others out without a word. Called inside ``read_once``.
+
+    Raises:
+        TokenRecyclingError: it is a part of a model, or has other layers.
+    """
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(file)
+        fields, names = reader.fields, [str(tensor.name) for tensor in reader.tensors]
+        architecture = fields["general.architecture"].contents()
+        blocks = fields[f"{architecture}.block_count"].contents()
+        parts = fields["split.count"].contents() if "split.count" in fields else 0
+    except Exception:  # a broken file: whoever loads it says why
+        return
+    if parts > 1:
+        raise TokenRecyclingError(f"{file.name} is one of {parts} files of a model; {MERGE}")
+    last = max((int(found[1]) for name in names if (found := BLOCK.match(name))), default=-1)
+    if isinstance(blocks, int) and last >= blocks:
+        raise TokenRecyclingError(
+            f"cannot load the model {file}: it has tensors of {last + 1} layers, "
+            f"but its block_count is {blocks}"
+        )
 
 
 _reading = threading.Lock()

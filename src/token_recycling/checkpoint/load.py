@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from token_recycling.checkpoint.gguf import HINT, check_gguf, find_gguf, listed, read_once
+from token_recycling.checkpoint.gguf import (
+    HINT,
+    check_gguf,
+    check_whole,
+    find_gguf,
+    listed,
+    read_once,
+)
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.util import huge_pages
 
@@ -74,6 +81,8 @@ def load_checkpoint(
     packs = from_gguf and on_cpu and not dequantize and Path(shown).is_file()
     with read_once(Path(shown)) if from_gguf else nullcontext():
         model = None
+        if from_gguf and Path(shown).is_file():
+            check_whole(Path(shown))
         if packs and dtype in (torch.float32, "float32"):
             model = _packed(Path(shown), model_options)
         if model is None:
@@ -184,6 +193,19 @@ def resolve(name_or_path: str | Path | None) -> tuple[str, dict[str, str]]:
         return str(path), {}
     check_gguf(file)
     return str(file.parent), {"gguf_file": file.name}
+
+
+def is_remote(name_or_path: str | Path | None) -> bool:
+    """Return whether a checkpoint is neither here nor in the cache of the Hugging Face Hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name, _ = resolve(name_or_path)
+    if Path(name).exists():
+        return False
+    try:
+        return not isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # it cannot be a name either
+        return False
 
 
 def _best_device() -> str:

@@ -24,7 +24,7 @@ from token_recycling.cli import (
     serve,
     tree,
 )
-from token_recycling.cli.stdin import piped
+from token_recycling.cli.stdin import has_input, piped
 from token_recycling.errors import BAD_INPUT, TokenRecyclingError, printable
 from token_recycling.version import __version__
 
@@ -32,7 +32,6 @@ app = typer.Typer(
     name="token-recycling",
     help="Generate several tokens per forward pass of a language model; the text is unchanged.\n\n"
     'token-recycling "Tell me a story"   is short for   token-recycling generate "…"',
-    add_completion=False,
     rich_markup_mode=None,
 )
 app.command("generate")(generate.generate)
@@ -94,7 +93,7 @@ def run(argv: list[str] | None = None) -> None:
             _refuse_late_verb(argv)
             argv = ["generate", *argv]
         try:
-            code = app(argv, standalone_mode=False)
+            code = app(argv, prog_name=app.info.name, standalone_mode=False)
         except SystemExit:
             if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # Typer's, after a broken pipe
                 raise SystemExit(_reader_gone()) from None
@@ -161,8 +160,8 @@ def _refuse_late_verb(argv: list[str]) -> None:
 def _refuse_mistyped(word: str) -> None:
     """Reject a single word or path that is no subcommand; on a terminal, ask if it is a prompt.
 
-    Nobody is asked about a word that resembles a subcommand of ours or of similar programs, or a
-    path.
+    With input on stdin a word is one, as in ``token-recycling Summarize < FILE``. Nobody is asked
+    about a word that resembles a subcommand of ours or of similar programs, or a path.
 
     Raises:
         TokenRecyclingError: ``word`` is no prompt.
@@ -174,6 +173,8 @@ def _refuse_mistyped(word: str) -> None:
     clear = near or FOREIGN.fullmatch(word.lower()) or PATH.fullmatch(word)
     if not clear and sys.stdin.isatty() and sys.stderr.isatty():
         typer.confirm(f"no such command: {word}; is it a prompt?", abort=True, err=True)
+        return
+    if not clear and piped() and has_input():
         return
     meant = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(sorted(VERBS))}."
     raise TokenRecyclingError(f"no such command: {word}; {meant} To use it as a prompt: -p {word}")

@@ -32,6 +32,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--suite",
+            metavar="SUITE",
             help="builtin; spec-bench=PATH, mbpp=PATH or gsm8k=PATH; or a JSONL file. Repeatable.",
         ),
     ] = None,
@@ -49,6 +50,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--sweep",
+            metavar="SWEEP",
             help="k=2,4, nodes=8,16, tree=A,B, temperature=0,0.7 or start=cold,hot. Repeatable.",
         ),
     ] = None,

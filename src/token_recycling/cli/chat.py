@@ -108,7 +108,8 @@ class _Talk:
                     prompt, keep_context=True, on_progress=on_progress, **self.options
                 )
                 last = show.stream(noting(chunks))
-            show.ending(last, self.recycler.draft_size.why_plain())
+            why = self.recycler.draft_size.why_plain()
+            show.ending(last, why, self.options["max_new_tokens"])
         except KeyboardInterrupt:
             show.note("\ninterrupted: the answer is incomplete")
         except TokenRecyclingError as error:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def generate(
     loading: o.Loading,
     sampling: o.Sampling,
-    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt.")] = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.")
     ] = None,
@@ -104,7 +104,7 @@ def _answer(
     with progress.prefill_shown() as on_progress:
         show.legend()
         last = show.stream(recycler.stream(prompt, on_progress=on_progress, **options))
-    show.ending(last, recycler.draft_size.why_plain())
+    show.ending(last, recycler.draft_size.why_plain(), options["max_new_tokens"])
 
 
 def _explaining(recycler: TokenRecycling) -> Callable[..., None]:

@@ -14,7 +14,7 @@ import typer
 from token_recycling import defaults
 from token_recycling.cli import show
 from token_recycling.cli.progress import busy_shown
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import TokenRecyclingError, printable
 
 if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
@@ -30,7 +30,10 @@ MinP = Annotated[
 ]
 Penalty = Annotated[float | None, typer.Option("--repetition-penalty", help="1 disables it.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Random seed for sampling.")]
-StopStrings = Annotated[list[str] | None, typer.Option("--stop", help="Stop before this text.")]
+StopStrings = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="Stop before this text; may be repeated."),
+]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -118,6 +121,8 @@ class Loading:
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
         self._check()
+        if self.model is not None:
+            self._note_remote()
         with busy_shown(f"loading {self.model or 'the bundled model'}"):
             import torch
             from transformers.utils import logging
@@ -134,7 +139,7 @@ class Loading:
                 self.model, self.device, self.dtype, dequantize=self.dequantize
             )
         if not is_compiled():
-            with busy_shown("compiling the drafter (once per installation)", in_lines=True):
+            with busy_shown("compiling the drafter (once per installation)"):
                 compile_kernels()
         return TokenRecycling(
             model,
@@ -148,6 +153,14 @@ class Loading:
             float32_logits=self.float32_logits,
             strict=self.strict,
         )
+
+    def _note_remote(self) -> None:
+        """Say that a checkpoint must be fetched, which takes long and may fail offline."""
+        from token_recycling.checkpoint.load import is_remote
+
+        if is_remote(self.model):
+            name = printable(self.model)
+            show.note(f"there is no folder {name} here; looking for it on the Hugging Face Hub")
 
     def note_toy(self) -> None:
         """Say on stderr that the bundled model is a toy, if it is the one that was loaded."""

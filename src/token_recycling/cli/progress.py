@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from threading import Timer
 from time import monotonic
 from typing import Any
 
@@ -13,18 +14,20 @@ from token_recycling import defaults
 OnProgress = Callable[[int, int], None]  # (done, total)
 
 
-@contextmanager
-def busy_shown(what: str, *, in_lines: bool = False) -> Iterator[None]:
-    """Show a spinner labelled ``what`` on stderr, if it is a terminal.
+PATIENCE = 2.0  # seconds after which a line says what takes so long
 
-    Args:
-        what: is done.
-        in_lines: print a line if it is none.
-    """
+
+@contextmanager
+def busy_shown(what: str) -> Iterator[None]:
+    """Show a spinner labelled ``what`` on stderr; a line after a while if it is no terminal."""
     if not sys.stderr.isatty():
-        if in_lines:
-            print(f"{what} …", file=sys.stderr, flush=True)
-        yield
+        line = Timer(PATIENCE, lambda: print(f"{what} …", file=sys.stderr, flush=True))
+        line.daemon = True
+        line.start()
+        try:
+            yield
+        finally:
+            line.cancel()
         return
     from rich.console import Console
 

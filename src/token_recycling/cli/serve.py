@@ -109,8 +109,9 @@ def serve(
             "repeated.",
         ),
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for every answer.")] = False,
     access_log: Annotated[
-        bool, typer.Option("--access-log", help="Print a line for every request.")
+        bool, typer.Option("--access-log", help="Print a line for every HTTP request, too.")
     ] = False,
 ) -> None:
     """Serve a model to OpenAI's clients: chat and completions, and a chat page.
@@ -161,6 +162,8 @@ def serve(
             saved = f"; saved every {save_minutes:g} minutes and at the end" if keeper else ""
             show.note(f"matrix     {matrix} {'loaded' if known else 'not there yet'}{saved}")
         _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
+        if not quiet:
+            show.log_lines("token_recycling.server")
         try:
             run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -20,6 +21,16 @@ DRAFTED = "green"
 def note(line: str) -> None:
     """Print a line on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+def log_lines(name: str) -> None:
+    """Print what a logger says, from INFO on, on stderr, with the time."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def legend() -> None:
@@ -44,17 +55,20 @@ def stream(chunks: Iterable[Chunk]) -> Chunk | None:
     return chunk
 
 
-def ending(last: Chunk | None, why_plain: str | None) -> None:
+def ending(last: Chunk | None, why_plain: str | None, max_tokens: int) -> None:
     """Print an answer's statistics on stderr, and whether it was cut at a length limit.
 
     Args:
         last: the answer's last chunk.
         why_plain: see ``DraftSize.why_plain``.
+        max_tokens: the limit of ``-n``.
     """
     if last is None or last.stats is None:
         return
     if last.finish_reason == "length":
-        note(f"cut after {last.stats.new_tokens} tokens, at the limit of -n or of the context")
+        new = last.stats.new_tokens
+        limit = "the limit of -n" if new >= max_tokens else "the end of the model's context"
+        note(f"cut after {new} tokens, at {limit}")
     note(statistics(last.stats))
     plainly(last.stats, why_plain)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,7 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.size.costs import CostCurve
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError, one_line, warn_caller
 from token_recycling.model.limits import config_digest
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.files import cache_folder, is_file
@@ -56,7 +55,7 @@ def step_costs(target: TreeTarget) -> CostCurve:
         try:
             return CostCurve.load(path)
         except TokenRecyclingError as error:
-            warnings.warn(f"{error}; it is measured again", stacklevel=2)
+            warn_caller(f"{error}; it is measured again")
     found = measure(target)
     if found is None:
         return CostCurve.assumed(target.device.type)

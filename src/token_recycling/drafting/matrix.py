@@ -73,6 +73,11 @@ class AdjacencyMatrix:
         self.evidence = torch.zeros((2, 0), dtype=torch.float32, device="cpu")
         self.weights = torch.zeros((0, 0), dtype=torch.float64, device="cpu")
 
+    def __repr__(self) -> str:
+        """Name the size, and how much of it is filled."""
+        size = f"{self.rows_seen} of {self.vocab_size} tokens seen, k={self.k}"
+        return f"<{type(self).__name__}: {size}, {self.nbytes / 2**20:.1f} MiB>"
+
     @property
     def candidates(self) -> Tensor:
         """int32 [V, k], best first; ``NO_TOKEN`` where nothing was seen."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
@@ -26,7 +25,7 @@ from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import STATE
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import DraftSize
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError, one_line, warn_caller
 from token_recycling.graph.chooser import can_choose
 from token_recycling.graph.compilation import WAIT, KernelCompiler
 from token_recycling.graph.runner import GraphError, GraphRunner, StepError
@@ -248,9 +247,9 @@ class GraphDecoder:
             except GraphError as reason:
                 if self._kernels and isinstance(reason, StepError):
                     self._kernels = False
-                    warnings.warn(f"decoding without kernels for drafts: {reason}", stacklevel=2)
+                    warn_caller(f"decoding without kernels for drafts: {reason}")
                     continue
-                warnings.warn(f"decoding without a graph: {reason}", stacklevel=2)
+                warn_caller(f"decoding without a graph: {reason}")
                 return  # Python shows a repeated warning once
             if not (yield from self._fill(runner, sequences, follows, check)):
                 return

@@ -8,7 +8,6 @@ method. A recycler is such a method; it forwards calls that it cannot serve to t
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -23,7 +22,7 @@ from token_recycling.decoding.accept import Acceptor, FollowAcceptor, GreedyAcce
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.samplers import BatchSampler, RowSampler
 from token_recycling.decoding.sequence import Sequence
-from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, warn_caller
 from token_recycling.hf.cache_interop import hand_out, read_padding, take_in
 from token_recycling.hf.criteria import BatchCriteria, CriteriaRule, looks_at_batch
 from token_recycling.hf.request import DecodingMethod, Request
@@ -131,9 +130,7 @@ def warn_plain(recycler: Recycler, reason: str) -> None:
         raise TokenRecyclingError(message)
     if reason not in recycler.warned:
         recycler.warned.add(reason)
-        warnings.warn(
-            f"{message}; falling back to standard decoding", PlainDecodingWarning, stacklevel=2
-        )
+        warn_caller(f"{message}; falling back to standard decoding", PlainDecodingWarning)
 
 
 def _stock(model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None) -> Any:

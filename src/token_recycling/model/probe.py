@@ -7,7 +7,6 @@ silently wrong. So every model is tested once, at load.
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, warn_caller
 from token_recycling.model.base import Target
 from token_recycling.model.cpu.layers import FastLayers
 from token_recycling.model.cpu.rounding import RoundingWatch
@@ -70,9 +69,7 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
     message = f"{type(model).__name__} does not support tree attention: {reason}"
     if strict:
         raise TokenRecyclingError(message)
-    warnings.warn(
-        f"{message}; falling back to standard decoding", PlainDecodingWarning, stacklevel=3
-    )
+    warn_caller(f"{message}; falling back to standard decoding", PlainDecodingWarning)
     return PlainTarget(model, lm_head)
 
 

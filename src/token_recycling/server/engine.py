@@ -240,7 +240,7 @@ class Engine:
         """
         for row in [one for one in self._paused if one.job.aborted]:
             self._paused.remove(row)
-            self._aborted(row)
+            self._finish(row.job, "abort", stats=row.sequence.stats)
         while len(rows := self._batch.rows) > 1:
             longest = max(len(row.sequence.tokens) for row in rows)
             if longest * len(rows) <= BATCH_TOKENS:
@@ -254,7 +254,7 @@ class Engine:
         try:
             row = self._prepare(job)
         except TokenRecyclingError as error:
-            self._refuse(job, error)
+            self._finish(job, "error", Failed(str(error), 400))
         except Exception as error:  # Transformers may raise anything
             self._fail([job], error)
         else:
@@ -277,11 +277,10 @@ class Engine:
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
             step = self._batch.join(row, prefix=prefix, on_progress=between)
         except AbortedError:
-            self._forget(job)
-            self.metrics.ended("abort", Stats(), 0.0)
+            self._finish(job, "abort")
             return
         except TokenRecyclingError as error:
-            self._refuse(job, error)
+            self._finish(job, "error", Failed(str(error), 400))
             return
         except Exception as error:  # the model, or a processor of Transformers, may raise anything
             self._fail([job], error)
@@ -293,11 +292,6 @@ class Engine:
                 sequence.prompt_length, sequence.cached, begun - job.arrived, now - job.arrived
             )
         self._report()
-
-    def _refuse(self, job: Job, error: TokenRecyclingError) -> None:
-        self._forget(job)
-        self.metrics.ended("error", Stats(), 0.0)
-        job.emit(Failed(str(error), 400))
 
     def _prefix(self, owner: str, tokens: list[int]) -> RecyclingCache | None:
         """Return keys and values of the longest known beginning of a prompt, or None.
@@ -351,20 +345,16 @@ class Engine:
         self._batch.clear()
         self._paused.clear()
         for row in rows:
-            self._aborted(row)
-        for job in (*(row.job for row in rows), *waiting):
+            self._finish(row.job, "abort", Failed(SHUTTING_DOWN, 503), row.sequence.stats)
+        for job in waiting:
             job.emit(Failed(SHUTTING_DOWN, 503))
-
-    def _aborted(self, row: Running) -> None:
-        """Note that a row which is not in the batch will not go on."""
-        self._forget(row.job)
-        self.metrics.ended("abort", row.sequence.stats, monotonic() - row.job.arrived)
 
     def _step(self) -> None:
         """Advance all rows by one step, and report their tokens."""
         if monotonic() > self._end:
             self._end_all()
-        self._leave([one for one in self._batch.rows if one.job.aborted], "abort")
+        for one in [one for one in self._batch.rows if one.job.aborted]:
+            self._leave(one, "abort")
         self._pause()
         if not self._batch.rows:
             return
@@ -408,26 +398,19 @@ class Engine:
             likely = None if one.recorder is None else one.recorder.take(tokens)
             pieces = sequence.text.pieces[begin:]
             one.job.emit(NewTokens(tokens, pieces, drafted, likely, one.cached))
-        self._leave(ended)
-        self._leave(lost, "error")
+        for one in ended:
+            reason, stats = one.sequence.finish_reason or "stop", one.sequence.stats
+            counted = "length" if reason == "length" else "stop"
+            self._leave(one, counted, Ended(reason, stats))
         for one in lost:
             assert one.job.grammar is not None
             assert one.job.grammar.problem is not None
-            one.job.emit(Failed(one.job.grammar.problem, 400))
+            self._leave(one, "error", Failed(one.job.grammar.problem, 400))
 
-    def _leave(self, rows: list[Running], reason: str | None = None) -> None:
-        """Let rows leave the batch, report their end, and keep what was read of them."""
-        for one in rows:
-            sequence = one.sequence
-            self._keep(one)
-            self._forget(one.job)
-            why = sequence.finish_reason or "abort"
-            taken = monotonic() - one.job.arrived
-            self.metrics.ended(
-                reason or ("length" if why == "length" else "stop"), sequence.stats, taken
-            )
-            if reason is None:
-                one.job.emit(Ended(why, sequence.stats))
+    def _leave(self, row: Running, reason: str, event: Ended | Failed | None = None) -> None:
+        """Let a row leave the batch, report its end, and keep what was read of it."""
+        self._keep(row)
+        self._finish(row.job, reason, event, row.sequence.stats)
 
     def _keep(self, row: Running) -> None:
         """Take a row out of the batch, and keep what was read of it."""
@@ -437,17 +420,31 @@ class Engine:
             self._prefixes.keep(owner, row.sequence.tokens[:-1], context)
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
 
-    def _forget(self, job: Job) -> None:
-        """Note that a job which was taken from the queue is done."""
+    def _finish(
+        self, job: Job, reason: str, event: Ended | Failed | None = None, stats: Stats | None = None
+    ) -> None:
+        """Finish a job that was taken from the queue.
+
+        Args:
+            job: is not in the batch any more.
+            reason: "stop", "length", "abort" or "error".
+            event: is reported; None: nobody waits.
+            stats: counts and times; None: it was not decoded.
+        """
+        stats, taken = stats or Stats(), monotonic() - job.arrived
         with self._changed:
             self._admitted -= 1
-            self._seconds += 0.1 * (monotonic() - job.arrived - self._seconds)
+            self._seconds += 0.1 * (taken - self._seconds)
             self._count()
+        self.metrics.ended(reason, stats, taken)
+        answer = f"{len(job.prompt)} + {stats.new_tokens} tokens, MAT {stats.mat:.2f}"
+        logger.info("%s: %s, %.1f s, %s", job.shown, answer, taken, reason)
+        if event is not None:
+            job.emit(event)
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         """Report a fault of the server."""
         logger.error("a request failed", exc_info=error)
         for job in jobs:
-            self._forget(job)
-            self.metrics.ended("error", Stats(), 0.0)
-            job.emit(Failed(f"{type(error).__name__}: {one_line(error, 200)}", 500))
+            message = f"{type(error).__name__}: {one_line(error, 200)}"
+            self._finish(job, "error", Failed(message, 500))

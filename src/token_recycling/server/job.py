@@ -13,6 +13,8 @@ from token_recycling.decoding.metrics import Stats
 from token_recycling.hf.call import CallOptions
 from token_recycling.server.grammar import GrammarProcessor
 
+LONG_KEY = 16  # characters of a key whose last four may be shown
+
 
 @dataclass(frozen=True)
 class Likely:
@@ -107,6 +109,13 @@ class Job:
     top_logprobs: int | None = None
     aborted: bool = False
     arrived: float = field(default_factory=monotonic)
+
+    @property
+    def shown(self) -> str:
+        """Who asked for it, as the log says: the address, or the end of a long key."""
+        if not self.key:
+            return self.caller
+        return "key …" + (self.key[-4:] if len(self.key) >= LONG_KEY else "")
 
 
 class LogprobRecorder:

@@ -96,7 +96,7 @@ class Prompts:
             if grammar is not None:
                 self._load_grammars()
         matcher = None if grammar is None else self._matcher(request, grammar)
-        answers = self._choices(request, [ids], request.limit, matcher)
+        answers = self._choices(request, [ids], MOST_TOKENS, matcher)
         return [replace(answer, parser=self._parser(request, text)) for answer in answers]
 
     def _parser(self, request: ChatRequest, prompt: str) -> AnswerParser | None:
@@ -142,7 +142,7 @@ class Prompts:
                 ids = prompt if isinstance(prompt, list) else self._of_text(prompt)
                 self._check_length(ids, "prompt")
                 prompts.append(ids)
-        return self._choices(request, prompts, request.max_tokens or COMPLETION_TOKENS, None)
+        return self._choices(request, prompts, COMPLETION_TOKENS, None)
 
     def _of_text(self, prompt: str) -> list[int]:
         found: list[int] = self._encode(prompt, "prompt", lambda: self.tokenizer(prompt).input_ids)
@@ -237,7 +237,7 @@ class Prompts:
         self,
         request: SamplingFields,
         prompts: list[list[int]],
-        limit: int | None,
+        default: int,
         matcher: LLMatcher | None,
     ) -> list[Answer]:
         given: dict[str, Any] = {
@@ -260,9 +260,16 @@ class Prompts:
         answers = []
         for ids in prompts:
             room = NO_CONTEXT_TOKENS if self.context is None else self.context - len(ids)
+            if request.limit and request.limit > room:
+                raise ApiError(
+                    f"the prompt has {len(ids)} tokens and at most {request.limit} more are asked "
+                    f"for; the model's context is {self.context}",
+                    param="max_tokens",
+                    code="context_length_exceeded",
+                )
             for index in range(request.n or 1):
                 options = CallOptions(
-                    max_new_tokens=min(limit or MOST_TOKENS, room),
+                    max_new_tokens=min(request.limit or default, room),
                     temperature=temperature,
                     seed=(seed + index) % MOST_SEED,
                     stop=request.stops,

@@ -99,6 +99,11 @@ class SamplingFields(Strict):
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
 
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of an answer, if given."""
+        return self.max_tokens
+
     @model_validator(mode="after")
     def _check_common(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
@@ -318,7 +323,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of an answer."""
+        """Most tokens of an answer, if given."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
