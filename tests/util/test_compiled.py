@@ -119,6 +119,17 @@ def test_damaged_machine_code_is_replaced(copy, tmp_path, kind, content):
     assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 1}
 
 
+def test_a_change_of_another_file_of_the_folder_compiles_anew(copy, tmp_path):
+    """Machine code contains that of the functions which it calls."""
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    drafted(copy, **cache)
+    assert drafted(copy, **cache)["hits"] == 1
+    file = copy / "drafting" / "kernels" / "host" / "entries.py"
+    file.write_text(file.read_text() + "# changed\n")
+    assert drafted(copy, **cache)["hits"] == 0
+    assert drafted(copy, **cache)["hits"] == 1
+
+
 def test_machine_code_that_cannot_be_written_is_not_needed(copy, tmp_path):
     """As on a full disk; the control is above."""
     cache = tmp_path / "cache"

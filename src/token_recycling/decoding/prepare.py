@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def is_compiled() -> bool:
     """Return True if machine code of an earlier process is there to be loaded."""
     folder = getattr(getattr(host.propose, "_cache", None), "cache_path", None)
-    return folder is not None and any(Path(folder).glob("host.propose-*.nbi"))
+    return folder is not None and any(Path(folder).glob("*.propose-*.nbi"))
 
 
 @lru_cache

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -74,11 +75,20 @@ def _survive_damage(made: Any) -> None:
 def compiled(function: F) -> F:
     """Compile ``function`` at its first call, without the interpreter lock.
 
-    Machine code is kept (see ``kept``), and compiled anew when the source file changes. Other files
-    are not watched, so a compiled function should only call compiled functions of its own file.
+    Machine code is kept (see ``kept``), and compiled anew when a file of its folder changes, since
+    it contains that of the compiled functions which it calls. These must be of the same folder.
     """
     jitted: F = kept(numba.njit, nogil=True, error_model="numpy")(function)
+    _watch_folder(jitted, Path(function.__code__.co_filename).parent)
     return jitted
+
+
+def _watch_folder(made: Any, folder: Path) -> None:
+    """Compare times and sizes of all source files where numba looks at the function's own."""
+    index = getattr(made._cache, "_cache_file", None)  # none where machine code is not kept
+    if index is not None:
+        states = [path.stat() for path in sorted(folder.glob("*.py"))]
+        index._source_stamp = tuple((state.st_mtime, state.st_size) for state in states)
 
 
 def as_array(tensor: Tensor) -> Any:

@@ -1,0 +1,107 @@
+"""Drafting and learning on the host: ``propose`` and ``observe``, and their parts.
+
+All functions work on NumPy arrays; these two handle all sequences of a batch in one call.
+"""
+
+from token_recycling.drafting.kernels.host.context import (
+    WINDOW,
+    append_emitted,
+    append_roots,
+    copy_chains,
+    match,
+)
+from token_recycling.drafting.kernels.host.entries import (
+    TINY,
+    average,
+    find,
+    learn_node,
+    locate,
+    to_half,
+)
+from token_recycling.drafting.kernels.host.learn import (
+    LEARNING_RATE,
+    PATTERN_RATE,
+    RUNNERS_SHARE,
+    SIBLINGS,
+    count,
+    observe,
+    remember,
+)
+from token_recycling.drafting.kernels.host.ranking import likeliest
+from token_recycling.drafting.kernels.host.rates import (
+    BIN_OF,
+    BINS,
+    DEPTHS,
+    HALVES,
+    HIGHEST,
+    LONG,
+    LOWEST,
+    PRIOR,
+    RUNS,
+    class_of,
+    expected_rates,
+    features,
+    initial_weights,
+    refresh_logits,
+)
+from token_recycling.drafting.kernels.host.state import (
+    INPUTS,
+    LEVELS,
+    PATTERNS,
+    RUNNERS_UP,
+    SETS,
+    Drafts,
+    RootArrays,
+    Tables,
+)
+from token_recycling.drafting.kernels.host.tree import FLOOR, LEAST, MOST, gather, grow, propose
+
+__all__ = [
+    "BINS",
+    "BIN_OF",
+    "DEPTHS",
+    "FLOOR",
+    "HALVES",
+    "HIGHEST",
+    "INPUTS",
+    "LEARNING_RATE",
+    "LEAST",
+    "LEVELS",
+    "LONG",
+    "LOWEST",
+    "MOST",
+    "PATTERNS",
+    "PATTERN_RATE",
+    "PRIOR",
+    "RUNNERS_SHARE",
+    "RUNNERS_UP",
+    "RUNS",
+    "SETS",
+    "SIBLINGS",
+    "TINY",
+    "WINDOW",
+    "Drafts",
+    "RootArrays",
+    "Tables",
+    "append_emitted",
+    "append_roots",
+    "average",
+    "class_of",
+    "copy_chains",
+    "count",
+    "expected_rates",
+    "features",
+    "find",
+    "gather",
+    "grow",
+    "initial_weights",
+    "learn_node",
+    "likeliest",
+    "locate",
+    "match",
+    "observe",
+    "propose",
+    "refresh_logits",
+    "remember",
+    "to_half",
+]

@@ -1,0 +1,306 @@
+"""Learning from a verified draft: entries, acceptance rates, weights, candidates for the root."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from token_recycling.drafting.kernels.host.context import append_emitted, ending, preceding
+from token_recycling.drafting.kernels.host.entries import TINY, learn_node, to_half
+from token_recycling.drafting.kernels.host.rates import refresh_logit
+from token_recycling.drafting.kernels.host.state import (
+    INPUTS,
+    LEVELS,
+    NO_CHAIN,
+    SETS,
+    Array,
+    RootArrays,
+    Tables,
+)
+from token_recycling.drafting.kernels.host.tree import gather, position
+from token_recycling.util.compiled import compiled
+from token_recycling.util.tokens import NO_TOKEN
+
+SIBLINGS = 7  # most rejected nodes that a root row is made of
+RUNNERS_SHARE = 0.1  # of the runners-up in a root row from rejected nodes
+LEARNING_RATE = 0.02  # of the weights
+PATTERN_RATE = 0.5  # of the weights of patterns, as a share of it
+
+
+@compiled
+def count(
+    row: int,
+    context: Array,
+    length: int,
+    chain: Array,
+    chained: int,
+    run: int,
+    roots: RootArrays,
+    emitted: Array,
+    tables: Tables,
+    learning_rate: float,
+) -> None:
+    """Compare the candidates along the emitted tokens of one row with these tokens.
+
+    Counts hits and trials per feature, and moves the weights along the gradient of the log
+    likelihood: w += rate · (hit - score) · log odds of the source (Mahoney, as in ``gather``).
+    Candidates count whether or not they were drafted.
+
+    Args:
+        row: its index in ``roots``.
+        context: int64 [≥ length], the last token is the root.
+        length: number of tokens.
+        chain: int64, from ``match``.
+        chained: valid tokens of ``chain``.
+        run: length of the match.
+        roots: the root rows.
+        emitted: int64 [t], padded with ``NO_TOKEN``.
+        tables: what has been learnt.
+        learning_rate: of the weights.
+    """
+    k = tables.candidates.shape[1]
+    nothing = len(tables.rates) - 1
+    found = np.empty((LEVELS + 1) * k, np.int64)
+    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 3), np.int64)
+    odds = np.empty((LEVELS + 1) * k)
+    step = np.empty(INPUTS)
+    token = context[length - 1]
+    before, last = ending(context, length)
+    on_chain = True
+    for depth in range(len(emitted)):
+        truth = emitted[depth]
+        if truth < 0:
+            break
+        below = chain[depth] if on_chain and depth < chained else NO_CHAIN
+        many, which, _ = gather(
+            before,
+            last,
+            token,
+            below,
+            run,
+            depth,
+            row if depth == 0 else -1,
+            roots,
+            tables,
+            found,
+            kinds,
+            odds,
+        )
+        step[:] = 0.0
+        for i in range(many):
+            error = -1.0 / (1.0 + math.exp(-odds[i]))
+            if found[i] == truth:
+                error += 1.0
+            pattern = SETS + kinds[i, LEVELS + 2]
+            for source in range(LEVELS + 2):
+                slope = error * tables.logits[kinds[i, source]]
+                step[source] += slope
+                tables.weights[pattern, source] += learning_rate * PATTERN_RATE * slope
+            step[INPUTS - 1] += error
+            tables.weights[pattern, INPUTS - 1] += learning_rate * PATTERN_RATE * error
+        for source in range(INPUTS):
+            tables.weights[which, source] += learning_rate * step[source]
+        for i in range(many):
+            for source in range(LEVELS + 2):
+                feature = kinds[i, source]
+                if feature == nothing:
+                    continue
+                tables.evidence[1, feature] += 1
+                if found[i] == truth:
+                    tables.evidence[0, feature] += 1
+        for i in range(many):
+            for source in range(LEVELS + 2):
+                if kinds[i, source] != nothing:
+                    refresh_logit(kinds[i, source], tables)
+        on_chain = on_chain and below == truth
+        before, last, token = last, token, truth
+
+
+@compiled
+def observe(
+    context: Array,
+    lengths: Array,
+    chain: Array,
+    counts: Array,
+    runs: Array,
+    root_rows: RootArrays,
+    tokens: Array,
+    parents: Array,
+    valid: Array,
+    ids: Array,
+    p: Array,
+    finite: Array,
+    emitted: Array,
+    tables: Tables,
+    old_weight: float,
+    learning_rate: float,
+) -> None:
+    """Count along the emitted tokens, average the rows of all nodes, and extend the context.
+
+    All rows of the batch are counted before any is learnt from.
+
+    Args:
+        context: int64 [B, w], the last token of each row is the root; gets the emitted tokens
+            except for the last one, which is the next root.
+        lengths: int64 [B], modified.
+        chain: int64 [B, c].
+        counts: int64 [B], -1 where no draft was grown, so that nothing is counted.
+        runs: int64 [B].
+        root_rows: modified.
+        tokens: int64 [B, n], the draft.
+        parents: int64 [B, n].
+        valid: bool [B, n]; a row whose root is invalid has ended.
+        ids: int32 [B, n, k], the target's best candidates at every node.
+        p: float32 [B, n, k].
+        finite: bool [B, n], False where these must not be learnt.
+        emitted: int64 [B, t], padded with ``NO_TOKEN``.
+        tables: what has been learnt.
+        old_weight: see ``average``.
+        learning_rate: of the weights; negative: nothing is counted.
+    """
+    for row in range(len(lengths)):
+        length = lengths[row]
+        if not valid[row, 0]:
+            continue
+        if counts[row] >= 0 and learning_rate >= 0:
+            count(
+                row,
+                context[row],
+                length,
+                chain[row],
+                counts[row],
+                runs[row],
+                root_rows,
+                emitted[row],
+                tables,
+                learning_rate,
+            )
+    for row in range(len(lengths)):
+        second, first = ending(context[row], lengths[row])
+        for node in range(tokens.shape[1]):
+            if not (valid[row, 0] and valid[row, node] and finite[row, node]):
+                continue
+            before, last = preceding(node, tokens[row], parents[row], second, first)
+            learn_node(
+                before,
+                last,
+                tokens[row, node],
+                ids[row, node],
+                p[row, node],
+                old_weight,
+                tables,
+            )
+        root_rows.rejected[row] = remember(
+            tokens[row],
+            parents[row],
+            valid[row],
+            ids[row],
+            p[row],
+            finite[row],
+            emitted[row],
+            root_rows.candidates[row],
+            root_rows.probabilities[row],
+            root_rows.rejected[row],
+        )
+    append_emitted(context, lengths, emitted)
+
+
+@compiled
+def remember(
+    tokens: Array,
+    parents: Array,
+    valid: Array,
+    ids: Array,
+    p: Array,
+    finite: Array,
+    emitted: Array,
+    candidates: Array,
+    probabilities: Array,
+    before: bool,
+) -> bool:
+    """Make the root row of one row: what may follow the next root, whose own row is not known yet.
+
+    Where the next root was chosen, the draft had other tokens, whose distributions were computed:
+    what follows these often follows the root too. So the row is the mean of the distributions of
+    the rejected children of the last accepted node, plus its runners-up: such a token is often the
+    one after the root (LogitSpec, arXiv 2507.01449). Without rejected children it is the
+    runners-up alone. For example, the root is "a"; "the" was rejected, and "dog" (0.9) and "cat"
+    (0.1) were expected after it; "one" alone lost to "a": the row is dog (0.81), one (0.1), cat
+    (0.09).
+
+    Args:
+        tokens: int64 [n], the draft.
+        parents: int64 [n].
+        valid: bool [n]; a row whose root is invalid has ended.
+        ids: int32 [n, k], the target's best candidates at every node.
+        p: float32 [n, k].
+        finite: bool [n], False where these must not be used.
+        emitted: int64 [t], padded with ``NO_TOKEN``; the last one is the next root.
+        candidates: int32 [k - 1], gets the row's candidates, padded with ``NO_TOKEN``.
+        probabilities: uint16 [k - 1], gets the bits of their float16 probabilities.
+        before: result of the last call for this row.
+
+    Returns:
+        True if the row has rejected children among its sources; ``before`` if it has ended.
+    """
+    if not valid[0] or emitted[0] < 0:
+        return before
+    last = 0  # node after which the last token was chosen
+    depth = 0
+    while depth + 1 < len(emitted) and emitted[depth + 1] >= 0:
+        below = -1
+        for node in range(len(tokens) - 1, last, -1):
+            if valid[node] and parents[node] == last and tokens[node] == emitted[depth]:
+                below = node
+        if below < 0:
+            break
+        last = below
+        depth += 1
+    candidates[:] = NO_TOKEN
+    probabilities[:] = 0
+    if not finite[last]:
+        return False
+    k = ids.shape[1]
+    siblings = np.empty(SIBLINGS, np.int64)
+    count = 0
+    for node in range(last + 1, len(tokens)):
+        if count < SIBLINGS and valid[node] and finite[node] and parents[node] == last:
+            siblings[count] = node
+            count += 1
+    union = np.empty((SIBLINGS + 1) * k, np.int64)
+    mixed = np.zeros((SIBLINGS + 1) * k)
+    n = 0
+    for i in range(count):
+        for rank in range(k):
+            part = (1.0 - RUNNERS_SHARE) / count * p[siblings[i], rank]
+            n = add_share(ids[siblings[i], rank], part, union, mixed, n)
+    lost = 0.0
+    for rank in range(k):
+        if ids[last, rank] != emitted[depth]:
+            lost += p[last, rank]
+    share = RUNNERS_SHARE if count > 0 else 1.0
+    for rank in range(k):
+        if ids[last, rank] != emitted[depth]:
+            part = share * p[last, rank] / max(lost, TINY)
+            n = add_share(ids[last, rank], part, union, mixed, n)
+    for rank in range(min(len(candidates), n)):
+        best = 0
+        for i in range(n):
+            if mixed[i] > mixed[best]:
+                best = i
+        candidates[rank] = union[best]
+        probabilities[rank] = to_half(min(mixed[best], 1.0))
+        mixed[best] = -1.0
+    return count > 0
+
+
+@compiled
+def add_share(candidate: int, share: float, union: Array, mixed: Array, n: int) -> int:
+    """Add to the share of a candidate in the union of ``n``; return the size of the union."""
+    at = position(candidate, union, n)
+    if at == n:
+        union[n] = candidate
+        n += 1
+    mixed[at] += share
+    return n

@@ -1,0 +1,371 @@
+"""Growing draft trees: candidates of a node, their mixed scores, best-first growth."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from token_recycling.drafting.kernels.host.context import (
+    WINDOW,
+    append_roots,
+    ending,
+    match,
+    preceding,
+)
+from token_recycling.drafting.kernels.host.entries import find
+from token_recycling.drafting.kernels.host.rates import (
+    BIN_OF,
+    BINS,
+    DEPTHS,
+    LONG,
+    RUNS,
+    class_of,
+    features,
+)
+from token_recycling.drafting.kernels.host.state import (
+    INPUTS,
+    LEVELS,
+    NO_CHAIN,
+    REJECTED,
+    RUNNERS_UP,
+    SETS,
+    Array,
+    Drafts,
+    RootArrays,
+    Tables,
+)
+from token_recycling.util.compiled import compiled
+
+LEAST, MOST = -9.0, 6.0  # bounds of a mixture's log odds
+FLOOR = math.log(1e-4)  # nodes with a lower log probability are not proposed
+
+
+@compiled
+def position(candidate: int, found: Array, count: int) -> int:
+    """Return the index of a candidate among the first ``count`` of ``found``, or ``count``."""
+    at = 0
+    while at < count and found[at] != candidate:
+        at += 1
+    return at
+
+
+@compiled
+def gather(
+    before: int,
+    last: int,
+    token: int,
+    below: int,
+    run: int,
+    depth: int,
+    root_row: int,
+    roots: RootArrays,
+    tables: Tables,
+    found: Array,
+    kinds: Array,
+    odds: Array,
+) -> tuple[int, int, int]:
+    """Unite the candidates of all sources at a node, and mix what these say of each.
+
+    A source says how likely a candidate is by the log odds of its feature. The score's log odds are
+    a weighted sum of these: logistic mixing, from data compression (M. Mahoney, "Adaptive weighing
+    of context models for lossless data compression", Florida Tech CS-2005-16). The weights are the
+    sum of two sets, one for the rows and the chain that the node has, and one for the sources that
+    have the candidate. For example, a token row with log odds of -1 and weight 0.5, a pair row with
+    1 and weight 0.8, and a constant of 0.1 give 0.4: a score of 0.6.
+
+    Args:
+        before: the token before ``last``.
+        last: the token before ``token``; ``NO_TOKEN``: none.
+        token: the node's token.
+        below: the chain's next token, or ``NO_CHAIN``.
+        run: length of the match that gave the chain.
+        depth: number of chain tokens above this one.
+        root_row: index of the node's root row, -1 for every node but the root.
+        roots: the root rows.
+        tables: what has been learnt.
+        found: int64 [c], c = (LEVELS + 1) · k, gets the candidates.
+        kinds: int64 [c, LEVELS + 3], gets their features by source, and their pattern: a bit
+            for each source that has the candidate.
+        odds: float64 [c], gets the log odds of their scores.
+
+    Returns:
+        The number of candidates, the weight set of the node, and the index of the chain's token
+        among the candidates, -1 where there is none.
+    """
+    k = tables.candidates.shape[1]
+    _, lacking, chain, beside, nothing = features(k)
+    n = 0
+    rows_there = 0
+    lacks = np.full(LEVELS + 2, nothing)  # by source
+    for level in range(LEVELS - 1, -1, -1):
+        row = find(level, before, last, token, tables)
+        if row < 0:
+            continue
+        if level > 0:
+            rows_there += level
+        n = add_row(
+            level,
+            level,
+            tables.candidates[row],
+            tables.probabilities[row],
+            k,
+            lacking,
+            lacks,
+            n,
+            found,
+            kinds,
+        )
+    on_chain = -1
+    state = 0
+    if below >= 0:
+        state = 2 if run >= LONG else 1
+        length = class_of(run, RUNS)
+        lacks[LEVELS] = beside + length
+        for i in range(n):
+            kinds[i, LEVELS] = lacks[LEVELS]
+        on_chain = position(below, found, n)
+        if on_chain == n:
+            found[n] = below
+            for source in range(LEVELS + 2):
+                kinds[n, source] = lacks[source]
+            kinds[n, LEVELS + 2] = 0
+            n += 1
+        kinds[on_chain, LEVELS] = chain + length * len(DEPTHS) + class_of(depth, DEPTHS)
+        kinds[on_chain, LEVELS + 2] |= 1 << LEVELS
+    if root_row >= 0 and k > 1 and roots.candidates[root_row, 0] >= 0:
+        n = add_row(
+            REJECTED if roots.rejected[root_row] else RUNNERS_UP,
+            LEVELS + 1,
+            roots.candidates[root_row],
+            roots.probabilities[root_row],
+            k,
+            lacking,
+            lacks,
+            n,
+            found,
+            kinds,
+        )
+    which = rows_there * 3 + state
+    for i in range(n):
+        pattern = SETS + kinds[i, LEVELS + 2]
+        total = tables.weights[which, INPUTS - 1] + tables.weights[pattern, INPUTS - 1]
+        for source in range(LEVELS + 2):
+            weight = tables.weights[which, source] + tables.weights[pattern, source]
+            total += weight * tables.logits[kinds[i, source]]
+        odds[i] = min(MOST, max(LEAST, total))
+    return n, which, on_chain
+
+
+@compiled
+def add_row(
+    level: int,
+    source: int,
+    candidates: Array,
+    probabilities: Array,
+    k: int,
+    lacking: int,
+    lacks: Array,
+    n: int,
+    found: Array,
+    kinds: Array,
+) -> int:
+    """Unite the candidates of a row with those found so far (see ``gather``).
+
+    Args:
+        level: of the row, which its features depend on.
+        source: column of ``kinds``.
+        candidates: int32 [≤ k], best first, padded with ``NO_TOKEN``.
+        probabilities: uint16, of the same size.
+        k: of the matrix.
+        lacking: see ``features``.
+        lacks: int64 [LEVELS + 2], the features of a candidate that no source has, modified.
+        n: number of candidates found so far.
+        found: int64 [c], modified.
+        kinds: int64 [c, LEVELS + 3], modified.
+
+    Returns:
+        The number of candidates.
+    """
+    lacks[source] = lacking + level * BINS + BIN_OF[probabilities[0]]
+    for i in range(n):
+        kinds[i, source] = lacks[source]
+    others = n
+    for rank in range(len(candidates)):
+        candidate = candidates[rank]
+        if candidate < 0:
+            break
+        at = position(candidate, found, others)
+        if at == others:
+            at = n
+            found[at] = candidate
+            for other in range(LEVELS + 2):
+                kinds[at, other] = lacks[other]
+            kinds[at, LEVELS + 2] = 0
+            n += 1
+        kinds[at, source] = (level * k + rank) * BINS + BIN_OF[probabilities[rank]]
+        kinds[at, LEVELS + 2] |= 1 << source
+    return n
+
+
+@compiled
+def grow(
+    row: int,
+    context: Array,
+    length: int,
+    chain: Array,
+    count: int,
+    run: int,
+    roots: RootArrays,
+    tables: Tables,
+    max_depth: int,
+    drafts: Drafts,
+) -> None:
+    """Grow the tree of one row best-first; a node's score is the product along its path.
+
+    Pending candidates are kept sorted, and only as many as nodes are still missing. On equal
+    scores the one that was found first wins. If the root's candidates are A with 0.6 and B with
+    0.3, and A's are C with 0.7 and D with 0.2, the nodes are A (0.6), C (0.42), B (0.3), D (0.12).
+
+    Args:
+        row: its index in ``drafts``.
+        context: int64 [≥ length], the last token is the root.
+        length: number of tokens, at least 1.
+        chain: int64, from ``match``.
+        count: valid tokens of ``chain``.
+        run: length of the match.
+        roots: the root rows.
+        tables: what has been learnt.
+        max_depth: of the tree.
+        drafts: gets the tree.
+    """
+    tokens, parents, depths = drafts.tokens[row], drafts.parents[row], drafts.depths[row]
+    ancestors, valid, scores = drafts.ancestors[row], drafts.valid[row], drafts.scores[row]
+    n, k = len(tokens), tables.candidates.shape[1]
+    found = np.empty((LEVELS + 1) * k, np.int64)
+    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 3), np.int64)
+    odds = np.empty((LEVELS + 1) * k)
+    # Log probability, token, parent and chain depth of pending candidates, from ``begin`` on.
+    worth = np.empty(2 * n)
+    pending = np.empty((2 * n, 3), np.int64)
+    begin = end = 0
+    logs = np.zeros(n)
+    on_chain = np.full(n, -1, np.int64)  # chain tokens from the root to a node; -1: off the chain
+    tokens[:] = 0
+    parents[:] = 0
+    depths[:] = 0
+    ancestors[:] = False
+    for node in range(n):  # invalid nodes are children of the root
+        ancestors[node, 0] = ancestors[node, node] = True
+    valid[:] = False
+    scores[:] = 0.0
+    tokens[0] = context[length - 1]
+    valid[0] = True
+    scores[0] = 1.0
+    on_chain[0] = 0
+    second, first = ending(context, length)
+    node = 0
+    grown = 1
+    while grown < n:
+        if depths[node] < max_depth:
+            before, last = preceding(node, tokens, parents, second, first)
+            below = NO_CHAIN
+            if 0 <= on_chain[node] < count:
+                below = chain[on_chain[node]]
+            many, _, follows = gather(
+                before,
+                last,
+                tokens[node],
+                below,
+                run,
+                on_chain[node],
+                row if node == 0 else -1,
+                roots,
+                tables,
+                found,
+                kinds,
+                odds,
+            )
+            missing = n - grown
+            for i in range(many):
+                least = FLOOR
+                if end - begin == missing and worth[end - 1] > least:
+                    least = worth[end - 1]
+                # log sigmoid(x) is below min(x, 0), which costs no logarithm.
+                if logs[node] + min(odds[i], 0.0) <= least:
+                    continue
+                value = logs[node] - math.log1p(math.exp(-odds[i]))
+                if value <= least:
+                    continue
+                if end - begin < missing:
+                    end += 1
+                at = end - 1
+                while at > begin and worth[at - 1] < value:
+                    worth[at] = worth[at - 1]
+                    pending[at, 0] = pending[at - 1, 0]
+                    pending[at, 1] = pending[at - 1, 1]
+                    pending[at, 2] = pending[at - 1, 2]
+                    at -= 1
+                worth[at] = value
+                pending[at, 0] = found[i]
+                pending[at, 1] = node
+                pending[at, 2] = on_chain[node] + 1 if i == follows else -1
+        if begin == end:
+            return
+        above = pending[begin, 1]
+        node = grown
+        tokens[node] = pending[begin, 0]
+        parents[node] = above
+        depths[node] = depths[above] + 1
+        for i in range(grown):
+            ancestors[node, i] = ancestors[above, i]
+        ancestors[node, node] = valid[node] = True
+        logs[node] = worth[begin]
+        scores[node] = math.exp(worth[begin])
+        on_chain[node] = pending[begin, 2]
+        begin += 1
+        grown += 1
+
+
+@compiled
+def propose(
+    context: Array,
+    lengths: Array,
+    roots: Array,
+    chain: Array,
+    counts: Array,
+    runs: Array,
+    root_rows: RootArrays,
+    tables: Tables,
+    max_depth: int,
+    drafts: Drafts,
+) -> None:
+    """Append the roots, search the chain of every row and grow its tree (see ``grow``).
+
+    Args:
+        context: int64 [B, w], modified.
+        lengths: int64 [B], modified.
+        roots: int64 [B]; in a full row, the root replaces the last token.
+        chain: int64 [B, c], gets the chains.
+        counts: int64 [B], gets their lengths.
+        runs: int64 [B], gets the lengths of the matches.
+        root_rows: of the roots (see ``remember``).
+        tables: what has been learnt.
+        max_depth: of a tree.
+        drafts: gets the trees.
+    """
+    append_roots(context, lengths, roots)
+    for row in range(len(lengths)):
+        runs[row], counts[row] = match(context[row], lengths[row], WINDOW, chain[row])
+        grow(
+            row,
+            context[row],
+            lengths[row],
+            chain[row],
+            counts[row],
+            runs[row],
+            root_rows,
+            tables,
+            max_depth,
+            drafts,
+        )
