@@ -8,18 +8,27 @@ from typer.testing import CliRunner
 import million
 
 pytestmark = pytest.mark.real
-TOKENS = 600  # a case has some hundred; more: lab/million.py
 
 
-def test_no_token_differs(folder, shared_data, tmp_path):
+@pytest.mark.parametrize(
+    "real, dtype, tokens",  # 20,000 in all; a million: lab/million.py
+    [
+        (True, "bfloat16", 600),
+        (False, "bfloat16", 8000),
+        (False, "float16", 6000),
+        (False, "float32", 5400),
+    ],
+)
+def test_no_token_differs(folder, shared_data, tmp_path, real, dtype, tokens):
     """One by one, in batches, in a chat and by the server's engine, with drafts of any size."""
     arguments = {
         "--text": shared_data / "books.txt.xz",
         "--out": tmp_path / "cases.jsonl",
-        "--model": folder,
-        "--dtype": "bfloat16",
-        "--tokens": TOKENS,
+        "--dtype": dtype,
+        "--tokens": tokens,
     }
+    if real:
+        arguments["--model"] = folder
     result = CliRunner().invoke(
         million.app, ["run", *(str(part) for pair in arguments.items() for part in pair)]
     )
