@@ -43,9 +43,9 @@ app.command("bench")(bench.bench)
 app.command("serve")(serve.serve)
 app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")
-VERBS = {str(one.name) for one in app.registered_commands}
-VERBS |= {str(one.name) for one in app.registered_groups}
-# Verbs of similar programs; unlikely to be meant as a prompt.
+SUBCOMMANDS = {str(one.name) for one in app.registered_commands}
+SUBCOMMANDS |= {str(one.name) for one in app.registered_groups}
+# Subcommands of similar programs; unlikely to be meant as a prompt.
 FOREIGN = re.compile(
     "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|start|"
     "stop|test|train|version"
@@ -88,9 +88,9 @@ def run(argv: list[str] | None = None) -> None:
             raise TokenRecyclingError("stdout is closed; the output cannot be printed")
         if not argv:
             argv = ["generate"] if piped() else ["--help"]
-        elif argv[0] not in VERBS | {"--help", "--version"}:
+        elif argv[0] not in SUBCOMMANDS | {"--help", "--version"}:
             _refuse_mistyped(argv[0])
-            _refuse_late_verb(argv)
+            _refuse_late_subcommand(argv)
             argv = ["generate", *argv]
         try:
             code = app(argv, prog_name=app.info.name, standalone_mode=False)
@@ -144,14 +144,14 @@ def _one_line(message: Warning | str, *others: object) -> str:
     return f"warning: {printable(' '.join(str(message).split()))}\n"
 
 
-def _refuse_late_verb(argv: list[str]) -> None:
+def _refuse_late_subcommand(argv: list[str]) -> None:
     """Reject a subcommand after options: it would be taken as the prompt.
 
     Raises:
         TokenRecyclingError: there is one.
     """
     for before, word in pairwise(argv):
-        if word in VERBS and not before.startswith("-"):
+        if word in SUBCOMMANDS and not before.startswith("-"):
             raise TokenRecyclingError(
                 f"the command {word} must come before all options; to use it as a prompt: -p {word}"
             )
@@ -169,12 +169,16 @@ def _refuse_mistyped(word: str) -> None:
     """
     if not (WORD.fullmatch(word) or PATH.fullmatch(word)):
         return
-    near = get_close_matches(word.lower(), sorted(VERBS), n=1, cutoff=NEAR)
+    near = get_close_matches(word.lower(), sorted(SUBCOMMANDS), n=1, cutoff=NEAR)
     clear = near or FOREIGN.fullmatch(word.lower()) or PATH.fullmatch(word)
     if not clear and sys.stdin.isatty() and sys.stderr.isatty():
         typer.confirm(f"no such command: {word}; is it a prompt?", abort=True, err=True)
         return
     if not clear and piped() and has_input():
         return
-    meant = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(sorted(VERBS))}."
+    meant = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"the commands are {', '.join(sorted(SUBCOMMANDS))}."
+    )
     raise TokenRecyclingError(f"no such command: {word}; {meant} To use it as a prompt: -p {word}")

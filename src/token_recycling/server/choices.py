@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from token_recycling.decoding.metrics import Stats
-from token_recycling.server.job import Ended, Likely, NewTokens
+from token_recycling.server.job import Ended, NewTokens, TokenLogprobs
 from token_recycling.server.tools import AnswerParser, Parsed, ToolCall
 
 Json = dict[str, Any]
@@ -55,17 +55,17 @@ class TokenTexts:
         text: str = self._tokenizer.decode([token])
         return text
 
-    def entries(self, event: NewTokens) -> list[tuple[int, Likely]]:
+    def entries(self, event: NewTokens) -> list[tuple[int, TokenLogprobs]]:
         """Return the tokens of an event that belong to the text, with their log probabilities."""
         return [
-            (token, likely)
-            for token, likely in zip(event.tokens, event.likely or [])
+            (token, logprobs)
+            for token, logprobs in zip(event.tokens, event.logprobs or [])
             if token not in self._eos
         ]
 
     def chat(self, event: NewTokens) -> Json | None:
         """Return the ``logprobs`` of a chat answer."""
-        if event.likely is None:
+        if event.logprobs is None:
             return None
 
         def entry(token: int, logprob: float) -> Json:
@@ -80,17 +80,17 @@ class TokenTexts:
         return {
             "content": [
                 {
-                    **entry(token, likely.logprob),
-                    "top_logprobs": [entry(*one) for one in likely.top],
+                    **entry(token, logprobs.logprob),
+                    "top_logprobs": [entry(*one) for one in logprobs.top],
                 }
-                for token, likely in self.entries(event)
+                for token, logprobs in self.entries(event)
             ],
             "refusal": None,
         }
 
     def completion(self, event: NewTokens, begin: int) -> Json | None:
         """Return the ``logprobs`` of a completion whose text so far has ``begin`` characters."""
-        if event.likely is None:
+        if event.logprobs is None:
             return None
         entries = self.entries(event)
         offsets, at = [], begin
@@ -99,10 +99,10 @@ class TokenTexts:
             at += len(piece)
         return {
             "tokens": [self.text(token) for token, _ in entries],
-            "token_logprobs": [max(likely.logprob, -9999.0) for _, likely in entries],
+            "token_logprobs": [max(logprobs.logprob, -9999.0) for _, logprobs in entries],
             "top_logprobs": [
-                {self.text(token): max(value, -9999.0) for token, value in likely.top}
-                for _, likely in entries
+                {self.text(token): max(value, -9999.0) for token, value in logprobs.top}
+                for _, logprobs in entries
             ],
             "text_offset": offsets,
         }

@@ -395,9 +395,9 @@ class Engine:
             one.sent = len(new)
             # The last token of a step, and the first of an answer, are the target's own.
             drafted = [begin > 0 and at < len(new) - 1 for at in range(begin, len(new))]
-            likely = None if one.recorder is None else one.recorder.take(tokens)
+            logprobs = None if one.recorder is None else one.recorder.take(tokens)
             pieces = sequence.text.pieces[begin:]
-            one.job.emit(NewTokens(tokens, pieces, drafted, likely, one.cached))
+            one.job.emit(NewTokens(tokens, pieces, drafted, logprobs, one.cached))
         for one in ended:
             reason, stats = one.sequence.finish_reason or "stop", one.sequence.stats
             counted = "length" if reason == "length" else "stop"

@@ -17,7 +17,7 @@ LONG_KEY = 16  # characters of a key whose last four may be shown
 
 
 @dataclass(frozen=True)
-class Likely:
+class TokenLogprobs:
     """The log probabilities of one generated token.
 
     Attributes:
@@ -37,14 +37,14 @@ class NewTokens:
         tokens: the tokens, one or more.
         pieces: the text that each adds; "" while a character or a stop string is incomplete.
         drafted: whether each was drafted.
-        likely: log probabilities of each, if asked for.
+        logprobs: log probabilities of each, if asked for.
         cached: prompt tokens that were not read again.
     """
 
     tokens: list[int]
     pieces: list[str]
     drafted: list[bool]
-    likely: list[Likely] | None
+    logprobs: list[TokenLogprobs] | None
     cached: int
 
 
@@ -130,11 +130,11 @@ class LogprobRecorder:
         """Note a choice; called by ``FollowAcceptor`` before the token is known."""
         self._rows.append(logits[0].log_softmax(dim=-1))
 
-    def take(self, tokens: list[int]) -> list[Likely]:
+    def take(self, tokens: list[int]) -> list[TokenLogprobs]:
         """Return what was noted for ``tokens``, the ones chosen since the last call."""
         rows, self._rows = self._rows, []
         found = []
         for token, row in zip(tokens, rows, strict=True):
             values, ids = row.topk(min(self._top, len(row)))
-            found.append(Likely(float(row[token]), list(zip(ids.tolist(), values.tolist()))))
+            found.append(TokenLogprobs(float(row[token]), list(zip(ids.tolist(), values.tolist()))))
         return found
