@@ -34,16 +34,16 @@ def find_gguf(path: Path) -> Path | None:
         TokenRecyclingError: it is another file, or a folder with several GGUF files or without any
             checkpoint.
     """
-    if not path.is_dir() and path.exists() and not path.is_file():
-        raise TokenRecyclingError(
-            f"cannot load the model {str(path)!r}: it is neither a folder nor a regular file"
-        )
     if path.is_file():
         if path.suffix.lower() != SUFFIX:
             raise TokenRecyclingError(
                 f"cannot load the model {str(path)!r}: give a folder, or a GGUF file (*{SUFFIX})"
             )
         return path
+    if path.exists() and not path.is_dir():
+        raise TokenRecyclingError(
+            f"cannot load the model {str(path)!r}: it is neither a folder nor a regular file"
+        )
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)

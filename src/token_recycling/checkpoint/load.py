@@ -78,12 +78,12 @@ def load_checkpoint(
     from_gguf = "gguf_file" in options
     shown = Path(path, options["gguf_file"]) if from_gguf else path
     # A file on the Hub is not there yet; Transformers fetches it.
-    packs = from_gguf and on_cpu and not dequantize and Path(shown).is_file()
+    is_file = from_gguf and Path(shown).is_file()
     with read_once(Path(shown)) if from_gguf else nullcontext():
         model = None
-        if from_gguf and Path(shown).is_file():
+        if is_file:
             check_whole(Path(shown))
-        if packs and dtype in (torch.float32, "float32"):
+        if is_file and on_cpu and not dequantize and dtype in (torch.float32, "float32"):
             model = _packed(Path(shown), model_options)
         if model is None:
             model = _dense(shown, path, device, dtype, options)

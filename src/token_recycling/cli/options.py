@@ -121,9 +121,9 @@ class Loading:
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
         self._check()
-        if self.model is not None:
-            self._note_remote()
         with busy_shown(f"loading {self.model or 'the bundled model'}"):
+            if self.model is not None:
+                self._note_remote()
             import torch
             from transformers.utils import logging
 

@@ -12,22 +12,27 @@ from typing import Any
 from token_recycling import defaults
 
 OnProgress = Callable[[int, int], None]  # (done, total)
-
-
 PATIENCE = 2.0  # seconds after which a line says what takes so long
+
+
+@contextmanager
+def line_after(seconds: float, line: str) -> Iterator[None]:
+    """Print a line on stderr if the context lasts longer."""
+    timer = Timer(seconds, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
 def busy_shown(what: str) -> Iterator[None]:
     """Show a spinner labelled ``what`` on stderr; a line after a while if it is no terminal."""
     if not sys.stderr.isatty():
-        line = Timer(PATIENCE, lambda: print(f"{what} …", file=sys.stderr, flush=True))
-        line.daemon = True
-        line.start()
-        try:
+        with line_after(PATIENCE, f"{what} …"):
             yield
-        finally:
-            line.cancel()
         return
     from rich.console import Console
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Timer
+from contextlib import nullcontext
+
+from token_recycling.cli.progress import line_after
 
 PATIENCE = 3.0  # seconds of waiting before a note is printed on a terminal
+WAITING = "reading stdin; press Ctrl-D to end it, or use < /dev/null for no input"
 
 
 def piped() -> bool:
@@ -29,7 +30,7 @@ def has_input() -> bool:
 
 def read() -> str:
     """Return all of stdin, or "" if it cannot be read."""
-    with _waiting_shown():
+    with line_after(PATIENCE, WAITING) if sys.stderr.isatty() else nullcontext():
         try:
             return sys.stdin.read().removeprefix("\ufeff")  # byte order mark
         except OSError:
@@ -45,17 +46,3 @@ def joined(prompt: str | None) -> str:
         return read()
     given = read() if piped() else ""
     return " ".join(part for part in (given, prompt) if part)
-
-
-@contextmanager
-def _waiting_shown() -> Iterator[None]:
-    """Print a note if reading stdin takes more than ``PATIENCE`` seconds, on a terminal."""
-    line = "reading stdin; press Ctrl-D to end it, or use < /dev/null for no input"
-    timer = Timer(PATIENCE, lambda: print(line, file=sys.stderr, flush=True))
-    timer.daemon = True
-    if sys.stderr.isatty():
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

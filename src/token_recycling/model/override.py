@@ -60,11 +60,6 @@ class Override:
         """Return the class's function."""
         return getattr(self._owned, self.__name__)
 
-    @property
-    def __self__(self) -> Any:
-        """Return the object, see ``_object``."""
-        return self._object()
-
     def _object(self) -> Any:
         """Return the object.
 
@@ -77,6 +72,8 @@ class Override:
         if owner is None:
             raise ReferenceError(f"the {self._owned.__name__} of this {self.__name__} is gone")
         return owner
+
+    __self__ = property(_object)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the class's function."""

@@ -146,8 +146,8 @@ def _compare(
             steps = target.steps([nodes[node] for node in COMMITTED])
         target.cache.rewind([len(prefix)])
     tree = target.verify(draft)[0]
-    same_bits = bool(steps) and torch.equal(tree[list(COMMITTED)], torch.cat(steps))
-    same_bits = same_bits and watch.operation is None
+    row_by_row = bool(steps) and watch.operation is None
+    same_bits = row_by_row and torch.equal(tree[list(COMMITTED)], torch.cat(steps))
     worst = max(worst, difference(tree.float()))
 
     path = torch.tensor([COMMITTED], device=target.device)

@@ -87,8 +87,14 @@ def _watch_folder(made: Any, folder: Path) -> None:
     """Compare times and sizes of all source files where numba looks at the function's own."""
     index = getattr(made._cache, "_cache_file", None)  # none where machine code is not kept
     if index is not None:
-        states = [path.stat() for path in sorted(folder.glob("*.py"))]
-        index._source_stamp = tuple((state.st_mtime, state.st_size) for state in states)
+        index._source_stamp = _stamp(folder)
+
+
+@lru_cache
+def _stamp(folder: Path) -> tuple[tuple[float, int], ...]:
+    """Return times and sizes of the source files of a folder."""
+    states = [path.stat() for path in sorted(folder.glob("*.py"))]
+    return tuple((state.st_mtime, state.st_size) for state in states)
 
 
 def as_array(tensor: Tensor) -> Any:
