@@ -10,6 +10,7 @@ weights are random, for parts that need no text. Parts:
   static     ``generate`` with a static cache, compiled
   exact      the model unwidened, in float32: greedy, sampled and batched texts
   small      the model unwidened: tokens per second
+  batches    tokens per second of all prompts at once
   padded     texts of steps that verify worthless drafts: plain steps of a draft's shape
   costs      seconds of a captured step by context and tokens
   unfused    the same without kernels for norms, MLPs and rotary embeddings
@@ -55,6 +56,7 @@ PARTS = (
     "static",
     "exact",
     "small",
+    "batches",
     "padded",
     "costs",
     "unfused",
@@ -95,6 +97,7 @@ class Smoke:
         self.model, self.prompts, self.dry = model, prompts, options.dry_run
         self.tokens = 16 if self.dry else options.tokens
         self.folder: Path = options.model
+        self.left_out: list[str] = options.without
         self.end = time.perf_counter() + options.seconds
         self.steps = Steps(model, dry=self.dry)
 
@@ -111,8 +114,10 @@ class Smoke:
         """Return a function that answers with a recycler of its own."""
         recycler = self.open(**options)
 
-        def answer(prompt: list[int], tokens: int) -> tuple[list[int], Any]:
+        def answer(prompt: Any, tokens: int) -> tuple[list[Any], Any]:
             found = recycler.generate(prompt, max_new_tokens=tokens)
+            if isinstance(found, list):
+                return [one.token_ids for one in found], recycler.stats
             return found.token_ids, found.stats
 
         def settle() -> dict[str, Any]:
@@ -151,6 +156,7 @@ class Smoke:
             few: slow ways, which answer ``FEW`` prompts only.
             warm_up: the untimed prompt and its new tokens.
         """
+        ways = {name: make for name, make in ways.items() if name not in self.left_out}
         found: dict[str, Any] = {name: {"answers": [], "warnings": []} for name in ways}
         ready: dict[str, Any] = {}
         first, tokens = warm_up or (self.prompts[-1], WARM_UP)
@@ -266,6 +272,29 @@ class Smoke:
             return self.in_turn(ways, write, ("generate",))
         finally:
             self.model = wide
+
+    def batches(self, write: Callable[[Any], None]) -> Any:
+        """All prompts as one batch, a second time when the kernels are there."""
+        prompts, found = self.prompts[:-1], {}
+        for name, options in {
+            "graph, no drafts": {"drafter": "none"},
+            "graph, default": {},
+            "graph, 7 nodes": {"nodes": 7},
+            "graph, 15 nodes": {"nodes": 15},
+        }.items():
+            answer = self.recycled(**options, graph=True)
+            answer(prompts, self.tokens)
+            settled = answer.settle()  # type: ignore[attr-defined]
+            begun = time.perf_counter()
+            texts, stats = answer(prompts, self.tokens)
+            seconds = time.perf_counter() - begun
+            rate = sum(map(len, texts)) / seconds
+            found[name] = {"seconds": seconds, "tokens per second": rate, "texts": texts, **settled}
+            found[name] |= {"steps": stats.steps, "prefill": stats.prefill_seconds}
+            found[name] |= {"drafted": stats.drafted, "phases": stats.seconds}
+            print(name, {k: v for k, v in found[name].items() if k != "texts"}, flush=True)
+            write(found)
+        return found
 
     def padded(self, write: Callable[[Any], None]) -> Any:
         """Steps of 16 tokens with real and with worthless drafts: are the texts the same."""
@@ -393,6 +422,7 @@ def main() -> int:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=240.0, help="start nothing new after")
     parser.add_argument("--prompts", type=int, default=7)
+    parser.add_argument("--without", action="append", default=[], help="a way to leave out")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -181,10 +181,12 @@ class Steps:
                     run()
                 synchronize(self.device)
             events = sorted(profile.key_averages(), key=lambda event: -getattr(event, total))
-            return {
+            microseconds = {
                 e.key[:90]: [round(getattr(e, total) / times, 1), e.count / times]
-                for e in events[:24]
+                for e in events[:30]
             }
+            whole = sum(getattr(e, total) for e in events) / times
+            return {"all": [round(whole, 1), sum(e.count for e in events) / times]} | microseconds
 
         for nodes in self.nodes[:2]:
             runner = self.captured(nodes, self.contexts[0])

@@ -62,7 +62,7 @@ def drafter_and_size(
     captured = target.device.type == "cuda" and options.graphs_on(target.device)
     costs = CostCurve.assumed("cuda") if captured else step_costs(target)
     multiple = MULTIPLE if target.device.type == "cpu" else 1
-    return drafter, AutoSize(drafter.acceptance, costs, multiple, times_plain=not captured)
+    return drafter, AutoSize(drafter.acceptance, costs, multiple, captured=captured)
 
 
 @dataclass

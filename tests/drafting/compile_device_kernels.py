@@ -37,7 +37,13 @@ TARGETS.append(GPUTarget("hip", "gfx942", 64))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # Bytes that NVIDIA's assembler keeps in memory so that more programs fit on a multiprocessor.
-KNOWN = {("attend n=1 G=1 D=64", 90): 4, ("attend rule=1", 80): 16}
+KNOWN = {
+    ("attend n=1 G=1 D=64", 90): 4,
+    ("attend n=64 G=4 D=128", 80): 48,
+    ("attend rule=1", 80): 92,
+    ("attend rule=2", 80): 112,
+    ("attend rule=2", 90): 12,
+}
 DRAFTING = (propose._propose, count._count, learn._remember, learn._learn)  # may use many registers
 POINTERS = {
     "context": "*i64",
@@ -103,8 +109,8 @@ NUMBERS += ("tokens", "size", "heads", "splits", "count", *STRIDES)
 
 
 def variants():
-    """(name, kernel, constants, warps)"""
-    for k, n in product((8, 12, 16), (1, 2, 16, 64, 81, 257)):
+    """(name, kernel, constants, warps, or options of a launch)"""
+    for k, n in product((8, 12, 16), (1, 2, 16, 64)):
         width, nodes = triton.next_power_of_2(k), max(triton.next_power_of_2(n), 2)
         constants = {"K": k, "WIDTH": width, "NODES": nodes, "CHAIN": 16}
         constants["ROUND"] = propose.nodes_per_round(n, width)
@@ -131,15 +137,20 @@ def variants():
         constants = {"RULE": rule, "ROWS": 8, "BLOCK": kernels.SLOTS_AT_ONCE}
         yield f"layout rule={rule}", kernels._layout, constants, 4
     for n, group, size in product((1, 64), (1, 4), (64, 128, 256)):
-        how = attention_kernel.blocks(n, group, size)
+        how = attention_kernel.blocks(n, group, size, torch.bfloat16)
         own = {"GROUP": group, "D": size, "WIDTH": size, "RULE": 0, "ROWS": 1}
         own |= {"QUERIES": how.queries, "KEYS": how.keys, "PRECISION": "ieee"}
-        yield f"attend n={n} G={group} D={size}", attention_kernel._attend, own, how.warps
+        yield (
+            f"attend n={n} G={group} D={size}",
+            attention_kernel._attend,
+            own,
+            attention_kernel.options(how),
+        )
     for rule in (1, 2):
-        how = attention_kernel.blocks(64, 4, 128)
+        how = attention_kernel.blocks(64, 4, 128, torch.bfloat16)
         own = {"GROUP": 4, "D": 128, "WIDTH": 128, "RULE": rule, "ROWS": 4}
         own |= {"QUERIES": how.queries, "KEYS": how.keys, "PRECISION": "ieee"}
-        yield f"attend rule={rule}", attention_kernel._attend, own, how.warps
+        yield f"attend rule={rule}", attention_kernel._attend, own, attention_kernel.options(how)
     for size in (64, 128, 256):
         own = {"GROUP": 4, "D": size, "WIDTH": size, "QUERIES": attention_kernel.MERGED}
         yield f"merge D={size}", attention_kernel._merge, own, 4
@@ -256,7 +267,7 @@ def main():
         for target in TARGETS:
             if kernel is attention_kernel._attend and target.arch == 75:
                 continue  # PyTorch's kernel is faster there: the trial at first use finds it
-            options = {"num_warps": warps}
+            options = warps if isinstance(warps, dict) else {"num_warps": warps}
             if target.backend == "cuda" and kernel in DRAFTING:
                 options |= REGISTERS
             types = signature(kernel, constants, target)
@@ -272,7 +283,8 @@ def main():
             registers, spilled = resources(compiled, target)
             failed += spilled > KNOWN.get((name, target.arch), 0)
             print(
-                f"{name:22} {target.backend + ' ' + str(target.arch):12} {warps:5} {registers:9} "
+                f"{name:22} {target.backend + ' ' + str(target.arch):12} "
+                f"{options['num_warps']:5} {registers:9} "
                 f"{compiled.metadata.shared:7} {spilled:7}"
             )
     if failed:

@@ -19,16 +19,18 @@ from transformers.generation.logits_process import (
 
 from architectures import make
 from models import plain, random_prompts
-from token_recycling import TokenRecycling, TokenRecyclingError, enable
+from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError, enable
 from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence, at_most
+from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.draft import chains
+from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.auto import COOLDOWN, GRAPH_SIZES, PATIENCE, AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import chooser, compilation, decoder, runner
 from token_recycling.graph.chooser import NodeChooser
-from token_recycling.graph.drafting import HostDrafting
+from token_recycling.graph.drafting import MOST_NODES, HostDrafting, drafts_on_device
 from token_recycling.graph.runner import GraphRunner
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.kv_cache import FixedCache
@@ -860,3 +862,12 @@ def test_generate_in_a_graph_draws_as_ever(llama, monkeypatch, options, drawing)
         assert model.generate(ids, max_new_tokens=30, **options, **given).equal(expected)
         assert torch.rand(3).equal(numbers)
     assert bool(runs) == (drawing == "nobody" or "do_sample" not in options)
+
+
+def test_the_host_makes_drafts_that_are_too_large_for_the_kernels():
+    drafter = AdaptiveDrafter(AdjacencyMatrix(100, 4), 80)
+    assert drafts_on_device(drafter, MOST_NODES)
+    assert not drafts_on_device(drafter, MOST_NODES + 1)
+    assert not drafts_on_device(drafter, None)
+    assert drafts_on_device(AdaptiveDrafter(drafter.matrix, 15), None)
+    assert not drafts_on_device(NoDrafter(), 8)

@@ -11,6 +11,7 @@ import torch
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.errors import one_line
+from token_recycling.graph.drafting import drafts_on_device
 from token_recycling.graph.runner import StepError
 
 WAIT = 1.0  # most seconds that an answer waits; kernels in Triton's cache on disk take less
@@ -53,8 +54,10 @@ class KernelCompiler:
         return True
 
     def _compile(self, batch: int, slots: int, size: int) -> None:
-        if not isinstance(self.drafter, AdaptiveDrafter):
-            return  # it has none
+        if not isinstance(self.drafter, AdaptiveDrafter) or not drafts_on_device(
+            self.drafter, size
+        ):
+            return  # there are none
         from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
 
         cuda = self.device.type == "cuda"

@@ -15,6 +15,9 @@ from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.util.tokens import NO_TOKEN
 
+# Nodes of a draft that the kernels can grow: on an H100, trees of 128 and 256 were wrong, which the
+# same code in Triton's interpreter was not.
+MOST_NODES = 64
 LAG = 1  # steps by which the host may be behind
 
 
@@ -73,13 +76,21 @@ def make_drafting(
         capacity: most tokens of a row.
         size: most nodes of a draft, root included; None: as many as the drafter proposes.
         device: of the target.
-        kernels: draft on the device, if the drafter has kernels for it.
+        kernels: draft on the device, if there are kernels for it.
     """
-    if kernels and isinstance(drafter, AdaptiveDrafter):
+    if kernels and isinstance(drafter, AdaptiveDrafter) and drafts_on_device(drafter, size):
         from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
 
         return DeviceDrafting(drafter, batch, capacity, size, device)
     return HostDrafting(drafter, batch, capacity, size, device)
+
+
+def drafts_on_device(drafter: AnyDrafter, size: int | None) -> bool:
+    """Return whether there are kernels for drafts of ``size`` nodes (see ``make_drafting``)."""
+    if not isinstance(drafter, AdaptiveDrafter):
+        return False
+    whole = drafter.nodes + 1
+    return min(size or whole, whole) <= MOST_NODES
 
 
 class HostDrafting:

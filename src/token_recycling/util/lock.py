@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 
 class FairLock:
     """A lock that waiting threads acquire in first-come, first-served order.
 
-    ``threading.Lock`` guarantees no order, so one busy thread may starve the others.
+    ``threading.Lock`` guarantees no order, so one busy thread may starve the others. A forked
+    process has none of the threads that could own its locks, so there all of them are unlocked.
     """
 
     def __init__(self) -> None:
         """Create an unlocked lock."""
+        _locks.add(self)
+        self._unlock()
+
+    def _unlock(self) -> None:
         self._mutex = threading.Lock()
         self._owner: int | None = None  # thread ident
         self._waiting: deque[tuple[int, threading.Event]] = deque()
@@ -65,3 +72,15 @@ class FairLock:
         if self._waiting:
             self._owner, called = self._waiting.popleft()
             called.set()
+
+
+_locks: WeakSet[FairLock] = WeakSet()
+
+
+def _unlock_all() -> None:
+    for lock in _locks:
+        lock._unlock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_unlock_all)

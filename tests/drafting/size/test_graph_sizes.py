@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from token_recycling.drafting.size.auto import COOLDOWN, AutoSize
+from token_recycling.drafting.size.auto import CAPTURED_AFTER, COOLDOWN, AutoSize
 from token_recycling.drafting.size.base import FixedSize
 from token_recycling.drafting.size.costs import CostCurve
 
@@ -56,6 +56,17 @@ def test_they_are_tried_again():
     policy = AutoSize(ACCEPTANCE, curve(cheap))
     decode(policy, 12, 600, came=0.0)
     assert decode(policy, 12, 3000, came=1.5)[-500:] == [12] * 500
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_no_plain_step_is_captured_before_many_steps(captured):
+    policy = AutoSize(ACCEPTANCE, CostCurve.assumed("cuda"), captured=captured)
+    sizes = decode(policy, 12, CAPTURED_AFTER + 40, came=0.0)
+    assert (sizes.index(1) == CAPTURED_AFTER) == captured
+    assert sizes.count(1) >= 4
+    dear = AutoSize(ACCEPTANCE, CostCurve.assumed("cuda"), captured=captured)
+    sizes = decode(dear, 12, 4000, came=0.3, cost=lambda n: 1 + 0.3 * (n - 1))
+    assert sizes[-500:].count(1) > 350  # measured by then
 
 
 def test_the_size_of_an_answer_is_kept_unless_another_is_clearly_better():

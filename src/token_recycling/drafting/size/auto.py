@@ -38,8 +38,10 @@ CHANGE = 1.1  # by how much another size must be faster for a graph of it
 # steps, twice as many every time; then ``PROBE`` drafts are verified whatever they promise.
 PATIENCE, PROBE, COOLDOWN, LONGEST_COOLDOWN = 16, 8, 32, 512
 # Where costs were not measured, ``TIMED`` plain steps are timed: at first, and after
-# ``TIMED_AFTER`` steps with drafts, the first time and every later time.
-TIMED, TIMED_AFTER = 4, (64, 512)
+# ``TIMED_AFTER`` steps with drafts, the first time and every later time. The first captured plain
+# step took 4 seconds on an H100, which 64 tokens exceed by 0.6 ms (8B parameters): hence after
+# ``CAPTURED_AFTER``, and no pauses before.
+TIMED, TIMED_AFTER, CAPTURED_AFTER = 4, (64, 512), 2048
 
 
 @dataclass
@@ -72,7 +74,7 @@ class AutoSize(DraftSize):
         costs: CostCurve,
         multiple: int = 1,
         *,
-        times_plain: bool = True,
+        captured: bool = False,
     ) -> None:
         """Choose sizes by ``costs``.
 
@@ -82,8 +84,8 @@ class AutoSize(DraftSize):
             costs: step cost by tokens verified.
             multiple: steps of more tokens than this verify a multiple of it, or all there are,
                 where something is prepared anew for every number of tokens.
-            times_plain: time plain steps at first where costs were not measured; False: only after
-                steps with drafts, where a plain step takes long to prepare.
+            captured: steps are captured, so that the first plain one takes seconds: none is taken
+                before ``CAPTURED_AFTER`` steps with drafts.
 
         Raises:
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
@@ -92,7 +94,7 @@ class AutoSize(DraftSize):
             raise TokenRecyclingError(
                 "drafts of this drafter cannot be truncated; choose a fixed tree"
             )
-        self.costs, self.multiple = costs, multiple
+        self.costs, self.multiple, self._captured = costs, multiple, captured
         self.most = len(acceptance) + 1
         self._step_costs = StepCosts(costs)
         self._mean = np.array(acceptance)  # decayed mean of the scores of each node
@@ -102,7 +104,7 @@ class AutoSize(DraftSize):
         self._reach = float(FEWEST)  # nodes to grow
         self._promised: float | None = None  # tokens that this step's nodes promise, if chosen
         self._steps = self._since_plain = self._timings = 0
-        self._timed_left = TIMED if times_plain and not costs.measured else 0
+        self._timed_left = TIMED if not (captured or costs.measured) else 0
         self._pauses: dict[int, Pauses] = {}
         self._rows = 0
         self.begin(1)
@@ -259,9 +261,11 @@ class AutoSize(DraftSize):
             if not self._timed_left:
                 self._refresh()
             return
-        self._pause.record()
+        if self._timings or not self._captured:
+            self._pause.record()
         self._since_plain = self._since_plain + 1 if drafted else 0
-        if not self.costs.measured and self._since_plain >= TIMED_AFTER[self._timings > 0]:
+        after = CAPTURED_AFTER if self._captured else TIMED_AFTER[self._timings > 0]
+        if not self.costs.measured and self._since_plain >= after:
             self._timed_left, self._timings = TIMED, self._timings + 1
 
     def state(self) -> dict[str, Tensor]:

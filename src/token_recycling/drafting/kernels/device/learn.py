@@ -285,8 +285,8 @@ def remember(
         (batch,),
         ids,
         values,
-        draft.parents,
-        draft.valid,
+        draft.parents.contiguous(),  # a draft that came from the host is a part of a tensor
+        draft.valid.contiguous(),
         path,
         emitted,
         accepted.counts,

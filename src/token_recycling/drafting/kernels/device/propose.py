@@ -297,18 +297,9 @@ def _propose(
         closed = tl.where(is_new, tl.where(depths < max_depth, 0, 1), closed)
         closed = tl.where(valid, closed, 1)
         # Parents have moved.
-        if NODES <= 64:
-            from_old = tl.where(valid & ~is_new, place - tile, -1)
-            here = above[:, None] == from_old[None, :]
-            parents = tl.sum(tl.where(here, node[None, :], 0), 1)
-        else:  # a square of comparisons needs too many registers; old nodes keep their order
-            passed = tl.cumsum((valid & ~is_new).to(tl.int32), 0)
-            moved = tl.zeros([NODES], tl.int32)
-            step = NODES // 2
-            while step > 0:
-                moved += tl.where(tl.gather(passed, moved + step - 1, 0) <= node, step, 0)
-                step = step // 2
-            parents = tl.gather(moved, above, 0)
+        from_old = tl.where(valid & ~is_new, place - tile, -1)
+        here = above[:, None] == from_old[None, :]
+        parents = tl.sum(tl.where(here, node[None, :], 0), 1)
         waiting = tl.sum(tl.where((closed == 0) & (node < n - 1), 1, 0), 0)
         left = tl.where(waiting > 0, left - 1, 0)
     _write(
@@ -338,11 +329,11 @@ def _propose(
 def nodes_per_round(n: int, width: int) -> int:
     """Return the nodes that ``_propose`` expands at once.
 
-    8, and 16 for large trees; fewer for many candidates, whose comparison needs registers, and more
-    for few, as the candidates of a round must be as many as nodes.
+    8; fewer for many candidates, whose comparison needs registers, and more for few, as the
+    candidates of a round must be as many as nodes.
     """
     nodes = int(triton.next_power_of_2(n))
-    at_once = min(max(nodes // 2, 1), 8 if nodes <= 128 else 16, 8192 // (4 * width * width))
+    at_once = min(max(nodes // 2, 1), 8, 8192 // (4 * width * width))
     return max(at_once, nodes // (4 * width), 1)
 
 
