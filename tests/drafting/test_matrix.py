@@ -122,11 +122,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     AdjacencyMatrix(50, 4).save(path)
     before = path.read_bytes()
 
-    def fail(tensors, name, metadata):
-        name.write_bytes(b"half")
+    def fail(path, content):
+        path.write_text("half", "utf-8")
         raise OSError("disk full")
 
-    monkeypatch.setattr("token_recycling.drafting.matrix_file.save_file", fail)
+    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
     with pytest.raises(TokenRecyclingError, match="disk full"):
         AdjacencyMatrix(50, 4).save(path)
     assert path.read_bytes() == before

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import token_recycling
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
@@ -136,6 +137,12 @@ def test_what_a_killed_save_leaves_is_removed(tmp_path):
     elsewhere.write_text("not ours")
     matrix().save(file)
     assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, "other.partial"]
+
+
+def test_no_save_makes_a_temporary_file_that_nobody_removes():
+    """As ``save_file`` of safetensors does, which a killed process leaves beside the file."""
+    sources = Path(token_recycling.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if "import save_file" in path.read_text("utf-8")]
 
 
 def test_what_is_no_path():

@@ -1,5 +1,7 @@
 """Weights in huge pages."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,15 @@ def test_weights_move_into_one_piece_of_memory():
     assert all(address % huge_pages.ALIGNED == 0 for address in after.values())
     assert max(after.values()) - min(after.values()) < 64 * 1024
     assert all(torch.equal(one, values[name]) for name, one in model.state_dict().items())
+
+
+def test_a_pickled_weight_does_not_contain_the_others():
+    model = layers()
+    huge_pages.move(model.parameters())
+    weight = model[0].weight.data
+    written = pickle.dumps(weight)
+    assert len(written) < weight.nbytes + 1000
+    assert pickle.loads(written).equal(weight)
 
 
 @pytest.mark.parametrize("lacks", ["memory", "pages"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from token_recycling.errors import TokenRecyclingError
@@ -114,14 +114,9 @@ class Journal:
             f"{name}/{part}": t for name, parts in state.items() for part, t in parts.items()
         }
 
-        def write(partial: Path) -> None:
-            try:
-                save_file(tensors, partial)
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
-
         kept = self._state(len(self.records) + 1)
-        write_atomically(kept, write)
+        content = save(tensors)  # not save_file, which writes a temporary file of its own
+        write_atomically(kept, lambda partial: partial.write_bytes(content))
         line = json.dumps(record).encode() + b"\n"
         try:
             with self._lines.open("ab") as file:

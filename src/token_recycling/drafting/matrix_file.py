@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from token_recycling.errors import TokenRecyclingError, one_line
@@ -51,13 +51,9 @@ class MatrixFile:
         tensors |= {f"{kind}keys": keys for kind, keys in zip(KINDS[1:], self.keys)}
         filled = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.numel()}
 
-        def write(partial: Path) -> None:
-            try:
-                save_file(filled, partial, metadata={**self.about, "format": FORMAT})
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
-
-        write_atomically(path, write)
+        # Not save_file, which writes another temporary file, and leaves it if it is killed.
+        content = save(filled, metadata={**self.about, "format": FORMAT})
+        write_atomically(path, lambda partial: partial.write_bytes(content))
 
     @classmethod
     def read(cls, path: str | Path) -> MatrixFile:

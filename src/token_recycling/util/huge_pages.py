@@ -29,16 +29,19 @@ class Arena:
     def __init__(self, tensors: list[int]) -> None:
         """Reserve memory for tensors of so many bytes each; it is used as they are copied."""
         size = HUGE + sum(n + ALIGNED for n in tensors)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._used = -self._bytes.data_ptr() % HUGE
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._used = -torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr() % HUGE
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a uint8 tensor in this memory."""
-        found = self._bytes[self._used : self._used + tensor.numel()].view(tensor.shape)
-        self._used += -(-tensor.numel() // ALIGNED) * ALIGNED
-        return found.copy_(tensor)
+        """Return a copy of a uint8 tensor that is not empty, in this memory.
+
+        It has a storage of its own: pickling one tensor does not write those beside it.
+        """
+        n, begin = tensor.numel(), self._used
+        self._used += -(-n // ALIGNED) * ALIGNED
+        found = torch.frombuffer(self._memory, dtype=torch.uint8, count=n, offset=begin)
+        return found.view(tensor.shape).copy_(tensor)
 
 
 def move(tensors: Iterable[Tensor]) -> None:

@@ -1,0 +1,31 @@
+"""The lock of a recycler's calls."""
+
+import os
+import threading
+
+import pytest
+
+from token_recycling.util.lock import FairLock
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_not():
+    lock, owned, end = FairLock(), threading.Event(), threading.Event()
+
+    def owner():
+        with lock.acquired(wait=True):
+            owned.set()
+            end.wait()
+
+    thread = threading.Thread(target=owner)
+    thread.start()
+    owned.wait()
+    child = os.fork()
+    if not child:
+        with lock.acquired(wait=False) as mine:
+            os._exit(0 if mine else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    with lock.acquired(wait=False) as mine:  # the parent's is still owned
+        assert not mine
+    end.set()
+    thread.join()
