@@ -14,6 +14,7 @@ tokens, sampling, batches and kernels (docs/architecture.md).
 from __future__ import annotations
 
 import sys
+from inspect import signature
 from typing import Any
 
 import torch
@@ -59,11 +60,12 @@ def forward(
     seen = torch.cat([torch.ones(len(tokens), length, dtype=torch.bool), visible], dim=1)
     mask = torch.zeros(seen.shape, dtype=model.dtype)
     mask = mask.masked_fill(~seen, torch.finfo(model.dtype).min)
+    new_name = "cache" in signature(model.forward).parameters  # since Transformers 5.24
     output = model(
         input_ids=tokens[None],
         attention_mask=mask[None, None],
         position_ids=(length + depths)[None],
-        past_key_values=cache,
+        **{"cache" if new_name else "past_key_values": cache},
     )
     logits: Tensor = output.logits[0]
     return logits

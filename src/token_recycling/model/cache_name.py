@@ -19,6 +19,6 @@ def cache_name(parameters: Collection[str]) -> str:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of ``generate``, by either name, or None."""
+    """Return the cache among the arguments of a call, by either name, or None."""
     found = arguments.get(CACHE_NAME)
     return arguments.get(OLD) if found is None else found

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from token_recycling.model.cache_name import NEW, OLD, cache_in
 from token_recycling.model.cpu import elementwise, linear
 from token_recycling.model.cpu.attention import PACKED, is_available
 from token_recycling.model.cpu.capture import Capture, Recording, Scratch
@@ -44,7 +45,7 @@ LINEAR = (nn.Linear, PackedLinear)
 # Drafts are filled up to a multiple of this: layers are recorded for every number of tokens, which
 # takes longer than a step, and tiles are four tokens wide and more.
 MULTIPLE = 4
-BOUND = ("attention_mask", "past_key_values")  # arguments that are set at every replay
+BOUND = ("attention_mask", OLD, NEW)  # arguments that are set at every replay
 
 
 class _Shared(threading.local):
@@ -230,7 +231,7 @@ def _decoder_layer(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> A
     entered = FastLayers.entered.objects
     hidden = args[0] if args else kwargs.get("hidden_states")
     if entered and isinstance(hidden, Tensor):
-        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        mask, cache = kwargs.get("attention_mask"), cache_in(kwargs)
         if isinstance(cache, RecyclingCache) and hasattr(mask, PACKED) and _is_ours(hidden):
             return entered[-1].call(layer, stock, args, kwargs)
     return stock(*args, **kwargs)
@@ -315,7 +316,7 @@ class FastLayers(ThreadContext):
         if recordings.generation != self._generation:
             recordings.made, recordings.right = {}, {}
             recordings.generation = self._generation
-        mask, cache = kwargs["attention_mask"], kwargs["past_key_values"]
+        mask, cache = kwargs["attention_mask"], cache_in(kwargs)
         inputs, others = _arguments(args, kwargs)
         key = layer, inputs[0].shape, torch.get_num_threads()
         made = recordings.made.get(key)
