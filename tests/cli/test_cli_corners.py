@@ -194,12 +194,39 @@ class TestProgress:
         code, _, err = call(capsys, "-p", "Hello", "-m", "some/model")
         assert code == 2
         looks = "there is no folder some/model here; looking for it on the Hugging Face Hub\n"
-        assert err == looks * (not cached) + "error: no model\n"
+        hint = "; `token-recycling fetch-model` needs no Hub"
+        assert err == ("" if cached else looks) + f"error: no model{'' if cached else hint}\n"
 
     def test_a_folder_is_not_looked_for(self, capsys, monkeypatch, tmp_path):
         monkeypatch.setattr(load, "load_checkpoint", no_model)
         (tmp_path / "config.json").write_text("{}")
         assert call(capsys, "-p", "Hello", "-m", tmp_path)[2] == "error: no model\n"
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        (("--drafter", "foo"), "unknown drafter 'foo'; choose from adaptive, paper"),
+        (("--dtype", "foo"), "dtype is 'foo'; choose one of auto"),
+        (("--device", "foo"), "device foo cannot be used"),
+        (("--temp", "-1"), "temperature is -1.0; it must be 0 or more"),
+        (("--temp", "1", "--top-p", "2"), "top_p is 2.0; it must be from 0 to 1"),
+        (("--matrix", "/"), "--matrix is the folder /; give a file"),
+    ],
+)
+def test_a_wrong_option_is_reported_before_a_model_is_loaded(capsys, monkeypatch, options, error):
+    monkeypatch.setattr(load, "load_checkpoint", no_model)
+    code, _, err = call(capsys, "-p", "Hello", *options)
+    assert code == 2
+    assert err.startswith(f"error: {error}")
+    assert err.count("\n") == 1
+
+
+def test_options_that_change_nothing_are_named(capsys):
+    _, _, err = call(capsys, "-p", "Hello", "-n", "2", "--top-p", "0.5", "--min-p", "0.1")
+    assert "--top-p, --min-p: not used without --temp, as nothing is sampled\n" in err
+    _, _, err = call(capsys, "-p", "Hello", "-n", "2", "--graph", "--device", "cpu")
+    assert "--graph: on cpu nothing is captured\n" in err
 
 
 def no_model(*arguments, **options):

@@ -205,6 +205,17 @@ def test_options_that_would_be_ignored_are_refused(recycler, option):
         recycler.generate(QUESTION, **{option: 1})
 
 
+@pytest.mark.parametrize("own", [[None], "x", 5, [len, "x"]])
+def test_processors_that_are_none_are_refused(recycler, own):
+    with pytest.raises(TokenRecyclingError, match="must be a list of logits processors"):
+        recycler.generate(QUESTION, logits_processor=own)
+
+
+def test_truth_values_are_no_tokens(recycler):
+    with pytest.raises(TokenRecyclingError, match="a prompt must be a string"):
+        recycler.generate([True, True, True])
+
+
 def test_two_sets_of_rotary_factors_limit_the_context():
     """Phi-3's longrope changes its factors at the original length, and with them every entry."""
     rope = {

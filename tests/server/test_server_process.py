@@ -81,7 +81,7 @@ def test_from_start_to_end(tmp_path):
         assert re.search(
             r"^model +token-recycling-demo \(.* float32, cpu, context 2048\)$", text, re.M
         )
-        line = f"matrix     {matrix} not there yet; saved every 0.01 minutes and at the end\n"
+        line = f"matrix     {matrix} not there yet; will be saved every 0.01 minutes and on exit\n"
         assert line in text
         assert re.search(
             r"^recycling +on \(drafter adaptive, draft size chosen automatically\)", text, re.M

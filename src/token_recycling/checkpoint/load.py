@@ -64,17 +64,11 @@ def load_checkpoint(
     options = {**found, **model_options}
     if device is None and "device_map" not in options:
         device = _best_device()
-    if device is not None:
-        try:
-            torch.zeros(1, device=device).item()
-        except Exception as error:
-            line = str(error).strip().split("\n")[0]
-            raise TokenRecyclingError(f"device {device} cannot be used: {line}") from error
+    check_device(device)
     on_cpu = device is not None and torch.device(device).type == "cpu"
     if dtype is None:
         dtype = torch.float32 if on_cpu or name_or_path is None else "auto"
-    if isinstance(dtype, str) and dtype not in DTYPES:
-        raise TokenRecyclingError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     from_gguf = "gguf_file" in options
     shown = Path(path, options["gguf_file"]) if from_gguf else path
     # A file on the Hub is not there yet; Transformers fetches it.
@@ -90,6 +84,23 @@ def load_checkpoint(
             if on_cpu:
                 huge_pages.move(model.parameters())
         return model.eval(), load_tokenizer(name_or_path, **options)
+
+
+def check_device(device: str | torch.device | None) -> None:
+    """Raise ``TokenRecyclingError`` if a device cannot be used; None: any."""
+    if device is None:
+        return
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception as error:
+        line = str(error).strip().split("\n")[0]
+        raise TokenRecyclingError(f"device {device} cannot be used: {line}") from error
+
+
+def check_dtype(dtype: str | torch.dtype | None) -> None:
+    """Raise ``TokenRecyclingError`` if a name of a dtype is not one of ``DTYPES``."""
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise TokenRecyclingError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
 
 
 def _packed(file: Path, model_options: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -116,14 +117,15 @@ class Loading:
             raise TokenRecyclingError("--cold and --matrix cannot be combined; choose one")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise TokenRecyclingError(f"--threads is {self.threads}; choose 1 to 1024")
+        if self.matrix is not None and self.matrix.is_dir():
+            raise TokenRecyclingError(f"--matrix is the folder {self.matrix}; give a file")
         if self.matrix is not None and not self.matrix.parent.is_dir():
             raise TokenRecyclingError(
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
-        self._check()
         with busy_shown(f"loading {self.model or 'the bundled model'}"):
-            if self.model is not None:
-                self._note_remote()
+            self._check()
+            remote = self.model is not None and self._is_remote()
             import torch
             from transformers.utils import logging
 
@@ -133,34 +135,48 @@ class Loading:
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
+            # Else it prints a line for every attempt.
+            getLogger("huggingface_hub").setLevel("ERROR")
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            model, tokenizer = load_checkpoint(
-                self.model, self.device, self.dtype, dequantize=self.dequantize
-            )
+            try:
+                model, tokenizer = load_checkpoint(
+                    self.model, self.device, self.dtype, dequantize=self.dequantize
+                )
+            except TokenRecyclingError as error:
+                if remote:
+                    reason = str(error).rstrip(".")
+                    line = f"{reason}; `token-recycling fetch-model` needs no Hub"
+                    raise TokenRecyclingError(line) from error
+                raise
         if not is_compiled():
             with busy_shown("compiling the drafter (once per installation)"):
                 compile_kernels()
-        return TokenRecycling(
-            model,
-            tokenizer,
-            drafter=self.drafter,
-            nodes=self.nodes,
-            tree=self.tree,
-            k=self.candidates,
-            matrix=self.matrix if self.matrix and self.matrix.exists() else None,
-            graph=self.graph,
-            float32_logits=self.float32_logits,
-            strict=self.strict,
-        )
+        if self.graph and model.device.type != "cuda":
+            show.note(f"--graph: on {model.device.type} nothing is captured")
+        with busy_shown("checking the model (the first time, kernels are compiled)"):
+            return TokenRecycling(
+                model,
+                tokenizer,
+                drafter=self.drafter,
+                nodes=self.nodes,
+                tree=self.tree,
+                k=self.candidates,
+                matrix=self.matrix if self.matrix and self.matrix.exists() else None,
+                graph=self.graph,
+                float32_logits=self.float32_logits,
+                strict=self.strict,
+            )
 
-    def _note_remote(self) -> None:
-        """Say that a checkpoint must be fetched, which takes long and may fail offline."""
+    def _is_remote(self) -> bool:
+        """Return, and say, that a checkpoint must be fetched, which may fail offline."""
         from token_recycling.checkpoint.load import is_remote
 
-        if is_remote(self.model):
+        remote = is_remote(self.model)
+        if remote:
             name = printable(self.model)
             show.note(f"there is no folder {name} here; looking for it on the Hugging Face Hub")
+        return remote
 
     def note_toy(self) -> None:
         """Say on stderr that the bundled model is a toy, if it is the one that was loaded."""
@@ -168,9 +184,14 @@ class Loading:
             show.note(TOY)
 
     def _check(self) -> None:
-        """Report wrong options of the drafts before a model is loaded."""
+        """Report wrong options before a model is loaded."""
+        from token_recycling.checkpoint.load import check_device, check_dtype
+        from token_recycling.drafting.registry import check_name
         from token_recycling.options import Options
 
+        check_name(self.drafter)
+        check_device(self.device)
+        check_dtype(self.dtype)
         given = Options.of({"drafter": self.drafter, "nodes": self.nodes, "tree": self.tree})
         k = defaults.candidates_for(self.drafter) if self.candidates is None else self.candidates
         given.template(k)
@@ -197,13 +218,20 @@ class Sampling:
         """Return the given options as arguments of ``TokenRecycling.generate``.
 
         Raises:
-            TokenRecyclingError: ``max_tokens`` is below 1.
+            TokenRecyclingError: a number is out of range.
         """
+        from token_recycling.decoding.numbers import checked
+
         if max_tokens < 1:
             raise TokenRecyclingError(f"-n is {max_tokens}; it must be 1 or more")
         given = {name: value for name, value in vars(self).items() if value is not None}
         given["temperature"] = given.pop("temp")
-        return {"max_new_tokens": max_tokens, "seed": None, **given}
+        if not given["temperature"]:
+            unused = [name for name in ("top_p", "top_k", "min_p") if name in given]
+            if unused:
+                options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+                show.note(f"{options}: not used without --temp, as nothing is sampled")
+        return {"max_new_tokens": max_tokens, "seed": None, **checked(given)}
 
 
 def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -53,7 +53,8 @@ FIELDS = (
 def serve(
     loading: o.Loading,
     model: Annotated[
-        str | None, typer.Argument(help="Checkpoint folder or Hub name; default: bundled.")
+        str | None,
+        typer.Argument(help="Checkpoint folder, GGUF file or Hub name; default: bundled."),
     ] = None,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")
@@ -109,7 +110,7 @@ def serve(
             "repeated.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for every answer.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print a line per answer.")] = False,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Print a line for every HTTP request, too.")
     ] = False,
@@ -129,7 +130,7 @@ def serve(
         raise TokenRecyclingError(
             f"serve needs {', '.join(missing)}: pip install 'token-recycling[serve]'"
         )
-    from token_recycling.server.run import bind, run
+    from token_recycling.server.address import bind
 
     matrix, loading = loading.matrix, replace(loading, model=model)
     known = matrix is not None and matrix.exists()
@@ -139,6 +140,7 @@ def serve(
         from token_recycling.server.engine import Engine
         from token_recycling.server.metrics import Metrics
         from token_recycling.server.prefixes import PrefixCaches
+        from token_recycling.server.run import run
         from token_recycling.server.scopes import MatrixScopes
 
         keeper = None
@@ -159,13 +161,23 @@ def serve(
         about = {"recycling": recycling, "context": recycler.target.max_context}
         app = create_app(Server(engine, name, keys, about), origins)
         if matrix is not None:
-            saved = f"; saved every {save_minutes:g} minutes and at the end" if keeper else ""
+            saved = f"; will be saved every {save_minutes:g} minutes and on exit" if keeper else ""
             show.note(f"matrix     {matrix} {'loaded' if known else 'not there yet'}{saved}")
-        _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
         if not quiet:
             show.log_lines("token_recycling.server")
+
+        def print_start() -> None:
+            _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
+
         try:
-            run(app, engine, sock, drain_seconds=drain_seconds, access_log=access_log)
+            run(
+                app,
+                engine,
+                sock,
+                drain_seconds=drain_seconds,
+                access_log=access_log,
+                on_start=print_start,
+            )
         finally:
             saved_last = keeper is None or keeper.finish()
         if not saved_last:

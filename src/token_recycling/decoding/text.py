@@ -41,8 +41,10 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         TokenRecyclingError: the tokenizer or chat template that this needs is missing, or the
             prompt has another type.
     """
-    if isinstance(prompt, list) and all(isinstance(part, int) for part in prompt):
-        return [part for part in prompt if isinstance(part, int)]
+    if isinstance(prompt, list) and all(type(part) is not bool for part in prompt):
+        tokens = [part for part in prompt if isinstance(part, int)]
+        if len(tokens) == len(prompt):
+            return tokens
     if tokenizer is None:
         raise TokenRecyclingError("without a tokenizer a prompt must be a list of token ids")
     ids: list[int]

@@ -47,6 +47,16 @@ def names() -> list[str]:
     return list(dict.fromkeys([adaptive, PaperDrafter.name, *others, *registered]))
 
 
+def check_name(name: str) -> None:
+    """Raise ``TokenRecyclingError`` if there is no drafter of that name."""
+    if name not in names():
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> TokenRecyclingError:
+    return TokenRecyclingError(f"unknown drafter {name!r}; choose from {', '.join(names())}")
+
+
 def make_drafter(
     name: str,
     matrix: AdjacencyMatrix,
@@ -85,4 +95,4 @@ def make_drafter(
             kind = type(drafter).__name__
             raise TokenRecyclingError(f"the drafter {name!r} is a {kind}; it must be a Drafter")
         return drafter
-    raise TokenRecyclingError(f"unknown drafter {name!r}; choose from {', '.join(names())}")
+    raise _unknown(name)

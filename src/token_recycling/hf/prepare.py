@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 
+from token_recycling.decoding.numbers import checked
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.hf.criteria import looks_at_batch
 from token_recycling.hf.request import (
@@ -23,18 +23,6 @@ from token_recycling.model.limits import input_device
 
 # Transformers warns if these are passed with greedy decoding.
 SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-
-INFINITY = float("inf")
-RANGES = {
-    "max_new_tokens": (1, INFINITY),
-    "temperature": (0.0, INFINITY),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "top_k": (0, INFINITY),
-    "repetition_penalty": (1e-6, INFINITY),
-}
-WHOLE = ("max_new_tokens", "top_k")
-KINDS: tuple[Any, Any] = (Real, Integral)
 
 # Options of ``generate`` that would change the answer and are refused, and what to do instead.
 REFUSED = {
@@ -70,25 +58,13 @@ def generate_options(
         TokenRecyclingError: a number is of the wrong type or out of range, which Transformers
             does not always check.
     """
-    numbers = {name: value for name, value in processors.items() if value is not None}
-    numbers |= {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    for name, (low, high) in RANGES.items():
-        if name not in numbers:
-            continue
-        value: Any = numbers[name]
-        whole = name in WHOLE
-        if isinstance(value, bool) or not isinstance(value, KINDS[whole]):
-            kind = "a whole number" if whole else "a number"
-            raise TokenRecyclingError(f"{name} is {value!r}; it must be {kind}")
-        # Transformers does not accept numpy numbers
-        numbers[name] = int(value) if whole else float(value)
-        if not low <= numbers[name] <= high:
-            allowed = f"{low:g} or more" if high == INFINITY else f"from {low:g} to {high:g}"
-            raise TokenRecyclingError(f"{name} is {value}; it must be {allowed}")
-    given, temperature = numbers, numbers.pop("temperature")
+    chosen = {name: value for name, value in processors.items() if value is not None}
+    own = chosen.get("logits_processor", [])
+    if not (isinstance(own, list | tuple) and all(map(callable, own))):
+        raise TokenRecyclingError("logits_processor must be a list of logits processors")
+    given = checked(chosen | {"max_new_tokens": max_new_tokens, "temperature": temperature})
+    temperature = given.pop("temperature")
     given.setdefault("pad_token_id", 0)  # unused for a single row, but generate warns without it
-    if 0 < temperature < 1e-5:
-        raise TokenRecyclingError(f"temperature is {temperature}; it must be 0, or 1e-5 or more")
     if temperature:
         given.update(do_sample=True, temperature=temperature)
     else:

@@ -1,13 +1,13 @@
-"""Running the server: its address, its signals and what it saves."""
+"""Running the server: its threads and signals."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
 from types import FrameType
@@ -15,36 +15,10 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from token_recycling.errors import TokenRecyclingError
 from token_recycling.server.connection import Connection
 from token_recycling.server.engine import Engine
 
 GRACE_SECONDS = 5  # for the last frames of answers that were ended
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, so that a port in use is found before the model is loaded.
-
-    Raises:
-        TokenRecyclingError: the address cannot be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(0)  # else two servers could bind the same port before either listens
-    except (socket.gaierror, UnicodeError) as error:  # the latter for names that are not valid
-        raise TokenRecyclingError(f"--host is {host}; there is no such address") from error
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise TokenRecyclingError(
-                f"port {port} is in use; stop the other program or choose another with --port"
-            ) from error
-        raise TokenRecyclingError(f"cannot use {host}:{port}: {error.strerror}") from error
-    return made
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
@@ -54,7 +28,13 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 
 def run(
-    app: FastAPI, engine: Engine, sock: socket.socket, *, drain_seconds: int, access_log: bool
+    app: FastAPI,
+    engine: Engine,
+    sock: socket.socket,
+    *,
+    drain_seconds: int,
+    access_log: bool,
+    on_start: Callable[[], None],
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP; then finish the answers in progress.
 
@@ -67,6 +47,7 @@ def run(
         sock: a bound socket.
         drain_seconds: after which answers in progress are ended, with an error.
         access_log: print a line per request.
+        on_start: called when signals end the server in this way.
     """
     config = uvicorn.Config(
         app,
@@ -92,7 +73,8 @@ def run(
         if first:
             engine.drain(drain_seconds)
             line = (
-                f"finishing answers in progress, for up to {drain_seconds} s; Ctrl-C again: at once"
+                f"finishing answers in progress, for up to {drain_seconds} s; "
+                "press Ctrl-C again to stop at once"
             )
             with suppress(OSError):  # the terminal may have been closed
                 os.write(2, f"{line}\n".encode())  # print must not be used in a signal handler
@@ -104,6 +86,7 @@ def run(
     thread = Thread(target=serve, name="http")
     thread.start()
     try:
+        on_start()
         engine.run()
     finally:
         server.should_exit = True

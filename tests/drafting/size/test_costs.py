@@ -82,6 +82,8 @@ def test_a_curve_travels(tmp_path):
         lambda d: d.update(sizes=[1, 2, 10**400]),
         lambda d: d.update(seconds=[1.0, 2.0]),
         lambda d: d.update(seconds=[1.0, 0.0, 3.0]),
+        lambda d: d.update(seconds=[5e-324, 1.0, 3.0]),
+        lambda d: d.update(sizes=[*range(1, 1502)], seconds=[1.0] * 1501),
         lambda d: d.update(seconds=[1.0, float("nan"), 3.0]),
         lambda d: d.update(seconds="x", sizes=[]),
         lambda d: d.clear(),

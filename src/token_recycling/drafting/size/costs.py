@@ -18,6 +18,8 @@ FORMAT = "token-recycling-costs-2"
 # 81 tokens at the cost of 1.23 steps (A100, 7B), two CPU cores at that of 3 to 4.
 ASSUMED = {"cuda": 0.003, "cpu": 0.03}
 ASSUMED_ELSEWHERE = 0.02
+# Of a file: points of the curve, and the cost of a step, below which its numbers make no sense.
+MOST_POINTS, LEAST_COST = 1000, 1e-7
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class CostCurve:
             whole = (
                 data["format"] == FORMAT
                 and len(curve.seconds) == len(curve.sizes)
-                and all(0 < cost < 1e6 for cost in curve.seconds)
+                and len(curve.sizes) <= MOST_POINTS
+                and all(LEAST_COST < cost < 1e6 for cost in curve.seconds)
                 and list(curve.sizes) == sorted(set(curve.sizes))
                 and curve.sizes[:1] == (1,)
                 and curve.sizes[-1] < 1e6
