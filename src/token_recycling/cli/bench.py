@@ -43,7 +43,8 @@ def bench(
         str | None,
         typer.Option(
             "--decoders",
-            help="generate, generate-pld, auto, DRAFTER or DRAFTER@TREE, separated by commas.",
+            help="generate, generate-pld, auto, DRAFTER, DRAFTER@NODES, DRAFTER@TREE, separated by "
+            "commas; +graph at the end: captured.",
         ),
     ] = None,
     sweep: Annotated[

@@ -44,7 +44,9 @@ def check(
     raw: o.Raw = False,
     as_json: o.Json = False,
 ) -> None:
-    """Compare recycled decoding with plain decoding, prompt by prompt.
+    """Check that drafts do not change the text.
+
+    Compares recycled with plain decoding, prompt by prompt.
 
     Reports for every prompt whether the text is that of `generate` and, if not, by how much
     `generate` preferred its own token at the first difference. The verdict is `lossless`,

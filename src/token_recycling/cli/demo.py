@@ -35,7 +35,9 @@ def demo(
     ] = None,
     max_tokens: o.MaxTokens = 96,
 ) -> None:
-    """Compare plain and recycled decoding on eight prompts.
+    """Compare decoding with and without drafts.
+
+    Answers eight prompts in both ways.
 
     Streams one answer first. Exits with code 1 if any output differs.
     """

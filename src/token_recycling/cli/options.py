@@ -27,7 +27,8 @@ TopK = Annotated[
     int | None, typer.Option("--top-k", help="Sample from the best K; 0: all. As in generate().")
 ]
 MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Minimum share of the best probability.")
+    float | None,
+    typer.Option("--min-p", help="Drop tokens less likely than this fraction of the likeliest."),
 ]
 Penalty = Annotated[float | None, typer.Option("--repetition-penalty", help="1 disables it.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Random seed for sampling.")]

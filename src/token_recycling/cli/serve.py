@@ -115,7 +115,9 @@ def serve(
         bool, typer.Option("--access-log", help="Print a line for every HTTP request, too.")
     ] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients: chat and completions, and a chat page.
+    """Serve a model to OpenAI's clients.
+
+    There are chat and completions, and a chat page.
 
     SIGTERM and Ctrl-C finish the answers in progress, then save the matrix.
     """
