@@ -8,7 +8,7 @@ REPOSITORY ?= your-name/token-recycling
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-slow test-real test-real-vllm test-models test-versions test-quantised
 .PHONY: test-clients test-server test-vllm test-sglang test-engines test-device-kernels test-gpu-smoke test-all
-.PHONY: lint format models train fit bench hub clean
+.PHONY: lint format models train fit bench api hub clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -157,6 +157,11 @@ fit: .venv/ready ## Fit the drafter's constants and the ranked tree anew, on a r
 	for step in prepare calibration acceptance sizes tree; do \
 		$(BIN)/python lab/fit.py $$step --model $$MODEL --answers $(RECORDS) || exit 1; \
 	done
+
+api: .venv/ready ## Write pages of the public API, made from the docstrings, to build/api.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/pdoc pdoc==16.0.0 markdown2==2.5.4
+	PYTHONPATH=build/pdoc $(BIN)/python -c 'import token_recycling as t; vars(t).update({n: getattr(t, n) for n in t.__all__}); \
+		import sys, pdoc.__main__; pdoc.__main__.cli()' --docformat google -o build/api token_recycling
 
 bench: build/clients/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
 	DATA=$(DATA) lab/run.sh

@@ -662,13 +662,11 @@ def contents(folder):
     """Everything in a run's folder that does not depend on time."""
     summary = json.loads((folder / "summary.json").read_text())
     text = (folder / "tables.md").read_text()
-    state = next(folder.glob("state-*"))
     return {
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
         "plan": (folder / "plan.json").read_bytes(),
         "journal": still(folder / "journal.jsonl"),
         "answers": {path.name: still(path) for path in (folder / "answers").iterdir()},
-        "state": {key: tensor.tolist() for key, tensor in load_file(state).items()},
         "summary": {
             name: (
                 entry["about"],
@@ -705,7 +703,7 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
         ["answers", "answers/adaptive@8.jsonl", "answers/generate.jsonl",
          "answers/paper@8.jsonl",
          "answers/prompt-lookup.jsonl", "journal.jsonl", "plan.json", "report.html",
-         "state-5.safetensors", "summary.json", "tables.md"]
+         "summary.json", "tables.md"]
     )  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary["decoders"]) == ["generate", *FIXED.split(",")]

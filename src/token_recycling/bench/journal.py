@@ -128,8 +128,15 @@ class Journal:
             raise TokenRecyclingError(f"cannot write {self._lines}: {error.strerror}") from error
         self._size = self._whole = self._whole + len(line)
         self.records.append(record)
+        self._drop_states(but=kept)
+
+    def finish(self) -> None:
+        """Remove the state: nothing is left to resume."""
+        self._drop_states()
+
+    def _drop_states(self, but: Path | None = None) -> None:
         for old in self.folder.glob("state-*"):  # including leftovers of a killed run
-            if old != kept:
+            if old != but:
                 old.unlink(missing_ok=True)
 
     def _check_alone(self) -> None:

@@ -96,8 +96,8 @@ class Runner:
             raise TokenRecyclingError(f"{journal.folder} contains answers to other questions")
         if done < len(questions):
             self._warm_up()
-        for name, state in journal.state().items():
-            self.decoders[name].restore(state)
+            for name, state in journal.state().items():
+                self.decoders[name].restore(state)
         on_progress(done, len(questions))
         for index, question in enumerate(questions[done:], start=done):
             record = self.answer(question, index)

@@ -190,6 +190,7 @@ class _Run:
             ("tables.md", tables.document(summary)),
         ):
             write_text(out / name, text)
+        journal.finish()
         return summary
 
     def _plan(self, questions: list[Question]) -> dict[str, Any]:
