@@ -12,7 +12,6 @@ from time import monotonic, sleep
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from architectures import make
 from command import call, write_suite
