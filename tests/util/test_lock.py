@@ -17,7 +17,7 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not():
             owned.set()
             end.wait()
 
-    thread = threading.Thread(target=owner)
+    thread = threading.Thread(target=owner, daemon=True)
     thread.start()
     owned.wait()
     child = os.fork()
