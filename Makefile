@@ -158,10 +158,13 @@ fit: .venv/ready ## Fit the drafter's constants and the ranked tree anew, on a r
 		$(BIN)/python lab/fit.py $$step --model $$MODEL --answers $(RECORDS) || exit 1; \
 	done
 
-api: .venv/ready ## Write pages of the public API, made from the docstrings, to build/api.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/pdoc pdoc==16.0.0 markdown2==2.5.4
+api: build/pdoc/ready ## Write pages of the public API, made from the docstrings, to build/api.
 	PYTHONPATH=build/pdoc $(BIN)/python -c 'import token_recycling as t; vars(t).update({n: getattr(t, n) for n in t.__all__}); \
-		import sys, pdoc.__main__; pdoc.__main__.cli()' --docformat google -o build/api token_recycling
+		import pdoc.__main__; pdoc.__main__.cli()' --docformat google -o build/api token_recycling
+
+build/pdoc/ready: tests/requirements/pdoc.txt .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/pdoc -r $<
+	touch $@
 
 bench: build/clients/ready ## Measure everything that docs/results.md shows (an hour and more; resumable).
 	DATA=$(DATA) lab/run.sh

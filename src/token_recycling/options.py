@@ -14,7 +14,7 @@ from token_recycling import defaults
 from token_recycling.drafting.base import AnyDrafter, Drafter
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
-from token_recycling.drafting.registry import SHAPE_THEIR_OWN
+from token_recycling.drafting.registry import SHAPE_THEIR_OWN, check_name
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.util.modes import ordinary_tensors
@@ -92,6 +92,8 @@ class Options:
         if not isinstance(self.drafter, str | Drafter):
             kind = type(self.drafter).__name__
             raise TokenRecyclingError(f"drafter has type {kind}; it must be a name or a Drafter")
+        if isinstance(self.drafter, str):
+            check_name(self.drafter)
         for name in ("k", "nodes"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.util.files import make_folder, write_atomically, write_text
+from token_recycling.util.files import make_folder, write_tensors, write_text
 
 State = Mapping[str, Mapping[str, Tensor]]  # by variant (see ``Decoder.state``)
 
@@ -115,8 +114,7 @@ class Journal:
         }
 
         kept = self._state(len(self.records) + 1)
-        content = save(tensors)  # not save_file, which writes a temporary file of its own
-        write_atomically(kept, lambda partial: partial.write_bytes(content))
+        write_tensors(kept, tensors)
         line = json.dumps(record).encode() + b"\n"
         try:
             with self._lines.open("ab") as file:

@@ -187,10 +187,8 @@ class Loading:
     def _check(self) -> None:
         """Report wrong options before a model is loaded."""
         from token_recycling.checkpoint.load import check_device, check_dtype
-        from token_recycling.drafting.registry import check_name
         from token_recycling.options import Options
 
-        check_name(self.drafter)
         check_device(self.device)
         check_dtype(self.dtype)
         given = Options.of({"drafter": self.drafter, "nodes": self.nodes, "tree": self.tree})
@@ -221,14 +219,14 @@ class Sampling:
         Raises:
             TokenRecyclingError: a number is out of range.
         """
-        from token_recycling.decoding.numbers import checked
+        from token_recycling.decoding.numbers import SAMPLING_ONLY, checked
 
         if max_tokens < 1:
             raise TokenRecyclingError(f"-n is {max_tokens}; it must be 1 or more")
         given = {name: value for name, value in vars(self).items() if value is not None}
         given["temperature"] = given.pop("temp")
         if not given["temperature"]:
-            unused = [name for name in ("top_p", "top_k", "min_p") if name in given]
+            unused = [name for name in given if name in SAMPLING_ONLY]
             if unused:
                 options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
                 show.note(f"{options}: not used without --temp, as nothing is sampled")

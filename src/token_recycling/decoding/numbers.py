@@ -17,6 +17,8 @@ RANGES = {
     "repetition_penalty": (1e-6, INFINITY),
 }
 WHOLE = ("max_new_tokens", "top_k")
+# Not used where nothing is sampled; Transformers then warns of them.
+SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 KINDS: tuple[Any, Any] = (Real, Integral)
 
 

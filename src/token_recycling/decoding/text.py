@@ -41,8 +41,8 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         TokenRecyclingError: the tokenizer or chat template that this needs is missing, or the
             prompt has another type.
     """
-    if isinstance(prompt, list) and all(type(part) is not bool for part in prompt):
-        tokens = [part for part in prompt if isinstance(part, int)]
+    if isinstance(prompt, list):
+        tokens = [part for part in prompt if isinstance(part, int) and type(part) is not bool]
         if len(tokens) == len(prompt):
             return tokens
     if tokenizer is None:

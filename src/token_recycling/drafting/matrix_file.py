@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.util.files import is_file, write_atomically
+from token_recycling.util.files import is_file, write_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
 FORMAT = "token-recycling-matrix-1"
@@ -51,9 +50,7 @@ class MatrixFile:
         tensors |= {f"{kind}keys": keys for kind, keys in zip(KINDS[1:], self.keys)}
         filled = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.numel()}
 
-        # Not save_file, which writes another temporary file, and leaves it if it is killed.
-        content = save(filled, metadata={**self.about, "format": FORMAT})
-        write_atomically(path, lambda partial: partial.write_bytes(content))
+        write_tensors(path, filled, {**self.about, "format": FORMAT})
 
     @classmethod
     def read(cls, path: str | Path) -> MatrixFile:

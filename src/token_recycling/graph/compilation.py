@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 import torch
 
-from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.errors import one_line
 from token_recycling.graph.drafting import drafts_on_device
@@ -54,9 +53,8 @@ class KernelCompiler:
         return True
 
     def _compile(self, batch: int, slots: int, size: int) -> None:
-        if not isinstance(self.drafter, AdaptiveDrafter) or not drafts_on_device(
-            self.drafter, size
-        ):
+        drafter = self.drafter
+        if not drafts_on_device(drafter, size):
             return  # there are none
         from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
 
@@ -64,5 +62,5 @@ class KernelCompiler:
         # Not the default stream, which would wait for a capture in another thread.
         stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device) if cuda else nullcontext(), torch.cuda.stream(stream):
-            drafting = DeviceDrafting(self.drafter, batch, slots, size, self.device)
+            drafting = DeviceDrafting(drafter, batch, slots, size, self.device)
             drafting.compile(self.dtype)

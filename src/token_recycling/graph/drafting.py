@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -78,14 +78,14 @@ def make_drafting(
         device: of the target.
         kernels: draft on the device, if there are kernels for it.
     """
-    if kernels and isinstance(drafter, AdaptiveDrafter) and drafts_on_device(drafter, size):
+    if kernels and drafts_on_device(drafter, size):
         from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
 
         return DeviceDrafting(drafter, batch, capacity, size, device)
     return HostDrafting(drafter, batch, capacity, size, device)
 
 
-def drafts_on_device(drafter: AnyDrafter, size: int | None) -> bool:
+def drafts_on_device(drafter: AnyDrafter, size: int | None) -> TypeGuard[AdaptiveDrafter]:
     """Return whether there are kernels for drafts of ``size`` nodes (see ``make_drafting``)."""
     if not isinstance(drafter, AdaptiveDrafter):
         return False

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from token_recycling.decoding.numbers import checked
+from token_recycling.decoding.numbers import SAMPLING_ONLY, checked
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.hf.criteria import looks_at_batch
 from token_recycling.hf.request import (
@@ -20,9 +20,6 @@ from token_recycling.hf.request import (
 from token_recycling.hf.serve import patch_generate
 from token_recycling.model.cache_name import NEW, OLD
 from token_recycling.model.limits import input_device
-
-# Transformers warns if these are passed with greedy decoding.
-SAMPLING_ONLY = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 # Options of ``generate`` that would change the answer and are refused, and what to do instead.
 REFUSED = {

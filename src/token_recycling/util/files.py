@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from token_recycling.errors import TokenRecyclingError
 
@@ -114,6 +115,26 @@ def write_text(path: Path, text: str) -> None:
         TokenRecyclingError: see ``write_atomically``.
     """
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_tensors(
+    path: str | Path, tensors: dict[str, Any], about: dict[str, str] | None = None
+) -> None:
+    """Write tensors as a safetensors file atomically.
+
+    Args:
+        path: of the file.
+        tensors: contiguous, by name.
+        about: the file's metadata.
+
+    Raises:
+        TokenRecyclingError: see ``write_atomically``.
+    """
+    from safetensors.torch import save  # imports PyTorch
+
+    # Not save_file, which writes another temporary file, and leaves it if it is killed.
+    content = save(tensors, about)
+    write_atomically(path, lambda partial: partial.write_bytes(content))
 
 
 def is_file(path: str | Path) -> bool:

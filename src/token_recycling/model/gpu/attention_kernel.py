@@ -241,9 +241,8 @@ class Blocks(NamedTuple):
 def blocks(n: int, group: int, size: int, dtype: torch.dtype) -> Blocks:
     """Return how programs attend: dot products need 16 of everything, registers are few."""
     half = dtype != torch.float32
-    most = QUERIES if size <= 64 else QUERIES // 2 if size <= 128 else QUERIES // 4
-    if half and 64 < size <= 128:
-        most = QUERIES
+    wide = 128 if half else 64  # entries of a head up to which registers hold all queries
+    most = QUERIES if size <= wide else QUERIES // 2 if size <= 128 else QUERIES // 4
     queries = min(most, max(16, triton.next_power_of_2(group * n)))
     keys = KEYS if size <= 64 else KEYS // 2
     if half and size > 64 and queries == QUERIES:
