@@ -274,27 +274,34 @@ class Smoke:
             self.model = wide
 
     def batches(self, write: Callable[[Any], None]) -> Any:
-        """All prompts as one batch, a second time when the kernels are there."""
-        prompts, found = self.prompts[:-1], {}
+        """All prompts as one batch: two answers to warm up, then every way in turn, three times."""
+        prompts, ready, result = self.prompts[:-1], {}, {}
         for name, options in {
             "graph, no drafts": {"drafter": "none"},
             "graph, default": {},
             "graph, 7 nodes": {"nodes": 7},
             "graph, 15 nodes": {"nodes": 15},
         }.items():
-            answer = self.recycled(**options, graph=True)
-            answer(prompts, self.tokens)
-            settled = answer.settle()  # type: ignore[attr-defined]
-            begun = time.perf_counter()
-            texts, stats = answer(prompts, self.tokens)
-            seconds = time.perf_counter() - begun
-            rate = sum(map(len, texts)) / seconds
-            found[name] = {"seconds": seconds, "tokens per second": rate, "texts": texts, **settled}
-            found[name] |= {"steps": stats.steps, "prefill": stats.prefill_seconds}
-            found[name] |= {"drafted": stats.drafted, "phases": stats.seconds}
-            print(name, {k: v for k, v in found[name].items() if k != "texts"}, flush=True)
-            write(found)
-        return found
+            answer = ready[name] = self.recycled(**options, graph=True)
+            for _ in range(2):
+                answer(prompts, self.tokens)
+                settled = answer.settle()  # type: ignore[attr-defined]
+            result[name] = {"answers": [], **settled}
+        for _ in range(3):
+            for name, answer in ready.items():
+                synchronize(self.device)
+                begun = time.perf_counter()
+                texts, stats = answer(prompts, self.tokens)
+                synchronize(self.device)
+                measured = {"seconds": time.perf_counter() - begun, "steps": stats.steps}
+                measured |= {"prefill": stats.prefill_seconds, "phases": stats.seconds}
+                measured |= {"drafted": stats.drafted}
+                print(name, measured, flush=True)
+                measured["tokens per second"] = sum(map(len, texts)) / measured["seconds"]
+                result[name]["answers"].append(measured)
+                result[name]["texts"] = texts
+            write(result)
+        return result
 
     def padded(self, write: Callable[[Any], None]) -> Any:
         """Steps of 16 tokens with real and with worthless drafts: are the texts the same."""

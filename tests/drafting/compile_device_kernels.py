@@ -29,7 +29,6 @@ from token_recycling.drafting.kernels.device import count, learn, propose, top_k
 from token_recycling.graph import kernels
 from token_recycling.graph.step import GraphStep
 from token_recycling.model.gpu import attention_kernel, elementwise_kernel
-from token_recycling.model.gpu.attention import TreeView
 from token_recycling.util.launch import REGISTERS, only_compiled
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
@@ -37,13 +36,8 @@ TARGETS.append(GPUTarget("hip", "gfx942", 64))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # Bytes that NVIDIA's assembler keeps in memory so that more programs fit on a multiprocessor.
-KNOWN = {
-    ("attend n=1 G=1 D=64", 90): 4,
-    ("attend n=64 G=4 D=128", 80): 48,
-    ("attend rule=1", 80): 92,
-    ("attend rule=2", 80): 112,
-    ("attend rule=2", 90): 12,
-}
+KNOWN = {}
+ATTENTION = (attention_kernel._attend_shared, attention_kernel._attend_path)
 DRAFTING = (propose._propose, count._count, learn._remember, learn._learn)  # may use many registers
 POINTERS = {
     "context": "*i64",
@@ -74,8 +68,9 @@ POINTERS = {
     "values": "*bf16",
     "mask_out": "*bf16",
     "like": "*bf16",
-    **dict.fromkeys(("query", "key", "value", "found_out"), "*bf16"),
-    **dict.fromkeys(("sums_out", "tops_out", "totals_out", "sums", "tops", "totals"), "*fp32"),
+    **dict.fromkeys(("query", "key", "value"), "*bf16"),
+    **dict.fromkeys(("sums_out", "tops_out", "totals_out", "sums_in", "tops", "totals"), "*fp32"),
+    **dict.fromkeys(("paths", "depths"), "*i32"),
     **dict.fromkeys(("x", "weight", "out", "gate", "up", "cos", "sin"), "*bf16"),
     **dict.fromkeys(("query_out", "key_out"), "*bf16"),
     "epsilon": "fp32",
@@ -105,7 +100,7 @@ STRIDES = tuple(f"{a}_{b}" for a in ("query", "key", "value") for b in ("row", "
 STRIDES += tuple(f"{a}_{b}" for a in ("query", "key", "cos", "sin") for b in ("row", "token"))
 STRIDES += tuple(f"{a}_out_{b}" for a in ("query", "key") for b in ("row", "head", "token"))
 STRIDES += ("query_node",)
-NUMBERS += ("tokens", "size", "heads", "splits", "count", *STRIDES)
+NUMBERS += ("tokens", "size", "heads", "spans", "count", *STRIDES)
 
 
 def variants():
@@ -136,24 +131,20 @@ def variants():
     for rule in range(3):
         constants = {"RULE": rule, "ROWS": 8, "BLOCK": kernels.SLOTS_AT_ONCE}
         yield f"layout rule={rule}", kernels._layout, constants, 4
-    for n, group, size in product((1, 64), (1, 4), (64, 128, 256)):
-        how = attention_kernel.blocks(n, group, size, torch.bfloat16)
-        own = {"GROUP": group, "D": size, "WIDTH": size, "RULE": 0, "ROWS": 1}
-        own |= {"QUERIES": how.queries, "KEYS": how.keys, "PRECISION": "ieee"}
-        yield (
-            f"attend n={n} G={group} D={size}",
-            attention_kernel._attend,
-            own,
-            attention_kernel.options(how),
-        )
-    for rule in (1, 2):
-        how = attention_kernel.blocks(64, 4, 128, torch.bfloat16)
-        own = {"GROUP": 4, "D": 128, "WIDTH": 128, "RULE": rule, "ROWS": 4}
-        own |= {"QUERIES": how.queries, "KEYS": how.keys, "PRECISION": "ieee"}
-        yield f"attend rule={rule}", attention_kernel._attend, own, attention_kernel.options(how)
-    for size in (64, 128, 256):
-        own = {"GROUP": 4, "D": size, "WIDTH": size, "QUERIES": attention_kernel.MERGED}
-        yield f"merge D={size}", attention_kernel._merge, own, 4
+    for group, size, rule in product((1, 4), (64, 128, 256), range(3)):
+        how = attention_kernel.blocks(size, torch.bfloat16)
+        own = {"GROUP": group, "D": size, "WIDTH": size, "RULE": rule, "PRECISION": "ieee"}
+        own |= {name: getattr(attention_kernel, name) for name in ("BLOCK", "SPAN", "OCTAVE")}
+        options = {"num_warps": how.warps, "num_stages": how.stages}
+        shared = own | {"QUERIES": how.queries, "KEYS": how.keys}
+        name = f"G={group} D={size} rule={rule}"
+        yield f"attend shared {name}", attention_kernel._attend_shared, shared, options
+        path = own | {"QUERIES": 16, "ROWS": 4, "KEYS": attention_kernel.PATH_KEYS}
+        path["MERGED"] = attention_kernel.MERGED // (16 * size)
+        options = {"num_warps": attention_kernel.PATH_WARPS, "num_stages": 2}
+        yield f"attend path {name}", attention_kernel._attend_path, path, options
+    for n in (2, 64):
+        yield f"paths n={n}", attention_kernel._paths, {"NODES": n}, 1
     for k in (8, 12, 16):
         own = {"K": k, "WIDTH": triton.next_power_of_2(k), "BLOCK": top_k.BLOCK, "BLOCKS": 2048}
         yield f"choose k={k}", top_k._choose, own, 4
@@ -222,7 +213,8 @@ class NoGPU:
 def compile_by_launcher(target):
     """Compile what a step launches, with the arguments that it has, by the path of a launch."""
     launched = (*DRAFTING, kernels._layout, kernels._accept, kernels._commit)
-    launched += (top_k._maxima, top_k._choose, attention_kernel._attend, attention_kernel._merge)
+    launched += (top_k._maxima, top_k._choose, attention_kernel._paths)
+    launched += ATTENTION
     elementwise = elementwise_kernel
     launched += (elementwise._rms_norm, elementwise._rotary, elementwise._gated)
     driver.set_active(NoGPU(target))
@@ -245,8 +237,8 @@ def compile_by_launcher(target):
         positions, _, _ = kernels.layout(windows, step.cache.lengths, draft, 256, None, dtype)
         kernels.accept(draft, draft.tokens, step.roots)
         kernels.commit(step.cache, draft.parents, step.roots)
-        for window in windows.values():
-            view = TreeView(step.cache.lengths, positions, draft.ancestors.contiguous(), window)
+        seen = (step.cache.lengths, positions, draft.ancestors, windows.values())
+        for view in attention_kernel.view_tree(*seen):
             attention_kernel.attend(query, key, key, view, 0.1)
     for kernel in launched:
         (found,) = (cache[0] for cache in kernel.device_caches.values())
@@ -265,8 +257,8 @@ def main():
         if not name.startswith(tuple(sys.argv[1:]) or ""):
             continue
         for target in TARGETS:
-            if kernel is attention_kernel._attend and target.arch == 75:
-                continue  # PyTorch's kernel is faster there: the trial at first use finds it
+            if kernel in ATTENTION and target.arch == 75:
+                continue  # PyTorch's kernel is used there
             options = warps if isinstance(warps, dict) else {"num_warps": warps}
             if target.backend == "cuda" and kernel in DRAFTING:
                 options |= REGISTERS

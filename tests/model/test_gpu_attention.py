@@ -18,8 +18,7 @@ from token_recycling import TokenRecycling
 from token_recycling.model import attention as packing
 from token_recycling.model.gpu import attention as gpu
 from token_recycling.model.gpu import attention_kernel
-from token_recycling.model.gpu.attention import TreeView
-from token_recycling.model.gpu.attention_kernel import attend
+from token_recycling.model.gpu.attention_kernel import attend, view_tree
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.model.masks import additive_masks
 
@@ -47,7 +46,8 @@ class Case:
         lengths = torch.tensor(lengths or [37, 5, 20, 0][:batch])
         slots = int(lengths.max()) + n + spare
         depths, ancestors = a_tree(rng, batch, n)
-        self.view = TreeView(lengths, lengths[:, None] + depths, ancestors, window)
+        self.ancestors, self.positions = ancestors, lengths[:, None] + depths
+        (self.view,) = view_tree(lengths, self.positions, ancestors, [window])
         self.query = torch.randn(batch, heads * group, n, size, generator=rng).to(dtype)
         # As in a cache: a view of tensors with more room.
         whole = torch.randn(2, batch, heads, slots + 5, size, generator=rng).to(dtype)
@@ -56,7 +56,8 @@ class Case:
         self.group, self.n, self.end = group, n, int(lengths.max())
 
     def mask(self, dtype=torch.float64):
-        lengths, positions, ancestors, window = self.view
+        lengths, positions, window = self.view.lengths, self.positions, self.view.window
+        ancestors = self.ancestors
         every = torch.arange(self.end + self.n)
         committed = (every[: self.end] < lengths[:, None])[:, None].expand(-1, self.n, -1)
         visible = torch.cat([committed, ancestors], dim=2)
@@ -72,8 +73,11 @@ class Case:
         scores = self.query.double() @ key.transpose(2, 3) * 0.3 + self.mask()
         return (scores.softmax(-1) @ value).transpose(1, 2)
 
-    def found(self, **changes):
-        return attend(self.query, self.key, self.value, self.view._replace(**changes), 0.3).double()
+    def found(self, ancestors=None, **changes):
+        view = self.view._replace(**changes)
+        if ancestors is not None:
+            (view,) = view_tree(view.lengths, view.positions, ancestors, [view.window])
+        return attend(self.query, self.key, self.value, view, 0.3).double()
 
 
 def close(found, expected, dtype=torch.float32):
@@ -112,18 +116,60 @@ def test_half_precision():
     assert close(case.found(), case.expected(), torch.float16)
 
 
-@pytest.mark.parametrize("programs", [1, 264])
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 500])
-def test_parts_of_the_keys(programs, length, monkeypatch):
-    """One part or several, and those that have nothing to read."""
-    monkeypatch.setattr(attention_kernel, "PROGRAMS", programs)
+@pytest.mark.parametrize(
+    ("span", "octave", "merged"), [(64, 1, 256), (64, 2, 1024), (256, 8, 2**14)]
+)
+@pytest.mark.parametrize("length", [0, 1, 62, 63, 64, 126, 127, 128, 500])
+def test_spans_of_keys(span, octave, merged, length, monkeypatch):
+    """One span or several, and those that have nothing to read."""
+    monkeypatch.setattr(attention_kernel, "SPAN", span)
+    monkeypatch.setattr(attention_kernel, "OCTAVE", octave)
+    monkeypatch.setattr(attention_kernel, "MERGED", merged)
     case = Case(3, lengths=[length], heads=1, spare=300)
     assert close(case.found(), case.expected())
 
 
+def test_paths_longer_than_a_block():
+    """A chain of 150 nodes, most of whose keys are in no whole block of committed ones."""
+    case = Case(150, lengths=[70], heads=1)
+    chain = torch.ones(150, 150, dtype=torch.bool).tril()[None]
+    case.ancestors, case.positions = chain, 70 + torch.arange(150)[None]
+    (case.view,) = view_tree(case.view.lengths, case.positions, chain, [WINDOWS[0]])
+    assert close(case.found(), case.expected())
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("length", [40, 126, 700])
+def test_a_node_has_the_bits_of_a_step_of_its_own(window, length):
+    """Whatever else is drafted, in other sequences too, and wherever its keys lie."""
+    case = Case(40, batch=2, group=2, lengths=[length, length + 30], window=window)
+    drafted = case.found()[0]
+    end = case.end
+    for node in (0, 7, 25, 39):
+        path = case.ancestors[0, node].nonzero()[:, 0]
+        key, value = case.key[:1].clone(), case.value[:1].clone()
+        for one in (key, value):  # as if the path before the node had been committed
+            nodes = one[:, :, end + path].clone()
+            one[:, :, length : length + len(path)] = nodes
+        before = torch.tensor([length + len(path) - 1])
+        one_node = torch.ones(1, 1, 1, dtype=torch.bool)
+        (view,) = view_tree(before, before[None], one_node, [window])
+        plain_step = attend(case.query[:1, :, node : node + 1].clone(), key, value, view, 0.3)
+        assert plain_step[0, 0].double().equal(drafted[node])
+
+
+def test_bits_depend_on_the_block_that_keys_are_in(monkeypatch):
+    """The control of the test above: another division of the same keys is seen in the bits."""
+    case = Case(2, lengths=[200])
+    right = case.found()
+    monkeypatch.setattr(attention_kernel, "BLOCK", 128)
+    assert close(case.found(), case.expected())
+    assert not case.found().equal(right)
+
+
 def test_a_node_that_sees_nothing_is_zero():
     case = Case(4)
-    ancestors = case.view.ancestors.clone()
+    ancestors = case.ancestors.clone()
     ancestors[0, 2] = False
     found = case.found(ancestors=ancestors, lengths=torch.tensor([0]))
     assert found[0, 2].abs().max() == 0
@@ -136,8 +182,8 @@ def test_wrong_views_are_noticed(broken):
     case = Case(17, batch=2, window=WINDOWS[1], lengths=[37, 20])
     wrong = {
         "lengths": case.view.lengths - torch.tensor([0, 1]),
-        "ancestors": case.view.ancestors.transpose(1, 2).contiguous(),
-        "positions": case.view.positions + 3,
+        "ancestors": case.ancestors.transpose(1, 2).contiguous(),
+        "positions": case.positions + 3,
         "window": WINDOWS[0],
     }[broken]
     assert not close(case.found(**{broken: wrong}), case.expected())
@@ -153,8 +199,8 @@ def used(monkeypatch):
         return attend(*args)
 
     monkeypatch.setattr(packing.cpu, "fits", lambda *a: False)
-    monkeypatch.setattr(gpu, "is_here", lambda query: True)
-    monkeypatch.setattr(gpu, "is_faster", lambda *a: True)
+    monkeypatch.setattr(gpu, "is_here", lambda tensor: True)
+    monkeypatch.setattr(gpu, "is_right", lambda *a: True)
     monkeypatch.setattr(attention_kernel, "attend", noted)
     return calls
 
@@ -174,8 +220,9 @@ def test_a_wrong_kernel_is_found_when_a_model_is_probed(used, monkeypatch):
     """The control: what the kernel computes is what the model uses."""
 
     def blind(query, key, value, view, scale):
-        causal = torch.ones_like(view.ancestors).tril()
-        return attend(query, key, value, view._replace(ancestors=causal), scale)
+        causal = torch.ones_like(view.paths, dtype=torch.bool).tril()
+        (other,) = view_tree(view.lengths, view.positions, causal, [view.window])
+        return attend(query, key, value, other, scale)
 
     monkeypatch.setattr(attention_kernel, "attend", blind)
     with pytest.warns(UserWarning, match="its logits in a tree differ"):
@@ -183,7 +230,7 @@ def test_a_wrong_kernel_is_found_when_a_model_is_probed(used, monkeypatch):
 
 
 class TestTrial:
-    """Which kernel is used, with times and results that are made up."""
+    """Whether the kernel is used, with results that are made up."""
 
     @pytest.fixture(autouse=True)
     def _no_cuda(self, monkeypatch):
@@ -191,38 +238,32 @@ class TestTrial:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         self.capturing = False
 
-    def chosen(self, ours, theirs):
+    def chosen(self, ours, theirs=lambda: torch.ones(3)):
         query, key = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 30, 8)
-        return gpu.is_faster(query, key, ours, theirs)
+        return gpu.is_right(query, key, Case(2).view, ours, theirs)
 
-    def slow(self):
-        sum(range(200_000))
-        return torch.ones(3)
-
-    def test_the_faster_one_and_once(self):
-        assert self.chosen(lambda: torch.ones(3), self.slow)
-        assert self.chosen(self.slow, lambda: torch.ones(3))  # it is settled
-
-    def test_the_slower_one_is_not(self):
-        assert not self.chosen(self.slow, lambda: torch.ones(3))
+    def test_a_right_one_once(self):
+        assert self.chosen(lambda: torch.ones(3))
+        assert self.chosen(lambda: torch.full((3,), 1.01))  # it is settled
 
     def test_another_result_is_refused(self):
-        assert not self.chosen(lambda: torch.full((3,), 1.01), self.slow)
+        assert not self.chosen(lambda: torch.full((3,), 1.01))
 
     def test_nor_one_that_fails(self):
         def failing():
             raise RuntimeError("no")
 
-        assert not self.chosen(failing, self.slow)
+        assert not self.chosen(failing)
 
     def test_nothing_is_tried_during_a_capture(self):
         self.capturing = True
-        assert not self.chosen(lambda: torch.ones(3), self.slow)
+        assert not self.chosen(lambda: torch.ones(3))
         self.capturing = False
-        assert self.chosen(lambda: torch.ones(3), self.slow)
+        assert self.chosen(lambda: torch.ones(3))
 
 
-def test_views_belong_to_layers():
+def test_views_belong_to_layers(monkeypatch):
+    monkeypatch.setattr(gpu, "is_here", lambda tensor: True)
     masks = {kind: torch.zeros(1, 1, 2, 5) for kind in ("full", "sliding")}
     windows = {"full": WINDOWS[0], "sliding": WINDOWS[1]}
     lengths, positions = torch.tensor([3]), torch.tensor([[3, 4]])

@@ -16,7 +16,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from token_recycling.model.cpu import attention as cpu
 from token_recycling.model.cpu.attention import PACKED, Packing
 from token_recycling.model.gpu import attention as gpu
-from token_recycling.model.gpu.attention import TreeView
 from token_recycling.model.limits import AttentionWindow
 
 VIEW = "token_recycling_view"  # attribute of such a mask that says what its nodes see
@@ -83,13 +82,13 @@ def packed_attention(
         return out.reshape(batch, heads, q, -1).transpose(1, 2).contiguous()
 
     view = getattr(attention_mask, VIEW, None)
-    if view is not None and gpu.is_here(query) and gpu.fits(query, key, value):
+    if view is not None and gpu.fits(query, key, value):
         from token_recycling.model.gpu.attention_kernel import attend  # imports Triton
 
         def by_kernel() -> Tensor:
             return attend(query, key, value, view, size**-0.5 if scale is None else scale)
 
-        if gpu.is_faster(query, key, by_kernel, by_pytorch):
+        if gpu.is_right(query, key, view, by_kernel, by_pytorch):
             return by_kernel(), None
     return by_pytorch(), None
 
@@ -216,6 +215,11 @@ def add_views(
         positions: int64 [B, n], of the nodes.
         ancestors: bool [B, n, n].
     """
-    above = ancestors.contiguous()
-    for kind, mask in _by_kind(masks, windows).items():
-        setattr(mask, VIEW, TreeView(lengths, positions, above, windows[kind]))
+    if not gpu.is_here(positions):
+        return
+    from token_recycling.model.gpu.attention_kernel import view_tree  # imports Triton
+
+    by_kind = _by_kind(masks, windows)
+    views = view_tree(lengths, positions, ancestors, [windows[kind] for kind in by_kind])
+    for mask, view in zip(by_kind.values(), views):
+        setattr(mask, VIEW, view)
