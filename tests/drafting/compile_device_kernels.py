@@ -37,7 +37,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # Bytes that NVIDIA's assembler keeps in memory so that more programs fit on a multiprocessor.
 KNOWN = {}
-ATTENTION = (attention_kernel._attend_shared, attention_kernel._attend_path)
+ATTENTION = (attention_kernel._attend, attention_kernel._combine)
 DRAFTING = (propose._propose, count._count, learn._remember, learn._learn)  # may use many registers
 POINTERS = {
     "context": "*i64",
@@ -69,7 +69,7 @@ POINTERS = {
     "mask_out": "*bf16",
     "like": "*bf16",
     **dict.fromkeys(("query", "key", "value"), "*bf16"),
-    **dict.fromkeys(("sums_out", "tops_out", "totals_out", "sums_in", "tops", "totals"), "*fp32"),
+    **dict.fromkeys(("tops", "totals", "parts"), "*fp32"),
     **dict.fromkeys(("paths", "depths"), "*i32"),
     **dict.fromkeys(("x", "weight", "out", "gate", "up", "cos", "sin"), "*bf16"),
     **dict.fromkeys(("query_out", "key_out"), "*bf16"),
@@ -100,7 +100,7 @@ STRIDES = tuple(f"{a}_{b}" for a in ("query", "key", "value") for b in ("row", "
 STRIDES += tuple(f"{a}_{b}" for a in ("query", "key", "cos", "sin") for b in ("row", "token"))
 STRIDES += tuple(f"{a}_out_{b}" for a in ("query", "key") for b in ("row", "head", "token"))
 STRIDES += ("query_node",)
-NUMBERS += ("tokens", "size", "heads", "spans", "count", *STRIDES)
+NUMBERS += ("tokens", "size", "heads", "spans", "tiles", "count", *STRIDES)
 
 
 def variants():
@@ -133,16 +133,18 @@ def variants():
         yield f"layout rule={rule}", kernels._layout, constants, 4
     for group, size, rule in product((1, 4), (64, 128, 256), range(3)):
         how = attention_kernel.blocks(size, torch.bfloat16)
+        name = f"G={group} D={size} rule={rule}"
         own = {"GROUP": group, "D": size, "WIDTH": size, "RULE": rule, "PRECISION": "ieee"}
         own |= {name: getattr(attention_kernel, name) for name in ("BLOCK", "SPAN", "OCTAVE")}
+        own |= {"QUERIES": how.queries, "KEYS": how.keys, "ROWS": 4}
+        own |= {"PATH_QUERIES": 16, "PATH_KEYS": attention_kernel.PATH_KEYS}
         options = {"num_warps": how.warps, "num_stages": how.stages}
-        shared = own | {"QUERIES": how.queries, "KEYS": how.keys}
-        name = f"G={group} D={size} rule={rule}"
-        yield f"attend shared {name}", attention_kernel._attend_shared, shared, options
-        path = own | {"QUERIES": 16, "ROWS": 4, "KEYS": attention_kernel.PATH_KEYS}
-        path["MERGED"] = attention_kernel.MERGED // (16 * size)
-        options = {"num_warps": attention_kernel.PATH_WARPS, "num_stages": 2}
-        yield f"attend path {name}", attention_kernel._attend_path, path, options
+        yield f"attend {name}", attention_kernel._attend, own, options
+    for group, size in product((1, 4), (64, 128, 256)):
+        own = {"GROUP": group, "D": size, "WIDTH": size, "SPANS": 32}
+        for name in ("BLOCK", "SPAN", "OCTAVE", "COMBINED", "UNROLLED"):
+            own[name] = getattr(attention_kernel, name)
+        yield f"combine G={group} D={size}", attention_kernel._combine, own, 4
     for n in (2, 64):
         yield f"paths n={n}", attention_kernel._paths, {"NODES": n}, 1
     for k in (8, 12, 16):

@@ -7,11 +7,11 @@ a group share their keys.
 
 Which keys are added together, and in which order, follows from a node's position alone: neither
 the other nodes, nor the sequences of a batch, nor the size of the cache or the GPU change a bit. A
-node at position p sees p + 1 keys: those committed and its path. ``attend_shared`` attends, for
-many nodes at once, to whole blocks of ``BLOCK`` keys, divided into spans; ``attend_path`` to the
-last ``BLOCK`` to 2 · ``BLOCK`` - 1 keys of one node, in the order of its path, and adds the spans.
-All of a draft's nodes are among the latter unless it is deeper than ``BLOCK``. Spans are short at
-first, for many programs at short contexts, and longer behind, for few sums at long ones.
+node at position p sees p + 1 keys: those committed and its path. Whole blocks of ``BLOCK`` keys,
+divided into spans, are read by programs that attend for many nodes at once; the last ``BLOCK`` to
+2 · ``BLOCK`` - 1 keys by a program of the node's own, in the order of its path. All keys of a
+draft are among these unless it is deeper than ``BLOCK``. The first spans are short, so that short
+contexts have several programs; later ones are longer, so that long ones have few to combine.
 
 Shapes use B sequences of a batch, n nodes, H query heads in groups of G, D entries of a head, s
 slots. A program's queries are numbered g · n + node for head g of its group.
@@ -36,11 +36,16 @@ RULES = {"full": 0, "sliding": 1, "chunked": 2}  # of windows, as constants of k
 QUERIES, KEYS = 64, 64  # of a program at once, at most; KEYS divides BLOCK
 BLOCK = 64  # keys; a multiple of it divides the keys between the kernels
 SPAN = 256  # keys of each of the first OCTAVE spans, a multiple of BLOCK; then twice as many
-OCTAVE = 8  # spans of one length
-PATH_KEYS = 64  # of ``_attend_path`` at once
-MERGED = 2**14  # numbers of spans that it adds at once
-PATH_WARPS = 4
-VARYING = ["n", "batch", "spans"]  # arguments whose values no variant of a kernel is compiled for
+OCTAVE = 16  # spans of one length
+PATH_KEYS = 64  # of the path of one node at once
+COMBINED = 4  # queries whose spans a program combines
+UNROLLED = 4  # spans that it reads before it adds them
+VARYING = [
+    "n",
+    "batch",
+    "spans",
+    "tiles",
+]  # arguments whose values no variant of a kernel is compiled for
 
 
 @triton.jit
@@ -109,7 +114,7 @@ def _in_window(position, other, size, RULE: tl.constexpr):
 
 @triton.jit
 def _shared_keys(position, length, BLOCK: tl.constexpr):
-    """Return how many keys a node at ``position`` leaves to ``_attend_shared``."""
+    """Return how many keys a node at ``position`` shares with programs for many nodes."""
     whole = ((position + 1) // BLOCK - 1) * BLOCK
     return tl.minimum(tl.maximum(whole, 0), length // BLOCK * BLOCK)
 
@@ -121,69 +126,50 @@ def _span_begin(span, SPAN: tl.constexpr, OCTAVE: tl.constexpr):
     return (((1 << octave) - 1) * OCTAVE + ((span % OCTAVE) << octave)) * SPAN
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _attend_shared(
-    query,
-    key,
-    value,
-    lengths,
-    positions,
-    tops_out,
-    totals_out,
-    sums_out,
-    scale,
-    n,
-    heads,
-    spans,
-    size,
-    query_row,
-    query_head,
-    query_node,
-    key_row,
-    key_head,
-    key_slot,
-    value_row,
-    value_head,
-    value_slot,
-    GROUP: tl.constexpr,
-    RULE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    OCTAVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit
+def _load_queries(
+    query, query_head, query_node, member, node, inside, D: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Attend with some queries of a group to one span of committed keys.
+    """Load queries of some heads and nodes, [QUERIES, WIDTH]."""
+    entry = tl.arange(0, WIDTH)
+    own = query + member * query_head + node * query_node
+    mask = inside[:, None] & (entry < D)[None, :]
+    return tl.load(own[:, None] + entry[None, :], mask=mask, other=0.0)
 
-    Writes, per query, the largest score, the sum of exp(score - largest), and the values weighted
-    by these; -inf and 0 if it sees none of the keys. Nothing reads spans behind a sequence's end.
-    """
-    row = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    span = spans - 1 - tl.program_id(2)  # the longest first
-    place = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+
+@triton.jit
+def _store_part(
+    tops, totals, parts, at, inside, top, total, sums, D: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store what some queries have seen of a span."""
+    entry = tl.arange(0, WIDTH)
+    tl.store(tops + at, top, mask=inside)
+    tl.store(totals + at, total, mask=inside)
+    mask = inside[:, None] & (entry < D)[None, :]
+    tl.store(parts + at[:, None] * D + entry[None, :], sums, mask=mask)
+
+
+@triton.jit
+def _attend_shared(
+    number, tiles, query, query_head, query_node, keys, values, key_slot, value_slot, positions,
+    length, n, spans, size, scale, tops, totals, parts,
+    GROUP: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    OCTAVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend with some queries of a group to a span of committed keys."""
+    span = spans - 1 - number // tiles  # the longest first
+    place = number % tiles * QUERIES + tl.arange(0, QUERIES)
     inside = place < GROUP * n
     node = place % n
-    length = tl.load(lengths + row).to(tl.int32)
-    position = tl.load(positions + row * n + node, mask=inside, other=0).to(tl.int32)
+    position = tl.load(positions + node, mask=inside, other=0).to(tl.int32)
     limit = tl.where(inside, _shared_keys(position, length, BLOCK), 0)
     begin = _span_begin(span, SPAN, OCTAVE)
     stop = tl.minimum(_span_begin(span + 1, SPAN, OCTAVE), tl.max(limit, 0))
     if begin < stop:
         if RULE == 1:  # no node sees a slot before the window of the sequence's end
             begin = tl.maximum(begin, tl.maximum(length - size, 0).to(tl.int32) // KEYS * KEYS)
-        entry = tl.arange(0, WIDTH)
-        in_head = entry < D
-        own = query + row.to(tl.int64) * query_row + (head * GROUP + place // n) * query_head
-        own = own + node * query_node
-        q = tl.load(
-            own[:, None] + entry[None, :], mask=inside[:, None] & in_head[None, :], other=0.0
-        )
-        keys = key + row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
-        values = value + row.to(tl.int64) * value_row + head.to(tl.int64) * value_head
+        q = _load_queries(query, query_head, query_node, place // n, node, inside, D, WIDTH)
         top = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -195,18 +181,48 @@ def _attend_shared(
                 q, keys, values, key_slot, value_slot, slot, slot < stop, visible, scale,
                 top, total, sums, D, WIDTH, PRECISION,
             )  # fmt: skip
-        out = (tl.program_id(1).to(tl.int64) * spans + span) * (GROUP * n) + place
-        tl.store(tops_out + out, top, mask=inside)
-        tl.store(totals_out + out, total, mask=inside)
-        tl.store(
-            sums_out + out[:, None] * D + entry[None, :],
-            sums,
-            mask=inside[:, None] & in_head[None, :],
-        )
+        at = span * (GROUP * n) + place
+        _store_part(tops, totals, parts, at, inside, top, total, sums, D, WIDTH)
+
+
+@triton.jit
+def _attend_path(
+    node, draft, query, query_head, query_node, keys, values, key_slot, value_slot, positions,
+    length, path, depth, n, spans, size, scale, tops, totals, parts,
+    GROUP: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend with one node's queries of a group to its last keys; ``draft`` is its first slot."""
+    member = tl.arange(0, QUERIES)
+    inside = member < GROUP
+    position = tl.load(positions + node).to(tl.int32)
+    stop = length + depth
+    q = _load_queries(query, query_head, query_node, member, node, inside, D, WIDTH)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    sums = tl.zeros([QUERIES, WIDTH], tl.float32)
+    shared = _shared_keys(position, length, BLOCK)
+    for start in tl.range(shared, stop, KEYS, num_stages=2):
+        place = start + tl.arange(0, KEYS)  # on the path from the first token
+        valid = place < stop
+        drafted = valid & (place >= length)
+        step = tl.load(path + place - length, mask=drafted, other=0)
+        slot = tl.where(drafted, draft + step, place)
+        visible = valid
+        if RULE != 0:
+            other = tl.load(positions + step, mask=drafted, other=0).to(tl.int32)
+            other = tl.where(drafted, other, place)
+            visible = visible & _in_window(position, other, size, RULE)
+        top, total, sums = _add_keys(
+            q, keys, values, key_slot, value_slot, slot, valid,
+            inside[:, None] & visible[None, :], scale, top, total, sums, D, WIDTH, PRECISION,
+        )  # fmt: skip
+    at = spans * (GROUP * n) + member * n + node
+    _store_part(tops, totals, parts, at, inside, top, total, sums, D, WIDTH)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _attend_path(
+def _attend(
     query,
     key,
     value,
@@ -216,13 +232,13 @@ def _attend_path(
     depths,
     tops,
     totals,
-    sums_in,
-    out,
+    parts,
     scale,
     batch,
     n,
     heads,
     spans,
+    tiles,
     size,
     query_row,
     query_head,
@@ -240,79 +256,113 @@ def _attend_path(
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    PATH_QUERIES: tl.constexpr,
+    PATH_KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     OCTAVE: tl.constexpr,
-    MERGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend with one node's queries of a group to its last keys; add the spans before them."""
-    node = tl.program_id(0)
+    """Attend with some queries to a span of committed keys, or with one node to its last keys.
+
+    Writes, per query, the largest score, the sum of exp(score - largest), and the values weighted
+    by these; -inf and 0 if it sees none of the keys. The last keys of a node are span ``spans``;
+    nothing reads a span behind those that a node shares (see ``_combine``).
+    """
     row = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    member = tl.arange(0, QUERIES)
-    inside = member < GROUP
-    rows = tl.arange(0, ROWS)
-    draft = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0).to(tl.int32)
+    number = tl.program_id(0)
     length = tl.load(lengths + row).to(tl.int32)
-    position = tl.load(positions + row * n + node).to(tl.int32)
-    shared = _shared_keys(position, length, BLOCK)
-    stop = length + tl.load(depths + row * n + node)
-    entry = tl.arange(0, WIDTH)
-    in_head = entry < D
-    own = query + row.to(tl.int64) * query_row + (head * GROUP + member) * query_head
-    own = own + node * query_node
-    q = tl.load(own[:, None] + entry[None, :], mask=inside[:, None] & in_head[None, :], other=0.0)
+    query += row.to(tl.int64) * query_row + head * GROUP * query_head
     keys = key + row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
     values = value + row.to(tl.int64) * value_row + head.to(tl.int64) * value_head
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    sums = tl.zeros([QUERIES, WIDTH], tl.float32)
-    first_span = 0
-    for start in range(shared, stop, KEYS):
-        number = start + tl.arange(0, KEYS)  # of a key on the path from the first token
-        valid = number < stop
-        drafted = valid & (number >= length)
-        step = tl.load(paths + (row * n + node) * n + number - length, mask=drafted, other=0)
-        slot = tl.where(drafted, draft + step, number)
-        visible = valid
-        if RULE != 0:
-            other = tl.load(positions + row * n + step, mask=drafted, other=0).to(tl.int32)
-            other = tl.where(drafted, other, number)
-            visible = visible & _in_window(position, other, size, RULE)
-        top, total, sums = _add_keys(
-            q, keys, values, key_slot, value_slot, slot, valid,
-            inside[:, None] & visible[None, :], scale, top, total, sums, D, WIDTH, PRECISION,
+    positions += row * n
+    first = tl.program_id(1).to(tl.int64) * (spans + 1) * (GROUP * n)
+    tops += first
+    totals += first
+    parts += first * D
+    if number < tiles * spans:
+        _attend_shared(
+            number, tiles, query, query_head, query_node, keys, values, key_slot, value_slot,
+            positions, length, n, spans, size, scale, tops, totals, parts,
+            GROUP, RULE, D, WIDTH, QUERIES, KEYS, BLOCK, SPAN, OCTAVE, PRECISION,
         )  # fmt: skip
-    first = tl.program_id(1).to(tl.int64) * spans
-    while _span_begin(first_span, SPAN, OCTAVE) < shared:
-        span = first_span + tl.arange(0, MERGED)
-        read = inside[None, :] & (_span_begin(span, SPAN, OCTAVE) < shared)[:, None]
-        at = (first + span)[:, None] * (GROUP * n) + (member * n + node)[None, :]
-        span_tops = tl.load(tops + at, mask=read, other=float("-inf"))
-        higher = tl.maximum(top, tl.max(span_tops, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        kept, weights = tl.exp(top - base), tl.exp(span_tops - base[None, :])
-        parts = tl.load(
-            sums_in + at[:, :, None] * D + entry[None, None, :],
-            mask=read[:, :, None] & in_head[None, None, :],
-            other=0.0,
-        )
-        total = total * kept + tl.sum(tl.load(totals + at, mask=read, other=0.0) * weights, 0)
-        sums = sums * kept[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        top = higher
-        first_span += MERGED
-    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = (row.to(tl.int64) * n + node) * (heads * GROUP) + head * GROUP + member
-    tl.store(
-        out + at[:, None] * D + entry[None, :],
-        sums.to(out.dtype.element_ty),
-        mask=inside[:, None] & in_head[None, :],
+    else:
+        own = number - tiles * spans
+        rows = tl.arange(0, ROWS)
+        draft = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0).to(tl.int32)
+        depth = tl.load(depths + row * n + own)
+        _attend_path(
+            own, draft, query, query_head, query_node, keys, values, key_slot, value_slot,
+            positions, length, paths + (row * n + own) * n, depth, n, spans, size, scale,
+            tops, totals, parts,
+            GROUP, RULE, D, WIDTH, PATH_QUERIES, PATH_KEYS, BLOCK, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _combine(
+    lengths,
+    positions,
+    tops,
+    totals,
+    parts,
+    out,
+    n,
+    heads,
+    spans,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COMBINED: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+    OCTAVE: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Combine the spans of some queries: their weights are relative to their own largest scores."""
+    row = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    place = tl.program_id(0) * COMBINED + tl.arange(0, COMBINED)
+    inside = place < GROUP * n
+    entry = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (entry < D)[None, :]
+    length = tl.load(lengths + row).to(tl.int32)
+    position = tl.load(positions + row * n + place % n, mask=inside, other=0).to(tl.int32)
+    limit = tl.where(inside, _shared_keys(position, length, BLOCK), 0)
+    span = tl.arange(0, SPANS)
+    begin = _span_begin(span, SPAN, OCTAVE)
+    first = tl.program_id(1).to(tl.int64) * (spans + 1) * (GROUP * n) + place
+    last = first + spans * (GROUP * n)
+    read = (begin[:, None] < limit[None, :]) & inside[None, :]
+    every = first[None, :] + span[:, None] * (GROUP * n)
+    top = tl.load(tops + last, mask=inside, other=float("-inf"))
+    highest = tl.max(tl.load(tops + every, mask=read, other=float("-inf")), 0)
+    highest = tl.maximum(highest, top)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp(top - base)
+    total = weight * tl.load(totals + last, mask=inside, other=0.0)
+    sums = weight[:, None] * tl.load(
+        parts + last[:, None] * D + entry[None, :], mask=mask, other=0.0
     )
+    count = tl.sum((begin < tl.max(limit, 0)).to(tl.int32), 0)
+    for number in tl.range(0, count, loop_unroll_factor=UNROLLED):
+        at = first + number * (GROUP * n)
+        begun = inside & (_span_begin(number, SPAN, OCTAVE) < limit)
+        weight = tl.exp(tl.load(tops + at, mask=begun, other=float("-inf")) - base)
+        total += weight * tl.load(totals + at, mask=begun, other=0.0)
+        part = tl.load(
+            parts + at[:, None] * D + entry[None, :], mask=mask & begun[:, None], other=0.0
+        )
+        sums += weight[:, None] * part
+    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = (row.to(tl.int64) * n + place % n) * (heads * GROUP) + head * GROUP + place // n
+    tl.store(out + at[:, None] * D + entry[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
 class Blocks(NamedTuple):
-    """How a program of ``_attend_shared`` works; the same for drafts of every size.
+    """How a program works that attends for many nodes; the same for drafts of every size.
 
     Attributes:
         queries: at once.
@@ -388,46 +438,44 @@ def attend(
     group = query_heads // heads
     how = how or blocks(size, query.dtype)
     spans = next(span for span in count(1) if span_begin(span) >= slots)
-    shape = (batch * heads, spans, group * n)
-    sums = query.new_empty((*shape, size), dtype=torch.float32)
+    tiles = triton.cdiv(group * n, how.queries)
+    shape = (batch * heads, spans + 1, group * n)
+    parts = query.new_empty((*shape, size), dtype=torch.float32)
     tops, totals = query.new_empty((2, *shape), dtype=torch.float32)
     out = query.new_empty((batch, n, query_heads, size))
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-    width, members = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(group))
     constants = {
         "GROUP": group,
-        "RULE": RULES[view.window.rule],
         "D": size,
-        "WIDTH": width,
+        "WIDTH": max(16, triton.next_power_of_2(size)),
         "BLOCK": BLOCK,
         "SPAN": SPAN,
         "OCTAVE": OCTAVE,
-        "PRECISION": "ieee",
     }
     launch(
-        _attend_shared,
-        (triton.cdiv(group * n, how.queries), batch * heads, spans),
-        *(query, key, value, view.lengths, view.positions),
-        *(tops, totals, sums),
-        *(scale, n, heads, spans, view.window.size, *strides),
+        _attend,
+        (tiles * spans + n, batch * heads),
+        *(query, key, value, *view[:4], tops, totals, parts),
+        *(scale, batch, n, heads, spans, tiles, view.window.size),
+        *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
         **constants,
+        RULE=RULES[view.window.rule],
+        ROWS=triton.next_power_of_2(batch),
         QUERIES=how.queries,
         KEYS=how.keys,
+        PATH_QUERIES=max(16, triton.next_power_of_2(group)),
+        PATH_KEYS=PATH_KEYS,
+        PRECISION="ieee",
         num_warps=how.warps,
         num_stages=how.stages,
     )
     launch(
-        _attend_path,
-        (n, batch * heads),
-        *(query, key, value, view.lengths, view.positions, view.paths, view.depths),
-        *(tops, totals, sums, out),
-        *(scale, batch, n, heads, spans, view.window.size, *strides),
+        _combine,
+        (triton.cdiv(group * n, COMBINED), batch * heads),
+        *(view.lengths, view.positions, tops, totals, parts, out, n, heads, spans),
         **constants,
-        QUERIES=members,
-        KEYS=PATH_KEYS,
-        MERGED=max(1, MERGED // (members * width)),
-        ROWS=triton.next_power_of_2(batch),
-        num_warps=PATH_WARPS,
-        num_stages=2,
+        COMBINED=COMBINED,
+        SPANS=triton.next_power_of_2(spans),
+        UNROLLED=UNROLLED,
+        num_warps=4,
     )
     return out
