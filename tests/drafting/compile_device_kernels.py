@@ -131,9 +131,10 @@ def variants():
     for rule in range(3):
         constants = {"RULE": rule, "ROWS": 8, "BLOCK": kernels.SLOTS_AT_ONCE}
         yield f"layout rule={rule}", kernels._layout, constants, 4
-    for group, size, rule in product((1, 4), (64, 128, 256), range(3)):
-        how = attention_kernel.blocks(size, torch.bfloat16)
-        name = f"G={group} D={size} rule={rule}"
+    shapes = [(*shape, 0) for shape in product((1, 4), (64, 128, 256), range(3))]
+    for group, size, rule, memory in (*shapes, (4, 128, 0, 2**17)):
+        how = attention_kernel.blocks(size, torch.bfloat16, memory)
+        name = f"G={group} D={size} rule={rule}" + " large" * (memory > 0)
         own = {"GROUP": group, "D": size, "WIDTH": size, "RULE": rule, "PRECISION": "ieee"}
         own |= {name: getattr(attention_kernel, name) for name in ("BLOCK", "SPAN", "OCTAVE")}
         own |= {"QUERIES": how.queries, "KEYS": how.keys, "ROWS": 4}

@@ -20,6 +20,7 @@ slots. A program's queries are numbered g · n + node for head g of its group.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ SPAN = 256  # keys of each of the first OCTAVE spans, a multiple of BLOCK; then 
 OCTAVE = 16  # spans of one length
 PATH_KEYS = 64  # of the path of one node at once
 COMBINED = 4  # queries whose spans a program combines
+LARGE_MEMORY = 2**17  # bytes of shared memory; 160 KiB on an A100, 227 on an H100, else about 99
 UNROLLED = 4  # spans that it reads before it adds them
 VARYING = [
     "n",
@@ -377,14 +379,30 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks(size: int, dtype: torch.dtype) -> Blocks:
-    """Return how programs attend with heads of ``size`` entries: registers are few."""
-    if dtype != torch.float32:
-        if size <= 128:
-            return Blocks(QUERIES, KEYS if size <= 64 else KEYS // 2, 4, 3)
-        return Blocks(QUERIES // 4, KEYS // 2, 4, 2)
-    queries = QUERIES if size <= 64 else QUERIES // 2 if size <= 128 else QUERIES // 4
-    return Blocks(queries, KEYS if size <= 64 else KEYS // 2, 8 if queries > 16 else 4, 2)
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a device; 0: not known."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))
+
+
+def blocks(size: int, dtype: torch.dtype, memory: int = 0) -> Blocks:
+    """Return how programs attend: registers and shared memory are few.
+
+    Args:
+        size: entries of a head.
+        dtype: of the keys.
+        memory: see ``shared_memory``.
+    """
+    keys = KEYS if size <= 64 else KEYS // 2
+    if dtype == torch.float32:
+        queries = QUERIES if size <= 64 else QUERIES // 2 if size <= 128 else QUERIES // 4
+        return Blocks(queries, keys, 8 if queries > 16 else 4, 2)
+    if size > 128:
+        return Blocks(QUERIES // 4, keys, 4, 2)
+    return Blocks(QUERIES, KEYS if memory >= LARGE_MEMORY else keys, 4, 3)
 
 
 def view_tree(
@@ -409,7 +427,7 @@ def view_tree(
 def span_begin(span: int) -> int:
     """Return the first key of a span: ``OCTAVE`` have ``SPAN`` keys, as many twice as many, …"""
     octave, number = divmod(span, OCTAVE)
-    return ((2**octave - 1) * OCTAVE + number * 2**octave) * SPAN
+    return (((1 << octave) - 1) * OCTAVE + (number << octave)) * SPAN
 
 
 def attend(
@@ -436,7 +454,7 @@ def attend(
     batch, query_heads, n, size = query.shape
     heads, slots = key.shape[1], key.shape[2]
     group = query_heads // heads
-    how = how or blocks(size, query.dtype)
+    how = how or blocks(size, query.dtype, shared_memory(query.device))
     spans = next(span for span in count(1) if span_begin(span) >= slots)
     tiles = triton.cdiv(group * n, how.queries)
     shape = (batch * heads, spans + 1, group * n)

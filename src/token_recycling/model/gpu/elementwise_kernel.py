@@ -61,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # prompts of all lengths share what is compiled
 def _rotary(
     query,
     key,
