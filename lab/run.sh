@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure of docs/results.md and the README: runs that were interrupted are continued.
+# Every figure of docs/results.md and the README; a run whose folder is there is not repeated.
 #   lab/run.sh [NAME ...]      all runs, or those named; results in lab/results/NAME.json
 # DATA is the folder of the public question files.
 set -euo pipefail
@@ -26,7 +26,8 @@ run() {
     shift
     wanted "$name" || return 0
     echo "== $name"
-    token-recycling bench "$@" --threads "$THREADS" --out "build/bench/$name" --resume
+    [ -e "build/bench/$name/summary.json" ] ||
+        token-recycling bench "$@" --threads "$THREADS" --out "build/bench/$name"
     cp "build/bench/$name/summary.json" "lab/results/$name.json"
 }
 

@@ -1,14 +1,9 @@
-"""The benchmark: its figures by hand and by another script, and runs that are cut short."""
+"""The benchmark: its figures by hand and by another script."""
 
 import json
 import random
-import signal
-import subprocess
-import sys
 from collections import Counter
-from shutil import copytree
 from statistics import fmean, median
-from time import monotonic, sleep
 
 import pytest
 import torch
@@ -20,12 +15,11 @@ from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
 from token_recycling.bench import answer_files as answers
 from token_recycling.bench import measures, runner, tables
 from token_recycling.bench.decoders import Decoder, Turn
-from token_recycling.bench.journal import Journal
 from token_recycling.bench.memory import PeakMemory
-from token_recycling.bench.runner import Runner, conversation, digest, fitting
+from token_recycling.bench.runner import Runner, conversation, fitting
 from token_recycling.bench.suites import Question
 from token_recycling.bench.summary import losing, sample, summarise
-from token_recycling.bench.variants import DEFAULT, Variant, expand, parse, read_sweep
+from token_recycling.bench.variants import DEFAULT, Variant, parse, select
 
 TEXTS = (
     ("How many legs have 3 cats?",),
@@ -53,27 +47,13 @@ def bench_of(suite, out, *more):
     return ["bench", "--suite", suite, "-o", out, "--threads", 1, *more]
 
 
-def decode(first, decoders=FIXED, questions=QUESTIONS, journal=None, **options):
+def decode(first, decoders=FIXED, questions=QUESTIONS, **options):
     """Run without the command line; return the records and the runner."""
     run = {"max_new_tokens": 12, "rounds": 1, "seed": 0, "raw": False}
     run |= {name: options.pop(name) for name in run.keys() & options.keys()}
-    variants = expand(decoders.split(","), options.pop("sweeps", {}), **options)
-    running, journal = Runner(first, variants, **run), journal or Memory()
-    running.run(questions, journal, lambda done, total: None)
-    return journal.records, running
-
-
-class Memory:
-    """A journal that is kept nowhere."""
-
-    def __init__(self):
-        self.records = []
-
-    def state(self):
-        return {}
-
-    def add(self, record, state):
-        self.records.append(json.loads(json.dumps(record, allow_nan=False)))
+    running = Runner(first, select(decoders.split(","), **options), **run)
+    records = running.run(questions, lambda done, total: None)
+    return json.loads(json.dumps(records, allow_nan=False)), running
 
 
 def lengths(records, name, round_=0):
@@ -120,75 +100,15 @@ def test_no_decoder_is_named_with_those_that_there_are(spec):
         parse(spec)
 
 
-@pytest.mark.parametrize(
-    "text,expected",
-    [
-        ("k=2,4", ("k", [2, 4])),
-        ("k= 4 ,2,,4", ("k", [4, 2])),
-        ("temperature=0,0.7,1", ("temperature", [0.0, 0.7, 1.0])),
-        ("start=cold,hot", ("start", ["cold", "hot"])),
-        ("tree=paper,a=b.json", ("tree", ["paper", "a=b.json"])),
-        ("nodes=8,16", ("nodes", [8, 16])),
-    ],
-)
-def test_a_sweep_is_read(text, expected):
-    assert read_sweep(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", "k", "k=", "k=,", "k=x", "k=2.5", "k=0", "k=-1", "K=2", "nodes=0",
-             "nodes=x", "size=3", "start=tepid",
-             "temperature=nan", "temperature=-1", "temperature=inf", "temperature=1e-9",
-             "temperature=cold"],
-)  # fmt: skip
-def test_a_wrong_sweep_is_named(text):
-    with pytest.raises(TokenRecyclingError, match="--sweep is "):
-        read_sweep(text)
-
-
-def shown(variants):
-    return {v.name: (v.nodes, v.tree, v.k, v.temperature, v.start, v.baseline) for v in variants}
-
-
-def test_sweeps_make_every_combination_of_what_they_concern():
-    sweeps = {"k": [2, 4], "start": ["cold", "hot"]}
-    found = expand(["paper", "prompt-lookup", "generate-pld"], sweeps)
-    assert [v.name for v in found] == [
-        "generate", "paper k=2 cold", "paper k=2 hot", "paper k=4 cold", "paper k=4 hot",
-        "prompt-lookup", "generate-pld",
-    ]  # fmt: skip
-    assert shown(found)["paper k=4 cold"] == (None, None, 4, 0.0, "cold", "generate")
-
-
-def test_a_sweep_takes_the_place_of_the_drafters_nodes_or_tree():
-    found = expand(["adaptive", "paper", "none"], {"nodes": [2, 8]})
-    names = ["generate", "adaptive@2", "adaptive@8", "paper@2", "paper@8", "none"]
-    assert [v.name for v in found] == names
-    assert found[2] == parse("adaptive@8")
-    found = expand(["adaptive", "paper+graph"], {"tree": ["chain-2", "ranked"]})
-    names = ["generate", "adaptive", "paper@chain-2+graph", "paper@ranked+graph"]
-    assert [v.name for v in found] == names
-    assert found[2] == parse("paper@chain-2+graph")
-
-
 def test_a_drafter_that_shapes_its_trees_takes_none():
     with pytest.raises(TokenRecyclingError, match="write adaptive@NODES"):
         parse("adaptive@paper")
 
 
-def test_every_temperature_has_a_baseline_of_its_own():
-    found = expand(["none", "generate"], {"temperature": [0.0, 0.7]})
-    assert [v.name for v in found] == ["generate T=0", "generate T=0.7", "none T=0", "none T=0.7"]
-    assert [v.baseline for v in found] == ["generate T=0", "generate T=0.7"] * 2
-    assert [v.temperature for v in found] == [0.0, 0.7, 0.0, 0.7]
-    assert {v.temperature for v in expand(["none"], {}, temperature=0.5)} == {0.5}
-
-
-def test_the_same_decoder_twice_is_one_and_two_of_one_name_are_refused():
-    assert len(expand(["paper", "paper", "generate"], {})) == 2
-    assert len(expand(["adaptive", "adaptive@8"], {"nodes": [8]})) == 2
-    with pytest.raises(TokenRecyclingError, match=r"both be called generate T=0.7"):
-        expand(["none"], {"temperature": [0.7, 0.70000001]})
+def test_the_baseline_is_always_there_and_first():
+    chosen = select(["paper", "paper", "generate"], temperature=0.5, cold=True)
+    assert [variant.name for variant in chosen] == ["generate", "paper"]
+    assert {(variant.temperature, variant.cold) for variant in chosen} == {(0.5, True)}
 
 
 def test_a_tree_is_cut_to_the_candidates(tmp_path):
@@ -245,25 +165,25 @@ def record(number, suite="own", kind="math", **variants):
 HAND = [
     record(
         1,
-        base=[[turn(10, 1.0, [1] * 10, sizes=[1] * 10)]],
+        generate=[[turn(10, 1.0, [1] * 10, sizes=[1] * 10)]],
         own=[[turn(10, 0.5, [4, 1, 4], sizes=[9, 5, 9], first=0.2, verify=0.3)]],
     ),
     record(
         2,
-        base=[[turn(10, 2.0, [1] * 10, sizes=[1] * 10), turn(10, 2.0, [1] * 10, sizes=[1] * 10)]],
+        generate=[[turn(10, 2.0, [1] * 10, sizes=[1] * 10)] * 2],
         own=[[turn(10, 1.0, [3, 3, 3], sizes=[9, 9, 9], first=0.3, verify=0.6),
               turn(1, 3.2, [], first=0.4, identical=False)]],
     ),
     record(
         3,
-        base=[[turn(40, 1.0, [1] * 40, sizes=[1] * 40)]],
+        generate=[[turn(40, 1.0, [1] * 40, sizes=[1] * 40)]],
         own=[[turn(40, 2.0, [1, 2] * 13, sizes=[9] * 26, first=0.1, verify=0.9)]],
     ),
 ]  # fmt: skip
 
 
 def test_the_figures_by_hand():
-    found = measures.measure(HAND, "own", "base")
+    found = measures.measure(HAND, "own")
     # tokens/s: 20, 11 / 4.2, 20 against 10, 5, 40
     assert found["tokens_per_second"] == 20
     assert found["speedup"] == 2.0
@@ -289,7 +209,7 @@ def test_the_figures_by_hand():
 
 
 def test_the_baseline_against_itself():
-    found = measures.measure(HAND, "base", "base")
+    found = measures.measure(HAND, "generate")
     assert found["speedup"] == found["c"] == found["mat"] == found["size"] == 1
     assert found["speedup_interval"] == [1, 1]
     assert found["accepted_per_depth"] == []
@@ -297,24 +217,24 @@ def test_the_baseline_against_itself():
 
 
 def test_nothing_but_first_tokens_divides_by_nothing():
-    rows = [record(1, base=[[turn(1, 0.1, [1], sizes=[1])]], own=[[turn(1, 0.2, [])]])]
-    found = measures.measure(rows, "own", "base")
+    rows = [record(1, generate=[[turn(1, 0.1, [1], sizes=[1])]], own=[[turn(1, 0.2, [])]])]
+    found = measures.measure(rows, "own")
     assert (found["mat"], found["speedup"], found["size"]) == (1.0, 0.5, None)
     assert found["spec_bench"] == {"tokens_per_second": 5.0, "speedup": 0.5, "mat": 1.0}
     json.dumps(found, allow_nan=False)
-    assert losing(rows, {"own": "base"})[0]["mat"] == 1.0
+    assert losing(rows, ["own"])[0]["mat"] == 1.0
 
 
 def test_repeated_rounds_count_by_their_median_and_the_first_for_spec_bench():
     seconds = (1.0, 4.0, 2.0)
     own = [[turn(8, s, [8], identical=i != 2)] for i, s in enumerate(seconds)]
-    rows = [record(1, base=[[turn(8, 2.0, [1] * 8)]] * 3, own=own)]
-    found = measures.measure(rows, "own", "base")
+    rows = [record(1, generate=[[turn(8, 2.0, [1] * 8)]] * 3, own=own)]
+    found = measures.measure(rows, "own")
     assert found["tokens_per_second"] == 4
     assert found["spec_bench"]["tokens_per_second"] == 8
     assert found["tokens"] == 8
     assert found["identical"] == pytest.approx(2 / 3)  # an error in a later round shows
-    ratios = [measures.speedup(rows, "own", "base", i) for i in range(3)]
+    ratios = [measures.speedup(rows, "own", i) for i in range(3)]
     assert ratios == [2.0, 0.5, 1.0]
     assert measures.spread(ratios) == 1.5
     assert measures.spread([2.0]) is None
@@ -353,7 +273,7 @@ def test_kinds_are_told_apart_by_suite_where_there_are_several():
 
 
 def test_what_lost_and_a_sample():
-    rows = losing(HAND, {"own": "base"})
+    rows = losing(HAND, ["own"])
     assert [(row["name"], row["decoder"]) for row in rows] == [("own/3", "own"), ("own/2", "own")]
     assert rows[0]["speedup"] == 0.5
     from transformers import AutoTokenizer
@@ -432,7 +352,7 @@ def stubbed(first, names, **options):
     asked = []
     run = {"max_new_tokens": 4, "rounds": 1, "seed": 0, "raw": False} | options
     running = Runner(first, [Variant(names[0])], **run)
-    running.decoders = {n: Stub(Variant(n, baseline=names[0]), asked) for n in names}
+    running.decoders = {n: Stub(Variant(n), asked) for n in names}
     return running, asked
 
 
@@ -452,7 +372,7 @@ def firsts(running, asked, questions):
 
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_every_decoder_comes_first_equally_often(bundled, rounds, monkeypatch):
-    names = ["a", "b", "c", "d"]
+    names = ["generate", "b", "c", "d"]
     kinds = [Question("s", str(i), f"kind {i % 4}", "", ("?",)) for i in range(64)]
 
     def even(running, asked):
@@ -477,7 +397,7 @@ def test_every_decoder_comes_first_equally_often(bundled, rounds, monkeypatch):
 
 
 def test_several_turns_go_on_from_the_baselines_answer(bundled):
-    running, asked = stubbed(bundled, ["base", "x", "y"], seed=3)
+    running, asked = stubbed(bundled, ["generate", "x", "y"], seed=3)
     question = Question("s", "1", "k", "k", ("One?", "Two?", "Three?"))
     running.answer(question, 0)
     said = {}
@@ -486,16 +406,16 @@ def test_several_turns_go_on_from_the_baselines_answer(bundled):
         assert seed == 3 + number
         turns = [question.turns[0]]
         for before in range(number):
-            turns += [said["base", before], question.turns[before + 1]]
+            turns += [said["generate", before], question.turns[before + 1]]
         assert prompt == conversation(bundled, turns, raw=False)
         said[name, number] = f"said {place}"
-    assert said["base", 0] != said["x", 0]
+    assert said["generate", 0] != said["x", 0]
     raw = bundled.tokenizer("One?\n\nsaid\n\nTwo?").input_ids
     assert conversation(bundled, ["One?", "said", "Two?"], raw=True) == raw
 
 
 def test_a_conversation_that_grew_too_long_ends(bundled, monkeypatch):
-    running, asked = stubbed(bundled, ["base", "x"])
+    running, asked = stubbed(bundled, ["generate", "x"])
     room = bundled.target.max_context
     question = Question("s", "1", "k", "k", ("One?", "Two?", "Three?"))
     monkeypatch.setattr(
@@ -571,36 +491,38 @@ def test_no_decoder_learns_from_another(bundled, monkeypatch):
 
 def test_cold_begins_every_question_without_rows(bundled):
     name, cats = "paper@8", [QUESTIONS[0], QUESTIONS[4], QUESTIONS[0]]
-    records, _ = decode(bundled, f"{name},none", cats, sweeps={"start": ["cold", "hot"]})
-    assert rows_before(records, f"{name} cold") == [0] * 3
-    hot = rows_before(records, f"{name} hot")
+    records, _ = decode(bundled, f"{name},none", cats)
+    hot = rows_before(records, name)
     assert hot[0] == 0 < hot[1]
     assert hot == sorted(hot)
     cold, _ = decode(bundled, name, cats, cold=True, rounds=2)
-    assert lengths(cold, name) == lengths(records, f"{name} cold")
-    assert lengths(cold, name) != lengths(records, f"{name} hot")
+    assert rows_before(cold, name) == [0] * 3
+    assert lengths(cold, name) != lengths(records, name)
 
 
 @pytest.mark.slow
 def test_samples_are_those_of_generate_at_the_same_temperature(bundled, monkeypatch):
     options = dict(decoders="prompt-lookup,auto", questions=QUESTIONS[1:2], max_new_tokens=10)
-    options |= dict(sweeps={"temperature": [0.0, 0.8]})
-    (found,), _ = decode(bundled, **options, seed=5)
-    turns = {name: row["rounds"][0]["turns"] for name, row in found["variants"].items()}
-    assert len(turns) == 6
-    assert all(each["identical"] for both in turns.values() for each in both)
-    texts = {name: [each["text"] for each in both] for name, both in turns.items()}
-    assert texts["auto T=0.8"] == texts["generate T=0.8"] != texts["generate T=0"]
-    assert texts["prompt-lookup T=0"] == texts["generate T=0"]
+
+    def texts(**more):
+        (record,), _ = decode(bundled, **options, seed=5, **more)
+        turns = {name: row["rounds"][0]["turns"] for name, row in record["variants"].items()}
+        flags = {name: all(each["identical"] for each in both) for name, both in turns.items()}
+        return {name: [each["text"] for each in both] for name, both in turns.items()}, flags
+
+    greedy, identical = texts()
+    assert all(identical.values())
+    sampled, identical = texts(temperature=0.8)
+    assert all(identical.values())
+    assert sampled["auto"] == sampled["generate"] != greedy["generate"]
     real = Decoder.answer  # control: another draw is another text
     monkeypatch.setattr(
         Decoder,
         "answer",
         lambda self, prompt, seed: real(self, prompt, seed + bool(self.variant.drafter)),
     )
-    (found,), _ = decode(bundled, **options, seed=5)
-    flags = {name: measures.turns(found, name, 0)[0]["identical"] for name in turns}
-    assert flags == {name: not name.endswith("0.8") or "generate" in name for name in turns}
+    flags = {"generate": True, "prompt-lookup": False, "auto": False}
+    assert texts(temperature=0.8)[1] == flags
 
 
 def test_the_times_cover_the_whole_call(bundled):
@@ -617,7 +539,7 @@ def test_the_times_cover_the_whole_call(bundled):
                 assert each["identical"]
     pld = lengths(records, "generate-pld")
     assert max(n for q in pld for t in q for n in t) > 1
-    assert measures.measure(records, "generate-pld", "generate")["size"] is None
+    assert measures.measure(records, "generate-pld")["size"] is None
 
 
 def test_questions_that_do_not_fit_are_left_out(bundled):
@@ -631,14 +553,7 @@ def test_questions_that_do_not_fit_are_left_out(bundled):
     assert fitting(bundled, [turns], room // 2 - whole, False) == ([turns], [])
 
 
-def test_other_texts_and_other_kinds_are_another_run():
-    one = Question("s", "1", "k", "k", ("a", "b"))
-    others = [("s", "1", "k", "k", ("a", "c")), ("s", "1", "l", "k", ("a", "b")),
-              ("t", "1", "k", "k", ("a", "b")), ("s", "1", "k", "k", ("a",))]  # fmt: skip
-    assert len({digest([one]), *(digest([Question(*other)]) for other in others)}) == 5
-
-
-# Runs that are cut short
+# Runs
 
 
 def still(path):
@@ -663,8 +578,6 @@ def contents(folder):
     text = (folder / "tables.md").read_text()
     return {
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
-        "plan": (folder / "plan.json").read_bytes(),
-        "journal": still(folder / "journal.jsonl"),
         "answers": {path.name: still(path) for path in (folder / "answers").iterdir()},
         "summary": {
             name: (
@@ -701,8 +614,7 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
     assert found["files"] == sorted(
         ["answers", "answers/adaptive@8.jsonl", "answers/generate.jsonl",
          "answers/paper@8.jsonl",
-         "answers/prompt-lookup.jsonl", "journal.jsonl", "plan.json", "report.html",
-         "summary.json", "tables.md"]
+         "answers/prompt-lookup.jsonl", "report.html", "summary.json", "tables.md"]
     )  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary["decoders"]) == ["generate", *FIXED.split(",")]
@@ -758,243 +670,37 @@ def test_spec_benchs_own_script_agrees(finished, tmp_path):
         assert spec_bench_speed(tmp_path / "moved", base)[0] != pytest.approx(expected[0], rel=1e-4)
 
 
-def wait_for_lines(path, number, seconds=60):
-    end = monotonic() + seconds
-    while not path.is_file() or path.read_bytes().count(b"\n") < number:
-        assert monotonic() < end
-        sleep(0.005)
+def test_a_second_run_gives_the_same_but_for_times(finished, suite, tmp_path):
+    again = tmp_path / "again"
+    assert call(*bench_of(suite, again, "-n", 20, "--decoders", FIXED))[0] == 0
+    assert contents(again) == contents(finished[0])
 
 
-@pytest.fixture(scope="module")
-def killed(suite, tmp_path_factory):
-    """The folder of a run that was killed after two of five questions."""
-    folder = tmp_path_factory.mktemp("bench") / "killed"
-    arguments = list(map(str, bench_of(suite, folder, "-n", 20, "--decoders", FIXED)))
-    code = "import sys; from token_recycling.cli import main; main(sys.argv[1:])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    wait_for_lines(folder / "journal.jsonl", 2)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert 2 <= (folder / "journal.jsonl").read_bytes().count(b"\n") < 5
-    assert not (folder / "summary.json").exists()
-    return folder
+def test_a_run_that_is_interrupted_reports_what_it_has(suite, tmp_path, monkeypatch):
+    real, folder = Runner.answer, tmp_path / "run"
+
+    def answer(self, question, index):
+        if index == 2:
+            raise KeyboardInterrupt
+        return real(self, question, index)
+
+    monkeypatch.setattr(Runner, "answer", answer)
+    code, out, err = call(*bench_of(suite, folder, "-n", 4, "--decoders", "none"))
+    assert code == 130
+    assert "interrupted: 2 of 5 questions have been answered" in err
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [question["name"] for question in summary["questions"]] == ["own/1", "own/2"]
+    assert summary["decoders"]["none"]["overall"]["questions"] == 2
+    assert "none" in out
 
 
-def resumed(killed, suite, folder):
-    copytree(killed, folder, dirs_exist_ok=True)
-    return call(*bench_of(suite, folder, "-n", 20, "--decoders", FIXED, "--resume"))
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished, killed, suite, tmp_path):
-    code, _, err = resumed(killed, suite, tmp_path / "run")
-    assert code == 0, err
-    expected = contents(finished[0])
-    found = contents(tmp_path / "run")
-    for part in expected:
-        assert found[part] == expected[part], part
-    # a whole run is only summed up anew
-    before = (tmp_path / "run" / "journal.jsonl").read_bytes()
-    again = bench_of(suite, tmp_path / "run", "-n", 20, "--decoders", FIXED, "--resume")
-    assert call(*again)[0] == 0
-    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before
-    assert contents(tmp_path / "run") == expected
-
-
-@pytest.mark.slow
-def test_without_its_matrix_it_would_not(finished, killed, suite, tmp_path, monkeypatch):
-    forget_nothing(monkeypatch)
-    monkeypatch.setattr(Runner, "_warm_up", lambda self: None)
-    assert resumed(killed, suite, tmp_path / "run")[0] == 0
-    expected, found = contents(finished[0]), contents(tmp_path / "run")
-    different = {part for part in expected if found[part] != expected[part]}
-    assert different >= {"journal", "answers", "state", "summary"}
-    assert "files" not in different
-
-
-# The same at every moment at which a run can be killed, without a model's start
-
-
-PLAN = {"max_new_tokens": 12, "decoders": ["x"], "seed": 0}
-
-
-@pytest.fixture(scope="module")
-def whole(bundled, tmp_path_factory):
-    """Folders of the same run after 2 questions and after all, and its records."""
-    folder = tmp_path_factory.mktemp("journal")
-    decode(bundled, questions=QUESTIONS[:2], journal=Journal(folder / "2", PLAN, resume=False))
-    copytree(folder / "2", folder / "5")
-    records, _ = decode(bundled, journal=Journal(folder / "5", PLAN, resume=True))
-    return folder, [strip_times(r) for r in records]
-
-
-def strip_times(found):
-    return {
-        name: (row["matrix_rows_before"], [
-            [(t["token_ids"], t["accept_lengths"], t["sizes"], t["identical"], t["text"])
-             for t in round_["turns"]] for round_ in row["rounds"]
-        ])
-        for name, row in found["variants"].items()
-    }  # fmt: skip
-
-
-def test_resumed_in_one_process(bundled, whole):
-    records, _ = decode(bundled)
-    assert [strip_times(r) for r in records] == whole[1]
-    assert [p.name for p in (whole[0] / "5").glob("state-*")] == ["state-5.safetensors"]
-
-
-def between_state_and_line(folder):
-    (folder / "state-3.safetensors").write_bytes(b"whatever was learnt")
-
-
-def between_line_and_clearing(folder):
-    (folder / "state-1.safetensors").write_bytes(b"old")
-
-
-def in_the_line(folder):
-    with (folder / "journal.jsonl").open("ab") as file:
-        file.write(b'{"name": "own/3", "suite": "ow')
-
-
-def in_the_state(folder):
-    (folder / "state-3.safetensors.123.partial").write_bytes(b"half")
-
-
-@pytest.mark.parametrize(
-    "moment", [between_state_and_line, between_line_and_clearing, in_the_line, in_the_state]
-)
-def test_killed_at_any_moment(moment, bundled, whole, tmp_path):
-    folder = copytree(whole[0] / "2", tmp_path / "run")
-    moment(folder)
-    records, _ = decode(bundled, journal=Journal(folder, PLAN, resume=True))
-    assert [strip_times(r) for r in records] == whole[1]
-    assert still(folder / "journal.jsonl") == still(whole[0] / "5" / "journal.jsonl")
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "journal.jsonl", "plan.json", "state-5.safetensors",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "damage,message",
-    [
-        (lambda f: (f / "state-2.safetensors").unlink(), "state-2.safetensors cannot be read"),
-        (lambda f: (f / "state-2.safetensors").write_bytes(b"x"), "state-2.*cannot be read"),
-        (lambda f: (f / "journal.jsonl").write_bytes(b"{\n"), "journal.jsonl is damaged"),
-        (lambda f: (f / "journal.jsonl").write_bytes(b"5\n"), "journal.jsonl is damaged"),
-        (lambda f: (f / "journal.jsonl").write_bytes(b"\xff\n"), "journal.jsonl is damaged"),
-        (lambda f: (f / "journal.jsonl").write_bytes(b'{"name": "x"}\n'), "other questions"),
-        (lambda f: (f / "plan.json").write_bytes(b"{"), "plan.json cannot be read"),
-        (lambda f: (f / "plan.json").write_bytes(b"5"), "plan.json cannot be read"),
-        (lambda f: (f / "plan.json").write_bytes(b"{}"), "differs in max new tokens, decoders, "),
-        (lambda f: (f / "plan.json").write_bytes(b"\xff"), "plan.json cannot be read"),
-        (lambda f: (f / "plan.json").unlink(), "contains other files"),
-    ],
-)
-def test_a_damaged_run_is_named(damage, message, bundled, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(Runner, "_warm_up", lambda self: None)
-    folder = copytree(whole[0] / "2", tmp_path / "run")
-    damage(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(TokenRecyclingError, match=message):
-        decode(bundled, journal=Journal(folder, PLAN, resume=True))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_an_edited_tree_is_another_plan(tmp_path):
-    tree, suite = tmp_path / "tree.json", write_suite(tmp_path / "own.jsonl", QUESTIONS[:1])
-    tree.write_text("[[0], [1]]")
-    bench = bench_of(suite, tmp_path / "out", "-n", 4, "--decoders", f"generate,paper@{tree}")
-    assert call(*bench)[0] == 0
-    assert call(*bench, "--resume")[0] == 0
-    tree.write_text("[[0], [0, 0]]")
-    code, _, err = call(*bench, "--resume")
+def test_a_folder_with_other_files_is_refused(finished, suite):
+    before = {path: path.read_bytes() for path in finished[0].rglob("*") if path.is_file()}
+    code, _, err = call(*bench_of(suite, finished[0], "-n", 20, "--decoders", FIXED))
     assert code == 2
-    assert "differs in trees" in err
-
-
-def test_a_folder_with_a_run_or_with_other_files_is_refused(whole, tmp_path):
-    with pytest.raises(TokenRecyclingError, match="contains a run; continue it with --resume"):
-        Journal(whole[0] / "2", PLAN, resume=False)
-    (tmp_path / "letter.txt").write_text("Dear")
-    for resume in (True, False):
-        with pytest.raises(TokenRecyclingError, match="contains other files"):
-            Journal(tmp_path, PLAN, resume=resume)
-        with pytest.raises(TokenRecyclingError, match="cannot write"):
-            Journal(tmp_path / "letter.txt", PLAN, resume=resume)
-    (tmp_path / "plan").mkdir()
-    (tmp_path / "plan" / "plan.json").write_text('{"monday": "work"}')  # another program's
-    with pytest.raises(TokenRecyclingError, match="contains other files"):
-        Journal(tmp_path / "plan", PLAN, resume=False)
-    assert (tmp_path / "plan" / "plan.json").read_text() == '{"monday": "work"}'
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["letter.txt", "plan"]
-
-
-@pytest.mark.parametrize(
-    "change,named",
-    [
-        ({"max_new_tokens": 13}, "differs in max new tokens;"),
-        ({"decoders": [], "max_new_tokens": 1}, "differs in max new tokens, decoders;"),
-        ({"seed": 1}, "differs in seed;"),
-    ],
-)
-def test_another_plan_is_refused_by_name(change, named, whole):
-    Journal(whole[0] / "2", dict(PLAN), resume=True)
-    with pytest.raises(TokenRecyclingError, match=named):
-        Journal(whole[0] / "2", PLAN | change, resume=True)
-
-
-def test_a_run_without_an_answer_is_begun_anew(tmp_path):
-    Journal(tmp_path / "run", PLAN, resume=False)
-    (tmp_path / "run" / "answers").mkdir()
-    for resume, number in ((False, 13), (True, 14)):
-        Journal(tmp_path / "run", PLAN | {"max_new_tokens": number}, resume=resume)
-        assert json.loads((tmp_path / "run" / "plan.json").read_text())["max_new_tokens"] == number
-
-
-def test_two_runs_in_one_folder_do_not_mix(whole, tmp_path):
-    folder = copytree(whole[0] / "2", tmp_path / "run")
-    one, two = (Journal(folder, PLAN, resume=True) for _ in range(2))
-    one.add({"name": "third"}, {})
-    kept = (folder / "journal.jsonl").read_bytes()
-    with pytest.raises(TokenRecyclingError, match="another run is writing to"):
-        two.add({"name": "third too"}, {})
-    one.add({"name": "fourth"}, {})
-    assert (folder / "journal.jsonl").read_bytes().startswith(kept)
-    assert [r["name"] for r in Journal(folder, PLAN, resume=True).records][2:] == [
-        "third", "fourth",
-    ]  # fmt: skip
-    one = Journal(tmp_path / "new", PLAN, resume=False)
-    two = Journal(tmp_path / "new", PLAN | {"seed": 1}, resume=False)  # before there is an answer
-    with pytest.raises(TokenRecyclingError, match="another run is writing to"):
-        one.add({"name": "first"}, {})
-    two.add({"name": "first"}, {})
-
-
-def test_a_full_disk_is_one_error_and_loses_nothing(bundled, whole, tmp_path):
-    resource = pytest.importorskip("resource")
-    folder = copytree(whole[0] / "2", tmp_path / "run")
-    journal = Journal(folder, PLAN, resume=True)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    state = {"x": {"y": torch.zeros(100_000)}}
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
-        with pytest.raises(TokenRecyclingError, match=r"cannot write .*state-3"):
-            journal.add({"name": "third"}, state)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before["journal.jsonl"]) + 20, old[1]))
-        with pytest.raises(TokenRecyclingError, match=r"cannot write .*journal.jsonl"):
-            journal.add({"name": "third" * 100}, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    after = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert after["journal.jsonl"].startswith(before["journal.jsonl"])
-    assert after["state-2.safetensors"] == before["state-2.safetensors"]
-    records, _ = decode(bundled, journal=Journal(folder, PLAN, resume=True))
-    assert [strip_times(r) for r in records] == whole[1]
+    assert err.count("\n") == 1
+    assert "contains other files; choose a new folder" in err
+    assert {path: path.read_bytes() for path in finished[0].rglob("*") if path.is_file()} == before
 
 
 # Other models
@@ -1125,18 +831,12 @@ def test_names_with_brackets_and_strokes(tmp_path):
 
 
 def wrong_calls(folder):
-    (folder / "high.json").write_text("[[3]]")
+    (folder / "high.json").write_text("[[9]]")
     (folder / "broken.jsonl").write_text("{")
     return [
         (["--decoders", "oracle"], "oracle"),
         (["--decoders", "paper@no-tree"], "no-tree"),
-        (
-            ["--decoders", f"paper@{folder / 'high.json'}", "--sweep", "k=2"],
-            "high has no nodes left with k=2",
-        ),
-        (["--sweep", "k=5000", "--decoders", "paper"], "5000"),
-        (["--sweep", "k=2", "--sweep", "k=4"], "--sweep k is given twice"),
-        (["--sweep", "colour=red"], "colour=red"),
+        (["--decoders", f"paper@{folder / 'high.json'}"], "high has no nodes left with k=8"),
         (["--rounds", 0], "--rounds"),
         (["-n", 1], "-n is 1"),
         (["--per-kind", 0], "per kind"),
@@ -1156,11 +856,11 @@ def wrong_calls(folder):
     ]
 
 
-@pytest.mark.parametrize("index", range(22))
+@pytest.mark.parametrize("index", range(19))
 def test_wrong_input_is_one_line_and_exit_code_2(index, tmp_path):
     (tmp_path / "files").mkdir()
     calls = wrong_calls(tmp_path / "files")
-    assert len(calls) == 22
+    assert len(calls) == 19
     arguments, named = calls[index]
     suite = (
         []
@@ -1175,26 +875,3 @@ def test_wrong_input_is_one_line_and_exit_code_2(index, tmp_path):
     assert err.count("\n") == 1
     assert named in err
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "more,named",
-    [
-        (["-n", 21], "max new tokens;"),
-        (["--seed", 1], "seed;"),
-        (["--temp", 0.5], "temperature, decoders;"),
-        (["--cold"], "start, decoders;"),
-        (["--decoders", "paper"], "decoders;"),
-        (["--per-kind", 1], "per kind, questions;"),
-    ],
-)
-def test_a_changed_option_is_refused_by_name(more, named, finished, suite):
-    before = {p: p.read_bytes() for p in finished[0].rglob("*") if p.is_file()}
-    bench = bench_of(suite, finished[0], "-n", 20, "--decoders", FIXED)
-    code, _, err = call(*bench, "--resume", *more)
-    assert code == 2
-    assert err.count("\n") == 1
-    assert f"differs in {named}" in err
-    code, _, err = call(*bench)
-    assert (code, "continue it with --resume" in err) == (2, True)
-    assert {p: p.read_bytes() for p in finished[0].rglob("*") if p.is_file()} == before

@@ -47,7 +47,6 @@ def decoder(speedup, drafter="paper", kinds=KINDS):
             "tree": None,
             "k": drafter and 8,
             "temperature": 0.0,
-            "baseline": "generate",
         },
         "overall": measures(speedup, bool(drafter)),
         "kinds": {kind: measures(speedup, bool(drafter)) for kind in kinds},
@@ -226,15 +225,6 @@ def test_the_headline_is_honest(speedup, verdict):
 def test_one_decoder_one_kind():
     html, _ = read(example(["math"], auto=1.5))
     assert '<th scope="row"><span>math</span></th>' in html
-
-
-def test_a_sampled_baseline_is_not_compared_with_itself():
-    summary = example()
-    summary["decoders"]["generate T=0.7"] = decoder(1.0, None)
-    summary["decoders"]["generate T=0.7"]["about"]["baseline"] = "generate T=0.7"
-    html, _ = read(summary)
-    assert '<th scope="col">generate T=0.7</th>' not in html
-    assert '<th scope="col">auto</th>' in html
 
 
 def test_write(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from token_recycling.bench.variants import BASELINE
 from token_recycling.decoding.metrics import PHASES
 
 RESAMPLES = 2000
@@ -15,7 +16,7 @@ SEED = 0  # for the bootstrap
 CONFIDENCE = 95.0
 DEEPEST = 16  # largest depth reported in accepted_per_depth
 
-Record = dict[str, Any]  # a line of the journal
+Record = dict[str, Any]  # of a question (see ``Runner.answer``)
 Turns = list[dict[str, Any]]
 
 
@@ -42,10 +43,10 @@ def speed(record: Record, name: str, round_: int | None = None) -> float:
     return new_tokens(record, name, which[0]) / seconds
 
 
-def speedup(records: Sequence[Record], name: str, baseline: str, round_: int) -> float:
+def speedup(records: Sequence[Record], name: str, round_: int) -> float:
     """Return the ratio of the median tokens per second over questions, in one round."""
     own = median(speed(record, name, round_) for record in records)
-    return own / median(speed(record, baseline, round_) for record in records)
+    return own / median(speed(record, BASELINE, round_) for record in records)
 
 
 def interval(own: Sequence[float], base: Sequence[float]) -> list[float]:
@@ -71,21 +72,21 @@ def mean_accepted(lengths: Sequence[int]) -> float:
     return fmean(lengths) if lengths else 1.0
 
 
-def spec_bench(records: Sequence[Record], name: str, baseline: str) -> dict[str, float]:
+def spec_bench(records: Sequence[Record], name: str) -> dict[str, float]:
     """Return Spec-Bench's aggregate: mean tokens per second over questions, first round only."""
     lengths = accept_lengths([turn for record in records for turn in turns(record, name, 0)])
     own = fmean(speed(record, name, 0) for record in records)
     return {
         "tokens_per_second": own,
-        "speedup": own / fmean(speed(record, baseline, 0) for record in records),
+        "speedup": own / fmean(speed(record, BASELINE, 0) for record in records),
         "mat": mean_accepted(lengths),
     }
 
 
-def measure(records: Sequence[Record], name: str, baseline: str) -> dict[str, Any]:
+def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
     """Return the figures of one variant over ``records``."""
     own = [speed(record, name) for record in records]
-    base = [speed(record, baseline) for record in records]
+    base = [speed(record, BASELINE) for record in records]
     ratios = [a / b for a, b in zip(own, base)]
     first = [turn for record in records for turn in turns(record, name, 0)]
     every = [t for r in records for i in range(rounds(r, name)) for t in turns(r, name, i)]
@@ -113,7 +114,7 @@ def measure(records: Sequence[Record], name: str, baseline: str) -> dict[str, An
         "ttft_seconds": median(turn["first_seconds"] for turn in every),
         "c": mat / ratio,
         "phases": {phase: spent / total for phase, spent in phases.items()} if total else None,
-        "spec_bench": spec_bench(records, name, baseline),
+        "spec_bench": spec_bench(records, name),
     }
 
 

@@ -57,7 +57,7 @@ def write(summary: dict[str, Any], path: Path) -> None:
 
 
 def _headline(summary: dict[str, Any]) -> str:
-    """Return one paragraph on the fastest recycled decoder, faster than its baseline or not."""
+    """Return one paragraph on the fastest recycled decoder, faster than the baseline or not."""
     decoders = summary["decoders"]
     recycled = [
         name
@@ -67,7 +67,7 @@ def _headline(summary: dict[str, Any]) -> str:
     if not recycled:
         return f"No recycled decoder was compared with {summary['baseline']}."
     best = max(recycled, key=lambda name: float(decoders[name]["overall"]["speedup"]))
-    found, baseline = decoders[best]["overall"], decoders[best]["about"]["baseline"]
+    found, baseline = decoders[best]["overall"], summary["baseline"]
     low, high = found["speedup_interval"]
     verdict = "" if low > 1 else ": slower" if high < 1 else ": no clear difference"
     several = len(recycled) > 1

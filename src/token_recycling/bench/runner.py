@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from random import Random
 from time import time
 from typing import Any
 
 from token_recycling.bench.decoders import Decoder, Turn
-from token_recycling.bench.journal import Journal
 from token_recycling.bench.memory import PeakMemory
 from token_recycling.bench.prompts import DEMO
 from token_recycling.bench.suites import Question
-from token_recycling.bench.variants import Variant
+from token_recycling.bench.variants import BASELINE, Variant
 from token_recycling.decoding.text import as_conversation, encode
-from token_recycling.errors import TokenRecyclingError
 from token_recycling.recycler import TokenRecycling
 
 WARM_UP_TOKENS = 16
@@ -47,20 +43,17 @@ def fitting(
     return fits, others
 
 
-def digest(questions: Sequence[Question]) -> str:
-    """Return a hash of the questions: names, kinds, categories and texts."""
-    texts = json.dumps([[q.name, q.kind, q.category, *q.turns] for q in questions])
-    return hashlib.sha256(texts.encode()).hexdigest()[:16]
-
-
 class Runner:
-    """Answers the questions one by one and stores each answer in the journal before the next.
+    """Answers the questions one by one.
 
     All variants answer each turn of a question, in an order that changes (see ``order``). Each has
     its own matrix. Repeated rounds of a question start from the same matrix, so that they do the
     same work; afterwards the matrix holds the additions of one round. In a multi-turn question,
-    every variant continues from its baseline's answers. The question ends early if the next answer
+    every variant continues from the baseline's answers. The question ends early if the next answer
     might not fit into the context.
+
+    Attributes:
+        records: of the questions that have been answered.
     """
 
     def __init__(
@@ -78,31 +71,22 @@ class Runner:
         self.max_new_tokens = max_new_tokens
         self.decoders = {v.name: Decoder(v, first, max_new_tokens) for v in variants}
         self.memory = PeakMemory(first.target.device)
+        self.records: list[dict[str, Any]] = []
 
     def run(
-        self,
-        questions: Sequence[Question],
-        journal: Journal,
-        on_progress: Callable[[int, int], None],
-    ) -> None:
-        """Answer the questions that are not in the journal yet.
+        self, questions: Sequence[Question], on_progress: Callable[[int, int], None]
+    ) -> list[dict[str, Any]]:
+        """Answer the questions; return their records.
 
         Raises:
-            TokenRecyclingError: the journal holds other questions, a variant cannot decode, or a
-                file cannot be read or written.
+            TokenRecyclingError: a variant cannot decode.
         """
-        done = len(journal.records)
-        if [record.get("name") for record in journal.records] != [q.name for q in questions[:done]]:
-            raise TokenRecyclingError(f"{journal.folder} contains answers to other questions")
-        if done < len(questions):
-            self._warm_up()
-            for name, state in journal.state().items():
-                self.decoders[name].restore(state)
-        on_progress(done, len(questions))
-        for index, question in enumerate(questions[done:], start=done):
-            record = self.answer(question, index)
-            journal.add(record, {name: d.state() for name, d in self.decoders.items()})
+        self._warm_up()
+        on_progress(0, len(questions))
+        for index, question in enumerate(questions):
+            self.records.append(self.answer(question, index))
             on_progress(index + 1, len(questions))
+        return self.records
 
     def _warm_up(self) -> None:
         """Let every variant decode once, then restore its state."""
@@ -119,9 +103,9 @@ class Runner:
             decoder.restore(before)
 
     def answer(self, question: Question, index: int) -> dict[str, Any]:
-        """Answer a question with all variants and return its journal record."""
+        """Answer a question with all variants and return its record."""
         for decoder in self.decoders.values():
-            if decoder.variant.start == "cold":
+            if decoder.variant.cold:
                 decoder.recycler.reset()
         before = {name: decoder.state() for name, decoder in self.decoders.items()}
         record: dict[str, Any] = {
@@ -165,29 +149,22 @@ class Runner:
         limit = self.first.target.max_context
         return limit is None or len(prompt) + self.max_new_tokens <= limit
 
-    def _round(self, question: Question, index: int, round_: int, found: dict[str, Any]) -> None:
-        said: dict[str, list[str]] = {}  # the conversation so far, by baseline
+    def _round(self, question: Question, index: int, round_: int, variants: dict[str, Any]) -> None:
+        said: list[str] = []  # the conversation so far
         for number, text in enumerate(question.turns):
             seed = self.seed + number
-            prompts = {
-                base: conversation(self.first, [*said.get(base, []), text], self.raw)
-                for base in {d.variant.baseline for d in self.decoders.values()}
-            }
-            if not all(map(self._fits, prompts.values())):
+            prompt = conversation(self.first, [*said, text], self.raw)
+            if not self._fits(prompt):
                 break
             answers: dict[str, Turn] = {}
             for name in self.order(index, round_ + number):
-                decoder = self.decoders[name]
                 self.memory.reset()
-                answers[name] = decoder.answer(prompts[decoder.variant.baseline], seed)
-                peak = self.memory.read()
-                row = found[name]
-                peaks = [p for p in (row.get("peak_memory_bytes"), peak) if p]
-                row["peak_memory_bytes"] = max(peaks, default=None)
+                answers[name] = self.decoders[name].answer(prompt, seed)
+                peaks = [variants[name].get("peak_memory_bytes"), self.memory.read()]
+                variants[name]["peak_memory_bytes"] = max(filter(None, peaks), default=None)
+            expected = answers[BASELINE]
             for name, answer in answers.items():
-                base = answers[self.decoders[name].variant.baseline]
-                kept = answer.to_dict()
-                kept["identical"] = answer.token_ids == base.token_ids
-                found[name]["rounds"][-1]["turns"].append(kept)
-            for baseline in prompts:
-                said[baseline] = [*said.get(baseline, []), text, answers[baseline].text]
+                identical = answer.token_ids == expected.token_ids
+                turn = {**answer.to_dict(), "identical": identical}
+                variants[name]["rounds"][-1]["turns"].append(turn)
+            said += [text, expected.text]

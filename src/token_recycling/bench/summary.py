@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from token_recycling.bench import measures
 from token_recycling.bench.decoders import Decoder
 from token_recycling.bench.measures import Record
+from token_recycling.bench.variants import BASELINE
 from token_recycling.decoding.text import TextStream
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import text_config
@@ -38,12 +39,12 @@ def describe_model(recycler: TokenRecycling, name: str) -> dict[str, Any]:
     }
 
 
-def losing(records: Sequence[Record], baselines: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the questions that a variant answered more slowly than its baseline, worst first."""
+def losing(records: Sequence[Record], names: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the questions that a variant answered more slowly than the baseline, worst first."""
     found = []
     for record in records:
-        for name, baseline in baselines.items():
-            ratio = measures.speed(record, name) / measures.speed(record, baseline)
+        for name in names:
+            ratio = measures.speed(record, name) / measures.speed(record, BASELINE)
             if ratio >= 1:
                 continue
             first = measures.turns(record, name, 0)
@@ -96,10 +97,8 @@ def summarise(
     table: dict[str, Any] = {}
     for name, decoder in decoders.items():
         variant = decoder.variant
-        base = variant.baseline
         repeated = [
-            measures.speedup(records, name, base, r)
-            for r in range(measures.rounds(records[0], name))
+            measures.speedup(records, name, r) for r in range(measures.rounds(records[0], name))
         ]
         peaks = [r["variants"][name].get("peak_memory_bytes") for r in records]
         recycles = variant.recycles and not isinstance(decoder.recycler.target, PlainTarget)
@@ -110,11 +109,9 @@ def summarise(
                 "size": decoder.size,
                 "k": variant.k if variant.recycles else None,
                 "temperature": variant.temperature,
-                "start": variant.start,
-                "baseline": base,
             },
-            "overall": measures.measure(records, name, base),
-            "kinds": {kind: measures.measure(rows, name, base) for kind, rows in kinds.items()},
+            "overall": measures.measure(records, name),
+            "kinds": {kind: measures.measure(rows, name) for kind, rows in kinds.items()},
             "rounds": repeated,
             "spread": measures.spread(repeated),
             "peak_memory_bytes": max((p for p in peaks if p), default=None),
@@ -122,14 +119,14 @@ def summarise(
             "matrix_bytes": decoder.recycler.matrix.nbytes if recycles else None,
         }
     tokenizer = next(iter(decoders.values())).recycler.tokenizer
-    baselines = {name: d.variant.baseline for name, d in decoders.items() if d.variant.drafter}
+    drafting = [name for name, decoder in decoders.items() if decoder.variant.drafter]
     return {
         "format": FORMAT,
-        "baseline": next(iter(decoders)),
+        "baseline": BASELINE,
         "kinds": list(kinds),
         "decoders": table,
-        "losing": losing(records, baselines),
-        "sample": sample(records, next(reversed(baselines)), tokenizer) if baselines else None,
+        "losing": losing(records, drafting),
+        "sample": sample(records, drafting[-1], tokenizer) if drafting else None,
         "per_question": {
             name: [
                 {

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
 
 from token_recycling import defaults
 from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS, PromptLookupDrafter
-from token_recycling.drafting.registry import SHAPE_THEIR_OWN, names
+from token_recycling.drafting.registry import names
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.options import Options
 
-GENERATE, LOOKUP, AUTO = "generate", "generate-pld", "auto"
-DEFAULT = (GENERATE, LOOKUP, "prompt-lookup", "paper", AUTO)
+BASELINE, LOOKUP, AUTO = "generate", "generate-pld", "auto"
+DEFAULT = (BASELINE, LOOKUP, "prompt-lookup", "paper", AUTO)
 # Drafters without a matrix; None stands for ``model.generate``.
 NOT_RECYCLED = (None, "none", "prompt-lookup")
 MODES = {"": None, "graph": True, "no-graph": False}
-SWEEPS = ("k", "nodes", "tree", "temperature", "start")
-STARTS = ("hot", "cold")
 TEMPERATURES = "a temperature must be 0 or from 0.00001 to 100"
 
 
@@ -36,8 +32,7 @@ class Variant:
         k: candidates per token.
         temperature: 0 is greedy.
         graph: see ``Options``.
-        start: "hot" keeps the matrix between questions, "cold" empties it before each.
-        baseline: name of the variant that it is compared with.
+        cold: the matrix is emptied before each question.
     """
 
     name: str
@@ -48,8 +43,7 @@ class Variant:
     k: int = defaults.CANDIDATES
     temperature: float = 0.0
     graph: bool | None = None
-    start: str = "hot"
-    baseline: str = GENERATE
+    cold: bool = False
 
     @property
     def recycles(self) -> bool:
@@ -89,12 +83,12 @@ def parse(spec: str) -> Variant:
     Raises:
         TokenRecyclingError: there is no such decoder.
     """
-    if spec in (GENERATE, LOOKUP):
+    if spec in (BASELINE, LOOKUP):
         return Variant(spec, lookup=spec == LOOKUP)
     ours, _, mode = spec.partition("+")
     drafter, _, shape = (defaults.DRAFTER, "", AUTO) if ours == AUTO else ours.partition("@")
     if drafter not in names() or mode not in MODES:
-        known = ", ".join([GENERATE, LOOKUP, AUTO, *names()])
+        known = ", ".join([BASELINE, LOOKUP, AUTO, *names()])
         raise TokenRecyclingError(
             f"no such decoder: {spec!r}; choose {known}, DRAFTER@NODES or DRAFTER@TREE; "
             "all but the first two may end in +graph or +no-graph"
@@ -122,81 +116,13 @@ def is_temperature(value: float) -> bool:
     return value == 0 or 1e-5 <= value <= 100
 
 
-def read_sweep(text: str) -> tuple[str, list[Any]]:
-    """Read ``k=2,4``, ``nodes=8,16``, ``tree=A,B``, ``temperature=0,0.7`` or ``start=cold,hot``.
+def select(specs: Sequence[str], *, temperature: float = 0.0, cold: bool = False) -> list[Variant]:
+    """Return the variants of ``specs``; the baseline is always among them, and the first.
 
     Raises:
-        TokenRecyclingError: ``text`` is none of these.
+        TokenRecyclingError: a decoder or tree is unknown.
     """
-    name, _, listed = text.partition("=")
-    values = [value.strip() for value in listed.split(",") if value.strip()]
-    if name not in SWEEPS or not values:
-        raise TokenRecyclingError(
-            f"--sweep is {text!r}; write one of {', '.join(f'{name}=A,B' for name in SWEEPS)}"
-        )
-    kinds: Mapping[str, Any] = {"k": int, "nodes": int, "temperature": float}
-    try:
-        read: list[Any] = [kinds.get(name, str)(value) for value in values]
-    except ValueError as error:
-        form = "numbers" if name == "temperature" else "whole numbers"
-        raise TokenRecyclingError(f"--sweep is {text!r}; the values must be {form}") from error
-    if name == "start" and not set(read) <= set(STARTS):
-        raise TokenRecyclingError(f"--sweep is {text!r}; start must be cold or hot")
-    if name == "temperature" and not all(map(is_temperature, read)):
-        raise TokenRecyclingError(f"--sweep is {text!r}; {TEMPERATURES}")
-    if name in ("k", "nodes") and min(read) < 1:
-        raise TokenRecyclingError(f"--sweep is {text!r}; {name} must be 1 or more")
-    return name, list(dict.fromkeys(read))
-
-
-def expand(
-    specs: Sequence[str],
-    sweeps: Mapping[str, Sequence[Any]],
-    *,
-    temperature: float = 0.0,
-    cold: bool = False,
-) -> list[Variant]:
-    """Return the variants of ``specs`` with every combination of the swept values.
-
-    Sweeps over k, nodes and start apply to variants that keep a matrix, over trees to those that
-    fill one, temperature to all. The
-    baseline, ``model.generate`` at each temperature, is always included and comes first.
-
-    Raises:
-        TokenRecyclingError: a decoder or tree is unknown, or two variants have the same name.
-    """
-    common: dict[str, Any] = {"temperature": temperature, "start": "cold" if cold else "hot"}
-    found: dict[str, Variant] = {}
-    for spec in dict.fromkeys([GENERATE, *specs]):
-        variant = replace(parse(spec), **common)
-        swept = [name for name in sweeps if _concerns(name, variant)]
-        for values in product(*(sweeps[name] for name in swept)):
-            one = _set(variant, dict(zip(swept, values)))
-            if found.setdefault(one.name, one) != one:
-                raise TokenRecyclingError(
-                    f"two decoders would both be called {one.name}; remove one"
-                )
-    return list(found.values())
-
-
-def _concerns(sweep: str, variant: Variant) -> bool:
-    if sweep == "tree":
-        return variant.drafter is not None and variant.drafter not in SHAPE_THEIR_OWN
-    return sweep == "temperature" or variant.recycles
-
-
-def _set(variant: Variant, values: dict[str, Any]) -> Variant:
-    """Return the variant with the swept values set and added to its name."""
-    name = variant.name
-    for shape in {"nodes", "tree"} & values.keys():
-        mode = variant.name.partition("+")[2]
-        name = f"{variant.drafter}@{values[shape]}" + (f"+{mode}" if mode else "")
-    if "k" in values:
-        name += f" k={values['k']}"
-    if "start" in values:
-        name += f" {values['start']}"
-    baseline = variant.baseline
-    if "temperature" in values:
-        name += f" T={values['temperature']:g}"
-        baseline += f" T={values['temperature']:g}"
-    return replace(variant, name=name, baseline=baseline, **values)
+    return [
+        replace(parse(spec), temperature=temperature, cold=cold)
+        for spec in dict.fromkeys([BASELINE, *specs])
+    ]

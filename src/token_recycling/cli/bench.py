@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from datetime import datetime, timezone
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,14 +45,6 @@ def bench(
             "commas; +graph at the end: captured.",
         ),
     ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sweep",
-            metavar="SWEEP",
-            help="k=2,4, nodes=8,16, tree=A,B, temperature=0,0.7 or start=cold,hot. Repeatable.",
-        ),
-    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Runs of each question per decoder.")] = 1,
     max_tokens: o.MaxTokens = TOKENS,
     temp: o.Temperature = 0.0,
@@ -67,16 +57,16 @@ def bench(
     out: Annotated[
         Path, typer.Option("-o", "--out", help="Folder for answers, summary and report.")
     ] = Path("token-recycling-bench"),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
     """Benchmark several decoders on the same questions.
 
     Reports the speedup of each, and writes to the folder --out: answers/*.jsonl in
-    Spec-Bench's format, summary.json, tables.md and report.html. To continue an interrupted
-    run, repeat the command with --resume.
+    Spec-Bench's format, summary.json, tables.md and report.html. Ctrl-C ends a run early; the
+    report is then of the questions that have been answered.
     """
     from token_recycling.bench import suites
-    from token_recycling.bench.variants import DEFAULT, expand
+    from token_recycling.bench.variants import DEFAULT, select
+    from token_recycling.util.files import make_folder
 
     if rounds < 1 or max_tokens < 2:
         raise TokenRecyclingError(
@@ -87,10 +77,14 @@ def bench(
         raise TokenRecyclingError(f"--decoders is {decoders!r}; name at least one decoder")
     specs = [spec.strip() for spec in (decoders or ",".join(DEFAULT)).split(",") if spec.strip()]
     _check_sampling(temp, seed)
-    variants = expand(specs, _sweeps(sweep or ()), temperature=temp, cold=cold)
+    variants = select(specs, temperature=temp, cold=cold)
     for variant in variants:
         if variant.drafter:  # report an invalid tree before loading a model
             variant.options().template(variant.k)
+    if out.exists():
+        make_folder(out)  # raises where it cannot be written to
+        if any(out.iterdir()):
+            raise TokenRecyclingError(f"{out} contains other files; choose a new folder")
     recycler = loading.open()
     run = _Run(recycler, loading.model or "the bundled model", questions, variants)
     run.settings = {
@@ -104,20 +98,11 @@ def bench(
         "raw": raw,
         "float32_logits": loading.float32_logits,
     }
-    summary = run.execute(out, resume=resume)
+    summary = run.execute(out)
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
-
-
-def _sweeps(texts: Iterable[str]) -> dict[str, list[Any]]:
-    from token_recycling.bench.variants import read_sweep
-
-    found: dict[str, list[Any]] = {}
-    for name, values in map(read_sweep, texts):
-        if name in found:
-            raise TokenRecyclingError(f"--sweep {name} is given twice; write --sweep {name}=A,B")
-        found[name] = values
-    return found
+    if run.interrupted:
+        raise typer.Exit(130)
 
 
 def _check_sampling(temperature: float, seed: int) -> None:
@@ -142,14 +127,14 @@ class _Run:
         self.recycler, self.name = recycler, name
         self.questions, self.variants = questions, variants
         self.settings: dict[str, Any] = {}
+        self.interrupted = False
 
-    def execute(self, out: Path, *, resume: bool) -> dict[str, Any]:
-        """Run the remaining questions, write all files and return the summary."""
+    def execute(self, out: Path) -> dict[str, Any]:
+        """Answer the questions, write all files and return the summary."""
         from token_recycling.bench import answer_files as answers
         from token_recycling.bench import report, runner, tables
-        from token_recycling.bench.journal import Journal
         from token_recycling.bench.summary import summarise
-        from token_recycling.util.files import write_text
+        from token_recycling.util.files import make_folder, write_text
 
         tokens, raw = self.settings["max_new_tokens"], self.settings["raw"]
         fits, left_out = runner.fitting(self.recycler, self.questions, tokens, raw)
@@ -167,7 +152,6 @@ class _Run:
                 f"k is {most}; it must not exceed the vocabulary of "
                 f"{self.recycler.target.vocab_size} tokens"
             )
-        journal = Journal(out, self._plan(fits), resume=resume)
         decoding = runner.Runner(
             self.recycler,
             self.variants,
@@ -176,38 +160,26 @@ class _Run:
             seed=self.settings["seed"],
             raw=raw,
         )
-        with progress.progress_shown("questions") as on_progress:
-            decoding.run(fits, journal, on_progress)
-        summary = summarise(
-            journal.records,
-            decoding.decoders,
-            about=self._about(fits, left_out, journal.records),
-        )
-        answers.write(journal.records, out / "answers")
+        make_folder(out)
+        records = decoding.records
+        try:
+            with progress.progress_shown("questions") as on_progress:
+                decoding.run(fits, on_progress)
+        except KeyboardInterrupt:
+            if not records:
+                raise
+            self.interrupted = True
+            show.note(f"interrupted: {len(records)} of {len(fits)} questions have been answered")
+            fits = fits[: len(records)]
+        summary = summarise(records, decoding.decoders, about=self._about(fits, left_out, records))
+        answers.write(records, out / "answers")
         report.write(summary, out / "report.html")
         for name, text in (
             ("summary.json", json.dumps(summary, indent=1) + "\n"),
             ("tables.md", tables.document(summary)),
         ):
             write_text(out / name, text)
-        journal.finish()
         return summary
-
-    def _plan(self, questions: list[Question]) -> dict[str, Any]:
-        """Return everything that must be unchanged when a run is resumed."""
-        from token_recycling.bench.runner import digest
-        from token_recycling.decoding.cost_measurement import identity
-
-        trees = {variant.tree for variant in self.variants if variant.tree is not None}
-        files = {tree for tree in trees if Path(tree).is_file()}
-        return {
-            "model": self.name,
-            "machine": identity(self.recycler.model, self.recycler.target.device),
-            **self.settings,
-            "decoders": [vars(variant) for variant in self.variants],
-            "trees": {path: sha256(Path(path).read_bytes()).hexdigest() for path in files},
-            "questions": digest(questions),
-        }
 
     def _about(
         self, questions: list[Question], left_out: list[Question], records: list[dict[str, Any]]

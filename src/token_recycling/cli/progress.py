@@ -85,17 +85,17 @@ class _Lines:
 
     def __init__(self, what: str, most: float | None) -> None:
         now = monotonic()
-        self.what, self.begun, self.last, self.first = what, now, now, -1
+        self.what, self.begun, self.last = what, now, now
         self.end = None if most is None else now + most
 
     def __call__(self, done: int, total: int) -> None:
-        if self.first < 0:  # a resumed run starts with finished items, which took no time
-            self.first, self.begun = done, monotonic()
         now = monotonic()
-        if now - self.last < self.PAUSE or done == self.first:
+        if not done:
+            self.begun = now
+        if now - self.last < self.PAUSE or not done:
             return
         self.last = now
-        left = (now - self.begun) / (done - self.first) * (total - done)
+        left = (now - self.begun) / done * (total - done)
         line = f"{self.what}: {done} of {total}, {left:.0f} s left"
         if self.end is not None and now + left > self.end:
             line += f"; this call ends in {max(0.0, self.end - now):.0f} s"
