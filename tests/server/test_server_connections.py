@@ -1,4 +1,4 @@
-"""Connections: senders that are slow or silent, half-closed ones, targets in absolute form."""
+"""Connections: senders that are slow or silent, and clients that leave."""
 
 from __future__ import annotations
 
@@ -113,22 +113,6 @@ def test_long_answers_are_not_cut(server, limits, stream, monkeypatch):
     assert data.count('"finish_reason": "') + data.count('"finish_reason":"') == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body", [SHORT, LONG])
-def test_a_client_that_closes_its_direction_gets_its_answer(server, stream, body, monkeypatch):
-    monkeypatch.setattr(connection, "LOOK_SECONDS", 0.02)
-    with opened(server) as made:
-        made.send(request({**body, "stream": stream}, close=False))
-        made.socket.shutdown(socket.SHUT_WR)
-        data, _ = made.rest()
-    interim, _, answer = data.partition("HTTP/1.1 200")
-    assert "content-type" in answer
-    assert '"finish_reason"' in answer
-    if body is LONG and not stream:
-        assert interim.count("HTTP/1.1 102") > 1
-    assert interim.replace("HTTP/1.1 102 \r\n\r\n", "") == ""
-
-
 def test_half_a_request_is_no_request(server):
     """The control: without a whole request there is nothing to wait for."""
     with opened(server) as made:
@@ -139,23 +123,7 @@ def test_half_a_request_is_no_request(server):
     assert seconds < 5
 
 
-@pytest.mark.parametrize("target", ["http://x/v1/completions", "HTTPS://x:80/v1/completions"])
-def test_targets_in_absolute_form(server, target):
-    with opened(server) as made:
-        made.send(request(SHORT, target))
-        data, _ = made.rest()
-    assert data.startswith("HTTP/1.1 200")
-
-
-def test_other_targets_in_absolute_form(server):
-    for target in ("http://x", "http://x/v1/nothing"):
-        with opened(server) as made:
-            made.send(request(SHORT, target))
-            data, _ = made.rest()
-        assert data.startswith(("HTTP/1.1 404", "HTTP/1.1 405"))
-
-
-@pytest.mark.parametrize("more", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("more", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_a_client_that_sent_more_and_leaves_is_noticed(server, more):
     body = {**LONG, "max_tokens": 1900, "logit_bias": {"1": -100}, "n": 4}
     with opened(server) as made:
@@ -167,7 +135,8 @@ def test_a_client_that_sent_more_and_leaves_is_noticed(server, more):
         made.send(more)
         time.sleep(0.05)
         before = server.metric("request_success_total", finished_reason="abort")
-    server.idle(5)
+        made.socket.shutdown(socket.SHUT_WR)
+        server.idle(5)
     assert server.metric("request_success_total", finished_reason="abort") > before
 
 
@@ -199,13 +168,5 @@ def test_half_a_body_and_no_more_to_come(server):
         made.send(request(SHORT, close=False)[:-5])
         made.socket.shutdown(socket.SHUT_WR)
         data, seconds = made.rest()
-    assert "102" not in data
+    assert "200" not in data
     assert seconds < 5
-
-
-def test_all_requests_of_a_half_closed_client_are_answered(server):
-    with opened(server) as made:
-        made.send(request(SHORT, close=False) + request(SHORT, close=False))
-        made.socket.shutdown(socket.SHUT_WR)
-        data, _ = made.rest()
-    assert data.count("HTTP/1.1 200") == 2

@@ -25,7 +25,6 @@ from token_recycling.server.choices import (
     Usage,
     drafts,
 )
-from token_recycling.server.connection import AbsoluteForm
 from token_recycling.server.engine import Engine
 from token_recycling.server.errors import ApiError, add_handlers
 from token_recycling.server.job import Ended, NewTokens
@@ -224,7 +223,6 @@ def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(AbsoluteForm)
     add_handlers(app)
 
     @app.post("/v1/chat/completions")
