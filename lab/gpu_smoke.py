@@ -125,9 +125,9 @@ class Smoke:
             graph = recycler.runs._graph
             if graph is None:
                 return {"graph": None}
-            wait(list(graph._compiler._asked.values()), timeout=30)
-            runners = [(key, one.step.drafting.lag) for key, one in graph._runners.items()]
-            return {"graph": repr(runners), "kernels": graph._kernels}
+            wait(list(graph.pool._compiler._asked.values()), timeout=30)
+            runners = [(key, one.step.drafting.lag) for key, one in graph.pool._steps.items()]
+            return {"graph": repr(runners), "kernels": graph.pool.kernels}
 
         answer.settle = settle  # type: ignore[attr-defined]
         return answer
@@ -243,7 +243,7 @@ class Smoke:
             batch = [one.token_ids for one in recycler.generate(prompts, **more)]
             drawn = [recycler.generate(one, **more, **sampled).token_ids for one in prompts]
             found[name] = {"greedy": greedy, "again": again, "batch": batch, "sampled": drawn}
-            found[name]["graph"] = repr(getattr(recycler.runs._graph, "_runners", {}).keys())
+            found[name]["graph"] = repr(getattr(recycler.runs._graph, "_steps", {}).keys())
         stock = TokenRecycling(model, None, drafter="none", graph=False)
         right = [plain_generate(stock, one, {"max_new_tokens": 64}) for one in prompts]
         drawn = [plain_generate(stock, one, {"max_new_tokens": 64, **sampled}) for one in prompts]

@@ -15,9 +15,9 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
-from token_recycling.graph import decoder
-from token_recycling.graph.runner import GraphRunner
-from token_recycling.graph.step import GraphStep
+from token_recycling.graph.captured_step import CapturedStep
+from token_recycling.graph.pool import slots_for
+from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.gpu import attention as gpu_attention
 from token_recycling.util.machine import synchronize
 from token_recycling.util.modes import ordinary_tensors
@@ -74,7 +74,7 @@ class Steps:
         self.learnt: AdjacencyMatrix | None = None
         self.fuses = True
 
-    def captured(self, nodes: int, context: int) -> GraphRunner:
+    def captured(self, nodes: int, context: int) -> CapturedStep:
         """Capture a step of ``nodes`` tokens behind ``context`` random ones; drafts are random."""
         recycler = TokenRecycling(self.model, None, drafter="none", graph=False)
         target, vocab = recycler.target, recycler.target.vocab_size
@@ -89,17 +89,17 @@ class Steps:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(vocab, (context + 1,), generator=generator).tolist()
         target.prefill([tokens[:context]])
-        slots = decoder.slots_for(context, nodes)
+        slots = slots_for(context, nodes)
         kernels = has_device_kernels(self.device)
-        step = GraphStep(target, drafter, 1, slots, nodes, kernels=kernels)
-        runner = GraphRunner(step)
+        step = GraphStep(target, drafter, StepSpec(1, slots, nodes, kernels=kernels))
+        runner = CapturedStep(step)
         with ordinary_tensors():
             step.begin([Sequence(tokens)], [])
         for _ in range(3):
             runner.launch(IDLE)()
         return runner
 
-    def step_seconds(self, runner: GraphRunner) -> float:
+    def step_seconds(self, runner: CapturedStep) -> float:
         """Median seconds of a step; a row that has ended costs what others do."""
         return seconds_of(lambda: runner.launch(IDLE), self.device, self.repeats)
 

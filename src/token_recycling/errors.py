@@ -46,5 +46,13 @@ class TokenRecyclingError(ValueError):
     """Unusable input; the one-line message says what is wrong and what to do."""
 
 
+class GraphError(TokenRecyclingError):
+    """The step of this model and drafter cannot be run as a graph here."""
+
+
+class StepError(GraphError):
+    """A step cannot be captured, is wrong, or too slow; another one may do."""
+
+
 class PlainDecodingWarning(UserWarning):
     """Warns that the model cannot verify draft trees and is decoded one token at a time."""

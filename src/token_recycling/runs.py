@@ -20,9 +20,8 @@ from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.base import DraftSize, FixedSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import GraphError, TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, can_capture
-from token_recycling.graph.runner import GraphError
 from token_recycling.model.base import OnProgress, Target
 from token_recycling.model.cpu.layers import MULTIPLE
 from token_recycling.model.fallback import PlainTarget

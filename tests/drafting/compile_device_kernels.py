@@ -27,7 +27,7 @@ from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import chains
 from token_recycling.drafting.kernels.device import count, learn, propose, top_k
 from token_recycling.graph import kernels
-from token_recycling.graph.step import GraphStep
+from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.gpu import attention_kernel, elementwise_kernel
 from token_recycling.util.launch import REGISTERS, only_compiled
 
@@ -226,10 +226,11 @@ def compile_by_launcher(target):
     recycler = TokenRecycling(make("gemma3"), graph=False, nodes=15)
     recycler.generate([3, 5, 7], max_new_tokens=3)
     dtype = torch.float16 if target.arch == 75 else torch.bfloat16
-    step = GraphStep(recycler.target, recycler.drafter, 1, 256, 16, kernels=True)
+    step = GraphStep(recycler.target, recycler.drafter, StepSpec(1, 256, 16, kernels=True))
     step.drafting.compile(dtype)
     # Triton compiles arguments of 1 in, as where one node is drafted.
-    GraphStep(recycler.target, recycler.drafter, 1, 256, 1, kernels=True).drafting.compile(dtype)
+    step = GraphStep(recycler.target, recycler.drafter, StepSpec(1, 256, 1, kernels=True))
+    step.drafting.compile(dtype)
     draft = chains(torch.zeros(1, 16, dtype=torch.long))
     query, key = torch.zeros(1, 8, 16, 64, dtype=dtype), torch.zeros(1, 2, 256, 64, dtype=dtype)
     windows = recycler.target.windows

@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.graph import decoder, kernels, runner
+from token_recycling.graph import kernels, pool
+from token_recycling.graph.captured_step import CapturedStep
 
 PROMPTS = random_prompts([20, 7, 33, 1])
 
@@ -30,8 +31,8 @@ def test_a_captured_step_gives_the_same_text(name, rows):
             answers = recycler.generate(prompts, max_new_tokens=100)
             assert [a.token_ids for a in answers] == expected
             # The host drafts until the kernels are compiled.
-            wait(recycler.runs._graph._compiler._asked.values())
-    *_, runner = recycler.runs._graph._runners.values()  # where the host drafted, another before
+            wait(recycler.runs._graph.pool._compiler._asked.values())
+    *_, runner = recycler.runs._graph.pool._steps.values()  # where the host drafted, another before
     assert runner._graph is not None
     assert runner.step._operations is kernels
     assert recycler.stats.accepted > 0
@@ -57,7 +58,7 @@ def test_drafts_change_no_token_in_half_precision(dtype, prompts, graph):
 def test_the_host_waits_only_for_the_output():
     recycler = TokenRecycling(make("llama").cuda(), nodes=15, strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)
-    (runner,) = recycler.runs._graph._runners.values()
+    (runner,) = recycler.runs._graph.pool._steps.values()
     torch.cuda.set_sync_debug_mode("error")
     try:
         first = runner.launch([False])
@@ -97,7 +98,7 @@ def test_the_matrix_has_learnt_what_the_eager_loop_learns():
 @pytest.mark.parametrize("drafter", ["adaptive", "paper", "prompt-lookup", "none"])
 def test_the_host_may_draft_for_a_captured_step(drafter, monkeypatch):
     """As it does for drafters without kernels, and for the default one where these fail."""
-    monkeypatch.setattr(decoder, "has_device_kernels", lambda device: False)
+    monkeypatch.setattr(pool, "has_device_kernels", lambda device: False)
     model = make("llama")
     prompts = PROMPTS[:2]
     expected = [plain(model, prompt, 60) for prompt in prompts]
@@ -107,7 +108,7 @@ def test_the_host_may_draft_for_a_captured_step(drafter, monkeypatch):
         for _ in range(2):
             answers = recycler.generate(prompts, max_new_tokens=60)
             assert [answer.token_ids for answer in answers] == expected
-    runners = list(recycler.runs._graph._runners.values())
+    runners = list(recycler.runs._graph.pool._steps.values())
     assert runners
     assert all(runner._graph is not None and runner.lag == 0 for runner in runners)
 
@@ -119,7 +120,7 @@ def test_a_failed_capture_is_one_line_and_the_text_goes_on(monkeypatch):
     def fails(self):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
-    monkeypatch.setattr(runner.GraphRunner, "_capture", fails)
+    monkeypatch.setattr(CapturedStep, "_capture", fails)
     recycler = TokenRecycling(model.cuda(), nodes=15, strict=True)
     with pytest.warns(UserWarning, match=r"decoding without a graph: .*not permitted") as caught:
         answer = recycler.generate(PROMPTS[0], max_new_tokens=40)

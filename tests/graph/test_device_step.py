@@ -23,7 +23,7 @@ from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.draft import chains
 from token_recycling.graph import kernels, tensors
-from token_recycling.graph.step import GraphStep
+from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.util.modes import ordinary_tensors
 
@@ -38,7 +38,7 @@ def test_a_step_launches_few_kernels_around_the_forward(architecture, batch):
     recycler = TokenRecycling(model, nodes=15, graph=False)
     prompts = random_prompts([9, 5, 12][:batch])
     recycler.generate(prompts, max_new_tokens=3)
-    step = GraphStep(recycler.target, recycler.drafter, batch, 256, 16, kernels=True)
+    step = GraphStep(recycler.target, recycler.drafter, StepSpec(batch, 256, 16, kernels=True))
     recycler.target.prefill([prompt[:-1] for prompt in prompts])
     with ordinary_tensors():
         step.begin([Sequence(prompt) for prompt in prompts], [])
@@ -73,7 +73,7 @@ def answers(model, prompts, *, graph=True, **options):
         warnings.simplefilter("error")  # the graph must be used
         found = [recycler.generate(prompts, max_new_tokens=TOKENS, **options) for _ in range(2)]
     if graph:
-        (runner,) = recycler.runs._graph._runners.values()
+        (runner,) = recycler.runs._graph.pool._steps.values()
         assert runner.step._operations is kernels
     return [[answer.token_ids for answer in each] for each in found], recycler.stats
 

@@ -28,11 +28,12 @@ from token_recycling.drafting.draft import chains
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.auto import COOLDOWN, GRAPH_SIZES, PATIENCE, AutoSize
 from token_recycling.drafting.size.costs import CostCurve
-from token_recycling.graph import chooser, compilation, decoder, runner
+from token_recycling.errors import GraphError
+from token_recycling.graph import captured_step, chooser, compilation, pool
+from token_recycling.graph.captured_step import CapturedStep
 from token_recycling.graph.chooser import NodeChooser
 from token_recycling.graph.drafting import MOST_NODES, HostDrafting, drafts_on_device
-from token_recycling.graph.runner import GraphRunner
-from token_recycling.graph.step import GraphStep
+from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.kv_cache import FixedCache
 
 PROMPTS = random_prompts([20, 7, 33, 1])
@@ -55,7 +56,7 @@ def recycling(model, **options):
 
 
 def runners(recycler):
-    return list(recycler.runs._graph._runners.values())
+    return list(recycler.runs._graph.pool._steps.values())
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def runners(recycler):
 )
 def test_one_graph_gives_the_same_text(name, monkeypatch):
     """200 tokens; grouped queries, windows, one row and four."""
-    monkeypatch.setattr(decoder, "SMALLEST", 512)
+    monkeypatch.setattr(pool, "SMALLEST", 512)
     model = make(name)
     expected = [plain(model, prompt, 200) for prompt in PROMPTS]
     assert len(set(map(tuple, expected))) == 4
@@ -92,7 +93,7 @@ def test_steps_are_those_of_the_eager_loop(llama):
 
 
 def test_a_full_cache_is_followed_by_a_larger_one(llama, monkeypatch):
-    monkeypatch.setattr(decoder, "SMALLEST", 64)
+    monkeypatch.setattr(pool, "SMALLEST", 64)
     recycler = recycling(llama)
     expected = [plain(llama, prompt, 150) for prompt in PROMPTS]
     assert [a.token_ids for a in recycler.generate(PROMPTS, max_new_tokens=150)] == expected
@@ -328,7 +329,7 @@ def test_random_numbers_that_others_draw_meanwhile_are_not_drawn_again(llama, of
 
 
 def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
-    monkeypatch.setattr(decoder, "SMALLEST", 64)
+    monkeypatch.setattr(pool, "SMALLEST", 64)
     options = {"max_new_tokens": 120, "temperature": 0.9, "seed": 7}
     eager = recycling(llama, graph=False).generate(PROMPTS, **options)
     recycler = recycling(llama)
@@ -368,7 +369,7 @@ def test_where_a_step_fails_there_is_a_warning_and_the_same_text(llama, monkeypa
         raise RuntimeError("no memory for a graph\nmore")
 
     recycler = recycling(llama)
-    monkeypatch.setattr(GraphStep, "advance", broken)
+    monkeypatch.setattr(GraphStep, "run", broken)
     for options in ({}, {"temperature": 0.8, "seed": 2}):
         with pytest.warns(UserWarning, match="without a graph: no memory for a graph more$"):
             answer = recycler.generate(PROMPTS[0], max_new_tokens=40, **options)
@@ -381,15 +382,15 @@ def test_kernels_that_fail_leave_drafting_to_the_host(llama, monkeypatch):
     """The step is still a graph, and the kernels are not tried again."""
     tried = []
 
-    def step(*args, kernels, **options):
-        tried.append(kernels)
-        if kernels:
+    def step(target, drafter, spec, cache):
+        tried.append(spec.kernels)
+        if spec.kernels:
             raise RuntimeError("ptxas failed\nwith many lines")
-        return GraphStep(*args, kernels=kernels, **options)
+        return GraphStep(target, drafter, spec, cache)
 
     monkeypatch.setattr(compilation.KernelCompiler, "ready", lambda self, *shape: True)
-    monkeypatch.setattr(decoder, "has_device_kernels", lambda device: True)
-    monkeypatch.setattr(decoder, "GraphStep", step)
+    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
+    monkeypatch.setattr(pool, "GraphStep", step)
     recycler = recycling(llama)
     with pytest.warns(UserWarning, match="without kernels for drafts: ptxas failed") as caught:
         answer = recycler.generate(PROMPTS[0], max_new_tokens=40)
@@ -411,21 +412,22 @@ def test_the_host_drafts_until_the_kernels_are_compiled(llama, monkeypatch):
         begun.set()
         assert may_end.wait(60)
 
-    def step(*args, kernels, **options):
-        used.append(kernels)
-        return GraphStep(*args, kernels=False, **options)  # there are none for a CPU
+    def step(target, drafter, spec, cache):
+        used.append(spec.kernels)
+        spec = replace(spec, kernels=False)  # there are none for a CPU
+        return GraphStep(target, drafter, spec, cache)
 
-    monkeypatch.setattr(decoder, "WAIT", 0.05)
+    monkeypatch.setattr(pool, "WAIT", 0.05)
     monkeypatch.setattr(compilation.KernelCompiler, "_compile", compiles)
-    monkeypatch.setattr(decoder, "has_device_kernels", lambda device: True)
-    monkeypatch.setattr(decoder, "GraphStep", step)
+    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
+    monkeypatch.setattr(pool, "GraphStep", step)
     recycler = recycling(llama)
     expected = plain(llama, PROMPTS[0], 40)
     assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
     assert used == [False]
     assert begun.is_set()
     may_end.set()
-    monkeypatch.setattr(decoder, "WAIT", 60)
+    monkeypatch.setattr(pool, "WAIT", 60)
     assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
     assert used == [False, True]
 
@@ -435,7 +437,7 @@ def test_kernels_that_do_not_compile_leave_drafting_to_the_host(llama, monkeypat
         raise RuntimeError("no assembler")
 
     monkeypatch.setattr(compilation.KernelCompiler, "_compile", fails)
-    monkeypatch.setattr(decoder, "has_device_kernels", lambda device: True)
+    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
     recycler = recycling(llama)
     with pytest.warns(UserWarning, match="without kernels for drafts: no assembler"):
         answer = recycler.generate(PROMPTS[0], max_new_tokens=40)
@@ -444,20 +446,20 @@ def test_kernels_that_do_not_compile_leave_drafting_to_the_host(llama, monkeypat
 
 
 def test_when_the_next_cache_fails_the_eager_loop_continues(llama, monkeypatch):
-    monkeypatch.setattr(decoder, "SMALLEST", 64)
-    made = runner.GraphRunner.__init__
+    monkeypatch.setattr(pool, "SMALLEST", 64)
+    made = CapturedStep.__init__
     count = []
 
     def once(self, step):
         count.append(step)
         if len(count) > 1:
-            raise runner.GraphError("out of memory")
+            raise GraphError("out of memory")
         made(self, step)
 
     for options in ({}, {"temperature": 0.8, "seed": 2}):
         count.clear()
         recycler = recycling(llama)
-        monkeypatch.setattr(runner.GraphRunner, "__init__", once)
+        monkeypatch.setattr(CapturedStep, "__init__", once)
         with pytest.warns(UserWarning, match="out of memory"):
             answer = recycler.generate(PROMPTS[0], max_new_tokens=150, **options)
         eager = recycling(llama, graph=False)
@@ -574,8 +576,8 @@ class Prophet(Drafter[Read]):
 @pytest.mark.slow
 def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
     """It keeps the whole step that ended it, and the others' drafts stand behind that."""
-    monkeypatch.setattr(decoder, "SPARE_SLOTS", 0)
-    monkeypatch.setattr(decoder, "SMALLEST", 64)
+    monkeypatch.setattr(pool, "SPARE_SLOTS", 0)
+    monkeypatch.setattr(pool, "SMALLEST", 64)
     prompts = [PROMPTS[2], PROMPTS[3]]
     full = [plain(llama, prompt, 60) for prompt in prompts]
     drafter = Prophet([[*prompt, *text] for prompt, text in zip(prompts, full, strict=True)])
@@ -620,9 +622,9 @@ def test_what_failed_is_not_tried_again(llama, monkeypatch):
 
     def failing(self, step):
         tried.append(step)
-        raise runner.GraphError("no")
+        raise GraphError("no")
 
-    monkeypatch.setattr(runner.GraphRunner, "__init__", failing)
+    monkeypatch.setattr(CapturedStep, "__init__", failing)
     recycler = recycling(llama)
     for _ in range(2):
         with pytest.warns(UserWarning, match="without a graph: no"):
@@ -633,7 +635,7 @@ def test_what_failed_is_not_tried_again(llama, monkeypatch):
 def test_the_cache_has_room_for_the_two_steps_that_are_compared():
     for length, size in ((1, 2), (200, 81), (254, 257)):
         # Before the second step: all nodes of the first one and its next root, at most.
-        assert decoder.slots_for(length, size) >= length + size + 1 + size
+        assert pool.slots_for(length, size) >= length + size + 1 + size
 
 
 def test_the_newer_setting_of_the_precision_is_known_too(llama, monkeypatch):
@@ -652,13 +654,13 @@ def test_the_newer_setting_of_the_precision_is_known_too(llama, monkeypatch):
 def test_autocast_keeps_no_copies_of_weights_while_a_step_runs(llama, monkeypatch):
     """A captured step would read them after autocast has freed them."""
     found = []
-    advance = GraphStep.advance
+    run = GraphStep.run
 
     def seen(self):
         found.append(torch.is_autocast_cache_enabled())
-        return advance(self)
+        return run(self)
 
-    monkeypatch.setattr(GraphStep, "advance", seen)
+    monkeypatch.setattr(GraphStep, "run", seen)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     recycler = recycling(llama, nodes=3)
     with torch.autocast("cpu", torch.bfloat16):
@@ -671,7 +673,7 @@ def test_without_memory_it_goes_on_without_a_graph(llama, monkeypatch):
     def full(*args, **options):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(decoder, "GraphStep", full)
+    monkeypatch.setattr(pool, "GraphStep", full)
     recycler = recycling(llama)
     with pytest.warns(UserWarning, match="not enough memory for a cache of 1 x 256 tokens"):
         answer = recycler.generate(PROMPTS[0], max_new_tokens=30)
@@ -738,7 +740,8 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
 
         monkeypatch.setattr(HostDrafting, "learn", forgets)
     elif what == "commit":
-        around = GraphStep(recycler.target, recycler.drafter, 1, 256, 16, kernels=False)._operations
+        spec = StepSpec(1, 256, 16, kernels=False)
+        around = GraphStep(recycler.target, recycler.drafter, spec)._operations
         monkeypatch.setattr(around, "commit", _commits_nothing)
     else:
         breaks = _sees_everything if what == "mask" else _stands_in_a_row
@@ -763,14 +766,14 @@ def test_a_graph_that_differs_from_an_eager_step_is_not_used(llama, monkeypatch,
     expected = TokenRecycling(llama, nodes=NODES, graph=False).generate(
         PROMPTS[0], max_new_tokens=30, **options
     )
-    run = runner.GraphRunner._run
+    run = CapturedStep._run
 
     def wrong(self):
         output = run(self).clone()
         output[:, 1] = (output[:, 1] + 1) % 5
         return output
 
-    monkeypatch.setattr(runner.GraphRunner, "_run", wrong)
+    monkeypatch.setattr(CapturedStep, "_run", wrong)
     recycler = recycling(llama, strict=False)
     for _ in range(2):
         with pytest.warns(UserWarning, match="steps of the graph differ"):
@@ -797,12 +800,12 @@ def test_the_check_of_a_graph_leaves_nothing_behind(llama):
 def test_nothing_is_collected_during_a_capture():
     """A graph that is freed meanwhile would end it."""
     assert gc.isenabled()
-    with runner.uncollected():
+    with captured_step.uncollected():
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with runner.uncollected():
+        with captured_step.uncollected():
             pass
         assert not gc.isenabled()
     finally:
@@ -844,8 +847,8 @@ class _Draws(StoppingCriteria):
 def test_generate_in_a_graph_draws_as_ever(llama, monkeypatch, options, drawing):
     """Random numbers too, unless the caller's own code may draw between two tokens."""
     runs = []
-    replay = GraphRunner._replay
-    monkeypatch.setattr(GraphRunner, "_replay", lambda self: runs.append(1) or replay(self))
+    replay = CapturedStep.replay
+    monkeypatch.setattr(CapturedStep, "replay", lambda self: runs.append(1) or replay(self))
     model = make("llama")
     enable(model, graph=True, strict=True, nodes=NODES)
     given = {

@@ -18,8 +18,10 @@ from torch.nn import functional
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError, enable
-from token_recycling.graph.decoder import GraphDecoder, has_adapters
-from token_recycling.graph.runner import GraphError
+from token_recycling.errors import GraphError
+from token_recycling.graph.chooser import TokenChoice
+from token_recycling.graph.decoder import GraphDecoder
+from token_recycling.graph.pool import has_adapters
 from token_recycling.model import attention
 
 [PROMPT] = random_prompts([12])
@@ -352,4 +354,4 @@ class TestAdapters:
                 answer = recycler.generate(PROMPT, max_new_tokens=20)
             assert answer.token_ids == plain(model, PROMPT, 20)
         with pytest.raises(GraphError, match="adapters"):
-            recycler.runs._graph._runner(1, 12, None)
+            recycler.runs._graph.pool.get(1, 12, 9, 9, TokenChoice())

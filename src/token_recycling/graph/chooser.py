@@ -1,10 +1,11 @@
-"""Choosing a token after every node of a draft on the device, with logits processors."""
+"""Choosing a token after every node of a draft on the device: the argmax, or with processors."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Listed
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,13 +14,81 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
 )
 
-from token_recycling.decoding.samplers import are_node_wise
+from token_recycling.decoding.accept import (
+    Acceptor,
+    FollowAcceptor,
+    GreedyAcceptor,
+    greedy,
+    overflowed,
+)
+from token_recycling.decoding.samplers import RowSampler, are_node_wise
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.util.tokens import NO_TOKEN
 
 MANY = 256  # best tokens among which the k best and those tied with them are searched
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How the token after a node is chosen; steps with equal choices can serve each other's texts.
+
+    Attributes:
+        settings: of the processors, which are compared by these.
+        sampled: whether tokens are sampled; else the argmax is taken.
+        processors: a ``LogitsProcessorList`` per row; None: there are none.
+        seeded: the generator of every row if tokens are sampled; None: PyTorch's own one.
+    """
+
+    settings: str = ""
+    sampled: bool = False
+    processors: Listed[Any] | None = field(default=None, compare=False)
+    seeded: Listed[torch.Generator | None] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, accept: Acceptor) -> TokenChoice | None:
+        """Return the choice of an acceptor, or None if a graph cannot make it.
+
+        It can if choices need only logits, texts and random numbers that are drawn in advance.
+        """
+        if isinstance(accept, GreedyAcceptor):
+            return cls()
+        if not isinstance(accept, FollowAcceptor) or accept.on_choice is not None:
+            return None
+        sampler = accept.sampler
+        seeded: tuple[torch.Generator | None, ...] = ()
+        if sampler is not None:
+            if not isinstance(sampler, RowSampler):
+                return None
+            seeded = tuple(sampler.generators)
+            # Several rows without a seed share a generator, in the order in which they advance.
+            if None in seeded and len(seeded) > 1:
+                return None
+        if not all(map(can_choose, accept.processors)):
+            return None
+        rows: Any = accept.processors
+        settings = repr([[(type(one).__name__, vars(one)) for one in row] for row in rows])
+        return cls(settings, sampler is not None, rows, seeded)
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """Return the generator of every row; none where the argmax is taken."""
+        return [generator or default_generator(device) for generator in self.seeded]
+
+    def chooser(self, ahead: int, vocab_size: int, device: torch.device) -> Chooser:
+        """Return what makes this choice, with ``ahead`` blocks of random numbers if it samples."""
+        if self.processors is None:
+            return GreedyChooser()
+        return NodeChooser(self.processors, ahead if self.sampled else 0, vocab_size, device)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that PyTorch draws from on a device where none is given."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
 
 
 def can_choose(processors: Any) -> bool:
@@ -38,6 +107,67 @@ def _penalty(processors: Any) -> float:
     return float(first.penalty) if whole else 1.0
 
 
+class Chooser(Protocol):
+    """Chooses a token after every node of a draft, as a part of a step.
+
+    Attributes:
+        exact: whether rounding of logits can change only tokens that are all but tied.
+    """
+
+    exact: bool
+
+    def begin(self, sequences: list[Sequence], generators: Listed[torch.Generator]) -> None:
+        """Continue these texts, and draw with these generators."""
+
+    def draw(self, counts: Listed[int]) -> None:
+        """Draw the random numbers of the first tokens of every row."""
+
+    def rewind(self, counts: Listed[int]) -> None:
+        """Leave the generators as plain sampling of so many tokens would."""
+
+    def resume(self) -> None:
+        """Undo ``rewind``."""
+
+    def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose a token after every node.
+
+        Args:
+            draft: B drafts of n nodes.
+            logits: [B, n, V].
+
+        Returns:
+            The tokens int64 [B, n], and whether they cannot be used, bool [].
+        """
+
+    def advance(self, draft: DraftTree, accepted: Accepted) -> None:
+        """Go on after the accepted tokens."""
+
+
+class GreedyChooser:
+    """Takes the argmax of the logits, and needs no random numbers."""
+
+    exact = True
+
+    def begin(self, sequences: list[Sequence], generators: Listed[torch.Generator]) -> None:
+        """Do nothing."""
+
+    def draw(self, counts: Listed[int]) -> None:
+        """Do nothing."""
+
+    def rewind(self, counts: Listed[int]) -> None:
+        """Do nothing."""
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the argmax of every node, and whether a forward overflowed."""
+        return greedy(logits), overflowed(logits)
+
+    def advance(self, draft: DraftTree, accepted: Accepted) -> None:
+        """Do nothing."""
+
+
 class NodeChooser:
     """Chooses a token after every node of a draft at once, sampled or the argmax.
 
@@ -50,6 +180,8 @@ class NodeChooser:
     repetition penalty comes before all others; for every node it counts the text and the node's
     ancestors.
     """
+
+    exact = False
 
     def __init__(
         self, processors: Listed[Any], ahead: int, vocab_size: int, device: torch.device | str
@@ -135,20 +267,14 @@ class NodeChooser:
                 generator.set_state(states[-1])
 
     def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose a token after every node.
+        """Choose a token after every node; they cannot be used if a forward overflowed.
 
-        Args:
-            draft: B drafts of n nodes.
-            logits: [B, n, V].
-
-        Returns:
-            The tokens int64 [B, n], and whether any is wrong, bool []: its probabilities are not
-            finite, or more tokens were tied with the last of the k best than ``MANY`` allows for.
+        Nor can they if probabilities are not finite, or more tokens were tied with the last of the
+        k best than ``MANY`` allows for.
         """
-        chosen, wrong = zip(
-            *(self._choose(row, draft, logits[row].float()) for row in range(len(logits)))
-        )
-        return torch.stack(chosen), torch.stack(wrong).any()
+        rows = range(len(logits))
+        chosen, wrong = zip(*(self._choose(row, draft, logits[row].float()) for row in rows))
+        return torch.stack(chosen), torch.stack(wrong).any() | overflowed(logits)
 
     def _choose(self, row: int, draft: DraftTree, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Choose a token after every node of a row, from its logits float32 [n, V]."""

@@ -9,9 +9,8 @@ from contextlib import nullcontext
 import torch
 
 from token_recycling.drafting.base import AnyDrafter
-from token_recycling.errors import one_line
+from token_recycling.errors import StepError, one_line
 from token_recycling.graph.drafting import drafts_on_device
-from token_recycling.graph.runner import StepError
 
 WAIT = 1.0  # most seconds that an answer waits; kernels in Triton's cache on disk take less
 

@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from token_recycling.decoding.accept import Processors, greedy, overflowed
 from token_recycling.decoding.sequence import Sequence
+from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.graph import tensors
-from token_recycling.graph.chooser import NodeChooser
+from token_recycling.graph.chooser import TokenChoice
 from token_recycling.graph.drafting import LAG, make_drafting
 from token_recycling.model.attention import add_views, pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
 
 
+@dataclass(frozen=True)
+class StepSpec:
+    """What a step is made for; answers with equal ones share a step.
+
+    Attributes:
+        batch: B.
+        slots: of the cache.
+        size: most tokens that a step verifies per row, root included.
+        kernels: use Triton kernels, which draft on the device if the drafter has some.
+        choice: of tokens.
+    """
+
+    batch: int
+    slots: int
+    size: int
+    kernels: bool
+    choice: TokenChoice = field(default_factory=TokenChoice)
+
+
 class GraphStep:
     """Propose, verify, accept, observe and commit for B rows, on tensors with fixed addresses.
 
     A step updates everything in place: ``roots``, the cache and its lengths, the drafter's rows
-    and the matrix. It can therefore be compiled as one graph and replayed.
+    and the matrix. It can therefore be captured as one graph and replayed.
 
     Attributes:
+        spec: what it is made for.
         size: tokens that a step verifies per row.
         most: most tokens that a step can emit per row.
     """
@@ -35,34 +56,24 @@ class GraphStep:
         self,
         target: TreeTarget,
         drafter: AnyDrafter,
-        batch: int,
-        slots: int,
-        size: int | None,
-        processors: list[Processors] | None = None,
+        spec: StepSpec,
         cache: FixedCache | None = None,
-        *,
-        sampled: bool = False,
-        kernels: bool,
     ) -> None:
         """Allocate the tensors of the step.
 
         Args:
             target: must have read a prompt, so that the shapes of its cache are known.
             drafter: shared with other steps.
-            batch: B.
-            slots: slots of the cache.
-            size: most tokens that a step verifies per row; None: whole drafts.
-            processors: logits processors of every row (see ``can_choose``); None: there are none,
-                and the argmax is taken.
+            spec: what it is made for.
             cache: that of another step for as many rows and slots, of which only one is in use
                 between ``begin`` and the end of its texts; None: a new one.
-            sampled: sample with the processed logits instead of taking the argmax.
-            kernels: use Triton kernels, which draft on the device if the drafter has some.
         """
+        batch, slots, kernels = spec.batch, spec.slots, spec.kernels
+        self.spec = spec
         self.target = target
         device = target.device
         # The step has its own rows; the drafter with its matrix is shared.
-        self.drafting = make_drafting(drafter, batch, slots, size, device, kernels=kernels)
+        self.drafting = make_drafting(drafter, batch, slots, spec.size, device, kernels=kernels)
         self.size, self.most = self.drafting.size, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device) if cache is None else cache
         # The first runs choose between kernels, by results and times: of a full cache.
@@ -74,10 +85,8 @@ class GraphStep:
             self._operations = operations
         self.roots = torch.zeros(batch, dtype=torch.long, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.chooser: NodeChooser | None = None
-        if processors is not None:
-            ahead = self.most * (LAG + 1) if sampled else 0
-            self.chooser = NodeChooser(processors, ahead, target.vocab_size, device)
+        ahead = self.most * (LAG + 1)
+        self.chooser = spec.choice.chooser(ahead, target.vocab_size, device)
 
     def begin(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
         """Continue ``sequences``; the last token of each has not been read yet.
@@ -92,8 +101,7 @@ class GraphStep:
         self.roots.copy_(roots)
         active = [sequence.active for sequence in sequences]
         self.active.copy_(torch.tensor(active, device="cpu"))
-        if self.chooser is not None:
-            self.chooser.begin(sequences, generators)
+        self.chooser.begin(sequences, generators)
 
     def logits(self) -> Tensor:
         """Propose and verify alone; return the logits [B, n, V]."""
@@ -103,10 +111,6 @@ class GraphStep:
     def __call__(self) -> Tensor:
         """Take a step without a graph; return its summary (see ``take``)."""
         return self.take(self.run)
-
-    def run(self) -> Tensor:
-        """Run the step's operations; return the output (see ``advance``)."""
-        return self.finish(*self.advance())
 
     def take(self, run: Callable[[], Tensor]) -> Tensor:
         """Take a step with ``run``, which returns its output, and wait for it.
@@ -122,42 +126,30 @@ class GraphStep:
         self.drafting.learn(output)
         return output[:, : self.most + 1]
 
-    def finish(self, output: Tensor, path: Tensor, counts: Tensor) -> Tensor:
-        """Commit the accepted nodes and return the output; not compiled, but captured.
-
-        A compiled function may work on copies of the cache and write them back at its end, whereas
-        the kernel of the commit writes to addresses.
-        """
-        self._operations.commit(self.cache, path, counts)
-        return output
-
-    def advance(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Propose, verify, accept and observe.
+    def run(self) -> Tensor:
+        """Propose, verify, accept, observe and commit.
 
         Returns:
-            The output for the host int64 [B, m], whose first p + 1 columns are the summary (see
-            ``step_summary``); the paths int64 [B, p]; and the counts int64 [B].
+            The output for the host, int64 [B, m], whose first p + 1 columns are the summary (see
+            ``step_summary``).
         """
         device = self.target.device
         with torch.autocast(device.type, enabled=False):
             draft = self.drafting.propose(self.roots).only(self.active)
         logits = self._verify(draft)
-        failed = overflowed(logits)
-        if self.chooser is None:
-            choices = greedy(logits)
-        else:
-            choices, wrong = self.chooser(draft, logits)
-            failed = failed | wrong
+        choices, failed = self.chooser(draft, logits)
         # Nothing is emitted, learnt or committed then (see ``Decoding._advance``).
         draft = draft.only(self.active & ~failed)
+        accepted: Accepted
+        output: Tensor
         accepted, output = self._operations.accept(draft, choices, self.roots)
         with torch.autocast(device.type, enabled=False):
             observed = self.drafting.observe(draft, logits, accepted)
         if observed is not None:
             output = torch.cat([output, observed], dim=1)
-        if self.chooser is not None:
-            self.chooser.advance(draft, accepted)
-        return output, accepted.path, accepted.counts
+        self.chooser.advance(draft, accepted)
+        self._operations.commit(self.cache, accepted.path, accepted.counts)
+        return output
 
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft's slots follow the longest row."""

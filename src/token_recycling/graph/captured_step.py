@@ -1,0 +1,156 @@
+"""A step that is captured on a GPU, and launched again and again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from token_recycling.decoding.sequence import Sequence
+from token_recycling.errors import StepError
+from token_recycling.graph.drafting import LAG
+from token_recycling.graph.step import GraphStep
+from token_recycling.graph.trial import problem
+from token_recycling.util.modes import ordinary_tensors
+
+WARM_UP = 3  # runs before the capture
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect garbage, then not until the end: a graph that is freed would end a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def uncast() -> Iterator[None]:
+    """Keep no copies of weights that autocast makes: a graph would read them after their end."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+class CapturedStep:
+    """Runs a ``GraphStep`` repeatedly, on a GPU captured.
+
+    Elsewhere its operations run one by one, more slowly than the eager loop's: what tests need.
+
+    Attributes:
+        step: what runs.
+        lag: steps by which the host may be behind.
+    """
+
+    def __init__(self, step: GraphStep) -> None:
+        """Warm up, with no active rows, so that nothing is learnt or committed, and capture."""
+        self.step = step
+        device = step.target.device
+        cuda = device.type == "cuda"
+        # Streams, captures and events use the current device, so select ours.
+        self._on_device = partial(torch.cuda.device, device) if cuda else nullcontext
+        self.lag = step.drafting.lag if cuda else 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        with self._on_device():
+            self._output = output = self._capture() if cuda else self._run()
+        # Host buffers of outputs and inputs, one set per step in flight.
+        memory: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
+        self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **memory)
+        self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **memory)
+        self._turn = 0
+        self._checked = False
+        self._problem: str | None = None  # why it is not used, once it was checked
+
+    def _run(self) -> Tensor:
+        with (
+            uncast(),
+            self.step.target.lm_head,
+            self.step.target.computing(),
+            ordinary_tensors(),
+        ):
+            return self.step.run()
+
+    def _capture(self) -> Tensor:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._run()
+        current.wait_stream(side)
+        for attempt in range(2):
+            self._graph = torch.cuda.CUDAGraph()
+            capture = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
+            try:
+                # A capture that fails does not leave its stream.
+                with uncollected(), torch.cuda.stream(current), capture:
+                    return self._run()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                if attempt:
+                    raise
+                torch.cuda.synchronize()
+        raise AssertionError("the second attempt returns or raises")
+
+    def replay(self) -> Tensor:
+        """Run the step; return its output on the device."""
+        if self._graph is None:
+            return self._run()
+        self._graph.replay()
+        return self._output
+
+    def check(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
+        """Try the graph once, before it is used; it changes nothing (see ``trial``).
+
+        Args:
+            sequences: the rows; the last token of each has not been read yet.
+            generators: of the sampled rows; empty: the argmax is taken.
+
+        Raises:
+            StepError: it must not be used.
+        """
+        if not self._checked:
+            with self._on_device(), self.step.target.lm_head, ordinary_tensors():
+                captured = self._graph is not None
+                self._problem = problem(self.step, self.replay, sequences, generators, captured)
+            self._checked = True
+        if self._problem is not None:
+            raise StepError(self._problem)
+
+    def launch(self, active: list[bool]) -> Callable[[], list[list[int]]]:
+        """Launch a step of the ``active`` rows; return a function that waits for its output."""
+        turn = self._turn = (self._turn + 1) % (LAG + 1)
+        rows, on = self._rows[turn], self._active[turn]
+        on.copy_(torch.tensor(active, device="cpu"))
+        self.step.drafting.prepare()
+        with self._on_device():
+            self.step.active.copy_(on, non_blocking=True)
+            output = self.replay()
+            if self._graph is None:
+                rows.copy_(output)
+                summary = self.step.read(rows)
+                return summary.tolist
+            rows.copy_(output, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+
+        def wait() -> list[list[int]]:
+            event.synchronize()
+            found: list[list[int]] = self.step.read(rows).tolist()
+            return found
+
+        return wait
