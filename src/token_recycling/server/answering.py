@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from token_recycling.server.admission import DrainingError, QueueFullError
 from token_recycling.server.authentication import Caller
-from token_recycling.server.engine import SHUTTING_DOWN, DrainingError, Engine, QueueFullError
+from token_recycling.server.engine import SHUTTING_DOWN, Engine
 from token_recycling.server.errors import ApiError, ClientGoneError
 from token_recycling.server.job import Ended, Event, Failed, Job, NewTokens
 from token_recycling.server.prompts import Answer

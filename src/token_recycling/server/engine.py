@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from threading import Condition, Event
+from threading import Event
 from time import monotonic
 
 from transformers import LogitsProcessorList
@@ -19,11 +19,11 @@ from token_recycling.hf.call import prepare_call
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
+from token_recycling.server.admission import Admission
 from token_recycling.server.batch import ContinuousBatch, Row
 from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewTokens
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches, common
-from token_recycling.server.queue import FairQueue
 from token_recycling.server.scopes import MatrixScopes
 
 logger = logging.getLogger(__name__)
@@ -32,18 +32,6 @@ logger = logging.getLogger(__name__)
 BATCH_TOKENS, ROOM = 32768, 128
 SHUTTING_DOWN = "the server is shutting down"
 TICK = 1.0  # seconds between calls of ``on_tick`` while idle
-
-
-class QueueFullError(Exception):
-    """The queue is full; ``seconds`` is a guess of when there will be room."""
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__(f"the queue is full; try again in {seconds} s")
-        self.seconds = seconds
-
-
-class DrainingError(Exception):
-    """The server is shutting down and takes no more requests."""
 
 
 class AbortedError(Exception):
@@ -76,6 +64,10 @@ class Engine:
     loops, which makes the steps of small models half as long again.
     Jobs join the batch and leave it between steps. While a long prompt is read, the other rows
     advance by one step after every chunk.
+
+    Attributes:
+        most_jobs: jobs that are decoded or wait at once, at most.
+        alive: True while ``run`` runs.
     """
 
     def __init__(
@@ -104,63 +96,25 @@ class Engine:
         self._scopes, self._prefixes = scopes, prefixes
         trees = isinstance(recycler.target, TreeTarget)
         self._most_rows = most_rows if trees else 1
-        self._most_waiting, self._on_tick = most_waiting, on_tick
+        self._admission = Admission(metrics, self._most_rows, most_waiting)
+        self._on_tick = on_tick
+        self.most_jobs = self._most_rows + most_waiting
         self._batch: ContinuousBatch[Running] = ContinuousBatch(
             recycler.target, recycler.draft_size, recycler.runs.graph_decoder()
         )
-        self._changed = Condition()  # guards _waiting, _admitted, _draining and _seconds
-        self._waiting: FairQueue[Job] = FairQueue()
         self._paused: deque[Running] = deque()  # rows that left the full batch, the oldest first
-        self._admitted = 0  # jobs taken from the queue that have not ended
-        self._draining = False
-        self._seconds = 1.0  # a request takes, on average
         self._end = inf  # ``monotonic()`` seconds at which answers in progress are ended
         self._ended = Event()
         self.alive = False  # True while ``run`` runs
 
-    @property
-    def most_jobs(self) -> int:
-        """Jobs that are decoded or wait at once, at most."""
-        return self._most_rows + self._most_waiting
-
     def submit(self, jobs: list[Job]) -> None:
-        """Queue jobs that belong together: all or none.
-
-        If the queue is full, the caller with most jobs in it gives up its newest ones, as long as
-        it still has as many as the caller of ``jobs``.
-
-        Raises:
-            QueueFullError: there is no room.
-            DrainingError: the server is shutting down.
-        """
-        with self._changed:
-            if self._draining:
-                raise DrainingError
-            free = max(0, self._most_rows - self._admitted)
-            missing = len(self._waiting) + len(jobs) - self._most_waiting - free
-            given_up: list[Job] | None = []
-            if missing > 0:
-                full = QueueFullError(self._wait())
-                given_up = self._waiting.make_room(jobs[0].caller, len(jobs), missing)
-                if given_up is None:
-                    raise full
-                for job in given_up:
-                    job.emit(Failed(f"{full}: the places go to other callers", 429, full.seconds))
-            for job in jobs:
-                self._waiting.put(job.caller, job)
-            self._count()
-            self._changed.notify()
-
-    def _wait(self) -> int:
-        """Return a guess of the seconds until the queue has room."""
-        return max(1, round(len(self._waiting) / self._most_rows * self._seconds))
+        """Queue jobs that belong together (see ``Admission.submit``)."""
+        self._admission.submit(jobs)
 
     def abort(self, job: Job) -> None:
         """End a job, if it has not ended."""
         job.aborted = True
-        with self._changed:
-            if self._waiting.remove(job):
-                self._count()
+        self._admission.remove(job)
 
     def drain(self, seconds: float) -> None:
         """End all answers with an error in ``seconds``; may be called in a signal handler."""
@@ -168,15 +122,9 @@ class Engine:
 
     def stop(self) -> None:
         """Take no more jobs, and wait until ``run`` has finished those that were taken."""
-        with self._changed:
-            self._draining = True
-            self._changed.notify()
+        self._admission.close()
         if self.alive:
             self._ended.wait()
-
-    def _count(self) -> None:
-        self.metrics.waiting.set(len(self._waiting))
-        self.metrics.running.set(self._admitted)
 
     def run(self) -> None:
         """Decode until ``stop`` is called; after a fault, fail the jobs that are left."""
@@ -185,46 +133,34 @@ class Engine:
             self._loop()
         finally:
             self.alive = False
-            with self._changed:
-                self._draining = True
-                left = [*(one.job for one in (*self._batch.rows, *self._paused)), *self._waiting]
-            for job in left:
+            self._admission.close()
+            rows = (*self._batch.rows, *self._paused)
+            for job in (*(row.job for row in rows), *self._admission.clear()):
                 job.emit(Failed("the server has stopped", 500))
             self._ended.set()
 
     def _loop(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._has_work or self._draining):
-                    self._changed.wait(TICK)
-                    if not self._waiting:
-                        self._batch.release()
-                        break
-                if self._draining and not self._has_work:
-                    return
+        while not self._admission.draining or self._has_work:
+            if not self._has_work:
+                self._admission.wait(TICK)
+                if not self._admission:
+                    self._batch.release()
             if self._on_tick is not None:
                 self._on_tick()
             while self._paused and self._fits(self._paused[0].sequence.tokens):
                 self._read(self._paused.popleft())
-            while (job := self._next()) is not None:
+            while (job := self._admission.take(self._may_join)) is not None:
                 self._join(job)
             if self._batch.rows:
                 self._step()
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._batch.rows or self._paused)
+        return bool(self._admission or self._batch.rows or self._paused)
 
-    def _next(self) -> Job | None:
-        """Take a job from the queue if it fits into the batch."""
-        with self._changed:
-            job = self._waiting.next()
-            if job is None or self._paused or not self._fits(job.prompt):
-                return None
-            self._admitted += 1
-            job = self._waiting.pop()
-            self._count()
-            return job
+    def _may_join(self, job: Job) -> bool:
+        """Return whether a job may join the batch now; rows that paused come first."""
+        return not self._paused and self._fits(job.prompt)
 
     def _fits(self, tokens: list[int]) -> bool:
         """Return whether a row of these tokens may join the batch."""
@@ -338,9 +274,7 @@ class Engine:
 
     def _end_all(self) -> None:
         """End all answers with an error."""
-        with self._changed:
-            waiting = [self._waiting.pop() for _ in range(len(self._waiting))]
-            self._count()
+        waiting = self._admission.clear()
         rows = [*self._batch.rows, *self._paused]
         self._batch.clear()
         self._paused.clear()
@@ -432,10 +366,7 @@ class Engine:
             stats: counts and times; None: it was not decoded.
         """
         stats, taken = stats or Stats(), monotonic() - job.arrived
-        with self._changed:
-            self._admitted -= 1
-            self._seconds += 0.1 * (taken - self._seconds)
-            self._count()
+        self._admission.finished(taken)
         self.metrics.ended(reason, stats, taken)
         answer = f"{len(job.prompt)} + {stats.new_tokens} tokens, MAT {stats.mat:.2f}"
         logger.info("%s: %s, %.1f s, %s", job.shown, answer, taken, reason)
