@@ -28,7 +28,7 @@ from token_recycling.drafting.draft import chains
 from token_recycling.drafting.kernels.device import count, learn, propose, top_k
 from token_recycling.graph import kernels
 from token_recycling.graph.step import GraphStep, StepSpec
-from token_recycling.model.gpu import attention_kernel, elementwise_kernel
+from token_recycling.model.gpu import attention_kernel, attention_launch, elementwise_kernel
 from token_recycling.util.launch import REGISTERS, only_compiled
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
@@ -37,7 +37,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # Bytes that NVIDIA's assembler keeps in memory so that more programs fit on a multiprocessor.
 KNOWN = {}
-ATTENTION = (attention_kernel._attend, attention_kernel._combine)
+ATTENTION = (attention_kernel.attend_kernel, attention_kernel.combine_kernel)
 DRAFTING = (propose._propose, count._count, learn._remember, learn._learn)  # may use many registers
 POINTERS = {
     "context": "*i64",
@@ -133,21 +133,21 @@ def variants():
         yield f"layout rule={rule}", kernels._layout, constants, 4
     shapes = [(*shape, 0) for shape in product((1, 4), (64, 128, 256), range(3))]
     for group, size, rule, memory in (*shapes, (4, 128, 0, 2**17)):
-        how = attention_kernel.blocks(size, torch.bfloat16, memory)
+        how = attention_launch.blocks(size, torch.bfloat16, memory)
         name = f"G={group} D={size} rule={rule}" + " large" * (memory > 0)
         own = {"GROUP": group, "D": size, "WIDTH": size, "RULE": rule, "PRECISION": "ieee"}
-        own |= {name: getattr(attention_kernel, name) for name in ("BLOCK", "SPAN", "OCTAVE")}
+        own |= {name: getattr(attention_launch, name) for name in ("BLOCK", "SPAN", "OCTAVE")}
         own |= {"QUERIES": how.queries, "KEYS": how.keys, "ROWS": 4}
-        own |= {"PATH_QUERIES": 16, "PATH_KEYS": attention_kernel.PATH_KEYS}
+        own |= {"PATH_QUERIES": 16, "PATH_KEYS": attention_launch.PATH_KEYS}
         options = {"num_warps": how.warps, "num_stages": how.stages}
-        yield f"attend {name}", attention_kernel._attend, own, options
+        yield f"attend {name}", attention_kernel.attend_kernel, own, options
     for group, size in product((1, 4), (64, 128, 256)):
         own = {"GROUP": group, "D": size, "WIDTH": size, "SPANS": 32}
         for name in ("BLOCK", "SPAN", "OCTAVE", "COMBINED", "UNROLLED"):
-            own[name] = getattr(attention_kernel, name)
-        yield f"combine G={group} D={size}", attention_kernel._combine, own, 4
+            own[name] = getattr(attention_launch, name)
+        yield f"combine G={group} D={size}", attention_kernel.combine_kernel, own, 4
     for n in (2, 64):
-        yield f"paths n={n}", attention_kernel._paths, {"NODES": n}, 1
+        yield f"paths n={n}", attention_kernel.paths_kernel, {"NODES": n}, 1
     for k in (8, 12, 16):
         own = {"K": k, "WIDTH": triton.next_power_of_2(k), "BLOCK": top_k.BLOCK, "BLOCKS": 2048}
         yield f"choose k={k}", top_k._choose, own, 4
@@ -216,7 +216,7 @@ class NoGPU:
 def compile_by_launcher(target):
     """Compile what a step launches, with the arguments that it has, by the path of a launch."""
     launched = (*DRAFTING, kernels._layout, kernels._accept, kernels._commit)
-    launched += (top_k._maxima, top_k._choose, attention_kernel._paths)
+    launched += (top_k._maxima, top_k._choose, attention_kernel.paths_kernel)
     launched += ATTENTION
     elementwise = elementwise_kernel
     launched += (elementwise._rms_norm, elementwise._rotary, elementwise._gated)
@@ -242,8 +242,8 @@ def compile_by_launcher(target):
         kernels.accept(draft, draft.tokens, step.roots)
         kernels.commit(step.cache, draft.parents, step.roots)
         seen = (step.cache.lengths, positions, draft.ancestors, windows.values())
-        for view in attention_kernel.view_tree(*seen):
-            attention_kernel.attend(query, key, key, view, 0.1)
+        for view in attention_launch.view_tree(*seen):
+            attention_launch.attend(query, key, key, view, 0.1)
     for kernel in launched:
         (found,) = (cache[0] for cache in kernel.device_caches.values())
         assert found, f"{kernel.__name__} was not compiled"

@@ -166,7 +166,7 @@ def test_great_scores():
 # Runs a few cases with a kernel compiled for another processor, or a broken one.
 CHECK = """
 import sys, torch
-from token_recycling.model.cpu import attention_kernel
+from token_recycling.model.cpu import attention_kernel, attention_vectors
 from token_recycling.model.cpu.vectors import processor
 numba = attention_kernel.numba
 numba.cfunc = lambda kind, cache=True, cfunc=numba.cfunc: cfunc(kind)
@@ -181,13 +181,13 @@ for dtype in FORMS:
 print(processor().lanes, wrong)
 """
 FAULTS = {
-    "mask": "softmax = attention_kernel._Attention.softmax\n"
-    "attention_kernel._Attention.softmax = lambda self, masked: softmax(self, False)",
-    "blocks": "attention_kernel._Attention.exponential = lambda self, x: self.splat(1.0)",
-    "tail": "attention_kernel.TILES = {16: (3, 3, 3), 8: (3, 3, 3)}\n"
-    "loop = attention_kernel.Emitter.loop\n"
-    "attention_kernel.Emitter.loop = lambda self, begin, end, step, values, body: values "
-    "if step == 1 and len(values) == 1 and values[0].type == attention_kernel.I64 "
+    "mask": "softmax = attention_vectors.AttentionEmitter.softmax\n"
+    "attention_vectors.AttentionEmitter.softmax = lambda self, masked: softmax(self, False)",
+    "blocks": "attention_vectors.AttentionEmitter.exponential = lambda self, x: self.splat(1.0)",
+    "tail": "attention_vectors.TILES = {16: (3, 3, 3), 8: (3, 3, 3)}\n"
+    "loop = attention_vectors.Emitter.loop\n"
+    "attention_vectors.Emitter.loop = lambda self, begin, end, step, values, body: values "
+    "if step == 1 and len(values) == 1 and values[0].type == attention_vectors.I64 "
     "else loop(self, begin, end, step, values, body)",
 }
 NARROWER = {
@@ -226,13 +226,13 @@ def test_code_for_arm():
     import llvmlite.binding as llvm
     from llvmlite import ir
 
-    from token_recycling.model.cpu.attention_kernel import _Attention
+    from token_recycling.model.cpu.attention_vectors import AttentionEmitter
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     module.triple = "aarch64-unknown-linux-gnu"
-    emitter = _Attention(module, 4)
+    emitter = AttentionEmitter(module, 4)
     for function in (emitter.sums(8, 3, 4), emitter.softmax(True), emitter.weighted()):
         function.linkage = "external"
     checked = llvm.parse_assembly(str(module))

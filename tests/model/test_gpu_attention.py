@@ -17,8 +17,8 @@ from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model import attention as packing
 from token_recycling.model.gpu import attention as gpu
-from token_recycling.model.gpu import attention_kernel
-from token_recycling.model.gpu.attention_kernel import attend, view_tree
+from token_recycling.model.gpu import attention_launch
+from token_recycling.model.gpu.attention_launch import attend, view_tree
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.model.masks import additive_masks
 
@@ -120,8 +120,8 @@ def test_half_precision():
 @pytest.mark.parametrize("length", [0, 1, 62, 63, 64, 126, 127, 128, 500])
 def test_spans_of_keys(span, octave, length, monkeypatch):
     """One span or several, and those that have nothing to read."""
-    monkeypatch.setattr(attention_kernel, "SPAN", span)
-    monkeypatch.setattr(attention_kernel, "OCTAVE", octave)
+    monkeypatch.setattr(attention_launch, "SPAN", span)
+    monkeypatch.setattr(attention_launch, "OCTAVE", octave)
     case = Case(3, lengths=[length], heads=1, spare=300)
     assert close(case.found(), case.expected())
 
@@ -159,7 +159,7 @@ def test_bits_depend_on_the_block_that_keys_are_in(monkeypatch):
     """The control of the test above: another division of the same keys is seen in the bits."""
     case = Case(2, lengths=[200])
     right = case.found()
-    monkeypatch.setattr(attention_kernel, "BLOCK", 128)
+    monkeypatch.setattr(attention_launch, "BLOCK", 128)
     assert close(case.found(), case.expected())
     assert not case.found().equal(right)
 
@@ -198,7 +198,7 @@ def used(monkeypatch):
     monkeypatch.setattr(packing.cpu, "fits", lambda *a: False)
     monkeypatch.setattr(gpu, "is_here", lambda tensor: True)
     monkeypatch.setattr(gpu, "is_right", lambda *a: True)
-    monkeypatch.setattr(attention_kernel, "attend", noted)
+    monkeypatch.setattr(attention_launch, "attend", noted)
     return calls
 
 
@@ -221,7 +221,7 @@ def test_a_wrong_kernel_is_found_when_a_model_is_probed(used, monkeypatch):
         (other,) = view_tree(view.lengths, view.positions, causal, [view.window])
         return attend(query, key, value, other, scale)
 
-    monkeypatch.setattr(attention_kernel, "attend", blind)
+    monkeypatch.setattr(attention_launch, "attend", blind)
     with pytest.warns(UserWarning, match="its logits in a tree differ"):
         TokenRecycling(make("llama"), nodes=5)
 

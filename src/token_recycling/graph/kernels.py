@@ -12,7 +12,7 @@ from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.model.gpu.attention_kernel import RULES
+from token_recycling.model.gpu.attention_launch import RULES
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.util.launch import launch

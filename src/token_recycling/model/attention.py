@@ -83,7 +83,7 @@ def packed_attention(
 
     view = getattr(attention_mask, VIEW, None)
     if view is not None and gpu.fits(query, key, value):
-        from token_recycling.model.gpu.attention_kernel import attend  # imports Triton
+        from token_recycling.model.gpu.attention_launch import attend  # imports Triton
 
         def by_kernel() -> Tensor:
             return attend(query, key, value, view, size**-0.5 if scale is None else scale)
@@ -217,7 +217,7 @@ def add_views(
     """
     if not gpu.is_here(positions):
         return
-    from token_recycling.model.gpu.attention_kernel import view_tree  # imports Triton
+    from token_recycling.model.gpu.attention_launch import view_tree  # imports Triton
 
     by_kind = _by_kind(masks, windows)
     views = view_tree(lengths, positions, ancestors, [windows[kind] for kind in by_kind])

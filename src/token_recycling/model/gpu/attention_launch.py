@@ -1,0 +1,172 @@
+"""Launching the attention kernels: how programs work, and which keys each of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from token_recycling.model.gpu.attention import TreeView
+from token_recycling.model.gpu.attention_kernel import attend_kernel, combine_kernel, paths_kernel
+from token_recycling.model.limits import AttentionWindow
+from token_recycling.util.launch import launch
+
+RULES = {"full": 0, "sliding": 1, "chunked": 2}  # of windows, as constants of kernels
+QUERIES, KEYS = 64, 64  # of a program at once, at most; KEYS divides BLOCK
+BLOCK = 64  # keys; a multiple of it divides the keys between the kernels
+SPAN = 256  # keys of each of the first OCTAVE spans, a multiple of BLOCK; then twice as many
+OCTAVE = 16  # spans of one length
+PATH_KEYS = 64  # of the path of one node at once
+COMBINED = 4  # queries whose spans a program combines
+LARGE_MEMORY = 2**17  # bytes of shared memory; 160 KiB on an A100, 227 on an H100, else about 99
+UNROLLED = 4  # spans that it reads before it adds them
+
+
+class Blocks(NamedTuple):
+    """How a program works that attends for many nodes; the same for drafts of every size.
+
+    Attributes:
+        queries: at once.
+        keys: at once.
+        warps: of a program.
+        stages: of loads ahead of their use.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a device; 0: not known."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))
+
+
+def blocks(size: int, dtype: torch.dtype, memory: int = 0) -> Blocks:
+    """Return how programs attend: registers and shared memory are few.
+
+    Args:
+        size: entries of a head.
+        dtype: of the keys.
+        memory: see ``shared_memory``.
+    """
+    keys = KEYS if size <= 64 else KEYS // 2
+    if dtype == torch.float32:
+        queries = QUERIES if size <= 64 else QUERIES // 2 if size <= 128 else QUERIES // 4
+        return Blocks(queries, keys, 8 if queries > 16 else 4, 2)
+    if size > 128:
+        return Blocks(QUERIES // 4, keys, 4, 2)
+    return Blocks(QUERIES, KEYS if memory >= LARGE_MEMORY else keys, 4, 3)
+
+
+def view_tree(
+    lengths: Tensor, positions: Tensor, ancestors: Tensor, windows: Iterable[AttentionWindow]
+) -> list[TreeView]:
+    """Return what the nodes of drafts see, for each of ``windows``.
+
+    Args:
+        lengths: int64 [B], committed entries; the draft follows the longest sequence.
+        positions: int64 [B, n], of the nodes.
+        ancestors: bool [B, n, n]; each node is its own ancestor, and follows its parent.
+        windows: of the layers.
+    """
+    batch, n, _ = ancestors.shape
+    paths = torch.zeros(batch, n, n, dtype=torch.int32, device=ancestors.device)
+    depths = torch.empty(batch, n, dtype=torch.int32, device=ancestors.device)
+    nodes = max(2, triton.next_power_of_2(n))
+    launch(
+        paths_kernel,
+        (batch * n,),
+        ancestors.contiguous(),
+        paths,
+        depths,
+        n,
+        NODES=nodes,
+        num_warps=1,
+    )
+    return [TreeView(lengths, positions, paths, depths, window) for window in windows]
+
+
+def span_begin(span: int) -> int:
+    """Return the first key of a span: ``OCTAVE`` have ``SPAN`` keys, as many twice as many, …"""
+    octave, number = divmod(span, OCTAVE)
+    return (((1 << octave) - 1) * OCTAVE + (number << octave)) * SPAN
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    view: TreeView,
+    scale: float,
+    how: Blocks | None = None,
+) -> Tensor:
+    """Attend with the nodes of drafts.
+
+    Args:
+        query: [B, H, n, D], float16, bfloat16 or float32; entries of a head are contiguous.
+        key: [B, H / G, s, D], of the same dtype; the draft's slots follow the longest sequence.
+        value: like ``key``.
+        view: what the nodes see.
+        scale: multiplies the scores.
+        how: how programs work; None: see ``blocks``.
+
+    Returns:
+        [B, n, H, D]; zeros for a node that sees nothing.
+    """
+    batch, query_heads, n, size = query.shape
+    heads, slots = key.shape[1], key.shape[2]
+    group = query_heads // heads
+    how = how or blocks(size, query.dtype, shared_memory(query.device))
+    spans = next(span for span in count(1) if span_begin(span) >= slots)
+    tiles = triton.cdiv(group * n, how.queries)
+    shape = (batch * heads, spans + 1, group * n)
+    parts = query.new_empty((*shape, size), dtype=torch.float32)
+    tops, totals = query.new_empty((2, *shape), dtype=torch.float32)
+    out = query.new_empty((batch, n, query_heads, size))
+    constants = {
+        "GROUP": group,
+        "D": size,
+        "WIDTH": max(16, triton.next_power_of_2(size)),
+        "BLOCK": BLOCK,
+        "SPAN": SPAN,
+        "OCTAVE": OCTAVE,
+    }
+    launch(
+        attend_kernel,
+        (tiles * spans + n, batch * heads),
+        *(query, key, value, *view[:4], tops, totals, parts),
+        *(scale, batch, n, heads, spans, tiles, view.window.size),
+        *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
+        **constants,
+        RULE=RULES[view.window.rule],
+        ROWS=triton.next_power_of_2(batch),
+        QUERIES=how.queries,
+        KEYS=how.keys,
+        PATH_QUERIES=max(16, triton.next_power_of_2(group)),
+        PATH_KEYS=PATH_KEYS,
+        PRECISION="ieee",
+        num_warps=how.warps,
+        num_stages=how.stages,
+    )
+    launch(
+        combine_kernel,
+        (triton.cdiv(group * n, COMBINED), batch * heads),
+        *(view.lengths, view.positions, tops, totals, parts, out, n, heads, spans),
+        **constants,
+        COMBINED=COMBINED,
+        SPANS=triton.next_power_of_2(spans),
+        UNROLLED=UNROLLED,
+        num_warps=4,
+    )
+    return out
