@@ -86,7 +86,7 @@ class Options:
     @classmethod
     def names(cls) -> list[str]:
         """Return the names of all options."""
-        return [one.name for one in fields(cls)]
+        return [field.name for field in fields(cls)]
 
     def _check(self) -> None:
         if not isinstance(self.drafter, str | Drafter):

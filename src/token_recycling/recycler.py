@@ -190,7 +190,7 @@ class TokenRecycling(DecodingMethod):
         Raises:
             TokenRecyclingError: the checkpoint cannot be loaded, or as in ``__init__``.
         """
-        own = {name: options.pop(name) for name in Options.names() if name in options}
+        recycling_options = {name: options.pop(name) for name in Options.names() if name in options}
         try:
             model, tokenizer = load_checkpoint(
                 name_or_path, device, dtype, dequantize=dequantize, **options
@@ -200,7 +200,7 @@ class TokenRecycling(DecodingMethod):
                 if f"unexpected keyword argument '{name}'" in str(error):
                     raise unknown_option(name, Options.names()) from error
             raise
-        return cls(model, tokenizer, **own)
+        return cls(model, tokenizer, **recycling_options)
 
     def reset(self) -> None:
         """Empty the matrix, and forget the context (cold start)."""
@@ -342,7 +342,7 @@ class TokenRecycling(DecodingMethod):
                     )
 
     def _prepare(self, prompts: list[Prompt], given: Mapping[str, Any], *, stream: bool) -> Call:
-        names = {one.name for one in fields(CallOptions)}
+        names = {field.name for field in fields(CallOptions)}
         options = CallOptions(**{name: given[name] for name in names & given.keys()})
         processors = {name: value for name, value in given.items() if name not in names}
         return prepare_call(
@@ -412,8 +412,8 @@ class TokenRecycling(DecodingMethod):
             TokenRecyclingError: an answer is in progress in this thread, or in another thread while
                 ``queue`` is False.
         """
-        with self.lock.acquired(wait=self.queue) as mine:
-            if not mine:
+        with self.lock.acquired(wait=self.queue) as acquired:
+            if not acquired:
                 raise TokenRecyclingError("the model is already generating another answer")
             yield
 

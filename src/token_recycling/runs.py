@@ -105,10 +105,10 @@ class Runs:
     ) -> Steps:
         """Decode rows (see ``TokenRecycling.steps``)."""
         self.latest += 1
-        own = self.latest
+        number = self.latest
 
         def check() -> None:
-            if self.latest != own:
+            if self.latest != number:
                 raise TokenRecyclingError(
                     "this answer cannot continue: the model has begun another one or was reset"
                 )

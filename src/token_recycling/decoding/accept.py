@@ -163,7 +163,7 @@ class FollowAcceptor:
             on_choice: called with the logits and scores of every chosen token.
         """
         self.processors, self.sampler, self.on_choice = processors, sampler, on_choice
-        self._node_wise = [are_node_wise(one) for one in processors]
+        self._node_wise = [are_node_wise(row) for row in processors]
 
     def _choose(self, row: int, sequence: Sequence, logits: Tensor) -> int:
         """Choose the token that follows ``sequence`` from ``logits`` float32 [1, V]."""
@@ -198,7 +198,9 @@ class FollowAcceptor:
                 tokens.append(token)
             return tokens
 
-        paths, tokens = follow([row for row, own in enumerate(valid) if own[0]], children, choose)
+        paths, tokens = follow(
+            [row for row, row_valid in enumerate(valid) if row_valid[0]], children, choose
+        )
         longest = max(1, *map(len, tokens))
         padded = [row + [NO_TOKEN] * (longest - len(row)) for row in tokens]
         nodes_of = [row + [0] * (longest - len(row)) for row in paths]

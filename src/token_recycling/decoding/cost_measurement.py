@@ -56,10 +56,12 @@ def step_costs(target: TreeTarget) -> CostCurve:
             return CostCurve.load(path)
         except TokenRecyclingError as error:
             warn_caller(f"{error}; it is measured again")
-    found = measure(target)
-    if found is None:
+    seconds = measure(target)
+    if seconds is None:
         return CostCurve.assumed(target.device.type)
-    curve = CostCurve(tuple(sorted(found)), tuple(found[n] for n in sorted(found)), about=about)
+    curve = CostCurve(
+        tuple(sorted(seconds)), tuple(seconds[n] for n in sorted(seconds)), about=about
+    )
     if path is not None:
         with suppress(TokenRecyclingError):  # the folder may be read-only
             curve.save(path)
@@ -95,7 +97,7 @@ def measure(target: TreeTarget) -> dict[int, float] | None:
             times[size].append(steps.time(size))
     finally:
         target.reset()
-    return {size: median(found) for size, found in times.items() if found}
+    return {size: median(seconds) for size, seconds in times.items() if seconds}
 
 
 class _Steps:

@@ -33,11 +33,11 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
         if name not in given:
             continue
         value: Any = given[name]
-        whole = name in WHOLE
-        if isinstance(value, bool) or not isinstance(value, KINDS[whole]):
-            kind = "a whole number" if whole else "a number"
+        is_integer = name in WHOLE
+        if isinstance(value, bool) or not isinstance(value, KINDS[is_integer]):
+            kind = "a whole number" if is_integer else "a number"
             raise TokenRecyclingError(f"{name} is {value!r}; it must be {kind}")
-        given[name] = int(value) if whole else float(value)
+        given[name] = int(value) if is_integer else float(value)
         if not low <= given[name] <= high:
             allowed = f"{low:g} or more" if high == INFINITY else f"from {low:g} to {high:g}"
             raise TokenRecyclingError(f"{name} is {value}; it must be {allowed}")

@@ -22,7 +22,7 @@ NODE_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLo
 def are_node_wise(processors: Any) -> bool:
     """Return True if all ``processors`` of a row depend on a node's logits only."""
     listed = isinstance(processors, list)
-    return listed and all(type(one) in NODE_WISE for one in processors)
+    return listed and all(type(processor) in NODE_WISE for processor in processors)
 
 
 class Sampler(Protocol):

@@ -100,9 +100,9 @@ class Sequence:
         length = self.padded_length
         with ordinary_tensors():
             if self._ids is None or self._ids.shape[1] < length:
-                whole = self._padding + self.tokens[self._unknown :]
+                padded = self._padding + self.tokens[self._unknown :]
                 # Twice the size, so that appending rarely reallocates.
-                self._ids = torch.tensor([whole + whole], dtype=torch.long, device=device)
+                self._ids = torch.tensor([padded + padded], dtype=torch.long, device=device)
             elif self._copied < length:
                 new = self.tokens[self._copied - length :]
                 self._ids[0, self._copied : length] = torch.tensor(new, device=device)

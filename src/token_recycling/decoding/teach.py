@@ -70,14 +70,14 @@ def teach(
         The tokens of all answers.
     """
     begun = perf_counter()
-    own = copy.copy(target)
-    own.reset()
+    own_target = copy.copy(target)
+    own_target.reset()
     asked, answered, number = prompts(), 0, 0
     while answered < tokens:
-        sequences = [_sequence(own, tokenizer, prompt) for prompt in islice(asked, ROWS)]
-        accept = _acceptor(own, number)
+        sequences = [_sequence(own_target, tokenizer, prompt) for prompt in islice(asked, ROWS)]
+        accept = _acceptor(own_target, number)
         number += ROWS
-        decoding = Decoding(own, drafter, RootsOnly(), accept, sequences)
+        decoding = Decoding(own_target, drafter, RootsOnly(), accept, sequences)
         with closing(decoding.steps()) as steps:
             for step in steps:
                 answered += sum(map(len, step.tokens))
@@ -90,11 +90,11 @@ def teach(
 
 def _sequence(target: TreeTarget, tokenizer: Any, prompt: str) -> Sequence:
     ids = encode(tokenizer, as_conversation(tokenizer, [prompt]))
-    room = NEW_TOKENS
+    max_tokens = NEW_TOKENS
     if target.max_context is not None:
         ids = ids[-max(1, target.max_context // 2) :]
-        room = min(room, target.max_context - len(ids))
-    rules: list[StopRule] = [at_most(room)]
+        max_tokens = min(max_tokens, target.max_context - len(ids))
+    rules: list[StopRule] = [at_most(max_tokens)]
     eos = getattr(target.model.generation_config, "eos_token_id", None)
     if eos is not None:
         rules.append(at_token([eos] if isinstance(eos, int) else list(eos)))

@@ -128,11 +128,11 @@ class TextStream:
             return self._ended
         self._ids.append(token)
         # Decode with some preceding tokens: a token's text may depend on the one before.
-        whole = self._decode(self._begin)
-        if whole.endswith("\ufffd"):  # incomplete character
+        text = self._decode(self._begin)
+        if text.endswith("\ufffd"):  # incomplete character
             return False
-        new = whole[len(self._before) :]
-        self._before = whole
+        new = text[len(self._before) :]
+        self._before = text
         if recent := self._decode(self._read):  # empty for special tokens, which give no context
             self._begin, self._before = self._read, recent
         self._read = len(self._ids)
@@ -141,10 +141,10 @@ class TextStream:
 
     def _release(self, new: str) -> None:
         text = self._pending + new
-        found = [at for s in self.stop if (at := text.find(s)) >= 0]
-        if found:
+        positions = [at for s in self.stop if (at := text.find(s)) >= 0]
+        if positions:
             self._ended = True
-            self.pieces[-1], self._pending = text[: min(found)], ""
+            self.pieces[-1], self._pending = text[: min(positions)], ""
             return
         pending = max((_overlap(text, s) for s in self.stop), default=0)
         self._pending = text[len(text) - pending :]

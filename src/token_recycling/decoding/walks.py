@@ -77,8 +77,8 @@ def host_path(tokens: Any, parents: Any, valid: Any, emitted: Any, path: Any) ->
         for step in range(emitted.shape[1] - 1):
             below = 0
             for node in range(at + 1, tokens.shape[1]):
-                own = valid[row, node] and parents[row, node] == at
-                if own and tokens[row, node] == emitted[row, step]:
+                is_child = valid[row, node] and parents[row, node] == at
+                if is_child and tokens[row, node] == emitted[row, step]:
                     below = node
                     break
             if below == 0 or emitted[row, step + 1] == NO_TOKEN:
@@ -134,12 +134,12 @@ def likeliest_children(draft: DraftTree, logits: Tensor) -> Tensor:
 
 def children_of(draft: DraftTree) -> list[Children]:
     """Return the valid nodes of each row by parent and token; of equal siblings the first."""
-    found: list[Children] = []
+    by_row: list[Children] = []
     columns = (draft.parents.tolist(), draft.tokens.tolist(), draft.valid.tolist())
     for parents, tokens, valid in zip(*columns):
         nodes = range(len(tokens) - 1, 0, -1)
-        found.append({(parents[node], tokens[node]): node for node in nodes if valid[node]})
-    return found
+        by_row.append({(parents[node], tokens[node]): node for node in nodes if valid[node]})
+    return by_row
 
 
 def follow(

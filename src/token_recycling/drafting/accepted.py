@@ -52,7 +52,9 @@ def joined(parts: list[Accepted]) -> Accepted:
     longest = max(part.path.shape[1] for part in parts)
 
     def column(tensors: list[Tensor], fill: int) -> Tensor:
-        return torch.cat([pad(one, (0, longest - one.shape[1]), value=fill) for one in tensors])
+        return torch.cat(
+            [pad(tensor, (0, longest - tensor.shape[1]), value=fill) for tensor in tensors]
+        )
 
     return Accepted(
         column([part.path for part in parts], 0),

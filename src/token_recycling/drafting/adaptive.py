@@ -255,13 +255,13 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         chain = rows.chains.tokens[0, : max(int(rows.chains.counts[0]), 0)].tolist()
         tables = self._tables()
         paths = [[*before, tokens[0]]]  # of each node: two tokens before the root, then its branch
-        found = ["root"]
+        names = ["root"]
         for node in range(1, len(tokens)):
             path = paths[parents[node]]
             paths.append([*path, tokens[node]])
             drafted = paths[-1][3:]
             if drafted == chain[: len(drafted)]:
-                found.append("chain")
+                names.append("chain")
                 continue
             second, first, token = path[-3:]
             in_rows = [
@@ -270,8 +270,8 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
                 if (row := host.find(level, second, first, token, tables)) >= 0
                 and tokens[node] in tables.candidates[row]
             ]
-            found.append(in_rows[-1] if in_rows else ROOT_ROW)
-        return found
+            names.append(in_rows[-1] if in_rows else ROOT_ROW)
+        return names
 
     def observe(
         self, rows: AdaptiveRows, draft: DraftTree, candidates: Candidates, accepted: Accepted

@@ -29,13 +29,13 @@ class Rows:
 
     def select(self: Self, index: Tensor) -> Self:
         """Return copies of the rows at ``index`` (int64 [b])."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
-        for name, value in found.items():
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
             if isinstance(value, Rows):
-                found[name] = value.select(index)
+                values[name] = value.select(index)
             elif isinstance(value, Tensor):
-                found[name] = value[index]
-        return replace(self, **found)
+                values[name] = value[index]
+        return replace(self, **values)
 
     def write(self: Self, index: Tensor, rows: Self | None) -> None:
         """Write ``rows`` to ``index`` (int64 [b], no duplicates); None: write empty rows.
@@ -43,22 +43,22 @@ class Rows:
         Raises:
             ValueError: a field that ``rows`` has is None here.
         """
-        for one in fields(self):
-            mine = getattr(self, one.name)
-            theirs = None if rows is None else getattr(rows, one.name)
-            if isinstance(mine, Rows):
-                mine.write(index, theirs)
-            elif mine is None and theirs is not None:
-                raise ValueError(f"these rows have no {one.name} to write to")
-            elif isinstance(mine, Tensor):
-                mine[index] = torch.zeros_like(mine[index]) if theirs is None else theirs
+        for field in fields(self):
+            current = getattr(self, field.name)
+            new = None if rows is None else getattr(rows, field.name)
+            if isinstance(current, Rows):
+                current.write(index, new)
+            elif current is None and new is not None:
+                raise ValueError(f"these rows have no {field.name} to write to")
+            elif isinstance(current, Tensor):
+                current[index] = torch.zeros_like(current[index]) if new is None else new
 
     def make_room(self) -> None:
         """Drop the oldest tokens of rows that the next step could overflow, in place."""
-        for one in fields(self):
-            mine = getattr(self, one.name)
-            if isinstance(mine, Rows):
-                mine.make_room()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Rows):
+                value.make_room()
 
 
 R = TypeVar("R", bound=Rows)

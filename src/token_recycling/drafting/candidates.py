@@ -139,9 +139,9 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, ids = logits.topk(k, dim=-1)
         return values.float(), ids
     rows, shape = _rows(logits), (*logits.shape[:-1], k)
-    found = _ids(rows, k)
-    chosen = np.take_along_axis(rows, found, axis=1)
-    return torch.from_numpy(chosen).view(shape), torch.from_numpy(found).view(shape)
+    top_ids = _ids(rows, k)
+    chosen = np.take_along_axis(rows, top_ids, axis=1)
+    return torch.from_numpy(chosen).view(shape), torch.from_numpy(top_ids).view(shape)
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -79,8 +79,8 @@ class DraftTree:
 
     def up_to(self, counts: Tensor) -> DraftTree:
         """Return the draft with all but the first ``counts`` (int64 [B]) nodes of a row invalid."""
-        there = torch.arange(self.size, device=self.tokens.device) < counts[:, None]
-        return replace(self, valid=self.valid & there)
+        included = torch.arange(self.size, device=self.tokens.device) < counts[:, None]
+        return replace(self, valid=self.valid & included)
 
     def down_to(self, depths: Tensor) -> DraftTree:
         """Return the draft with all nodes deeper than ``depths`` (int64 [B]) of a row invalid."""
@@ -135,12 +135,12 @@ class DraftTree:
         This saves time on a CPU, where every verified node costs time, above all with a cold
         matrix. Shapes of the result depend on the data, so graph steps do not use it.
         """
-        kept = self.valid.any(dim=0)
-        kept[0] = True
-        if bool(kept.all()):
+        used = self.valid.any(dim=0)
+        used[0] = True
+        if bool(used.all()):
             return self
-        nodes = kept.nonzero()[:, 0]
-        renumbered = kept.cumsum(0) - 1
+        nodes = used.nonzero()[:, 0]
+        renumbered = used.cumsum(0) - 1
         return DraftTree(
             self.tokens[:, nodes],
             # A node that is invalid in this row may have lost its parent; any index will do then.
@@ -175,9 +175,9 @@ def joined(drafts: list[DraftTree], rows: list[list[int]]) -> DraftTree:
         drafts: of any sizes; the smaller ones get invalid nodes.
         rows: of each draft, the rows of the result that its rows become.
     """
-    most = max(draft.size for draft in drafts)
-    parts = [draft.padded(most) for draft in drafts]
-    order = torch.tensor([row for own in rows for row in own]).argsort()
+    largest = max(draft.size for draft in drafts)
+    parts = [draft.padded(largest) for draft in drafts]
+    order = torch.tensor([row for draft_rows in rows for row in draft_rows]).argsort()
 
     def column(tensors: list[Tensor]) -> Tensor:
         return torch.cat(tensors)[order]
@@ -197,5 +197,5 @@ def joined(drafts: list[DraftTree], rows: list[list[int]]) -> DraftTree:
 def root_only(tokens: Tensor) -> DraftTree:
     """Return root-only drafts of ``tokens`` (int64 [B]), for a step of plain decoding."""
     zeros = torch.zeros((len(tokens), 1), dtype=torch.long, device=tokens.device)
-    there = torch.ones_like(zeros, dtype=torch.bool)
-    return DraftTree(tokens[:, None], zeros, zeros, there[:, :, None], there, 0)
+    valid = torch.ones_like(zeros, dtype=torch.bool)
+    return DraftTree(tokens[:, None], zeros, zeros, valid[:, :, None], valid, 0)

@@ -58,14 +58,14 @@ class GroupedDrafter(Drafter[GroupedRows]):
 
     def load(self, rows: GroupedRows, texts: list[list[int]]) -> None:
         """Load the texts of each group."""
-        for member, own, index in zip(self._members, rows.groups, self._rows):
-            member.load(own, [texts[row] for row in index])
+        for member, group, index in zip(self._members, rows.groups, self._rows):
+            member.load(group, [texts[row] for row in index])
 
     def propose(self, rows: GroupedRows, roots: Tensor, size: int | None = None) -> DraftTree:
         """Return the drafts of all groups."""
         drafts = [
-            member.propose(own, roots[index], size).to("cpu")
-            for member, own, index in zip(self._members, rows.groups, self._rows)
+            member.propose(group, roots[index], size).to("cpu")
+            for member, group, index in zip(self._members, rows.groups, self._rows)
         ]
         return joined(drafts, self._rows)
 
@@ -73,5 +73,5 @@ class GroupedDrafter(Drafter[GroupedRows]):
         self, rows: GroupedRows, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Let each drafter learn from its own rows."""
-        for member, own, index in zip(self._members, rows.groups, self._rows):
-            member.observe(own, draft.select(index), candidates.at(index), accepted.select(index))
+        for member, group, index in zip(self._members, rows.groups, self._rows):
+            member.observe(group, draft.select(index), candidates.at(index), accepted.select(index))

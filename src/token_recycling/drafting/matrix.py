@@ -253,24 +253,24 @@ class AdjacencyMatrix:
         """
         self._check_same(other.vocab_size, other.k, other.fingerprint, "the other matrix")
         for kind in ("pairs", "triples"):
-            mine, its = getattr(self, kind), getattr(other, kind)
-            if mine and its and mine != its:
+            slots, other_slots = getattr(self, kind), getattr(other, kind)
+            if slots and other_slots and slots != other_slots:
                 raise TokenRecyclingError(
-                    f"one matrix has {mine} slots for {kind}, the other {its}; "
+                    f"one matrix has {slots} slots for {kind}, the other {other_slots}; "
                     "only equal numbers can be merged"
                 )
-        merged, theirs = self.clone(), other.clone()
-        merged.reserve(theirs.pairs, theirs.triples)
-        theirs.reserve(merged.pairs, merged.triples)
-        strange = (merged.keys != NO_KEY) & (theirs.keys != merged.keys)
-        theirs.all_candidates[self.vocab_size :].masked_fill_(strange[:, None], NO_TOKEN)
+        merged, incoming = self.clone(), other.clone()
+        merged.reserve(incoming.pairs, incoming.triples)
+        incoming.reserve(merged.pairs, merged.triples)
+        strange = (merged.keys != NO_KEY) & (incoming.keys != merged.keys)
+        incoming.all_candidates[self.vocab_size :].masked_fill_(strange[:, None], NO_TOKEN)
         merged.all_candidates, merged.all_probabilities = merge_rows(
             (merged.all_candidates, merged.all_probabilities),
-            (theirs.all_candidates, theirs.all_probabilities),
+            (incoming.all_candidates, incoming.all_probabilities),
         )
-        merged.keys.copy_(torch.where(merged.keys == NO_KEY, theirs.keys, merged.keys))
+        merged.keys.copy_(torch.where(merged.keys == NO_KEY, incoming.keys, merged.keys))
         merged.evidence, merged.weights = merge_evidence(
-            (merged.evidence, merged.weights), (theirs.evidence, theirs.weights)
+            (merged.evidence, merged.weights), (incoming.evidence, incoming.weights)
         )
         return merged
 

@@ -64,24 +64,24 @@ class MatrixFile:
         try:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # a damaged file may raise anything
             raise TokenRecyclingError(
                 f"{path} is not a matrix file, or damaged ({one_line(error, 200)}); "
                 "name another file"
             ) from error
-        tokens = found.get("candidates", torch.empty(0))
+        tokens = stored.get("candidates", torch.empty(0))
         width = tokens.shape[-1] if tokens.ndim == 2 else 0
 
         def tensors(name: str, empty: Tensor, kinds: tuple[str, ...] = KINDS) -> list[Tensor]:
-            return [found.get(f"{kind}{name}", empty) for kind in kinds]
+            return [stored.get(f"{kind}{name}", empty) for kind in kinds]
 
         contents = cls(
             tensors("candidates", torch.empty(0, width, dtype=torch.int32)),
             tensors("probabilities", torch.empty(0, width, dtype=torch.float16)),
             tensors("keys", torch.empty(0, dtype=torch.int64), KINDS[1:]),
-            found.get("evidence", torch.zeros(2, 0, dtype=torch.float32)),
-            found.get("weights", torch.zeros(0, 0, dtype=torch.float64)),
+            stored.get("evidence", torch.zeros(2, 0, dtype=torch.float32)),
+            stored.get("weights", torch.zeros(0, 0, dtype=torch.float64)),
             {name: text for name, text in about.items() if name != "format"},
         )
         if about.get("format") != FORMAT or not contents._is_whole():
@@ -109,8 +109,11 @@ class MatrixFile:
                 and ids.shape == p.shape
                 and ids.shape[1:] == width
                 and ids.shape[1] > 0
-                and (own is None or (own.dtype, own.shape) == (torch.int64, ids.shape[:1]))
-                for ids, p, own in zip(self.candidates, self.probabilities, keys)
+                and (
+                    row_keys is None
+                    or (row_keys.dtype, row_keys.shape) == (torch.int64, ids.shape[:1])
+                )
+                for ids, p, row_keys in zip(self.candidates, self.probabilities, keys)
             )
             and (self.evidence.dtype, self.evidence.ndim) == (torch.float32, 2)
             and len(self.evidence) == 2

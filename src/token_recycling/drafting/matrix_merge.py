@@ -54,13 +54,13 @@ def merge_evidence(
     ``first`` is dropped.
     """
     (evidence, weights), (more, other) = first, second
-    trials, its = float(evidence[1].sum()), float(more[1].sum())
+    trials, more_trials = float(evidence[1].sum()), float(more[1].sum())
     if evidence.shape == more.shape:
         evidence = evidence + more
     elif not evidence.numel():
         evidence = more
     if not weights.numel() or not trials:
         weights = other if other.numel() else weights
-    elif weights.shape == other.shape and its:
-        weights = (trials * weights + its * other) / (trials + its)
+    elif weights.shape == other.shape and more_trials:
+        weights = (trials * weights + more_trials * other) / (trials + more_trials)
     return evidence, weights

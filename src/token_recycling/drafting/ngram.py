@@ -70,12 +70,12 @@ class Context(Rows):
         if self.capacity is None:
             width = max(map(len, texts)) + ROOM
             self.tokens = self.tokens.new_full((len(texts), width), NO_TOKEN)
-        room = self.tokens.shape[1] - self.margin
+        limit = self.tokens.shape[1] - self.margin
         for row, text in enumerate(texts):
-            kept = text[-room:]
+            tail = text[-limit:]
             self.tokens[row] = NO_TOKEN
-            self.tokens[row, : len(kept)] = torch.tensor(kept, dtype=torch.long, device="cpu")
-            self.lengths[row] = len(kept)
+            self.tokens[row, : len(tail)] = torch.tensor(tail, dtype=torch.long, device="cpu")
+            self.lengths[row] = len(tail)
 
     def make_room(self) -> None:
         """Drop the older half of rows with fewer than ``margin`` free slots."""

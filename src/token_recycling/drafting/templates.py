@@ -61,10 +61,10 @@ class TreeTemplate:
             raise TokenRecyclingError(f"tree {name}: it has no paths; give at least [[0]]")
         seen: set[tuple[int, ...]] = set()
         for path in paths:
-            whole = isinstance(path, list | tuple) and all(
+            are_ranks = isinstance(path, list | tuple) and all(
                 isinstance(rank, int) and not isinstance(rank, bool) for rank in path
             )
-            if not whole or not path or min(path) < 0:
+            if not are_ranks or not path or min(path) < 0:
                 raise TokenRecyclingError(
                     f"tree {name}: {json.dumps(path, default=str)} is not a path; "
                     "a path is a list of one or more ranks, 0 or higher"
@@ -208,11 +208,11 @@ class TreeTemplate:
         """Return the tree without the paths that use rank ``k`` or higher."""
         if self.max_rank < k:
             return self
-        kept = [i for i, path in enumerate(self.paths) if max(path) < k]
+        indices = [i for i, path in enumerate(self.paths) if max(path) < k]
         return replace(
             self,
-            paths=tuple(self.paths[i] for i in kept),
-            acceptance=tuple(self.acceptance[i] for i in kept if self.acceptance),
+            paths=tuple(self.paths[i] for i in indices),
+            acceptance=tuple(self.acceptance[i] for i in indices if self.acceptance),
         )
 
     def first(self, count: int) -> TreeTemplate:

@@ -150,7 +150,7 @@ class CapturedStep:
 
         def wait() -> list[list[int]]:
             event.synchronize()
-            found: list[list[int]] = self.step.read(rows).tolist()
-            return found
+            summaries: list[list[int]] = self.step.read(rows).tolist()
+            return summaries
 
         return wait

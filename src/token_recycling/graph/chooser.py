@@ -68,7 +68,9 @@ class TokenChoice:
         if not all(map(can_choose, accept.processors)):
             return None
         rows: Any = accept.processors
-        settings = repr([[(type(one).__name__, vars(one)) for one in row] for row in rows])
+        settings = repr(
+            [[(type(processor).__name__, vars(processor)) for processor in row] for row in rows]
+        )
         return cls(settings, sampler is not None, rows, seeded)
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
@@ -103,8 +105,8 @@ def _penalty(processors: Any) -> float:
     first: Any = next(iter(processors), None)
     if type(first) is not RepetitionPenaltyLogitsProcessor:
         return 1.0
-    whole = getattr(first, "prompt_ignore_length", None) is None  # counts the prompt too
-    return float(first.penalty) if whole else 1.0
+    counts_prompt = getattr(first, "prompt_ignore_length", None) is None  # counts the prompt too
+    return float(first.penalty) if counts_prompt else 1.0
 
 
 class Chooser(Protocol):
@@ -210,7 +212,7 @@ class NodeChooser:
             self._seen = torch.zeros((batch, vocab_size + 1), dtype=torch.bool, device=device)
         self._generators: list[torch.Generator] = []
         self._states: list[deque[Tensor]] = []  # of the generators, as many draws back as are kept
-        self._shown: list[Tensor | None] = []  # of the generators, while others may draw
+        self._rewound: list[Tensor | None] = []  # of the generators, while others may draw
         self._drawn: list[int] = []  # blocks, per row
 
     @property
@@ -224,9 +226,11 @@ class NodeChooser:
         The random numbers start at the generators' current states.
         """
         self._generators = list(generators)
-        kept = self._blocks.shape[1] + 1
-        self._states = [deque([one.get_state()], maxlen=kept) for one in self._generators]
-        self._shown = [None] * len(self._generators)
+        max_states = self._blocks.shape[1] + 1
+        self._states = [
+            deque([generator.get_state()], maxlen=max_states) for generator in self._generators
+        ]
+        self._rewound = [None] * len(self._generators)
         self._drawn = [0] * len(self._generators)
         self._chosen.zero_()
         if self._seen is not None:
@@ -257,13 +261,13 @@ class NodeChooser:
         for row, generator in enumerate(self._generators):
             states, back = self._states[row], self._drawn[row] - counts[row] + 1
             if back <= len(states) and generator.get_state().equal(states[-1]):
-                self._shown[row] = states[-back]
+                self._rewound[row] = states[-back]
                 generator.set_state(states[-back])
 
     def resume(self) -> None:
         """Undo ``rewind``, unless others have drawn meanwhile."""
-        for generator, shown, states in zip(self._generators, self._shown, self._states):
-            if shown is not None and generator.get_state().equal(shown):
+        for generator, rewound, states in zip(self._generators, self._rewound, self._states):
+            if rewound is not None and generator.get_state().equal(rewound):
                 generator.set_state(states[-1])
 
     def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,17 +286,17 @@ class NodeChooser:
             scores = self.penalised(row, draft, scores)
         tokens = None
         wrong = torch.zeros((), dtype=torch.bool, device=scores.device)
-        for one in self._processors[row]:
-            if type(one) is TopKLogitsWarper and self._cuts and tokens is None:
-                many = min(max(MANY, 2 * one.top_k), scores.shape[-1])
-                outside = many < scores.shape[-1]
-                scores, tokens = scores.topk(many)
+        for processor in self._processors[row]:
+            if type(processor) is TopKLogitsWarper and self._cuts and tokens is None:
+                count = min(max(MANY, 2 * processor.top_k), scores.shape[-1])
+                outside = count < scores.shape[-1]
+                scores, tokens = scores.topk(count)
                 last = scores[:, -1]
-                tied = (last == scores[:, min(one.top_k, many) - 1]) & (last > -torch.inf)
+                tied = (last == scores[:, min(processor.top_k, count) - 1]) & (last > -torch.inf)
                 wrong = tied.any() & outside
                 tokens, order = tokens.sort(dim=-1)  # in this order top-p removes tied tokens
                 scores = scores.gather(1, order)
-            scores = one(None, scores)
+            scores = processor(None, scores)
         if self.samples:
             ring = self._blocks[row]
             block = (self._chosen[row] + draft.depths[row]) % len(ring)
@@ -306,11 +310,11 @@ class NodeChooser:
     def penalised(self, row: int, draft: DraftTree, scores: Tensor) -> Tensor:
         """Apply the repetition penalty to the scores float32 [n, V] of the nodes of a row."""
         assert self._seen is not None
-        penalty, most = self._penalties[row], scores.shape[-1]
-        tokens = draft.tokens[row].clamp(max=most)
+        penalty, vocab_size = self._penalties[row], scores.shape[-1]
+        tokens = draft.tokens[row].clamp(max=vocab_size)
         path = torch.where(draft.ancestors[row], tokens[None, :], tokens[:1, None])
         seen = self._seen[row].expand(len(tokens), -1)
-        seen = seen.scatter(1, path, torch.ones_like(path, dtype=torch.bool))[:, :most]
+        seen = seen.scatter(1, path, torch.ones_like(path, dtype=torch.bool))[:, :vocab_size]
         other = torch.where(scores < 0, scores * penalty, scores / penalty)
         return torch.where(seen, other, scores)
 

@@ -52,8 +52,8 @@ class GraphDecoder:
         with ordinary_tensors():
             roots = torch.zeros(1, dtype=torch.long, device="cpu")
             rows = drafter.new_rows(1, SMALLEST)
-            self._whole = drafter.propose(rows, roots).size
-        if self._whole == 1 and not isinstance(drafter, NoDrafter):
+            self._full_size = drafter.propose(rows, roots).size
+        if self._full_size == 1 and not isinstance(drafter, NoDrafter):
             raise GraphError(f"the drafter {drafter.name} drafts nothing below a text of one token")
         self._drafted = 0  # nodes of a draft; chosen when an answer begins
 
@@ -82,7 +82,7 @@ class GraphDecoder:
         self.size.begin(len(sequences))
         self.pool.begin()
         # A drafter may propose fewer nodes than it is asked for.
-        self._drafted = min(self.size.typical(self._drafted) or self._whole, self._whole)
+        self._drafted = min(self.size.typical(self._drafted) or self._full_size, self._full_size)
         while any(sequence.active for sequence in sequences):
             longest = max(len(sequence.tokens) for sequence in sequences)
             shape = (len(sequences), longest, self.next_size, self._drafted)
@@ -115,7 +115,7 @@ class GraphDecoder:
         first = [len(sequence.tokens) for sequence in sequences]
 
         def emitted() -> list[int]:
-            return [len(sequence.tokens) - own for sequence, own in zip(sequences, first)]
+            return [len(sequence.tokens) - start for sequence, start in zip(sequences, first)]
 
         on_device = list(first)  # lengths on the device, where ended rows may have continued
         with ordinary_tensors():
@@ -130,7 +130,7 @@ class GraphDecoder:
                 fits = max(on_device) + unknown + step.size <= step.cache.slots
                 launches = fits and step.size == self.next_size
                 if launches:
-                    step.chooser.draw([own + unknown + step.most for own in emitted()])
+                    step.chooser.draw([count + unknown + step.most for count in emitted()])
                     in_flight.append(captured.launch([sequence.active for sequence in sequences]))
                 elif not in_flight:
                     return True
@@ -139,7 +139,7 @@ class GraphDecoder:
                 output = in_flight.popleft()()
                 active = [sequence.active for sequence in sequences]
                 tokens, reasons, drafted = append_emitted(output, sequences)
-                overflowed = any(on and not own for on, own in zip(active, tokens))
+                overflowed = any(on and not new for on, new in zip(active, tokens))
                 if overflowed:
                     return False
                 for row, (_, *chosen) in enumerate(output):

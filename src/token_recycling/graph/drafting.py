@@ -89,8 +89,8 @@ def drafts_on_device(drafter: AnyDrafter, size: int | None) -> TypeGuard[Adaptiv
     """Return whether there are kernels for drafts of ``size`` nodes (see ``make_drafting``)."""
     if not isinstance(drafter, AdaptiveDrafter):
         return False
-    whole = drafter.nodes + 1
-    return min(size or whole, whole) <= MOST_NODES
+    full_size = drafter.nodes + 1
+    return min(size or full_size, full_size) <= MOST_NODES
 
 
 class HostDrafting:
@@ -144,8 +144,10 @@ class HostDrafting:
     def learn(self, output: Tensor) -> None:
         """Learn from a step, whose last tokens are the next roots."""
         shape = (len(output), self.size, self.drafter.k)
-        most, found = self.max_depth + 1, self.size * self.drafter.k
-        _, emitted, path, ids, bits = torch.split(output, [1, most, most, found, found], dim=1)
+        longest, entries = self.max_depth + 1, self.size * self.drafter.k
+        _, emitted, path, ids, bits = torch.split(
+            output, [1, longest, longest, entries, entries], dim=1
+        )
         p = bits.int().view(torch.float32).reshape(shape).numpy()
         counts = (emitted != NO_TOKEN).sum(dim=1)
         self.drafter.observe(

@@ -97,16 +97,16 @@ def _accept(
     token = tl.load(tokens + place, mask=inside, other=0)
     parent = tl.load(parents + place, mask=inside, other=0).to(tl.int32)
     depth = tl.load(depths + place, mask=inside, other=-1).to(tl.int32)
-    there = tl.load(valid + place, mask=inside, other=0) != 0
+    present = tl.load(valid + place, mask=inside, other=0) != 0
     choice = tl.load(choices + place, mask=inside, other=-1)
-    right = there & ((node == 0) | (token == tl.gather(choice, parent, 0)))
+    right = present & ((node == 0) | (token == tl.gather(choice, parent, 0)))
     right = right.to(tl.int32)
-    whole = right
+    accepted = right
     above = parent
     for _ in range(1, p):
-        whole = whole & tl.gather(right, above, 0)
+        accepted = accepted & tl.gather(right, above, 0)
         above = tl.gather(parent, above, 0)
-    reached = tl.where(whole != 0, depth, -1)
+    reached = tl.where(accepted != 0, depth, -1)
     deepest, last = tl.max(reached, 0, return_indices=True, return_indices_tie_break_left=True)
     # The path from its last node up to the root
     step = tl.arange(0, STEPS)
@@ -124,7 +124,7 @@ def _accept(
     tl.store(emitted_out + row * p + step, emitted, mask=step < p)
     tl.store(counts_out + row, count.to(tl.int64))
     tl.store(roots + row, root)
-    drafted = tl.sum(there.to(tl.int64), 0) - 1
+    drafted = tl.sum(present.to(tl.int64), 0) - 1
     tl.store(summary_out + row * (p + 1), drafted)
     tl.store(summary_out + row * (p + 1) + 1 + step, emitted, mask=step < p)
 
@@ -160,11 +160,11 @@ def _commit(
     place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = place < heads * size
     head = tl.cast(row, tl.int64) * heads + place // size  # int64: a cache may have 2^31 entries
-    own = entries + head * s * size + place % size
+    base = entries + head * s * size + place % size
     for i in range(0, count):
         source = end + tl.load(path + row * p + i)
-        value = tl.load(own + source * size, mask=inside)
-        tl.store(own + (length + i) * size, value, mask=inside)
+        value = tl.load(base + source * size, mask=inside)
+        tl.store(base + (length + i) * size, value, mask=inside)
 
 
 # Operations

@@ -145,7 +145,9 @@ class StepPool:
     def _cache_of(self, batch: int, slots: int) -> FixedCache | None:
         """Return the cache of a kept step for as many rows and slots, or None."""
         caches = (captured.step.cache for captured in self._steps.values())
-        return next((one for one in caches if (one.batch, one.slots) == (batch, slots)), None)
+        return next(
+            (cache for cache in caches if (cache.batch, cache.slots) == (batch, slots)), None
+        )
 
     def _make(self, spec: StepSpec) -> CapturedStep:
         with ordinary_tensors():  # the caller may be in inference mode

@@ -57,10 +57,10 @@ def _agrees(
         finally:
             step.chooser.rewind([0] * len(sequences))
 
-    def two(run: Run) -> Run:
+    def two_steps(run: Run) -> Run:
         return lambda: torch.stack([step.take(run), step.take(run)])
 
-    eager, captured = from_the_start(two(step.run)), from_the_start(two(replay))
+    eager, captured = from_the_start(two_steps(step.run)), from_the_start(two_steps(replay))
     same = captured.equal(eager)
     if not same and step.chooser.exact:
         same = _all_but_tied(step, from_the_start, eager, captured)
@@ -79,17 +79,17 @@ def _all_but_tied(
     eager, captured = eager[differs], captured[differs]
     # What the first step has learnt is rounded too, so that the second may draft less or more.
     drafts_differ = differs == 1 and step.target.dtype != torch.float32
-    for row, (mine, other) in enumerate(zip(eager.tolist(), captured.tolist())):
-        first = next((i for i in range(1, len(mine)) if mine[i] != other[i]), None)
+    for row, (eager_row, captured_row) in enumerate(zip(eager.tolist(), captured.tolist())):
+        first = next((i for i in range(1, len(eager_row)) if eager_row[i] != captured_row[i]), None)
         if first is None:
             continue
-        if NO_TOKEN in (mine[first], other[first]):
+        if NO_TOKEN in (eager_row[first], captured_row[first]):
             if drafts_differ:
                 continue  # one text is the beginning of the other
             return False
-        own = logits[row].float()
-        gaps = (own[:, mine[first]] - own[:, other[first]]).abs()
-        noise = TIES * torch.finfo(step.target.dtype).eps * own.abs().amax(dim=1)
+        row_logits = logits[row].float()
+        gaps = (row_logits[:, eager_row[first]] - row_logits[:, captured_row[first]]).abs()
+        noise = TIES * torch.finfo(step.target.dtype).eps * row_logits.abs().amax(dim=1)
         # The node is not known here, so that some node must have this tie.
         if not bool((gaps <= noise).any()):
             return False
@@ -100,7 +100,7 @@ def _slower(step: GraphStep, replay: Run, sequences: list[Sequence]) -> str | No
     """Return in one line that a step takes longer than an eager plain one, or None."""
     target = step.target
     step.active.zero_()  # nothing is committed or learnt
-    roots = root_only(torch.tensor([one.tokens[-1] for one in sequences], device="cpu"))
+    roots = root_only(torch.tensor([sequence.tokens[-1] for sequence in sequences], device="cpu"))
     captured = median_seconds(lambda: step.take(replay), target.device)
     plain = median_seconds(lambda: target.verify(roots), target.device)
     if captured <= plain:

@@ -27,14 +27,14 @@ def extendable(cache: Any) -> bool:
 
 def take_in(cache: Any, layers: int, dtype: torch.dtype) -> RecyclingCache:
     """Copy a stock cache of one row into our own, as ``dtype``."""
-    own = RecyclingCache(layers, 1)
+    copied = RecyclingCache(layers, 1)
     length = cache.get_seq_length()
-    own.reserve(length)
-    for mine, given in zip(own.layers, cache.layers):
+    copied.reserve(length)
+    for layer, given in zip(copied.layers, cache.layers):
         if given.is_initialized and given.keys.numel():  # false if it uses another layer's
-            mine.update(given.keys.to(dtype), given.values.to(dtype))
-    own.lengths = [length]
-    return own
+            layer.update(given.keys.to(dtype), given.values.to(dtype))
+    copied.lengths = [length]
+    return copied
 
 
 def hand_out(own: RecyclingCache, cache: Any) -> None:

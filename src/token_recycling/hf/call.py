@@ -71,8 +71,8 @@ class CallOptions:
             if call is not None and not callable(call):
                 raise TokenRecyclingError(f"{name} is {call!r}; it must be a function")
         seed: Any = self.seed
-        whole = isinstance(seed, Integral) and not isinstance(seed, bool)
-        if seed is not None and not (whole and 0 <= int(seed) < 2**63):
+        is_integer = isinstance(seed, Integral) and not isinstance(seed, bool)
+        if seed is not None and not (is_integer and 0 <= int(seed) < 2**63):
             raise TokenRecyclingError(f"seed is {seed}; it must be an integer from 0 to 2^63 - 1")
 
     def stop_strings(self) -> list[str]:
@@ -223,11 +223,13 @@ def _known_to(model: Any) -> set[str]:
     return {*vars(GenerationConfig()), *parameters}
 
 
-def _rules(request: Request, target: Target, most: int, special: set[int]) -> list[StopRule]:
+def _rules(
+    request: Request, target: Target, max_new_tokens: int, special: set[int]
+) -> list[StopRule]:
     """Return the stop rules of a row: our own and the criteria of the request."""
     context = target.max_context
     length = request.input_ids.shape[1]
-    limit = most if context is None else min(most, context - length)
+    limit = max_new_tokens if context is None else min(max_new_tokens, context - length)
     rules: list[StopRule] = [at_most(limit), CriteriaRule(request.criteria, target.device)]
     return [*rules, at_token(special)] if special else rules
 

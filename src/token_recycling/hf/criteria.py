@@ -112,7 +112,7 @@ class BatchCriteria:
             released: number of final new tokens of each row, updated by ``on_release``.
             on_release: called for every final token, with its row and whether the row ends there.
         """
-        self._own, self._criteria, self._pad = own, list(criteria), pad
+        self._row_rule, self._criteria, self._pad = own, list(criteria), pad
         self._ids, self._released, self._on_release = input_ids, released, on_release
         batch = input_ids.shape[0]
         self._sequences: list[Sequence | None] = [None] * batch
@@ -128,7 +128,7 @@ class BatchCriteria:
         self._sequences[row] = sequence
         if self._is_over(row):
             return "stop"
-        reason = self._own(sequence)
+        reason = self._row_rule(sequence)
         self._reasons[row].append(reason)
         with ordinary_tensors():  # criteria and streamers are user code
             while not all(self._ended) and self._column_is_known():

@@ -56,8 +56,8 @@ def generate_options(
             does not always check.
     """
     chosen = {name: value for name, value in processors.items() if value is not None}
-    own = chosen.get("logits_processor", [])
-    if not (isinstance(own, list | tuple) and all(map(callable, own))):
+    custom = chosen.get("logits_processor", [])
+    if not (isinstance(custom, list | tuple) and all(map(callable, custom))):
         raise TokenRecyclingError("logits_processor must be a list of logits processors")
     given = checked(chosen | {"max_new_tokens": max_new_tokens, "temperature": temperature})
     temperature = given.pop("temperature")
@@ -91,8 +91,8 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
         line = one_line(error)
         raise TokenRecyclingError(f"Transformers refuses these options: {line}") from error
     # Targets handle the inputs that the model prepares by default.
-    own = KNOWN_INPUTS | options.keys()
-    inputs = {name: value for name, value in collector.request.inputs.items() if name in own}
+    known = KNOWN_INPUTS | options.keys()
+    inputs = {name: value for name, value in collector.request.inputs.items() if name in known}
     request = replace(collector.request, inputs=inputs)
     if reason := request.why_unservable(None):  # no limit: answers end at the model's context
         raise TokenRecyclingError(f"Token Recycling does not support this call: {reason}")

@@ -157,14 +157,14 @@ class Request:
 
     def row_processors(self, row: int) -> Any:
         """Return the processors for a single row of the batch."""
-        own = LogitsProcessorList()
+        processors = LogitsProcessorList()
         for processor in self.processors:
             ignored = getattr(processor, "prompt_ignore_length", None)
             if self.batch > 1 and isinstance(ignored, Tensor):  # one value per row
                 processor = copy(processor)
                 processor.prompt_ignore_length = ignored[row : row + 1]
-            own.append(processor)
-        return own
+            processors.append(processor)
+        return processors
 
     def why_unservable(self, max_positions: int | None) -> str | None:
         """Return why Token Recycling does not support this call, or None.

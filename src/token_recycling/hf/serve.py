@@ -75,9 +75,9 @@ def _extract(
 ) -> dict[str, Any]:
     if not isinstance(custom_generate, DecodingMethod):
         return stock(custom_generate, kwargs, *others)
-    found = stock(None, kwargs, *others)
-    found["own_cache"] = cache_in(kwargs) is not None
-    return found
+    mode_kwargs = stock(None, kwargs, *others)
+    mode_kwargs["own_cache"] = cache_in(kwargs) is not None
+    return mode_kwargs
 
 
 @contextmanager
@@ -113,8 +113,8 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
         if isinstance(target, TreeTarget):
             reason = target.changed() or request.why_unservable(target.max_positions)
             if reason is None:
-                with recycler.lock.acquired(wait=recycler.queue) as mine:
-                    if mine:
+                with recycler.lock.acquired(wait=recycler.queue) as acquired:
+                    if acquired:
                         return _recycle(recycler, target, request, streamer)
                 reason = "the model is still generating another answer"
             warn_plain(recycler, reason)
@@ -160,7 +160,7 @@ class _Scores:
         self.device = request.input_ids.device
 
     @property
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         return self.scores is not None or self.logits is not None
 
     def record(self, row: int, logits: Tensor, scores: Tensor) -> None:
@@ -220,7 +220,11 @@ def _recycle(
     """Decode with draft trees, using what ``generate`` has prepared for the call."""
     config = request.config
     scores, output = _Scores(request), _Output(request, streamer)
-    across = [one for one in request.criteria if request.batch > 1 and looks_at_batch(one)]
+    across = [
+        criterion
+        for criterion in request.criteria
+        if request.batch > 1 and looks_at_batch(criterion)
+    ]
     sampler: RowSampler | BatchSampler | None = None
     if config.do_sample:
         sampler = BatchSampler(request.batch, ahead=bool(across))
@@ -228,9 +232,9 @@ def _recycle(
         if request.batch == 1 and all(map(_is_stock, (streamer, *request.criteria))):
             sampler = RowSampler([None])  # can be part of a graph
     accept: Acceptor = GreedyAcceptor()
-    if not request.is_plain_greedy or scores.wanted:
+    if not request.is_plain_greedy or scores.requested:
         processors = [request.row_processors(row) for row in range(request.batch)]
-        accept = FollowAcceptor(processors, sampler, scores.record if scores.wanted else None)
+        accept = FollowAcceptor(processors, sampler, scores.record if scores.requested else None)
     _make_sequences(request, across, scores, output)
     if request.cached:
         target.cache = take_in(request.cache, len(target.cache.layers), target.dtype)
@@ -262,20 +266,20 @@ def _recycle(
     )
 
 
-def _is_stock(one: Any) -> bool:
+def _is_stock(value: Any) -> bool:
     """Return True for nothing, and for an object of Transformers' own classes."""
-    return one is None or type(one).__module__.startswith("transformers.")
+    return value is None or type(value).__module__.startswith("transformers.")
 
 
 def _make_sequences(request: Request, across: list[Any], scores: _Scores, output: _Output) -> None:
     """Create the rows of ``output`` with the call's stopping criteria."""
-    own = CriteriaRule(
-        [one for one in request.criteria if one not in across],
+    row_rule = CriteriaRule(
+        [criterion for criterion in request.criteria if criterion not in across],
         request.input_ids.device,
         lambda: scores.scores,
     )
     pad = output.pad if request.ends_rows else None
-    batch = BatchCriteria(own, across, request.input_ids, pad, output.released, output.release)
+    batch = BatchCriteria(row_rule, across, request.input_ids, pad, output.released, output.release)
 
     def on_append(row: int) -> Callable[[Sequence], None]:
         def released(sequence: Sequence) -> None:
@@ -287,7 +291,7 @@ def _make_sequences(request: Request, across: list[Any], scores: _Scores, output
     for row, (ids, prompt) in enumerate(zip(request.rows(), request.prompts())):
         sequence = Sequence(
             prompt,
-            [batch.rule(row) if across else own],
+            [batch.rule(row) if across else row_rule],
             padding=ids[: max(0, len(ids) - len(prompt))],
             unknown=max(0, len(prompt) - len(ids)),
             on_append=None if across else on_append(row),

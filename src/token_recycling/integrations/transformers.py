@@ -193,9 +193,9 @@ def generate(
         TokenRecyclingError: see ``TokenRecycling``.
     """
     options = token_recycling or {}
-    kept = model.__dict__.get(ATTRIBUTE)
-    if kept is None or kept[0] != options:
-        kept = (options, TokenRecycling(model, **options))
-        setattr(model, ATTRIBUTE, kept)
+    cached = model.__dict__.get(ATTRIBUTE)
+    if cached is None or cached[0] != options:
+        cached = (options, TokenRecycling(model, **options))
+        setattr(model, ATTRIBUTE, cached)
     stock = functools.partial(type(model).generate, model)
-    return _recycled(kept[1], model, stock, *args, **kwargs)
+    return _recycled(cached[1], model, stock, *args, **kwargs)

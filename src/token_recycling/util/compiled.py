@@ -29,13 +29,13 @@ def kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
     def compile_it(function: Any) -> Any:
         for _ in range(2):
             try:
-                made = compiler(*arguments, cache=True, **options)(function)
+                jitted = compiler(*arguments, cache=True, **options)(function)
             except Exception:  # whatever numba raises for damaged files, a full disk or no folder
                 if not _emptied(function):
                     break
             else:
-                _survive_damage(made)
-                return made
+                _survive_damage(jitted)
+                return jitted
         return compiler(*arguments, **options)(function)
 
     return compile_it
@@ -50,9 +50,9 @@ def _emptied(function: Any) -> bool:
     return True
 
 
-def _survive_damage(made: Any) -> None:
+def _survive_damage(jitted: Any) -> None:
     """Compile again where kept machine code cannot be read, and go on where it cannot be kept."""
-    cache = made._cache
+    cache = jitted._cache
     if isinstance(cache, NullCache):
         return
     load, save = cache.load_overload, cache.save_overload
@@ -83,9 +83,9 @@ def compiled(function: F) -> F:
     return jitted
 
 
-def _watch_folder(made: Any, folder: Path) -> None:
+def _watch_folder(jitted: Any, folder: Path) -> None:
     """Compare times and sizes of all source files where numba looks at the function's own."""
-    index = getattr(made._cache, "_cache_file", None)  # none where machine code is not kept
+    index = getattr(jitted._cache, "_cache_file", None)  # none where machine code is not kept
     if index is not None:
         index._source_stamp = _stamp(folder)
 

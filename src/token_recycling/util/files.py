@@ -27,8 +27,8 @@ def cache_folder() -> Path:
     Raises:
         TokenRecyclingError: the user has no home, as some users of containers.
     """
-    if own := os.environ.get("TOKEN_RECYCLING_CACHE"):
-        return Path(own)
+    if override := os.environ.get("TOKEN_RECYCLING_CACHE"):
+        return Path(override)
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
@@ -183,8 +183,8 @@ def _remove_abandoned(place: Path) -> None:
             continue
         with suppress(OSError, ValueError):
             if file.name.startswith(prefix):
-                own = file.name.removeprefix(prefix).removesuffix(PARTIAL)
-                gone = not _runs(int(own.split("-")[0]))
+                writer = file.name.removeprefix(prefix).removesuffix(PARTIAL)
+                gone = not _runs(int(writer.split("-")[0]))
             else:
                 gone = time.time() - file.stat().st_mtime > ABANDONED
             if gone and file.is_dir():

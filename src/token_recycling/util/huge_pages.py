@@ -40,8 +40,8 @@ class Arena:
         """
         n, begin = tensor.numel(), self._used
         self._used += -(-n // ALIGNED) * ALIGNED
-        found = torch.frombuffer(self._memory, dtype=torch.uint8, count=n, offset=begin)
-        return found.view(tensor.shape).copy_(tensor)
+        region = torch.frombuffer(self._memory, dtype=torch.uint8, count=n, offset=begin)
+        return region.view(tensor.shape).copy_(tensor)
 
 
 def move(tensors: Iterable[Tensor]) -> None:

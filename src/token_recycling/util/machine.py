@@ -62,11 +62,11 @@ def commit() -> str:
     folder = Path(__file__).parents[1]
     ask = ["git", "-C", str(folder), "rev-parse", "--show-prefix", "HEAD"]
     try:
-        found = subprocess.run(ask, capture_output=True, text=True).stdout.split()
+        words = subprocess.run(ask, capture_output=True, text=True).stdout.split()
     except OSError:
         return ""
     # An installed package may lie inside another repository, e.g. in its virtual environment.
-    return found[1] if found[:1] == [f"src/{folder.name}/"] else ""
+    return words[1] if words[:1] == [f"src/{folder.name}/"] else ""
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, rounds: int = 5) -> float:

@@ -147,11 +147,11 @@ class AutoSize(DraftSize):
         at = self._rows * np.arange(1, len(promised) + 1)
         speeds = self._speeds(promised, at)
         if speeds.argmax():
-            left = self._pause.plain_left
+            steps = self._pause.plain_left
             none = (
-                f"drafting is disabled for {left} more steps: no recent draft was worth verifying"
+                f"drafting is disabled for {steps} more steps: no recent draft was worth verifying"
             )
-            return none if left else None
+            return none if steps else None
         n = int(speeds[1:].argmax())
         brings = 1 + self._accepted / self._expected * promised[n]
         costs = self._prices[at[n]] / self._prices[0]
@@ -184,8 +184,8 @@ class AutoSize(DraftSize):
         if draft.size == 1:
             self._promised = 0.0
             return 1
-        there = draft.valid.numpy()
-        scores = self._scores(draft)[there[:, 0], 1:].mean(axis=0)[: self.most - 1]
+        valid = draft.valid.numpy()
+        scores = self._scores(draft)[valid[:, 0], 1:].mean(axis=0)[: self.most - 1]
         promised = scores[: scores.nonzero()[0].max(initial=-1) + 1].cumsum()
         n = self._best(promised, self._rows * np.arange(1, len(promised) + 1))
         n = self._explored(n, self._rows)
@@ -244,9 +244,9 @@ class AutoSize(DraftSize):
             self._step_costs.record(rows + drafted, drafted > 0, seconds)
         self._gain += (emitted - 1 - self._gain) / MEMORY
         if self._promised:
-            kept = 1 - 1 / MEMORY
-            self._expected = kept * self._expected + self._promised
-            self._accepted = kept * self._accepted + emitted - 1
+            fade = 1 - 1 / MEMORY
+            self._expected = fade * self._expected + self._promised
+            self._accepted = fade * self._accepted + emitted - 1
         self._promised = None
         self._steps += 1
         if self._steps % REFRESH == 0:

@@ -91,7 +91,7 @@ class CostCurve:
                 bool(data["measured"]),
                 dict(data["about"]),
             )
-            whole = (
+            well_formed = (
                 data["format"] == FORMAT
                 and len(curve.seconds) == len(curve.sizes)
                 and len(curve.sizes) <= MOST_POINTS
@@ -104,6 +104,6 @@ class CostCurve:
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as e:
             reason = f"{type(e).__name__}: {one_line(e, 80)}"
             raise TokenRecyclingError(f"{path} is not a cost curve ({reason})") from e
-        if not whole:
+        if not well_formed:
             raise TokenRecyclingError(f"{path} is not a cost curve")
         return curve

@@ -33,7 +33,7 @@ class StepCosts:
         # Decayed sums over steps of 1, x, d, y, x x, x d, x y, d y; d is 1 in steps with drafts.
         self._sums = [0.0] * 8
         # By tokens, and by d: decayed sums of 1, and of what the line leaves of y.
-        self._left: dict[tuple[int, bool], tuple[float, float]] = {}
+        self._residuals: dict[tuple[int, bool], tuple[float, float]] = {}
 
     @property
     def spread(self) -> float:
@@ -64,22 +64,22 @@ class StepCosts:
             drafted: True if more than the roots were verified.
             seconds: of the step.
         """
-        known = self._left.setdefault((tokens, drafted), (-1.0, 0.0))
+        known = self._residuals.setdefault((tokens, drafted), (-1.0, 0.0))
         if known[0] < 0:
-            self._left[tokens, drafted] = 0.0, 0.0
+            self._residuals[tokens, drafted] = 0.0, 0.0
             return
         x, d = log2(tokens), float(drafted)
         y = log(max(seconds, 1e-9) / self.curve.at(tokens))
         if self._sums[0]:
             height, slope, jump = self.line()
             usual = height + slope * x + jump * d
-            left = min(max(y - usual, -OUTLIER), OUTLIER)
-            y = usual + left
+            residual = min(max(y - usual, -OUTLIER), OUTLIER)
+            y = usual + residual
             fade = 1 - 1 / SIZE_MEMORY
-            self._left[tokens, drafted] = fade * known[0] + 1, fade * known[1] + left
+            self._residuals[tokens, drafted] = fade * known[0] + 1, fade * known[1] + residual
         fade = 1 - 1 / MEMORY
         new = (1.0, x, d, y, x * x, x * d, x * y, d * y)
-        self._sums = [fade * old + one for old, one in zip(self._sums, new)]
+        self._sums = [fade * old + term for old, term in zip(self._sums, new)]
 
     def of(self, tokens: Any) -> Any:
         """Return the cost of steps, up to a common factor.
@@ -91,7 +91,7 @@ class StepCosts:
         costs = self.curve.at(tokens)
         _, slope, jump = self.line()
         costs *= np.exp(slope * np.log2(tokens) + jump * (tokens > first))
-        for (n, drafted), (seen, total) in self._left.items():
+        for (n, drafted), (seen, total) in self._residuals.items():
             if first <= n <= last and drafted == (n > first) and seen > 0:
                 costs[n - first] *= exp(total / (seen + TRUST_LINE))
         return costs

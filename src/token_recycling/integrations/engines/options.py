@@ -66,7 +66,7 @@ class ServingOptions:
         Raises:
             TokenRecyclingError: there is no such option, or its value is invalid.
         """
-        known = {one.name: one for one in fields(cls)}
+        known = {field.name: field for field in fields(cls)}
         drafter = given.get("drafter", cls.drafter)
         values = {"candidates": defaults.candidates_for(drafter), **given}
         for name in values:
@@ -102,8 +102,10 @@ class ServingOptions:
         Raises:
             TokenRecyclingError: a value is invalid.
         """
-        found = {one.name: os.environ.get(prefix + one.name.upper()) for one in fields(cls)}
-        return cls.parse({name: value for name, value in found.items() if value})
+        variables = {
+            field.name: os.environ.get(prefix + field.name.upper()) for field in fields(cls)
+        }
+        return cls.parse({name: value for name, value in variables.items() if value})
 
     def make(
         self,

@@ -54,8 +54,8 @@ def _path(draft: DraftTree, emitted: Tensor) -> Tensor:
     """Return the nodes after which tokens were emitted, int64 [B, t] (see ``host_path``)."""
     path = np.empty(emitted.shape, np.int64)
     parts = (draft.tokens, draft.parents, draft.valid, emitted)
-    tokens, parents, valid, own = map(as_array, parts)
-    host_path(tokens, parents, valid, own, path)
+    tokens, parents, valid, emitted_ids = map(as_array, parts)
+    host_path(tokens, parents, valid, emitted_ids, path)
     return torch.from_numpy(path)
 
 
@@ -99,10 +99,10 @@ class RequestDrafter:
 
     def _take(self, slots: Tensor) -> _CurrentBatch:
         """Return the requests in ``slots``, taken out of their slots if they were not yet."""
-        wanted = slots.tolist()
-        if self._live is None or self._live.slots != wanted:
+        indices = slots.tolist()
+        if self._live is None or self._live.slots != indices:
             self._store()
-            self._live = _CurrentBatch(wanted, self._rows.select(slots))
+            self._live = _CurrentBatch(indices, self._rows.select(slots))
         self._live.rows.make_room()
         return self._live
 
@@ -192,12 +192,12 @@ class RequestDrafter:
 
     def _verified(self, live: _CurrentBatch, slots: Tensor, sizes: list[int]) -> DraftTree:
         """Return the part of the last drafts that was verified."""
-        most = max(sizes)
+        largest = max(sizes)
         draft = live.draft
-        if draft is None or draft.size < most:
+        if draft is None or draft.size < largest:
             draft = self.drafts(slots)
-        draft = draft.first(most)
-        return draft if min(sizes) == most else draft.up_to(torch.tensor(sizes, device="cpu"))
+        draft = draft.first(largest)
+        return draft if min(sizes) == largest else draft.up_to(torch.tensor(sizes, device="cpu"))
 
     def _likeliest(self, draft: DraftTree, size: int) -> DraftTree:
         """Return the branch that the drafter considers most likely, as a draft of ``size``."""

@@ -58,8 +58,8 @@ class StepLogits:
 
     def _are_all(self, rows: list[int], sizes: list[int]) -> bool:
         """Return whether these are all vectors, in order, and of one number per request."""
-        whole = sizes == self.counts and min(sizes) == max(sizes)
-        return whole and rows == list(range(len(rows)))
+        complete = sizes == self.counts and min(sizes) == max(sizes)
+        return complete and rows == list(range(len(rows)))
 
     def _index(self, rows: list[int], sizes: list[int]) -> Any:
         """Return the vectors of the first ``sizes`` of ``rows``, padded by the last one."""

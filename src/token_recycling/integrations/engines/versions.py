@@ -43,18 +43,21 @@ def check_version(engine: EngineRelease) -> None:
     Raises:
         EngineVersionError: no such version of any of the packages is installed.
     """
-    found = []
+    installed = []
     for package in engine.packages:
         try:
-            found.append(f"{package} {version(package)}")
+            installed.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-        number = found[-1].split()[1]
-        if os.environ.get(ANY) or any(f"{number}.".startswith(f"{one}.") for one in engine.tested):
+        number = installed[-1].split()[1]
+        if os.environ.get(ANY) or any(
+            f"{number}.".startswith(f"{tested}.") for tested in engine.tested
+        ):
             return
     raise EngineVersionError(
         f"Token Recycling was tested with {engine.name} {', '.join(engine.tested)}; found "
-        f"{' and '.join(found) or 'none'}. Install a tested version, or set {ANY}=1 to try anyway"
+        f"{' and '.join(installed) or 'none'}. "
+        f"Install a tested version, or set {ANY}=1 to try anyway"
     )
 
 
@@ -64,9 +67,9 @@ def check_signature(function: Callable[..., Any], *expected: str) -> None:
     Raises:
         EngineVersionError: it has others.
     """
-    found = tuple(inspect.signature(function).parameters)
-    if found != expected:
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters != expected:
         raise EngineVersionError(
-            f"{function.__qualname__} takes {', '.join(found)}, not {', '.join(expected)}: "
+            f"{function.__qualname__} takes {', '.join(parameters)}, not {', '.join(expected)}: "
             "this version of the engine is not one of those tested"
         )

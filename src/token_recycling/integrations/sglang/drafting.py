@@ -71,20 +71,20 @@ class BatchDrafting:
         roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
         slots = batch.req_pool_indices.long().cpu()
         size = None if captured else self._size
-        most = self._width if captured else self._options.size_for(rows, self._width)
+        nodes = self._width if captured else self._options.size_for(rows, self._width)
         if size is not None:
             size.begin(rows)
-        self.takes_part = most > 1 and (size is None or size.pays)
+        self.takes_part = nodes > 1 and (size is None or size.pays)
         if not self.takes_part:
             self._paused.update(slots.tolist())
             return root_only(roots)
         emitted = [row[:count] for row, count in zip(tokens.tolist(), lengths.tolist())]
         self._resume(batch, slots, emitted if late else [[] for _ in emitted])
-        draft = self._requests.propose(slots, roots, most)
+        draft = self._requests.propose(slots, roots, nodes)
         if size is not None and draft.scores is not None:
-            most = size.choose(draft)
-        # A drafter with few candidates may propose fewer nodes; SGLang requires ``most``.
-        draft = self._requests.drafts(slots).first(most)
+            nodes = size.choose(draft)
+        # A drafter with few candidates may propose fewer nodes; SGLang requires ``nodes``.
+        draft = self._requests.drafts(slots).first(nodes)
         draft = same_on_all_ranks(self._group, draft)
         self._requests.replace_drafts(slots, draft)
         return draft
@@ -138,9 +138,9 @@ class BatchDrafting:
         rows = len(slots)
         tokens = result.next_token_ids.view(rows, n).long().cpu()
         behind = torch.arange(n, device="cpu") >= lengths[:, None]
-        found = StepLogits(logits, [n] * rows)
+        step_logits = StepLogits(logits, [n] * rows)
         emitted = tokens.masked_fill(behind, NO_TOKEN)
-        self._requests.observe(slots, found, list(range(rows)), found.counts, emitted)
+        self._requests.observe(slots, step_logits, list(range(rows)), step_logits.counts, emitted)
         if self._keeper is not None:
             self._keeper.tick()
 
@@ -171,5 +171,5 @@ class BatchDrafting:
         if logits is None or len(logits) != len(batch.reqs) or not untouched(batch):
             return
         emitted = result.next_token_ids.long().cpu()[index][:, None]
-        found = StepLogits(logits, [1] * len(logits))
-        self._requests.observe(slots, found, read, [1] * len(read), emitted)
+        step_logits = StepLogits(logits, [1] * len(logits))
+        self._requests.observe(slots, step_logits, read, [1] * len(read), emitted)

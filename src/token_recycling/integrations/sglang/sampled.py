@@ -74,8 +74,8 @@ def _drawn(verify_input: Any, batch: Any, logits_output: Any, sampler: Any) -> T
         positions = verify_input.positions[at]
         tokens = sampler(here, batch.sampling_info, False, [0] * size, [None] * size, positions)
         drawn[at[rows], tokens.long()[rows]] = CERTAIN
-        found: list[int] = tokens[rows].tolist()
-        return found
+        chosen: list[int] = tokens[rows].tolist()
+        return chosen
 
     at = torch.arange(size) * n
     follow(list(range(size)), _children(verify_input, size), choose)
@@ -87,10 +87,10 @@ def _children(verify_input: Any, size: int) -> list[Children]:
     n = verify_input.draft_token_num
     tokens = verify_input.draft_token.view(size, n).tolist()
     first, sibling = verify_input.retrieve_next_token, verify_input.retrieve_next_sibling
-    found: list[Children] = [{} for _ in range(size)]
+    by_row: list[Children] = [{} for _ in range(size)]
     for row, (firsts, siblings) in enumerate(zip(first.tolist(), sibling.tolist())):
         for parent, child in enumerate(firsts):
             while child >= 0:
-                found[row].setdefault((parent, tokens[row][child]), child)
+                by_row[row].setdefault((parent, tokens[row][child]), child)
                 child = siblings[child]
-    return found
+    return by_row

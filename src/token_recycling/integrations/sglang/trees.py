@@ -16,12 +16,12 @@ def links(draft: DraftTree) -> tuple[Tensor, Tensor]:
     No node links to an invalid node, so invalid nodes are never accepted.
     """
     nodes = torch.arange(draft.size, device=draft.tokens.device)
-    there = draft.valid.clone()
-    there[:, 0] = False
-    child = (draft.parents[:, None, :] == nodes[:, None]) & there[:, None, :]
+    valid = draft.valid.clone()
+    valid[:, 0] = False
+    child = (draft.parents[:, None, :] == nodes[:, None]) & valid[:, None, :]
     # child[b, i, j]: j is a child of i; sibling[b, i, j]: j is a later sibling of i.
-    sibling = (draft.parents[:, :, None] == draft.parents[:, None, :]) & there[:, None, :]
-    sibling &= there[:, :, None] & (nodes > nodes[:, None])
+    sibling = (draft.parents[:, :, None] == draft.parents[:, None, :]) & valid[:, None, :]
+    sibling &= valid[:, :, None] & (nodes > nodes[:, None])
     return _first(child), _first(sibling)
 
 

@@ -90,12 +90,12 @@ def _preparing(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any
         if proposer is not None and not drafts and proposer.on_cpu and not proposer.recurrent:
             self.speculative_config = None
         try:
-            found = method(self, scheduler_output, num_scheduled_tokens)
+            prepared = method(self, scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = config
         if proposer is not None and proposer.tree:
-            tree_step.place(self, proposer, found[1])
-        return found
+            tree_step.place(self, proposer, prepared[1])
+        return prepared
 
     return prepare_inputs
 

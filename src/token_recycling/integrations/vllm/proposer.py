@@ -54,13 +54,13 @@ class Proposer:
             tree_attention.check_model(vllm_config)
             tree_attention.register()
         hooks.install(Proposer)
-        most: int = vllm_config.speculative_config.num_speculative_tokens
-        self.largest = most + 1
+        max_drafted: int = vllm_config.speculative_config.num_speculative_tokens
+        self.largest = max_drafted + 1
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
         if self.on_cpu:
             compile_acceptance()
-        grown = most if self.tree else max(CHAIN_FROM, 2 * most)
+        grown = max_drafted if self.tree else max(CHAIN_FROM, 2 * max_drafted)
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
         requests: int = vllm_config.scheduler_config.max_num_seqs
@@ -179,8 +179,8 @@ class Proposer:
         self.requests.observe(slots, step.logits, rows, sizes, _padded(emitted))
         if self._keeper is not None:
             self._keeper.tick()
-        for row, found in zip(rows, self._draft(slots, emitted, size, may_draft)):
-            drafts[row] = found
+        for row, draft in zip(rows, self._draft(slots, emitted, size, may_draft)):
+            drafts[row] = draft
 
     def _draft(
         self, slots: Tensor, emitted: list[list[int]], size: int, may_draft: list[bool]
@@ -195,8 +195,8 @@ class Proposer:
         # Number of nodes up to the last valid one
         used = (valid * np.arange(1, valid.shape[1] + 1)).max(axis=1, initial=0)
         if self.size is not None and draft.scores is not None:
-            wanted = replace(draft, valid=torch.from_numpy(np.pad(valid, ((0, 0), (1, 0)))))
-            used = np.minimum(used, self.size.choose_each(wanted))
+            permitted = replace(draft, valid=torch.from_numpy(np.pad(valid, ((0, 0), (1, 0)))))
+            used = np.minimum(used, self.size.choose_each(permitted))
         return [
             tokens[:count]
             for tokens, count in zip(draft.tokens.numpy()[:, 1:].tolist(), used.tolist())

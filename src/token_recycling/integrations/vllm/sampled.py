@@ -57,13 +57,13 @@ def sample(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
         tokens = output.sampled_token_ids[:, 0].tolist()
         return [tokens[row] for row in rows]
 
-    paths, found = follow(list(range(len(step.counts))), children, choose)
-    longest = max(map(len, found))
+    paths, emitted = follow(list(range(len(step.counts))), children, choose)
+    longest = max(map(len, emitted))
     if longest == 1:
         return output
     if proposer.tree:
         tree_step.keep_paths(runner, metadata, paths)
-    rows = [row + [NO_TOKEN] * (longest - len(row)) for row in found]
+    rows = [row + [NO_TOKEN] * (longest - len(row)) for row in emitted]
     ids = torch.tensor(rows, dtype=torch.int32, device=logits.device)
     return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
 
@@ -72,18 +72,18 @@ def _children(
     runner: Any, proposer: StepDrafter, step: VerifiedStep, metadata: Any
 ) -> list[Children]:
     """Return the verified nodes of each row by parent and token."""
-    found: list[Children] = [{} for _ in step.counts]
+    by_row: list[Children] = [{} for _ in step.counts]
     if not proposer.tree:
         tokens = metadata.draft_token_ids.tolist()
         begin = 0
         for row, count in enumerate(metadata.num_draft_tokens):
-            own = tokens[begin : begin + count]
-            found[row] = {(i, token): i + 1 for i, token in enumerate(own)}
+            row_tokens = tokens[begin : begin + count]
+            by_row[row] = {(i, token): i + 1 for i, token in enumerate(row_tokens)}
             begin += count
-        return found
+        return by_row
     rows = drafted(runner, metadata)
     draft = proposer.requests.drafts(tree_step.slots_of(runner, proposer, rows))
     verified = draft.up_to(torch.tensor([step.counts[row] for row in rows], device="cpu"))
     for row, children in zip(rows, children_of(verified)):
-        found[row] = children
-    return found
+        by_row[row] = children
+    return by_row

@@ -120,7 +120,7 @@ class VerifiedStep:
     def takes_best(self) -> bool:
         """Whether every request takes the token of the highest logit."""
         sampling = self._runner.input_batch.sampling_metadata
-        biased = any(getattr(one, "biases", None) for one in sampling.logitsprocs.all)
+        biased = any(getattr(processor, "biases", None) for processor in sampling.logitsprocs.all)
         return (
             sampling.all_greedy
             and not self.constrained

@@ -126,7 +126,7 @@ class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         for part in attn_metadata.parts:
             entries = kv_cache[part.blocks].transpose(1, 2).flatten(2, 3)[:, :, : part.longest]
             keys, values = entries.to(query.dtype).chunk(2, dim=-1)
-            found = scaled_dot_product_attention(
+            attention = scaled_dot_product_attention(
                 query[part.tokens].transpose(1, 2),
                 keys,
                 values,
@@ -135,7 +135,7 @@ class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
                 enable_gqa=self.num_heads != self.num_kv_heads,
             )
             rows = output.view(len(output), self.num_heads, -1)
-            rows[part.own] = found.transpose(1, 2)[part.there]
+            rows[part.own] = attention.transpose(1, 2)[part.there]
         return output
 
 
@@ -190,28 +190,28 @@ def _parts(metadata: Any, slots: int) -> list[_Part]:
     few = [row for row, count in enumerate(queries) if 0 < count <= FEW]
     groups = [few] if few else []
     groups += [[row] for row, count in enumerate(queries) if count > FEW]
-    found = []
+    parts = []
     for rows in groups:
-        most, longest = max(queries[row] for row in rows), max(lengths[row] for row in rows)
+        width, longest = max(queries[row] for row in rows), max(lengths[row] for row in rows)
         counts = torch.tensor([queries[row] for row in rows])[:, None]
         first = torch.tensor([starts[row] for row in rows])[:, None]
-        number = torch.arange(most).expand(len(rows), most)
-        there = number < counts
-        tokens = first + number * there
+        number = torch.arange(width).expand(len(rows), width)
+        present = number < counts
+        tokens = first + number * present
         blocks = metadata.block_table[rows, : -(-longest // slots)].long()
-        found.append(
+        parts.append(
             _Part(
                 tokens,
                 blocks,
-                there,
-                tokens[there],
+                present,
+                tokens[present],
                 longest,
                 [lengths[row] for row in rows],
                 [queries[row] for row in rows],
                 [trees[row] for row in rows],
             )
         )
-    return found
+    return parts
 
 
 def visible(queries: int, length: int, tree: Tensor | None, window: int) -> Tensor:

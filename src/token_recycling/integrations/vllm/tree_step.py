@@ -62,22 +62,22 @@ def as_chains(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any)
         yield logits, metadata
         return
     step = VerifiedStep(runner, logits, metadata)
-    found = step.logits.padded(rows, [step.counts[row] for row in rows])
-    draft = proposer.requests.drafts(slots_of(runner, proposer, rows)).first(found.shape[1])
+    node_logits = step.logits.padded(rows, [step.counts[row] for row in rows])
+    draft = proposer.requests.drafts(slots_of(runner, proposer, rows)).first(node_logits.shape[1])
     draft = draft.to(logits.device)
     counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)
     draft = draft.up_to(counts)
-    path, lengths = longest_paths(draft, likeliest_children(draft, found))
+    path, lengths = longest_paths(draft, likeliest_children(draft, node_logits))
     tokens = draft.tokens.gather(1, path).tolist()
     paths = [nodes[:length] for nodes, length in zip(path.tolist(), lengths.tolist())]
     keep_paths(runner, metadata, paths, rows)
 
     drafts: list[list[int]] = [[] for _ in step.counts]
-    kept = [[start] for start in step.starts]
-    for row, nodes, found in zip(rows, paths, tokens):
-        drafts[row] = found[1 : len(nodes)]
-        kept[row] = [step.starts[row] + node for node in nodes]
-    index = torch.tensor([i for row in kept for i in row], device=logits.device)
+    logit_rows = [[start] for start in step.starts]
+    for row, nodes, path_tokens in zip(rows, paths, tokens):
+        drafts[row] = path_tokens[1 : len(nodes)]
+        logit_rows[row] = [step.starts[row] + node for node in nodes]
+    index = torch.tensor([i for row in logit_rows for i in row], device=logits.device)
     if not any(drafts):
         yield logits[index], None
         return

@@ -98,7 +98,7 @@ def _count(
     ``host.count``).
     """
     step = tl.arange(0, STEPS)
-    one = tl.zeros([1], tl.int64)  # a tile of one node
+    zero_tile = tl.zeros([1], tl.int64)  # a tile of one node
     V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
     for row in range(0, batch):
         text = context + row * w
@@ -106,8 +106,8 @@ def _count(
         active = tl.load(valid + row * n) != 0
         chained = tl.load(counts + row)
         run = tl.load(runs + row)
-        found_tokens = tl.load(emitted + row * t + step, mask=step < t, other=-1)
-        number = tl.sum((found_tokens >= 0).to(tl.int32), 0)
+        emitted_tokens = tl.load(emitted + row * t + step, mask=step < t, other=-1)
+        number = tl.sum((emitted_tokens >= 0).to(tl.int32), 0)
         steps = tl.where(active & (chained >= 0) & (learning_rate >= 0), number, 0)
         token = tl.load(text + length - 1, mask=length > 0, other=0)
         last = tl.load(text + length - 2, mask=length > 1, other=-1)
@@ -115,11 +115,11 @@ def _count(
         on_chain = length >= 0
         for number_before in range(0, steps):
             depth = tl.full([], 0, tl.int32) + number_before
-            truth = at(found_tokens, step, depth)
+            truth = at(emitted_tokens, step, depth)
             linked = on_chain & (depth < chained)
             below = tl.load(chain + row * c + depth, mask=linked, other=-1)
             (
-                found,
+                ids,
                 first,
                 odds,
                 kind,
@@ -128,16 +128,16 @@ def _count(
                 pattern,
                 lacks,
                 lack_logits,
-                there,
+                sources_present,
                 which,
             ) = gather(
-                one + before,
-                one + last,
-                one + token,
-                one + below,
+                zero_tile + before,
+                zero_tile + last,
+                zero_tile + token,
+                zero_tile + below,
                 run,
-                one.to(tl.int32) + depth,
-                one == number_before,
+                zero_tile.to(tl.int32) + depth,
+                zero_tile == number_before,
                 root_ids + row * (K - 1),
                 root_p + row * (K - 1),
                 rejected + row,
@@ -154,8 +154,8 @@ def _count(
                 K,
                 WIDTH,
             )
-            present = found >= 0
-            right = (found == truth) & present
+            present = ids >= 0
+            right = (ids == truth) & present
             error = right.to(tl.float32) - 1.0 / (1.0 + tl.exp(-odds))
             own_error = tl.where(first, error, 0.0)
             all_errors = tl.sum(own_error, 1)
@@ -166,20 +166,20 @@ def _count(
             errors = tl.sum(tl.where(of_pattern, own_error, 0.0), 1)
             tl.debug_barrier()  # everything is read before anything is written
             for index in tl.static_range(5):
-                own = source == index
+                from_source = source == index
                 lack_logit = lack_logits[index]
-                slope = tl.where(own, (logit - lack_logit[:, None]) * error, 0.0)
+                slope = tl.where(from_source, (logit - lack_logit[:, None]) * error, 0.0)
                 gradient = lack_logit * all_errors + tl.sum(slope, 1)
                 _move(weights, exact, which * INPUTS + index, learning_rate * gradient)
                 gradients = tl.sum(tl.where(of_pattern, slope, 0.0), 1)
                 gradients += lack_logit * errors
                 change = learning_rate * PATTERN_RATE * gradients
                 _move(weights, exact, sets * INPUTS + index, change)
-                has = tl.sum(own.to(tl.float32), 1)
-                hit = tl.sum((own & right).to(tl.float32), 1)
+                has = tl.sum(from_source.to(tl.float32), 1)
+                hit = tl.sum((from_source & right).to(tl.float32), 1)
                 _count_lack(
                     lacks[index],
-                    there[index],
+                    sources_present[index],
                     number_found - has,
                     is_found - hit,
                     evidence,
@@ -200,7 +200,7 @@ def _count(
         tl.debug_barrier()  # all warps have read the length
         # The last emitted token is the next root.
         more = tl.minimum(number - 1, w - length.to(tl.int32))
-        tl.store(text + length + step, found_tokens, mask=step < more)
+        tl.store(text + length + step, emitted_tokens, mask=step < more)
         tl.store(lengths + row, length + tl.maximum(more, 0))
 
 

@@ -61,8 +61,8 @@ def _average(old, old_p, new, new_p, old_weight, WIDTH: tl.constexpr, K: tl.cons
     place = tl.sum((better & first[None, :]).to(tl.int32), 1)
     rank = tl.arange(0, WIDTH)
     here = (place[None, :] == rank[:, None]) & first[None, :] & (rank[:, None] < K)
-    kept = tl.sum(tl.where(here, ids[None, :] + 1, 0), 1) - 1
-    return kept, tl.sum(tl.where(here, mixed[None, :], 0.0), 1)
+    best_ids = tl.sum(tl.where(here, ids[None, :] + 1, 0), 1) - 1
+    return best_ids, tl.sum(tl.where(here, mixed[None, :], 0.0), 1)
 
 
 @triton.jit
@@ -87,22 +87,22 @@ def _learn(
     The program of the first of these nodes does it; the others do nothing. So no two programs
     write to the same row.
     """
-    own = tl.program_id(0)
+    this_node = tl.program_id(0)
     level = tl.program_id(1)
-    slot = tl.load(slots + own * 3 + level)
+    slot = tl.load(slots + this_node * 3 + level)
     node = tl.arange(0, BLOCK)
     rank = tl.arange(0, WIDTH)
-    wanted = tl.full([], 0, tl.int32)
+    is_first = tl.full([], 0, tl.int32)
     if slot >= 0:
         first = tl.full([], 0, tl.int32) + total
-        for begin in range(0, own + 1, BLOCK):
+        for begin in range(0, this_node + 1, BLOCK):
             at = begin + node
-            same = tl.load(slots + at * 3 + level, mask=at <= own, other=-1) == slot
+            same = tl.load(slots + at * 3 + level, mask=at <= this_node, other=-1) == slot
             best = tl.load(values + at * K, mask=same, other=float("nan"))
             usable = same & (tl.load(valid + at, mask=same, other=0) != 0) & _finite(best)
             first = tl.minimum(first, tl.min(tl.where(usable, at, total), 0))
-        wanted = (first == own).to(tl.int32)
-    if wanted != 0:
+        is_first = (first == this_node).to(tl.int32)
+    if is_first != 0:
         row = candidates + slot * K
         old = tl.load(row + rank, mask=rank < K, other=-1)
         bits = tl.load(probabilities + slot * K + rank, mask=rank < K, other=0).to(tl.int32)
@@ -110,7 +110,7 @@ def _learn(
         key = tl.full([], 0, tl.int64)
         if level > 0:
             key = tl.load(keys + slot - V)
-        current = own
+        current = this_node
         while current < total:
             new = tl.load(ids + current * K + rank, mask=rank < K, other=-1).to(tl.int32)
             logit = tl.load(values + current * K + rank, mask=rank < K, other=-float("inf"))
@@ -209,9 +209,9 @@ def _remember(
     """
     row = tl.program_id(0)
     count = tl.load(counts + row)
-    there = count > 0
-    last = tl.load(path + row * p + count - 1, mask=there, other=0)
-    token = tl.load(emitted + row * t + count - 1, mask=there, other=-1)
+    active = count > 0
+    last = tl.load(path + row * p + count - 1, mask=active, other=0)
+    token = tl.load(emitted + row * t + count - 1, mask=active, other=-1)
     finite = _finite(tl.load(values + (row * n + last) * K).to(tl.float32))
     # Rejected nodes, in order
     node = tl.arange(0, NODES)
@@ -227,28 +227,28 @@ def _remember(
     source = tl.sum(tl.where(chosen, node[None, :], 0), 1)
     source = tl.where(group == SIBLINGS, last, source.to(tl.int64))
     used = ((group < number) | (group == SIBLINGS)).to(tl.int32)
-    used *= tl.where(finite & there, 1, 0)  # as an integer: Triton's interpreter needs it
+    used *= tl.where(finite & active, 1, 0)  # as an integer: Triton's interpreter needs it
     # Their candidates
     rank = tl.arange(0, WIDTH)
     at = (row * n + source[:, None]) * K + rank[None, :]
     mask = (used[:, None] != 0) & (rank[None, :] < K)
-    found = tl.load(ids + at, mask=mask, other=-1)
+    tokens = tl.load(ids + at, mask=mask, other=-1)
     logit = tl.load(values + at, mask=mask, other=-float("inf")).to(tl.float32)
     share = tl.exp(logit - tl.max(tl.where(mask, logit, -1e30), 1)[:, None])
     share = tl.where(mask, share, 0.0)
     share = share / tl.maximum(tl.sum(share, 1), 1e-30)[:, None]
-    loses = (group[:, None] < SIBLINGS) | (found != token)
+    loses = (group[:, None] < SIBLINGS) | (tokens != token)
     lost = tl.sum(tl.where(loses, share, 0.0), 1)
     of_runners = tl.where(number > 0, RUNNERS_SHARE, 1.0) / tl.maximum(lost, TINY)
     of_siblings = (1.0 - RUNNERS_SHARE) / tl.maximum(number, 1).to(tl.float32)
     share = share * tl.where(group == SIBLINGS, of_runners, of_siblings)[:, None]
-    found = tl.where(loses & mask, found, -1)
+    tokens = tl.where(loses & mask, tokens, -1)
     # Their union
     lane = tl.arange(0, (SIBLINGS + 1) * WIDTH)
-    found = tl.reshape(found, [(SIBLINGS + 1) * WIDTH])
+    tokens = tl.reshape(tokens, [(SIBLINGS + 1) * WIDTH])
     share = tl.reshape(share, [(SIBLINGS + 1) * WIDTH])
-    valid_lane = found >= 0
-    same = (found[:, None] == found[None, :]) & valid_lane[None, :]
+    valid_lane = tokens >= 0
+    same = (tokens[:, None] == tokens[None, :]) & valid_lane[None, :]
     mixed = tl.sum(tl.where(same, share[None, :], 0.0), 1)
     first = valid_lane & (tl.min(tl.where(same, lane[None, :], (SIBLINGS + 1) * WIDTH), 1) == lane)
     better = (mixed[None, :] > mixed[:, None]) | (
@@ -257,13 +257,13 @@ def _remember(
     place = tl.sum((better & first[None, :]).to(tl.int32), 1)
     own_ids, own_p = root_ids + row * (K - 1), root_p + row * (K - 1)
     empty = tl.full([WIDTH], -1, tl.int32)
-    tl.store(own_ids + rank, empty, mask=(rank < K - 1) & there)
-    tl.store(own_p + rank, empty.to(tl.int16) + 1, mask=(rank < K - 1) & there)
+    tl.store(own_ids + rank, empty, mask=(rank < K - 1) & active)
+    tl.store(own_p + rank, empty.to(tl.int16) + 1, mask=(rank < K - 1) & active)
     tl.debug_barrier()
-    kept = first & (place < K - 1)
-    tl.store(own_ids + place, found.to(tl.int32), mask=kept)
-    tl.store(own_p + place, _to_half(tl.minimum(mixed, 1.0)).to(tl.int16), mask=kept)
-    tl.store(rejected + row, (number > 0) & finite, mask=there)
+    in_row = first & (place < K - 1)
+    tl.store(own_ids + place, tokens.to(tl.int32), mask=in_row)
+    tl.store(own_p + place, _to_half(tl.minimum(mixed, 1.0)).to(tl.int16), mask=in_row)
+    tl.store(rejected + row, (number > 0) & finite, mask=active)
 
 
 def remember(

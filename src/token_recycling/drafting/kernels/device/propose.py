@@ -34,16 +34,16 @@ def _match(tokens, length, root):
         end = begin + tl.arange(0, SCAN)
         agrees = end < length
         run = tl.zeros([SCAN], tl.int32)
-        own = root
+        expected = root
         shift = tl.full([], 0, tl.int64)
         more = shift == 0
         while more:
             here = agrees & (end > shift)
-            agrees = here & (tl.load(tokens + end - 1 - shift, mask=here, other=-1) == own)
+            agrees = here & (tl.load(tokens + end - 1 - shift, mask=here, other=-1) == expected)
             run += agrees.to(tl.int32)
             shift += 1
             more = (shift < WINDOW) & (shift < length) & (tl.sum(agrees.to(tl.int32), 0) > 0)
-            own = tl.load(tokens + length - 1 - shift, mask=more, other=-1)
+            expected = tl.load(tokens + length - 1 - shift, mask=more, other=-1)
         best = tl.maximum(best, tl.where(run > 0, (run.to(tl.int64) << 32) + end, 0))
     best = tl.max(best, 0)  # the longest match, and of equally long ones the last
     return best >> 32, best & 0xFFFFFFFF
@@ -224,8 +224,8 @@ def _propose(
     logs = tl.where(node == 0, 0.0, NONE)
     on_chain = tl.where(node == 0, 0, -1)  # chain tokens from the root to it; -1: off the chain
     closed = tl.where(node == 0, 0, 1)  # 1: has been expanded, or cannot be
-    left = n - 1  # most rounds: the best node that waits is in the tree for good
-    while left > 0:
+    rounds_left = n - 1  # most rounds: the best node that waits is in the tree for good
+    while rounds_left > 0:
         # The nodes to expand; fewer than ROUND of them leave rows of the tile empty.
         waits = (closed == 0) & (node < n - 1)
         number = tl.cumsum(waits.to(tl.int32), 0)
@@ -243,7 +243,7 @@ def _propose(
         previous = tl.where(above == 0, first, previous)
         linked_to = tl.gather(on_chain, above, 0)
         below = tl.where(used, _link_below(links, linked_to, count, CHAIN), -1)
-        found, is_first, odds, _, _, _, _, _, _, _, _ = gather(
+        ids, is_first, odds, _, _, _, _, _, _, _, _ = gather(
             before,
             previous,
             token,
@@ -283,9 +283,9 @@ def _propose(
         above = tl.where(valid, NODES - 1 - order // (4 * WIDTH), 0)
         lanes = 4 * WIDTH - 1 - order % (4 * WIDTH)
         is_new = valid & (place < tile)
-        own = tl.where(is_new | ~valid, 0, place - tile)
-        token = tl.gather(tl.reshape(found, [tile]), tl.where(is_new, place, 0), 0)
-        tokens = tl.where(is_new, token, tl.gather(tokens, own, 0))
+        old_index = tl.where(is_new | ~valid, 0, place - tile)
+        token = tl.gather(tl.reshape(ids, [tile]), tl.where(is_new, place, 0), 0)
+        tokens = tl.where(is_new, token, tl.gather(tokens, old_index, 0))
         tokens = tl.where(valid, tokens, 0)
         logs = -(0x7FFFFFFF - (merged >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
         logs = tl.where(valid, logs, NONE)
@@ -293,7 +293,7 @@ def _propose(
         linked_to = tl.gather(on_chain, above, 0)
         follows = valid & (tokens == _link_below(links, linked_to, count, CHAIN))
         on_chain = tl.where(node == 0, 0, tl.where(follows, linked_to + 1, -1))
-        closed = tl.gather(tl.where(taken, 1, closed), own, 0)
+        closed = tl.gather(tl.where(taken, 1, closed), old_index, 0)
         closed = tl.where(is_new, tl.where(depths < max_depth, 0, 1), closed)
         closed = tl.where(valid, closed, 1)
         # Parents have moved.
@@ -301,7 +301,7 @@ def _propose(
         here = above[:, None] == from_old[None, :]
         parents = tl.sum(tl.where(here, node[None, :], 0), 1)
         waiting = tl.sum(tl.where((closed == 0) & (node < n - 1), 1, 0), 0)
-        left = tl.where(waiting > 0, left - 1, 0)
+        rounds_left = tl.where(waiting > 0, rounds_left - 1, 0)
     _write(
         row,
         tokens,

@@ -46,8 +46,8 @@ def locate(level: tl.constexpr, before, last, token, V, P, T):
     if level == 1:
         return V + pair % tl.maximum(P, 1), pair, (token >= 0) & (last >= 0) & (P > 0)
     key = before * V * V + pair
-    there = (token >= 0) & (before >= 0) & (last >= 0) & (T > 0)
-    return V + P + key % tl.maximum(T, 1), key, there
+    present = (token >= 0) & (before >= 0) & (last >= 0) & (T > 0)
+    return V + P + key % tl.maximum(T, 1), key, present
 
 
 @triton.jit
@@ -55,12 +55,12 @@ def _best(
     level: tl.constexpr, row, key, there, V, candidates, probabilities, keys, K: tl.constexpr
 ):
     """Return (True if a row holds candidates of this key, bits of its best probability)."""
-    own = there
+    same_key = there
     if level > 0:
-        own = tl.load(keys + row - V, mask=there, other=0) == key
+        same_key = tl.load(keys + row - V, mask=there, other=0) == key
     best = tl.load(candidates + row * K, mask=there, other=-1)
     bits = tl.load(probabilities + row * K, mask=there, other=0)
-    return there & own & (best >= 0), bits
+    return there & same_key & (best >= 0), bits
 
 
 @triton.jit
@@ -135,32 +135,36 @@ def gather(
     row2, key2, has2 = locate(2, before, last, token, V, P, T)
     row1, key1, has1 = locate(1, before, last, token, V, P, T)
     row0, key0, has0 = locate(0, before, last, token, V, P, T)
-    there2, bits2 = _best(2, row2, key2, has2, V, candidates, probabilities, keys, K)
-    there1, bits1 = _best(1, row1, key1, has1, V, candidates, probabilities, keys, K)
-    there0, bits0 = _best(0, row0, key0, has0, V, candidates, probabilities, keys, K)
-    there4 = at_root & (K > 1)
-    there4 = there4 & (tl.load(root_ids + 0 * token, mask=there4, other=-1) >= 0)
-    bits4 = tl.load(root_p + 0 * token, mask=there4, other=0)
-    there3 = below >= 0
+    present2, bits2 = _best(2, row2, key2, has2, V, candidates, probabilities, keys, K)
+    present1, bits1 = _best(1, row1, key1, has1, V, candidates, probabilities, keys, K)
+    present0, bits0 = _best(0, row0, key0, has0, V, candidates, probabilities, keys, K)
+    present4 = at_root & (K > 1)
+    present4 = present4 & (tl.load(root_ids + 0 * token, mask=present4, other=-1) >= 0)
+    bits4 = tl.load(root_p + 0 * token, mask=present4, other=0)
+    present3 = below >= 0
     none = tl.zeros([ROUND], tl.int32)
     row = _by_level(level, row2, row1, row0, none)
     has = _by_level(level, has2.to(tl.int32), has1.to(tl.int32), has0.to(tl.int32), none) != 0
     inside = has & (rank < K)
-    found = tl.load(candidates + row * K + rank, mask=inside, other=-1)
+    ids = tl.load(candidates + row * K + rank, mask=inside, other=-1)
     bits = tl.load(probabilities + row * K + rank, mask=inside, other=0)
     in_root_row = at_root[:, None] & (level < 0) & (rank > 0) & (rank < K)
     of_root = tl.load(root_ids + 0 * row + rank - 1, mask=in_root_row, other=-1)
     bits = tl.where(
         in_root_row, tl.load(root_p + 0 * row + rank - 1, mask=in_root_row, other=0), bits
     )
-    there = _by_level(
-        level, there2.to(tl.int32), there1.to(tl.int32), there0.to(tl.int32), there4.to(tl.int32)
+    present = _by_level(
+        level,
+        present2.to(tl.int32),
+        present1.to(tl.int32),
+        present0.to(tl.int32),
+        present4.to(tl.int32),
     )
-    found = tl.where(in_root_row, of_root, found)
-    found = tl.where(there != 0, found, -1)
-    chained = (level < 0) & (rank == 0) & there3[:, None]
-    found = tl.where(chained, below[:, None].to(tl.int32), found)
-    valid = found >= 0
+    ids = tl.where(in_root_row, of_root, ids)
+    ids = tl.where(present != 0, ids, -1)
+    chained = (level < 0) & (rank == 0) & present3[:, None]
+    ids = tl.where(chained, below[:, None].to(tl.int32), ids)
+    valid = ids >= 0
     source = tl.where(level >= 0, level, tl.where(rank > 0, 4, 3))
     # Features
     lacking = (LEVELS + 2) * K * BINS
@@ -172,15 +176,15 @@ def gather(
     kind = tl.where(level >= 0, level * K + rank, root_level * K + rank - 1) * BINS
     kind += tl.load(classes + bits, mask=valid, other=0)
     kind = tl.where(chained, chain + length * DEPTH_CLASSES + _depth_class(depth)[:, None], kind)
-    best2 = tl.load(classes + bits2, mask=there2, other=0)
-    best1 = tl.load(classes + bits1, mask=there1, other=0)
-    best0 = tl.load(classes + bits0, mask=there0, other=0)
-    best4 = tl.load(classes + bits4, mask=there4, other=0)
-    lack2 = tl.where(there2, lacking + 2 * BINS + best2, nothing)
-    lack1 = tl.where(there1, lacking + BINS + best1, nothing)
-    lack0 = tl.where(there0, lacking + best0, nothing)
-    lack3 = tl.where(there3, beside + length, nothing)
-    lack4 = tl.where(there4, lacking + root_level * BINS + best4, nothing)
+    best2 = tl.load(classes + bits2, mask=present2, other=0)
+    best1 = tl.load(classes + bits1, mask=present1, other=0)
+    best0 = tl.load(classes + bits0, mask=present0, other=0)
+    best4 = tl.load(classes + bits4, mask=present4, other=0)
+    lack2 = tl.where(present2, lacking + 2 * BINS + best2, nothing)
+    lack1 = tl.where(present1, lacking + BINS + best1, nothing)
+    lack0 = tl.where(present0, lacking + best0, nothing)
+    lack3 = tl.where(present3, beside + length, nothing)
+    lack4 = tl.where(present4, lacking + root_level * BINS + best4, nothing)
     logit = tl.load(logits + kind, mask=valid, other=0.0)
     logit2 = tl.load(logits + lack2)
     logit1 = tl.load(logits + lack1)
@@ -190,24 +194,26 @@ def gather(
     # The bits of a candidate's sources; it counts on the lane of the first one. A damaged row that
     # has a candidate twice must not exceed them.
     groups = (
-        _group(found + 1, 0, ROUND, WIDTH) - 1,
-        _group(found + 1, 1, ROUND, WIDTH) - 1,
-        _group(found + 1, 2, ROUND, WIDTH) - 1,
-        _group(found + 1, 3, ROUND, WIDTH) - 1,
+        _group(ids + 1, 0, ROUND, WIDTH) - 1,
+        _group(ids + 1, 1, ROUND, WIDTH) - 1,
+        _group(ids + 1, 2, ROUND, WIDTH) - 1,
+        _group(ids + 1, 3, ROUND, WIDTH) - 1,
     )
     pattern = tl.zeros([ROUND, 4 * WIDTH], tl.int32)
     for number in tl.static_range(4):
-        its = groups[number][:, :, None]
+        group_ids = groups[number][:, :, None]
         bits_of = tl.where(tl.arange(0, WIDTH) == 0, 8, 16)[:, None, None]
         if number < 3:
             bits_of = tl.full([1, 1, 1], 4 >> number, tl.int32)
-        pattern += tl.sum(tl.where((found[None, :, :] == its) & (its >= 0), bits_of, 0), 0)
+        pattern += tl.sum(
+            tl.where((ids[None, :, :] == group_ids) & (group_ids >= 0), bits_of, 0), 0
+        )
     earlier = tl.where(source == 4, 15, tl.where(source == 3, 7, 7 & ~((2 << source) - 1)))
     first = valid & ((pattern & earlier) == 0)
     pattern = SETS + tl.minimum(pattern, PATTERNS - 1)
     # The mixture: as if all sources lacked a candidate, plus what those say that have it.
-    state = tl.where(there3, tl.where(run >= LONG, 2, 1), 0)
-    which = (there1.to(tl.int32) + 2 * there2.to(tl.int32)) * 3 + state
+    state = tl.where(present3, tl.where(run >= LONG, 2, 1), 0)
+    which = (present1.to(tl.int32) + 2 * present2.to(tl.int32)) * 3 + state
     of_set = (weights + which * INPUTS)[:, None]
     of_pattern = weights + pattern * INPUTS
     weight = _weight(of_set, of_pattern, source)
@@ -221,12 +227,14 @@ def gather(
     odds += _weight(of_set, of_pattern, 4) * logit4[:, None]
     odds += _weight(of_set, of_pattern, 5)
     for number in tl.static_range(4):
-        its = groups[number][:, :, None]
-        its_more = _group(more, number, ROUND, WIDTH)[:, :, None]
-        odds += tl.sum(tl.where((found[None, :, :] == its) & (its >= 0), its_more, 0.0), 0)
+        group_ids = groups[number][:, :, None]
+        group_more = _group(more, number, ROUND, WIDTH)[:, :, None]
+        odds += tl.sum(
+            tl.where((ids[None, :, :] == group_ids) & (group_ids >= 0), group_more, 0.0), 0
+        )
     odds = tl.minimum(tl.maximum(odds, LEAST), MOST)
     source = tl.where(valid, source, -1)
     lacks = (lack0, lack1, lack2, lack3, lack4)
     lack_logits = (logit0, logit1, logit2, logit3, logit4)
-    there = (there0, there1, there2, there3, there4)
-    return found, first, odds, kind, logit, source, pattern, lacks, lack_logits, there, which
+    present = (present0, present1, present2, present3, present4)
+    return ids, first, odds, kind, logit, source, pattern, lacks, lack_logits, present, which

@@ -52,24 +52,24 @@ def _choose(
     """Find the ``K`` best values of a row and their places."""
     row = tl.program_id(0).to(tl.int64)
     block, rank = tl.arange(0, BLOCKS), tl.arange(0, WIDTH)
-    left = block < count
-    top = tl.load(maxima + row * count + block, mask=left, other=-float("inf"))
+    remaining = block < count
+    top = tl.load(maxima + row * count + block, mask=remaining, other=-float("inf"))
     chosen = tl.full([WIDTH], BLOCKS, tl.int32)
     for i in range(K):
-        best = tl.max(tl.where(left, top, -float("inf")), 0)
-        first = tl.min(tl.where(left & (top == best), block, BLOCKS), 0)
+        best = tl.max(tl.where(remaining, top, -float("inf")), 0)
+        first = tl.min(tl.where(remaining & (top == best), block, BLOCKS), 0)
         chosen = tl.where(rank == i, first, chosen)
-        left = left & (block != first)
+        remaining = remaining & (block != first)
     place = chosen[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    left_here = (chosen < count)[:, None] & (place < V)
-    value = _load(logits + row * V, place, left_here)
+    remaining_here = (chosen < count)[:, None] & (place < V)
+    value = _load(logits + row * V, place, remaining_here)
     for i in range(K):
-        best = tl.max(tl.max(tl.where(left_here, value, -float("inf")), 1), 0)
-        right = left_here & (value == best)
+        best = tl.max(tl.max(tl.where(remaining_here, value, -float("inf")), 1), 0)
+        right = remaining_here & (value == best)
         first = tl.min(tl.min(tl.where(right, place, V), 1), 0)
         tl.store(values_out + row * K + i, best.to(values_out.dtype.element_ty))
         tl.store(ids_out + row * K + i, first.to(tl.int64))
-        left_here = left_here & (place != first)
+        remaining_here = remaining_here & (place != first)
 
 
 def device_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -120,8 +120,8 @@ def is_faster(logits: Tensor, k: int) -> bool:
     """Return whether ``device_top_k`` finds the same values as PyTorch's ``topk``, in less time."""
     if not logits.is_cuda:
         return True  # Triton's interpreter
-    ours, theirs = device_top_k(logits, k)[0], logits.topk(k, dim=-1).values
-    if not ours.equal(theirs):
+    ours, expected = device_top_k(logits, k)[0], logits.topk(k, dim=-1).values
+    if not ours.equal(expected):
         return False
     return machine.is_faster(
         lambda: device_top_k(logits, k), lambda: logits.topk(k, dim=-1), logits.device

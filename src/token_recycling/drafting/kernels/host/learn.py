@@ -61,7 +61,7 @@ def count(
     """
     k = tables.candidates.shape[1]
     nothing = len(tables.rates) - 1
-    found = np.empty((LEVELS + 1) * k, np.int64)
+    candidates = np.empty((LEVELS + 1) * k, np.int64)
     kinds = np.empty(((LEVELS + 1) * k, LEVELS + 3), np.int64)
     odds = np.empty((LEVELS + 1) * k)
     step = np.empty(INPUTS)
@@ -73,7 +73,7 @@ def count(
         if truth < 0:
             break
         below = chain[depth] if on_chain and depth < chained else NO_CHAIN
-        many, which, _ = gather(
+        candidate_count, which, _ = gather(
             before,
             last,
             token,
@@ -83,14 +83,14 @@ def count(
             row if depth == 0 else -1,
             roots,
             tables,
-            found,
+            candidates,
             kinds,
             odds,
         )
         step[:] = 0.0
-        for i in range(many):
+        for i in range(candidate_count):
             error = -1.0 / (1.0 + math.exp(-odds[i]))
-            if found[i] == truth:
+            if candidates[i] == truth:
                 error += 1.0
             pattern = SETS + kinds[i, LEVELS + 2]
             for source in range(LEVELS + 2):
@@ -101,15 +101,15 @@ def count(
             tables.weights[pattern, INPUTS - 1] += learning_rate * PATTERN_RATE * error
         for source in range(INPUTS):
             tables.weights[which, source] += learning_rate * step[source]
-        for i in range(many):
+        for i in range(candidate_count):
             for source in range(LEVELS + 2):
                 feature = kinds[i, source]
                 if feature == nothing:
                     continue
                 tables.evidence[1, feature] += 1
-                if found[i] == truth:
+                if candidates[i] == truth:
                     tables.evidence[0, feature] += 1
-        for i in range(many):
+        for i in range(candidate_count):
             for source in range(LEVELS + 2):
                 if kinds[i, source] != nothing:
                     refresh_logit(kinds[i, source], tables)

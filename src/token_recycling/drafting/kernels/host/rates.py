@@ -48,11 +48,11 @@ BIN_OF = np.clip(np.round(2 * (np.log(_inside / (1 - _inside)) + 9)), 0, BINS - 
 @compiled
 def class_of(value: int, bounds: Array) -> int:
     """Return the index of the last of ``bounds`` (ascending) that is at most ``value``."""
-    found = 0
+    index = 0
     for i in range(1, len(bounds)):
         if value >= bounds[i]:
-            found = i
-    return found
+            index = i
+    return index
 
 
 @compiled

@@ -242,7 +242,7 @@ def grow(
     tokens, parents, depths = drafts.tokens[row], drafts.parents[row], drafts.depths[row]
     ancestors, valid, scores = drafts.ancestors[row], drafts.valid[row], drafts.scores[row]
     n, k = len(tokens), tables.candidates.shape[1]
-    found = np.empty((LEVELS + 1) * k, np.int64)
+    candidates = np.empty((LEVELS + 1) * k, np.int64)
     kinds = np.empty(((LEVELS + 1) * k, LEVELS + 3), np.int64)
     odds = np.empty((LEVELS + 1) * k)
     # Log probability, token, parent and chain depth of pending candidates, from ``begin`` on.
@@ -272,7 +272,7 @@ def grow(
             below = NO_CHAIN
             if 0 <= on_chain[node] < count:
                 below = chain[on_chain[node]]
-            many, _, follows = gather(
+            candidate_count, _, follows = gather(
                 before,
                 last,
                 tokens[node],
@@ -282,12 +282,12 @@ def grow(
                 row if node == 0 else -1,
                 roots,
                 tables,
-                found,
+                candidates,
                 kinds,
                 odds,
             )
             missing = n - grown
-            for i in range(many):
+            for i in range(candidate_count):
                 least = FLOOR
                 if end - begin == missing and worth[end - 1] > least:
                     least = worth[end - 1]
@@ -307,7 +307,7 @@ def grow(
                     pending[at, 2] = pending[at - 1, 2]
                     at -= 1
                 worth[at] = value
-                pending[at, 0] = found[i]
+                pending[at, 0] = candidates[i]
                 pending[at, 1] = node
                 pending[at, 2] = on_chain[node] + 1 if i == follows else -1
         if begin == end:
