@@ -338,7 +338,7 @@ class TestTwoCallers:
             refused = served.post(COMPLETIONS, headers=self.HEADERS[1], **SHORT)
             assert refused.status_code == 429
             assert int(refused.headers["Retry-After"]) >= 1
-            served.engine.drain(0.0)
+            served.engine.end_answers_in(0.0)
             served.engine.stop()
             for thread in (*threads, *more):
                 thread.join()
@@ -351,7 +351,7 @@ class TestTwoCallers:
             wait_for(lambda: served.metric("num_requests_waiting") == 2 and served.rows == 1)
             assert served.post(COMPLETIONS, headers=self.HEADERS[0], **SHORT).status_code == 429
             assert 429 not in statuses
-            served.engine.drain(0.0)
+            served.engine.end_answers_in(0.0)
             served.engine.stop()
             for thread in threads:
                 thread.join()

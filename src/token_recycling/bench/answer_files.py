@@ -18,15 +18,15 @@ LONGEST = 100  # characters of a variant's name kept in its file name
 
 def file_names(variants: Iterable[str]) -> dict[str, str]:
     """Return a file name per variant, unique even on a case-insensitive file system."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     taken: set[str] = set()
     for variant in variants:
         name = re.sub(r"[^A-Za-z0-9.=@_-]+", "_", variant)
         if len(name) > LONGEST or name.lower() in taken:
             name = f"{name[:LONGEST]}-{hashlib.sha256(variant.encode()).hexdigest()[:8]}"
         taken.add(name.lower())
-        found[variant] = f"{name}.jsonl"
-    return found
+        names[variant] = f"{name}.jsonl"
+    return names
 
 
 def line(record: Record, variant: str) -> dict[str, Any]:

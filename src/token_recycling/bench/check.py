@@ -100,9 +100,9 @@ def check(
         ids = encode(recycler.tokenizer, prompt)
         answer = recycler.generate(ids, max_new_tokens=max_new_tokens)
         plain, logits, noise = _without_drafts(recycler, ids, max_new_tokens)
-        own = steps.generate(ids, max_new_tokens=max_new_tokens)
+        steps_answer = steps.generate(ids, max_new_tokens=max_new_tokens)
         difference = _first_difference(plain, answer.token_ids, logits)
-        yield Result(len(plain), difference, noise, own.token_ids == answer.token_ids)
+        yield Result(len(plain), difference, noise, steps_answer.token_ids == answer.token_ids)
 
 
 @torch.no_grad()
@@ -125,9 +125,9 @@ def _without_drafts(
             f"Transformers cannot generate with this model: {line}"
         ) from error
     with recycler.target.lm_head:
-        whole = recycler.model(input_ids=out.sequences[:, :-1], use_cache=False).logits[0]
-    logits = torch.cat(out.logits).to(whole.device)
-    noise = (whole[len(prompt) - 1 :].float() - logits).abs().max()
+        all_logits = recycler.model(input_ids=out.sequences[:, :-1], use_cache=False).logits[0]
+    logits = torch.cat(out.logits).to(all_logits.device)
+    noise = (all_logits[len(prompt) - 1 :].float() - logits).abs().max()
     if not torch.isfinite(noise):
         raise TokenRecyclingError(
             "the model's logits are not finite in this dtype; choose another dtype"
@@ -142,13 +142,13 @@ def _without_drafts(
     return tokens, logits, float(noise)
 
 
-def _first_difference(plain: list[int], found: list[int], logits: Tensor) -> Difference | None:
-    for position, (token, other) in enumerate(zip(plain, found)):
+def _first_difference(plain: list[int], recycled: list[int], logits: Tensor) -> Difference | None:
+    for position, (token, other) in enumerate(zip(plain, recycled)):
         if token == other:
             continue
         row = logits[position]
         second = row[other] == row.topk(2).values[1]  # by value: second place may be a tie
         return Difference(position, token, other, float(row[token] - row[other]), bool(second))
-    if len(plain) == len(found):
+    if len(plain) == len(recycled):
         return None
-    return Difference(min(len(plain), len(found)), -1, -1, float("inf"), False)
+    return Difference(min(len(plain), len(recycled)), -1, -1, float("inf"), False)

@@ -22,8 +22,8 @@ Turns = list[dict[str, Any]]
 
 def turns(record: Record, name: str, round_: int) -> Turns:
     """Return the turns of one variant in one round of a question."""
-    found: Turns = record["variants"][name]["rounds"][round_]["turns"]
-    return found
+    selected: Turns = record["variants"][name]["rounds"][round_]["turns"]
+    return selected
 
 
 def rounds(record: Record, name: str) -> int:
@@ -45,8 +45,8 @@ def speed(record: Record, name: str, round_: int | None = None) -> float:
 
 def speedup(records: Sequence[Record], name: str, round_: int) -> float:
     """Return the ratio of the median tokens per second over questions, in one round."""
-    own = median(speed(record, name, round_) for record in records)
-    return own / median(speed(record, BASELINE, round_) for record in records)
+    median_speed = median(speed(record, name, round_) for record in records)
+    return median_speed / median(speed(record, BASELINE, round_) for record in records)
 
 
 def interval(own: Sequence[float], base: Sequence[float]) -> list[float]:
@@ -75,24 +75,24 @@ def mean_accepted(lengths: Sequence[int]) -> float:
 def spec_bench(records: Sequence[Record], name: str) -> dict[str, float]:
     """Return Spec-Bench's aggregate: mean tokens per second over questions, first round only."""
     lengths = accept_lengths([turn for record in records for turn in turns(record, name, 0)])
-    own = fmean(speed(record, name, 0) for record in records)
+    mean_speed = fmean(speed(record, name, 0) for record in records)
     return {
-        "tokens_per_second": own,
-        "speedup": own / fmean(speed(record, BASELINE, 0) for record in records),
+        "tokens_per_second": mean_speed,
+        "speedup": mean_speed / fmean(speed(record, BASELINE, 0) for record in records),
         "mat": mean_accepted(lengths),
     }
 
 
 def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
     """Return the figures of one variant over ``records``."""
-    own = [speed(record, name) for record in records]
+    speeds = [speed(record, name) for record in records]
     base = [speed(record, BASELINE) for record in records]
-    ratios = [a / b for a, b in zip(own, base)]
+    ratios = [a / b for a, b in zip(speeds, base)]
     first = [turn for record in records for turn in turns(record, name, 0)]
     every = [t for r in records for i in range(rounds(r, name)) for t in turns(r, name, i)]
     lengths = accept_lengths(first)
     mat = mean_accepted(lengths)
-    ratio = median(own) / median(base)
+    ratio = median(speeds) / median(base)
     sizes = [n for turn in first for n in turn["sizes"]]
     deepest = min(max(lengths, default=1) - 1, DEEPEST)
     phases = {phase: sum(turn["phases"].get(phase, 0.0) for turn in every) for phase in PHASES}
@@ -100,9 +100,9 @@ def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
     return {
         "questions": len(records),
         "tokens": sum(len(turn["token_ids"]) for turn in first),
-        "tokens_per_second": median(own),
+        "tokens_per_second": median(speeds),
         "speedup": ratio,
-        "speedup_interval": interval(own, base),
+        "speedup_interval": interval(speeds, base),
         "speedup_quartiles": _quartiles(ratios),
         "slower_than_baseline": sum(ratio < 1 for ratio in ratios),
         "mat": mat,
@@ -127,8 +127,8 @@ def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Group records by kind, or by suite and kind if there are several suites."""
     records = list(records)
     several = len({record["suite"] for record in records}) > 1
-    found: dict[str, list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
         kind = f"{record['suite']}: {record['kind']}" if several else record["kind"]
-        found.setdefault(kind, []).append(record)
-    return found
+        groups.setdefault(kind, []).append(record)
+    return groups

@@ -35,5 +35,5 @@ class PeakMemory:
             status = Path("/proc/self/status").read_text()
         except OSError:
             return None
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-        return int(found[1]) * 1024 if found else None
+        match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        return int(match[1]) * 1024 if match else None

@@ -67,16 +67,16 @@ def _headline(summary: dict[str, Any]) -> str:
     if not recycled:
         return f"No recycled decoder was compared with {summary['baseline']}."
     best = max(recycled, key=lambda name: float(decoders[name]["overall"]["speedup"]))
-    found, baseline = decoders[best]["overall"], summary["baseline"]
-    low, high = found["speedup_interval"]
+    overall, baseline = decoders[best]["overall"], summary["baseline"]
+    low, high = overall["speedup_interval"]
     verdict = "" if low > 1 else ": slower" if high < 1 else ": no clear difference"
     several = len(recycled) > 1
     who = f"fastest of {len(recycled)} recycled decoders, {best}," if several else f"decoder {best}"
     return (
-        f"The {who} decoded {found['speedup']:.2f} times as fast as {baseline} (95 % interval "
-        f"{low:.2f} to {high:.2f}){verdict}. It was slower on {found['slower_than_baseline']} of "
-        f"{found['questions']} prompts, and {tables.percent(found['identical'])} of its answers "
-        f"are identical to those of {baseline}."
+        f"The {who} decoded {overall['speedup']:.2f} times as fast as {baseline} (95 % interval "
+        f"{low:.2f} to {high:.2f}){verdict}. It was slower on {overall['slower_than_baseline']} of "
+        f"{overall['questions']} prompts, and {tables.percent(overall['identical'])} of its "
+        f"answers are identical to those of {baseline}."
     )
 
 

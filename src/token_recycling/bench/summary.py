@@ -41,14 +41,14 @@ def describe_model(recycler: TokenRecycling, name: str) -> dict[str, Any]:
 
 def losing(records: Sequence[Record], names: Iterable[str]) -> list[dict[str, Any]]:
     """Return the questions that a variant answered more slowly than the baseline, worst first."""
-    found = []
+    rows = []
     for record in records:
         for name in names:
             ratio = measures.speed(record, name) / measures.speed(record, BASELINE)
             if ratio >= 1:
                 continue
             first = measures.turns(record, name, 0)
-            found.append(
+            rows.append(
                 {
                     "name": record["name"],
                     "kind": record["kind"],
@@ -59,7 +59,7 @@ def losing(records: Sequence[Record], names: Iterable[str]) -> list[dict[str, An
                     "prompt": " ".join(record["prompt"].split())[:PROMPT],
                 }
             )
-    return sorted(found, key=lambda row: row["speedup"])[:LOSING]
+    return sorted(rows, key=lambda row: row["speedup"])[:LOSING]
 
 
 def sample(records: Sequence[Record], name: str, tokenizer: Any) -> dict[str, Any] | None:

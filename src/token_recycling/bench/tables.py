@@ -18,8 +18,10 @@ class Table(NamedTuple):
 
     def only(self, *columns: str) -> Table:
         """Return the first column and those named."""
-        kept = [0, *map(self.columns.index, columns)]
-        return Table([self.columns[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
+        indices = [0, *map(self.columns.index, columns)]
+        return Table(
+            [self.columns[i] for i in indices], [[row[i] for i in indices] for row in self.rows]
+        )
 
 
 def mebibytes(count: int | None) -> str:
@@ -92,9 +94,9 @@ def depths(summary: dict[str, Any]) -> Table:
 def phases(summary: dict[str, Any]) -> Table:
     """Return the share of the time of steps by phase."""
     rows = [
-        [name, *(percent(found[phase]) for phase in PHASES)]
+        [name, *(percent(shares[phase]) for phase in PHASES)]
         for name, entry in summary["decoders"].items()
-        if (found := entry["overall"]["phases"])
+        if (shares := entry["overall"]["phases"])
     ]
     return Table(["decoder", *PHASES], rows)
 
@@ -103,9 +105,9 @@ def spec_bench(summary: dict[str, Any]) -> Table:
     """Return Spec-Bench's aggregate."""
     rows = []
     for name, entry in summary["decoders"].items():
-        found = entry["overall"]["spec_bench"]
-        speed, ratio = found["tokens_per_second"], found["speedup"]
-        rows.append([name, f"{speed:.1f}", f"{ratio:.2f}x", f"{found['mat']:.2f}"])
+        aggregate = entry["overall"]["spec_bench"]
+        speed, ratio = aggregate["tokens_per_second"], aggregate["speedup"]
+        rows.append([name, f"{speed:.1f}", f"{ratio:.2f}x", f"{aggregate['mat']:.2f}"])
     return Table(["Spec-Bench's aggregate", "mean tokens/s", "speedup", "MAT"], rows)
 
 
@@ -113,13 +115,13 @@ def losing(summary: dict[str, Any]) -> Table:
     """Return the questions that a decoder answered more slowly than the baseline."""
     rows = [
         [
-            one["name"],
-            f"{one['speedup']:.2f}x",
-            f"{one['mat']:.2f}",
-            str(one["tokens"]),
-            *(one[key] for key in ("kind", "decoder", "prompt")),
+            question["name"],
+            f"{question['speedup']:.2f}x",
+            f"{question['mat']:.2f}",
+            str(question["tokens"]),
+            *(question[key] for key in ("kind", "decoder", "prompt")),
         ]
-        for one in summary["losing"]
+        for question in summary["losing"]
     ]
     return Table(["prompt", "speedup", "MAT", "tokens", "kind", "decoder", "begins with"], rows)
 

@@ -103,7 +103,7 @@ def check_whole(file: Path) -> None:
         return
     if parts > 1:
         raise TokenRecyclingError(f"{file.name} is one of {parts} files of a model; {MERGE}")
-    last = max((int(found[1]) for name in names if (found := BLOCK.match(name))), default=-1)
+    last = max((int(match[1]) for name in names if (match := BLOCK.match(name))), default=-1)
     if isinstance(blocks, int) and last >= blocks:
         raise TokenRecyclingError(
             f"cannot load the model {file}: it has tensors of {last + 1} layers, "

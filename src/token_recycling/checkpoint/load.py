@@ -60,8 +60,8 @@ def load_checkpoint(
     Raises:
         TokenRecyclingError: the checkpoint cannot be loaded, or the device cannot be used.
     """
-    path, found = resolve(name_or_path)
-    options = {**found, **model_options}
+    path, resolved = resolve(name_or_path)
+    options = {**resolved, **model_options}
     if device is None and "device_map" not in options:
         device = _best_device()
     check_device(device)
@@ -70,17 +70,17 @@ def load_checkpoint(
         dtype = torch.float32 if on_cpu or name_or_path is None else "auto"
     check_dtype(dtype)
     from_gguf = "gguf_file" in options
-    shown = Path(path, options["gguf_file"]) if from_gguf else path
+    location = Path(path, options["gguf_file"]) if from_gguf else path
     # A file on the Hub is not there yet; Transformers fetches it.
-    is_file = from_gguf and Path(shown).is_file()
-    with read_once(Path(shown)) if from_gguf else nullcontext():
+    is_file = from_gguf and Path(location).is_file()
+    with read_once(Path(location)) if from_gguf else nullcontext():
         model = None
         if is_file:
-            check_whole(Path(shown))
+            check_whole(Path(location))
         if is_file and on_cpu and not dequantize and dtype in (torch.float32, "float32"):
-            model = _packed(Path(shown), model_options)
+            model = _packed(Path(location), model_options)
         if model is None:
-            model = _dense(shown, path, device, dtype, options)
+            model = _dense(location, path, device, dtype, options)
             if on_cpu:
                 huge_pages.move(model.parameters())
         return model.eval(), load_tokenizer(name_or_path, **options)
@@ -129,7 +129,7 @@ def _packed(file: Path, model_options: dict[str, Any]) -> Any:
 
 
 def _dense(
-    shown: Path | str,
+    location: Path | str,
     path: str,
     device: str | torch.device | None,
     dtype: Any,
@@ -149,11 +149,11 @@ def _dense(
         reason = one_line(error, 300)
         if from_gguf:
             reason = f"{HINT} ({reason})"
-        raise TokenRecyclingError(f"cannot load the model {shown}: {reason}") from error
+        raise TokenRecyclingError(f"cannot load the model {location}: {reason}") from error
     if from_gguf and about["missing_keys"]:  # Transformers would go on with random weights
         missing = sorted(about["missing_keys"])
         raise TokenRecyclingError(
-            f"cannot load the model {shown}: it lacks {len(missing)} tensors ({listed(missing)})"
+            f"cannot load the model {location}: it lacks {len(missing)} tensors ({listed(missing)})"
         )
     return model
 
@@ -170,15 +170,15 @@ def load_tokenizer(name_or_path: str | Path | None, **options: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    path, found = resolve(name_or_path)
-    options = {**found, **options}
+    path, resolved = resolve(name_or_path)
+    options = {**resolved, **options}
     used = {name: value for name, value in options.items() if name in TOKENIZER_OPTIONS}
     try:
         return AutoTokenizer.from_pretrained(path, **used)
     except Exception as error:  # a broken checkpoint may raise anything
-        shown = Path(path, used["gguf_file"]) if "gguf_file" in used else path
+        location = Path(path, used["gguf_file"]) if "gguf_file" in used else path
         line = one_line(error, 300)
-        raise TokenRecyclingError(f"cannot load the tokenizer of {shown}: {line}") from error
+        raise TokenRecyclingError(f"cannot load the tokenizer of {location}: {line}") from error
 
 
 def resolve(name_or_path: str | Path | None) -> tuple[str, dict[str, str]]:

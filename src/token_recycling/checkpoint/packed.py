@@ -73,25 +73,25 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     model.name_or_path = str(file)
     packed = 0
     for tensor, order, convert in _tensors(file, model, about):
-        module_name, _, own = tensor.name.rpartition(".")
+        module_name, _, parameter_name = tensor.name.rpartition(".")
         module = model.get_submodule(module_name)
-        new = _packed(module, tensor, order, arena) if own == "weight" else None
+        new = _packed(module, tensor, order, arena) if parameter_name == "weight" else None
         if new is not None:
             model.set_submodule(module_name, new)
             packed += 1
             continue
         values = torch.from_numpy(np.array(convert(), np.float32))
-        expected = getattr(module, own).shape
+        expected = getattr(module, parameter_name).shape
         if values.shape != expected:
             raise TokenRecyclingError(
                 f"cannot load the model {file}: {tensor.name} is {list(values.shape)} in the file, "
                 f"and {list(expected)} by its configuration"
             )
-        setattr(module, own, nn.Parameter(values, requires_grad=False))
+        setattr(module, parameter_name, nn.Parameter(values, requires_grad=False))
     if not packed:
         raise NotPackableError("none of its layers can keep its weights packed")
     _tie(model)
-    missing = sorted(name for name, one in model.named_parameters() if one.is_meta)
+    missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
     if missing:
         raise TokenRecyclingError(
             f"cannot load the model {file}: it lacks {len(missing)} tensors ({listed(missing)})"
@@ -109,7 +109,7 @@ def check_types(file: Path) -> list[int]:
     import gguf
 
     tensors = gguf.GGUFReader(str(file), "c").tensors
-    quantised = [one for one in tensors if one.tensor_type.name not in NUMBERS]
+    quantised = [tensor for tensor in tensors if tensor.tensor_type.name not in NUMBERS]
     if not quantised:
         raise NotPackableError("")
     kinds = {tensor.tensor_type for tensor in quantised}
@@ -159,16 +159,16 @@ def _tensors(file: Path, model: Any, about: dict[str, Any]) -> Iterator[tuple[_T
         shape = tuple(int(n) for n in reversed(tensor.shape))
 
         def process(values: Any, name: str = tensor.name) -> Any:
-            found = processor.process(
+            processed = processor.process(
                 weights=values, name=name, tensor_key_mapping=names, parsed_parameters={}
             )
-            return None if found.name != name else found.weights
+            return None if processed.name != name else processed.weights
 
         def convert(tensor: Any = tensor, process: Any = process) -> Any:
-            found = process(gguf.dequantize(tensor.data, tensor.tensor_type))
-            if found is None:
+            values = process(gguf.dequantize(tensor.data, tensor.tensor_type))
+            if values is None:
                 raise NotPackableError(f"{tensor.name} is converted in a way of its own")
-            return found
+            return values
 
         yield (
             _Tensor(names[tensor.name], tensor.data, int(tensor.tensor_type), shape),
@@ -198,12 +198,16 @@ def _order(process: Any, shape: tuple[int, ...]) -> Any:
         return None
     rows = np.repeat(np.arange(shape[0], dtype=np.int64)[:, None], 2, axis=1)
     try:
-        found = process(rows)
+        processed = process(rows)
     except Exception:  # the conversion needs all columns
         return None
-    if found is None or found.shape != rows.shape or (found[:, 0] != found[:, 1]).any():
+    if (
+        processed is None
+        or processed.shape != rows.shape
+        or (processed[:, 0] != processed[:, 1]).any()
+    ):
         return None
-    order = found[:, 0]
+    order = processed[:, 0]
     return order if np.array_equal(np.sort(order), rows[:, 0]) else None
 
 

@@ -43,8 +43,8 @@ app.command("bench")(bench.bench)
 app.command("serve")(serve.serve)
 app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")
-SUBCOMMANDS = {str(one.name) for one in app.registered_commands}
-SUBCOMMANDS |= {str(one.name) for one in app.registered_groups}
+SUBCOMMANDS = {str(command.name) for command in app.registered_commands}
+SUBCOMMANDS |= {str(group.name) for group in app.registered_groups}
 # Subcommands of similar programs; unlikely to be meant as a prompt.
 FOREIGN = re.compile(
     "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|start|"

@@ -146,10 +146,10 @@ class _Run:
             show.note(
                 f"questions skipped because they do not fit into the context: {len(left_out)}"
             )
-        most = max(variant.k for variant in self.variants)
-        if most > self.recycler.target.vocab_size:
+        max_k = max(variant.k for variant in self.variants)
+        if max_k > self.recycler.target.vocab_size:
             raise TokenRecyclingError(
-                f"k is {most}; it must not exceed the vocabulary of "
+                f"k is {max_k}; it must not exceed the vocabulary of "
                 f"{self.recycler.target.vocab_size} tokens"
             )
         decoding = runner.Runner(
@@ -217,14 +217,14 @@ def _print(summary: dict[str, Any]) -> None:
 
     known = Console().is_terminal or "COLUMNS" in os.environ
     console = Console(width=None if known else 220)
-    whole = tables.overall(summary)
-    found = whole if console.width >= WIDE else whole.only(*tables.NARROW)
-    for shown in (found, tables.by_kind(summary), tables.spec_bench(summary)):
+    overall = tables.overall(summary)
+    fitting = overall if console.width >= WIDE else overall.only(*tables.NARROW)
+    for content in (fitting, tables.by_kind(summary), tables.spec_bench(summary)):
         table = Table(box=box.SIMPLE)
-        for index, title in enumerate(shown.columns):
+        for index, title in enumerate(content.columns):
             justify: Any = "right" if index else "left"
             table.add_column(Text(title), justify=justify, overflow="fold", no_wrap=not index)
-        for row in shown.rows:
+        for row in content.rows:
             table.add_row(*map(Text, row))
         console.print(table)
     for name, decoder in summary["decoders"].items():

@@ -107,13 +107,13 @@ def _read(path: Path) -> list[str]:
 
 
 def _line(result: Result) -> str:
-    found = result.difference
-    if found is None:
+    difference = result.difference
+    if difference is None:
         return f"identical, {result.new_tokens} tokens"
-    choice = "second choice" if found.runner_up else "not the second choice"
+    choice = "second choice" if difference.runner_up else "not the second choice"
     steps = "the same as" if result.same_steps else "not that of"
     return (
-        f"differs after {found.position} tokens: plain token {found.plain_token} leads "
-        f"{found.token} ({choice}) by {found.gap:.2g}; noise {result.noise:.2g}: "
+        f"differs after {difference.position} tokens: plain token {difference.plain_token} leads "
+        f"{difference.token} ({choice}) by {difference.gap:.2g}; noise {result.noise:.2g}: "
         f"{result.verdict}; {steps} our own steps without drafts"
     )

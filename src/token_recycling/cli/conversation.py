@@ -53,8 +53,8 @@ class Conversation:
         written = list(tokens)
         while written and written[-1] in special:  # end tokens; the template adds its own
             written.pop()
-        whole = self.tokenizer.decode(written, skip_special_tokens=True) == answer
-        if whole:  # not if the text was cut before a stop string
+        is_complete = self.tokenizer.decode(written, skip_special_tokens=True) == answer
+        if is_complete:  # not if the text was cut before a stop string
             self._text, self._ids = text + answer, ids + written
         said = {"role": "assistant", "content": answer}
         self._turns.append(({"role": "user", "content": question}, said))
@@ -87,12 +87,12 @@ def going_on(tokenizer: Any, text: str, known: str, ids: list[int]) -> list[int]
     token spans the boundary, or the tokenizer has no offsets, the whole text is tokenized.
     """
     if not (ids and text.startswith(known) and getattr(tokenizer, "is_fast", False)):
-        whole: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return whole
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    for index, (begin, end) in enumerate(found.offset_mapping):
+        tokens: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        return tokens
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    for index, (begin, end) in enumerate(encoding.offset_mapping):
         if begin >= len(known):
-            return ids + list(found.input_ids[index:])
+            return ids + list(encoding.input_ids[index:])
         if end > len(known):
             break
-    return list(found.input_ids)
+    return list(encoding.input_ids)

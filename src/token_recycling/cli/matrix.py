@@ -30,9 +30,9 @@ def show_file(
     from token_recycling.drafting.matrix import AdjacencyMatrix
 
     matrix = AdjacencyMatrix.load(file)
-    for wanted in token or ():
-        if not 0 <= wanted < matrix.vocab_size:
-            raise TokenRecyclingError(f"--token is {wanted}; choose 0 to {matrix.vocab_size - 1}")
+    for token_id in token or ():
+        if not 0 <= token_id < matrix.vocab_size:
+            raise TokenRecyclingError(f"--token is {token_id}; choose 0 to {matrix.vocab_size - 1}")
     about = {
         "vocabulary": matrix.vocab_size,
         "k": matrix.k,

@@ -245,22 +245,22 @@ def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
 
     def decorate(subcommand: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(subcommand, include_extras=True)
-        own: list[Parameter] = []
+        specific: list[Parameter] = []
         shared: list[Parameter] = []
         names: dict[str, tuple[str, ...]] = {}
         for parameter in signature(subcommand).parameters.values():
             if parameter.name not in chosen:
                 hint = hints[parameter.name]
-                own.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
+                specific.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
                 continue
             kind = hints[parameter.name]
             types = get_type_hints(kind, include_extras=True)
-            default = {one.name: one.default for one in fields(kind)}
+            default = {field.name: field.default for field in fields(kind)}
             names[parameter.name] = chosen[parameter.name] or tuple(default)
             for name in names[parameter.name]:
-                one = Parameter(name, Parameter.KEYWORD_ONLY, default=default[name])
-                shared.append(one.replace(annotation=types[name]))
-        parameters = [*own, *shared]
+                option = Parameter(name, Parameter.KEYWORD_ONLY, default=default[name])
+                shared.append(option.replace(annotation=types[name]))
+        parameters = [*specific, *shared]
 
         @wraps(subcommand)
         def run(**given: Any) -> None:
@@ -270,7 +270,7 @@ def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
             subcommand(**given)
 
         del run.__wrapped__  # its signature is another one
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__annotations__ = {item.name: item.annotation for item in parameters}
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         return run
 

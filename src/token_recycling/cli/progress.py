@@ -83,10 +83,10 @@ class _Lines:
 
     PAUSE = 10.0
 
-    def __init__(self, what: str, most: float | None) -> None:
+    def __init__(self, what: str, max_seconds: float | None) -> None:
         now = monotonic()
         self.what, self.begun, self.last = what, now, now
-        self.end = None if most is None else now + most
+        self.end = None if max_seconds is None else now + max_seconds
 
     def __call__(self, done: int, total: int) -> None:
         now = monotonic()
@@ -95,9 +95,9 @@ class _Lines:
         if now - self.last < self.PAUSE or not done:
             return
         self.last = now
-        left = (now - self.begun) / done * (total - done)
-        line = f"{self.what}: {done} of {total}, {left:.0f} s left"
-        if self.end is not None and now + left > self.end:
+        remaining = (now - self.begun) / done * (total - done)
+        line = f"{self.what}: {done} of {total}, {remaining:.0f} s left"
+        if self.end is not None and now + remaining > self.end:
             line += f"; this call ends in {max(0.0, self.end - now):.0f} s"
         print(line, file=sys.stderr, flush=True)
 
@@ -108,7 +108,7 @@ def prefill_shown() -> AbstractContextManager[OnProgress | None]:
 
 
 @contextmanager
-def _late_bar(what: str, most: int) -> Iterator[OnProgress | None]:
+def _late_bar(what: str, threshold: int) -> Iterator[OnProgress | None]:
     """Yield an ``on_progress`` that shows a bar on stderr once it is called with a larger total.
 
     The bar disappears at the end. If stderr is not a terminal, None is yielded.
@@ -123,7 +123,7 @@ def _late_bar(what: str, most: int) -> Iterator[OnProgress | None]:
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
 
     def on_progress(done: int, total: int) -> None:
-        if total > most and not bar.tasks:
+        if total > threshold and not bar.tasks:
             bar.start()
             bar.add_task("", total=total)
         if bar.tasks:

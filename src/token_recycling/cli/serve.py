@@ -191,13 +191,13 @@ def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", PlainDecodingWarning)
         recycler = loading.open()
-    for one in seen:
-        show.note(f"warning: {one_line(one.message)}")
+    for warning in seen:
+        show.note(f"warning: {one_line(warning.message)}")
     if recycler.tokenizer is None:
         raise TokenRecyclingError("this checkpoint has no tokenizer; a server needs one")
-    for one in seen:
-        if issubclass(one.category, PlainDecodingWarning):
-            return recycler, f"off: {one_line(one.message)}"
+    for warning in seen:
+        if issubclass(warning.category, PlainDecodingWarning):
+            return recycler, f"off: {one_line(warning.message)}"
     if recycler.options.drafter == "none":
         return recycler, "off: the drafter is none"
     name = getattr(recycler.drafter, "name", "custom")
@@ -284,8 +284,8 @@ def _print_start(
 ) -> None:
     """Print where the server is and how to try it."""
     host, port = address[:2]
-    shown = "localhost" if host in EVERYWHERE else (f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}"
+    display_host = "localhost" if host in EVERYWHERE else (f"[{host}]" if ":" in host else host)
+    url = f"http://{display_host}:{port}"
     context = recycler.target.max_context
     size = sum(weight.numel() for weight in recycler.model.parameters())
     dtype = str(recycler.model.dtype).removeprefix("torch.")

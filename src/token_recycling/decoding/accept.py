@@ -145,6 +145,8 @@ OnChoice = Callable[[int, Tensor, Tensor], None]
 class FollowAcceptor:
     """Chooses each token as plain decoding would and follows it as long as the draft contains it.
 
+    For sampling, and for greedy decoding with processors or log probabilities (see ``hf.call``).
+
     The logits processors run on the followed path only, so their calls and the random numbers
     drawn are those of plain decoding: the same seed gives the same text, whatever the draft.
     """

@@ -113,7 +113,7 @@ class CapturedStep:
         self._graph.replay()
         return self._output
 
-    def check(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
+    def try_once(self, sequences: list[Sequence], generators: list[torch.Generator]) -> None:
         """Try the graph once, before it is used; it changes nothing (see ``trial``).
 
         Args:
@@ -142,7 +142,7 @@ class CapturedStep:
             output = self.replay()
             if self._graph is None:
                 rows.copy_(output)
-                summary = self.step.read(rows)
+                summary = self.step.learn_from(rows)
                 return summary.tolist
             rows.copy_(output, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ class CapturedStep:
 
         def wait() -> list[list[int]]:
             event.synchronize()
-            summaries: list[list[int]] = self.step.read(rows).tolist()
+            summaries: list[list[int]] = self.step.learn_from(rows).tolist()
             return summaries
 
         return wait

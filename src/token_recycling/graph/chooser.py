@@ -112,6 +112,11 @@ def _penalty(processors: Any) -> float:
 class Chooser(Protocol):
     """Chooses a token after every node of a draft, as a part of a step.
 
+    A captured step cannot draw random numbers as it needs them, so ``draw`` draws them before it,
+    for more tokens than it may emit. Between steps others may draw from the same generators:
+    ``rewind`` leaves them where plain sampling of the emitted tokens would, and ``resume`` takes
+    them back. Counts are of tokens since ``begin``.
+
     Attributes:
         exact: whether rounding of logits can change only tokens that are all but tied.
     """

@@ -55,12 +55,12 @@ class GraphDecoder:
             self._full_size = drafter.propose(rows, roots).size
         if self._full_size == 1 and not isinstance(drafter, NoDrafter):
             raise GraphError(f"the drafter {drafter.name} drafts nothing below a text of one token")
-        self._drafted = 0  # nodes of a draft; chosen when an answer begins
+        self._draft_size = 0  # nodes, root included; chosen when an answer begins
 
     @property
     def next_size(self) -> int:
         """Tokens that the next step should verify, including the root."""
-        return self._drafted if self.size.pays else 1
+        return self._draft_size if self.size.pays else 1
 
     def steps(
         self, sequences: list[Sequence], accept: Acceptor, check: Callable[[], None]
@@ -82,13 +82,14 @@ class GraphDecoder:
         self.size.begin(len(sequences))
         self.pool.begin()
         # A drafter may propose fewer nodes than it is asked for.
-        self._drafted = min(self.size.typical(self._drafted) or self._full_size, self._full_size)
+        size = self.size.typical(self._draft_size) or self._full_size
+        self._draft_size = min(size, self._full_size)
         while any(sequence.active for sequence in sequences):
             longest = max(len(sequence.tokens) for sequence in sequences)
-            shape = (len(sequences), longest, self.next_size, self._drafted)
+            shape = (len(sequences), longest, self.next_size, self._draft_size)
             try:
                 captured = self.pool.get(*shape, choice)
-                captured.check(sequences, generators)
+                captured.try_once(sequences, generators)
             except GraphError as reason:
                 if self.pool.kernels and isinstance(reason, StepError):
                     self.pool.kernels = False
@@ -109,7 +110,8 @@ class GraphDecoder:
         """Decode until all rows have ended, the cache is full, or the draft size changes.
 
         Returns:
-            False if a forward overflowed and the eager loop must continue.
+            True if another captured step can go on; False if a forward overflowed, so that the
+            eager loop must.
         """
         cache, step = self.target.cache, captured.step
         first = [len(sequence.tokens) for sequence in sequences]
@@ -148,7 +150,9 @@ class GraphDecoder:
                 done = Step(tokens, reasons, drafted, step.size, seconds)
                 rows = len(tokens)
                 self.size.record(rows, rows * (step.size - 1), done.mean_emitted, sum(seconds))
-                step.chooser.rewind(emitted())  # others may draw from the same generators
+                # Whoever takes the step may draw from the same generators: for them these are where
+                # plain sampling would have left them.
+                step.chooser.rewind(emitted())
                 yield done
                 step.chooser.resume()
                 begun = perf_counter()

@@ -33,8 +33,8 @@ MOST_STEPS = 4  # that are kept; those for as many rows and slots share a cache
 def slots_for(length: int, size: int, smallest: int = SMALLEST) -> int:
     """Return the slots of the smallest cache for texts of ``length`` and drafts of ``size``.
 
-    There is room for the two steps that are compared, and some more. ``smallest`` is rounded up to
-    a power of two.
+    There is room for the two steps in which the graph is compared (see ``trial``), and some more.
+    ``smallest`` is rounded up to a power of two.
     """
     slots = 1 << (smallest - 1).bit_length()
     while slots < length + size + max(SPARE_SLOTS, 2 * size):  # powers of two, and halfway between
@@ -81,7 +81,7 @@ class StepPool:
         self._patience = WAIT
 
     def get(
-        self, batch: int, length: int, size: int, drafted: int, choice: TokenChoice
+        self, batch: int, length: int, size: int, draft_size: int, choice: TokenChoice
     ) -> CapturedStep:
         """Return the step for texts of up to ``length`` tokens, with spare slots.
 
@@ -89,7 +89,8 @@ class StepPool:
             batch: B.
             length: tokens of the longest text.
             size: tokens that the step verifies per row.
-            drafted: those of the steps with drafts, whose kernels are compiled first.
+            draft_size: those of a step with a draft, whose kernels are compiled first, even where
+                this step has none.
             choice: of tokens.
 
         Raises:
@@ -104,7 +105,7 @@ class StepPool:
         slots = self._slots(batch, length, size)
         kernels = self.kernels
         if kernels:
-            self._compiler.ask(batch, self._slots(batch, length, drafted), drafted)
+            self._compiler.ask(batch, self._slots(batch, length, draft_size), draft_size)
             begun = perf_counter()
             kernels = self._compiler.ready(batch, slots, size, self._patience)
             self._patience = max(0.0, self._patience - (perf_counter() - begun))

@@ -76,7 +76,7 @@ class GraphStep:
         self.drafting = make_drafting(drafter, batch, slots, spec.size, device, kernels=kernels)
         self.size, self.most = self.drafting.size, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device) if cache is None else cache
-        # The first runs choose between kernels, by results and times: of a full cache.
+        # The first runs compare kernels of ours with PyTorch's: on the keys of a full cache.
         self.cache.fill(self.size)
         self._operations: Any = tensors
         if kernels:
@@ -113,16 +113,16 @@ class GraphStep:
         return self.take(self.run)
 
     def take(self, run: Callable[[], Tensor]) -> Tensor:
-        """Take a step with ``run``, which returns its output, and wait for it.
+        """Prepare a step, take it with ``run``, which returns its output, wait, and learn.
 
         Returns:
             The summary on the host, int64 [B, p + 1] (see ``step_summary``).
         """
         self.drafting.prepare()
-        return self.read(run().cpu())
+        return self.learn_from(run().cpu())
 
-    def read(self, output: Tensor) -> Tensor:
-        """Learn from a step's output on the host; return its summary."""
+    def learn_from(self, output: Tensor) -> Tensor:
+        """Learn from a step's output, which is on the host; return its summary."""
         self.drafting.learn(output)
         return output[:, : self.most + 1]
 

@@ -1,4 +1,8 @@
-"""Trying a captured step before it is used: is it right, and faster than the eager loop."""
+"""Trying a captured step before it is used: is it right, and can it pay.
+
+A step that takes longer than an eager step of one token cannot: the eager loop would emit as many
+tokens in less time, even without drafts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ def problem(
     replay: Run,
     sequences: list[Sequence],
     generators: list[torch.Generator],
-    captured: bool,
+    is_graph: bool,
 ) -> str | None:
     """Return in one line why a captured step must not be used, or None; restore what it changed.
 
@@ -33,11 +37,11 @@ def problem(
         replay: runs it.
         sequences: the rows; the last token of each has not been read yet.
         generators: of the sampled rows.
-        captured: whether ``replay`` is a graph, whose time is compared too.
+        is_graph: whether ``replay`` runs a graph, whose time is compared too.
     """
     if not _agrees(step, replay, sequences, generators):
         return "steps of the graph differ from the same steps without it"
-    return _slower(step, replay, sequences) if captured else None
+    return _slower(step, replay, sequences) if is_graph else None
 
 
 def _agrees(
@@ -47,10 +51,13 @@ def _agrees(
     matrix = step.drafting.drafter.matrix
     learnt = None if matrix is None else matrix.state()
 
-    def from_the_start(run: Run) -> Tensor:
+    def restore() -> None:
         if matrix is not None and learnt is not None:
             matrix.restore(learnt)
         step.begin(sequences, generators)
+
+    def from_the_start(run: Run) -> Tensor:
+        restore()
         step.chooser.draw([2 * step.most] * len(sequences))
         try:
             return run()
@@ -60,35 +67,36 @@ def _agrees(
     def two_steps(run: Run) -> Run:
         return lambda: torch.stack([step.take(run), step.take(run)])
 
-    eager, captured = from_the_start(two_steps(step.run)), from_the_start(two_steps(replay))
-    same = captured.equal(eager)
+    eager, replayed = from_the_start(two_steps(step.run)), from_the_start(two_steps(replay))
+    same = replayed.equal(eager)
     if not same and step.chooser.exact:
-        same = _all_but_tied(step, from_the_start, eager, captured)
+        same = _all_but_tied(step, from_the_start, eager, replayed)
     elif not same:  # rounding can change a sampled token of half precision
         same = step.target.dtype != torch.float32
-    from_the_start(lambda: eager)  # restores the matrix
+    restore()
     return same
 
 
 def _all_but_tied(
-    step: GraphStep, from_the_start: Callable[[Run], Tensor], eager: Tensor, captured: Tensor
+    step: GraphStep, from_the_start: Callable[[Run], Tensor], eager: Tensor, replayed: Tensor
 ) -> bool:
     """Return True if the first tokens that differ have logits that rounding can exchange."""
-    differs = 0 if not captured[0].equal(eager[0]) else 1  # the first step that does
+    differs = 0 if not replayed[0].equal(eager[0]) else 1  # the first step that does
     logits = from_the_start(step.logits if not differs else lambda: (step(), step.logits())[1])
-    eager, captured = eager[differs], captured[differs]
+    eager, replayed = eager[differs], replayed[differs]
     # What the first step has learnt is rounded too, so that the second may draft less or more.
     drafts_differ = differs == 1 and step.target.dtype != torch.float32
-    for row, (eager_row, captured_row) in enumerate(zip(eager.tolist(), captured.tolist())):
-        first = next((i for i in range(1, len(eager_row)) if eager_row[i] != captured_row[i]), None)
+    for row, (eager_row, replayed_row) in enumerate(zip(eager.tolist(), replayed.tolist())):
+        tokens = range(1, len(eager_row))  # behind the number of drafted ones
+        first = next((i for i in tokens if eager_row[i] != replayed_row[i]), None)
         if first is None:
             continue
-        if NO_TOKEN in (eager_row[first], captured_row[first]):
+        if NO_TOKEN in (eager_row[first], replayed_row[first]):
             if drafts_differ:
                 continue  # one text is the beginning of the other
             return False
         row_logits = logits[row].float()
-        gaps = (row_logits[:, eager_row[first]] - row_logits[:, captured_row[first]]).abs()
+        gaps = (row_logits[:, eager_row[first]] - row_logits[:, replayed_row[first]]).abs()
         noise = TIES * torch.finfo(step.target.dtype).eps * row_logits.abs().amax(dim=1)
         # The node is not known here, so that some node must have this tie.
         if not bool((gaps <= noise).any()):

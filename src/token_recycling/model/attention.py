@@ -116,8 +116,8 @@ def prompt_attention(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     batch, heads, q, size = query.shape
     group = heads // key.shape[1]
-    own = [x[:, :, before:].repeat_interleave(group, dim=1) for x in (key, value)]
-    out, weight = flash(query, *own, 0.0, True, scale=scale)
+    new_entries = [x[:, :, before:].repeat_interleave(group, dim=1) for x in (key, value)]
+    out, weight = flash(query, *new_entries, 0.0, True, scale=scale)
     if before:
         rows = query.reshape(batch, key.shape[1], group * q, size)
         earlier = (key[:, :, :before], value[:, :, :before])
@@ -143,9 +143,9 @@ def repeated_mask(mask: Tensor, group: int) -> Tensor:
     Its rows begin at multiples of ``ALIGNED`` entries; else every layer would copy it.
     """
     batch, _, q, s = mask.shape
-    made = mask.new_empty(batch, 1, group, q, -(-s // ALIGNED) * ALIGNED)
-    made[..., :s] = mask[:, :, None]
-    return made.flatten(2, 3)[..., :s]
+    repeated = mask.new_empty(batch, 1, group, q, -(-s // ALIGNED) * ALIGNED)
+    repeated[..., :s] = mask[:, :, None]
+    return repeated.flatten(2, 3)[..., :s]
 
 
 def install() -> None:

@@ -20,5 +20,5 @@ def cache_name(parameters: Collection[str]) -> str:
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call, by either name, or None."""
-    found = arguments.get(CACHE_NAME)
-    return arguments.get(OLD) if found is None else found
+    cache = arguments.get(CACHE_NAME)
+    return arguments.get(OLD) if cache is None else cache

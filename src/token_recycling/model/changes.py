@@ -62,8 +62,8 @@ class ModelState:
             return "the model's attention windows or positions have changed"
         if self.device != input_device(model):
             return f"the model is no longer on {self.device}"
-        own = [name for name in DECODING if name in model.__dict__]
-        return f"the model object overrides {own[0]}" if own else None
+        overrides = [name for name in DECODING if name in model.__dict__]
+        return f"the model object overrides {overrides[0]}" if overrides else None
 
     def _trains(self, model: Any) -> str | None:
         """Return how training mode would change the results, or None if it does not."""

@@ -23,8 +23,8 @@ def linear_children(
     module: nn.Module, names: tuple[str, ...], kinds: tuple[type, ...] = (nn.Linear,)
 ) -> list[nn.Module]:
     """Return a module's linear layers of these names; none if one is missing or of another type."""
-    found = [module._modules.get(name) for name in names]
-    return found if all(type(one) in kinds for one in found) else []  # type: ignore[return-value]
+    layers = [module._modules.get(name) for name in names]
+    return layers if all(type(layer) in kinds for layer in layers) else []  # type: ignore[return-value]
 
 
 def epsilon(norm: nn.Module) -> Any:
@@ -65,15 +65,15 @@ def added_to_weights(norm: nn.Module, rms_norm: Callable[..., Tensor]) -> float 
         rms_norm: the kernel, called with inputs, weights, epsilon and what is added.
     """
     weight = norm._parameters.get("weight")
-    own = epsilon(norm)
-    if weight is None or weight.dim() != 1 or not isinstance(own, float):
+    norm_epsilon = epsilon(norm)
+    if weight is None or weight.dim() != 1 or not isinstance(norm_epsilon, float):
         return None
     if len(list(norm.parameters())) != 1 or norm._modules:
         return None
     inputs = sample(weight.shape[0], weight.dtype, weight.device)
     right = own_result(norm, inputs)
     for added in ADDED:
-        if is_same(rms_norm(inputs, weight, own, added), right):
+        if is_same(rms_norm(inputs, weight, norm_epsilon, added), right):
             return added
     return None
 
@@ -117,13 +117,13 @@ def install_rotary(
         for heads in (4, 2)
     )
     angles = sample(4, torch.float32, device)
-    cos, sin = (torch.cat([one, one], dim=-1) for one in (angles.cos(), angles.sin()))
+    cos, sin = (torch.cat([half, half], dim=-1) for half in (angles.cos(), angles.sin()))
     try:
         right = stock(query, key, cos, sin)
     except Exception:  # whatever unknown code raises
         return
-    found = rotary(query, key, cos, sin)
-    if not isinstance(right, tuple) or not all(map(is_same, found, right)):
+    rotated = rotary(query, key, cos, sin)
+    if not isinstance(right, tuple) or not all(map(is_same, rotated, right)):
         return
     setattr(code, ROTARY, update_wrapper(partial(call, stock), stock))
 

@@ -178,8 +178,8 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             for stack, _ in self._stacks:
                 slots = path.to(stack.device) + end
                 for row, (length, count) in enumerate(rows):
-                    kept = stack[:, row].index_select(2, slots[row, :count])
-                    stack[:, row, :, length : length + count] = kept
+                    accepted = stack[:, row].index_select(2, slots[row, :count])
+                    stack[:, row, :, length : length + count] = accepted
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
 
     @property
@@ -197,12 +197,12 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         """
         self._stack()
         length = self.lengths[row] if slots is None else min(slots, self.lengths[row])
-        made = RecyclingCache(len(self.layers), 1)
-        made.extent.lengths, made.extent.capacity = [length], length
+        cache = RecyclingCache(len(self.layers), 1)
+        cache.extent.lengths, cache.extent.capacity = [length], length
         for stack, views in self._stacks:
-            own = [(made.layers[self.layers.index(layer)], name) for layer, name in views]
-            made._add(stack[:, row : row + 1, :, :length].clone(), own)
-        return made
+            new_views = [(cache.layers[self.layers.index(layer)], name) for layer, name in views]
+            cache._add(stack[:, row : row + 1, :, :length].clone(), new_views)
+        return cache
 
     def append(self, other: RecyclingCache) -> None:
         """Append copies of the rows of ``other``, a cache of the same model.
@@ -343,7 +343,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         for entries in self.entries:
             groups.setdefault((entries.shape, entries.dtype), []).append(entries)
         self.same_shapes = [
-            (group, torch.tensor([one.data_ptr() for one in group], device=device))
+            (group, torch.tensor([tensor.data_ptr() for tensor in group], device=device))
             for group in groups.values()
         ]
 

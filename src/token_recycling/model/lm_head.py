@@ -88,9 +88,9 @@ class Float32Head(ThreadContext):
         if self.head.bias is not None and self.bias is not None:
             pairs.append((self.head.bias, self.bias))
         same = self._copied == self._version() and all(
-            torch.equal(given.detach().float(), kept)
+            torch.equal(given.detach().float(), copied)
             for weight, copy in pairs
-            for given, kept in zip(weight.split(ROWS), copy.split(ROWS))
+            for given, copied in zip(weight.split(ROWS), copy.split(ROWS))
         )
         if not same:
             self._copy()
@@ -122,5 +122,5 @@ def _forward(before: Any, head: Any, stock: Any, hidden: Tensor) -> Tensor:
         if entered.head is head:
             logits: Tensor = entered(hidden)
             return logits
-    found: Tensor = stock(hidden) if before is None else before(hidden)
-    return found
+    output: Tensor = stock(hidden) if before is None else before(hidden)
+    return output

@@ -34,8 +34,8 @@ def additive_masks(
         if window.rule == "sliding":
             seen = visible & (query_positions[:, :, None] - key_positions[:, None] < window.size)
         elif window.rule == "chunked":
-            own = query_positions[:, :, None] // window.size
-            seen = visible & (own == key_positions[:, None] // window.size)
+            chunks = query_positions[:, :, None] // window.size
+            seen = visible & (chunks == key_positions[:, None] // window.size)
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         masks[kind] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))

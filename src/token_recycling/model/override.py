@@ -12,7 +12,7 @@ from typing import Any
 
 def _takes_names(call: Callable[..., Any]) -> bool:
     """Return whether a function takes any keyword argument."""
-    kinds = (one.kind for one in inspect.signature(call).parameters.values())
+    kinds = (parameter.kind for parameter in inspect.signature(call).parameters.values())
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
@@ -97,8 +97,8 @@ class Override:
 
     def covers(self, owner: Any, call: Callable[..., Any] | None = None) -> bool:
         """Return whether this overrides ``owner``, not a copy of it, with ``call`` if given."""
-        own = getattr(self.call, "func", self.call)  # the function inside a partial
-        return own is not None and self._owner() is owner and call in (None, own)
+        function = getattr(self.call, "func", self.call)  # the function inside a partial
+        return function is not None and self._owner() is owner and call in (None, function)
 
 
 def is_covered(owner: Any, name: str, call: Callable[..., Any] | None = None) -> bool:

@@ -38,17 +38,17 @@ class PrefixCache:
         given = self.target.model.get_input_embeddings()
         ids = torch.tensor([self.tokens[:count]], device=self.target.device)
         with self.target.inference_context():
-            found = [given(ids)]
+            embeddings = [given(ids)]
         for module in self.target.model.modules():
             if isinstance(module, torch.nn.Embedding) and module is not given:
-                found.append(module.weight.detach()[: count + OFFSET].clone())
-        return found
+                embeddings.append(module.weight.detach()[: count + OFFSET].clone())
+        return embeddings
 
     def common(self, tokens: list[int]) -> int:
         """Return how many leading tokens of ``tokens`` have valid cache entries."""
         same = 0
-        for ours, theirs in zip(self.tokens, tokens):
-            if ours != theirs:
+        for cached, token in zip(self.tokens, tokens):
+            if cached != token:
                 break
             same += 1
         same = min(same, self.target.cache.end)

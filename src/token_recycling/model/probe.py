@@ -131,9 +131,9 @@ def _compare(
     causal = torch.ones_like(draft.ancestors[0]).tril()[None]
     target.prefill([prefix])
 
-    def difference(found: Tensor) -> float:
+    def difference(node_logits: Tensor) -> float:
         parts = [
-            (found[list(leaf)] - right[row, len(prefix) : -1]).abs().max()
+            (node_logits[list(leaf)] - right[row, len(prefix) : -1]).abs().max()
             for row, leaf in enumerate(LEAVES)
         ]
         return float(torch.stack(parts).max())
@@ -154,8 +154,8 @@ def _compare(
     target.commit(path, [len(COMMITTED)])
     last = TreeShape(TreeTemplate.chain(1), target.device)
     pair = torch.tensor([[after, after]], device=target.device)
-    found = target.verify(last.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0].float()
-    worst = max(worst, float((found - right[LEAVES.index(COMMITTED), -1]).abs().max()))
+    logits = target.verify(last.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0].float()
+    worst = max(worst, float((logits - right[LEAVES.index(COMMITTED), -1]).abs().max()))
     return worst, control, float(right.std()), same_bits
 
 
@@ -169,17 +169,17 @@ def _twin(target: TreeTarget) -> TreeTarget:
     model = target.model
     if any(not isinstance(vars(m).get("forward"), Override | NoneType) for m in model.modules()):
         return twin  # hooks such as accelerate's refer to the original modules
-    own, text = model.config, text_config(model.config)
+    config, text = model.config, text_config(model.config)
     short = copy.copy(text)
     for name in ("sliding_window", "attention_chunk_size"):
         if size := getattr(text, name, None):
             setattr(short, name, min(WINDOW, size))
     configs = {id(text): short}
-    if own is not text:
-        configs[id(own)] = copy.copy(own)
-        for name, value in vars(own).items():
+    if config is not text:
+        configs[id(config)] = copy.copy(config)
+        for name, value in vars(config).items():
             if value is text:
-                setattr(configs[id(own)], name, short)
+                setattr(configs[id(config)], name, short)
     modules = {id(module): _shell(module, configs) for module in model.modules()}
     for shell in modules.values():
         shell.__dict__["_modules"] = {

@@ -251,10 +251,10 @@ class TreeTarget:
             )
             self.cache.lengths = [begin + size] * batch
             if learn_prompt is not None and columns:
-                found = logits
+                learnt_logits = logits
                 if columns != computed:
-                    found = logits[:, [computed.index(n) for n in columns]]
-                learn_prompt(tokens[:, columns], found, mask[:, columns])
+                    learnt_logits = logits[:, [computed.index(n) for n in columns]]
+                learn_prompt(tokens[:, columns], learnt_logits, mask[:, columns])
             if ends is None:
                 ends = logits.new_zeros(batch, logits.shape[-1])
             for row, at in enumerate(last.tolist()):
@@ -285,9 +285,9 @@ class TreeTarget:
         chain = (lengths, visible[:, :, begin:])
         self._forward(ids, positions, visible, slots[None], [len(tokens) - 1], draft=chain)
         self.cache.lengths = [end]
-        found = self.cache.entries(begin, end)
+        recomputed = self.cache.entries(begin, end)
         worst = 0.0
-        for old, now in zip(before, found):
+        for old, now in zip(before, recomputed):
             far = (old.float() - now.float()).square().mean().sqrt()
             size = now.float().square().mean().sqrt()
             off = float(far / size.clamp(min=1e-9))

@@ -72,11 +72,11 @@ def is_repeatable(model: nn.Module, vocab_size: int, device: torch.device) -> bo
     with torch.random.fork_rng(devices=devices):
         rng = torch.Generator().manual_seed(0)
         ids = torch.randint(0, vocab_size, (2, TOKENS), generator=rng).to(device)
-        found = []
+        logits = []
         for seed, rows in enumerate((ids[:1], ids[:1], ids)):
             torch.manual_seed(seed)
             output = model(input_ids=rows, use_cache=False, return_dict=True)
-            found.append(output.logits[0].float().nan_to_num(0.0, 0.0, 0.0))
-    once, *others = found  # values that are not finite were zeroed, so they are not compared
+            logits.append(output.logits[0].float().nan_to_num(0.0, 0.0, 0.0))
+    once, *others = logits  # values that are not finite were zeroed, so they are not compared
     bound = ROUNDING * float(once.std())
     return all(float((once - other).abs().max()) <= bound for other in others)

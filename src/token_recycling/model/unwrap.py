@@ -27,19 +27,19 @@ def model_inside(given: Any) -> Any:
             f"{str(given)!r} is not a model object; load it with "
             "AutoModelForCausalLM.from_pretrained, or use TokenRecycling.from_pretrained"
         )
-    found = given
+    model = given
     for _ in range(DEEPEST):
-        if isinstance(found, GenerationMixin):
-            return found
-        inner = _inside(found)
+        if isinstance(model, GenerationMixin):
+            return model
+        inner = _inside(model)
         if inner is None:
             break
-        found = inner
+        model = inner
     kind = type(given).__name__
     names = [name for name, value in _attributes(given) if isinstance(value, GenerationMixin)]
     if names:
-        there = " or ".join(f".{name}" for name in sorted(names))
-        raise TokenRecyclingError(f"{kind} is not a Transformers model; pass its {there}")
+        choices = " or ".join(f".{name}" for name in sorted(names))
+        raise TokenRecyclingError(f"{kind} is not a Transformers model; pass its {choices}")
     raise TokenRecyclingError(
         f"{kind} is not a Transformers model that generates text; pass a …ForCausalLM"
     )
@@ -60,6 +60,6 @@ def _inside(wrapper: Any) -> Any:
 
 
 def _attributes(thing: Any) -> list[tuple[str, Any]]:
-    own = dict(getattr(thing, "__dict__", {}))
-    own.update(own.pop("_modules", None) or {})
-    return list(own.items())
+    attributes = dict(getattr(thing, "__dict__", {}))
+    attributes.update(attributes.pop("_modules", None) or {})
+    return list(attributes.items())

@@ -18,10 +18,10 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(0)  # else two servers could bind the same port before either listens
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(0)  # else two servers could bind the same port before either listens
     except (socket.gaierror, UnicodeError) as error:  # the latter for names that are not valid
         raise TokenRecyclingError(f"--host is {host}; there is no such address") from error
     except OSError as error:
@@ -30,4 +30,4 @@ def bind(host: str, port: int) -> socket.socket:
                 f"port {port} is in use; stop the other program or choose another with --port"
             ) from error
         raise TokenRecyclingError(f"cannot use {host}:{port}: {error.strerror}") from error
-    return made
+    return listener

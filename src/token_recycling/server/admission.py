@@ -23,7 +23,7 @@ class DrainingError(Exception):
 
 
 class Admission:
-    """The jobs that wait, and the number of those that were taken; threads may share it."""
+    """The jobs that wait, and the number of those that are decoded; threads may share it."""
 
     def __init__(self, metrics: Metrics, most_rows: int, most_waiting: int) -> None:
         """Start without jobs.
@@ -34,10 +34,10 @@ class Admission:
             most_waiting: jobs that wait, in addition.
         """
         self._metrics, self._most_rows, self._most_waiting = metrics, most_rows, most_waiting
-        self._changed = Condition()  # guards all that follows
+        self._changed = Condition()  # guards what is written below
         self._waiting: FairQueue[Job] = FairQueue()
-        self._taken = 0  # jobs that have not ended
-        self._draining = False
+        self._running = 0  # jobs that were taken and have not ended
+        self._closed = False
         self._seconds = 1.0  # a request takes, on average
 
     def __len__(self) -> int:
@@ -45,9 +45,9 @@ class Admission:
         return len(self._waiting)
 
     @property
-    def draining(self) -> bool:
-        """Whether no more jobs are taken."""
-        return self._draining
+    def closed(self) -> bool:
+        """Whether no more jobs may be submitted; those that wait are still taken."""
+        return self._closed
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs that belong together: all or none.
@@ -60,9 +60,9 @@ class Admission:
             DrainingError: the server is shutting down.
         """
         with self._changed:
-            if self._draining:
+            if self._closed:
                 raise DrainingError
-            free = max(0, self._most_rows - self._taken)
+            free = max(0, self._most_rows - self._running)
             missing = len(self._waiting) + len(jobs) - self._most_waiting - free
             given_up: list[Job] | None = []
             if missing > 0:
@@ -82,7 +82,7 @@ class Admission:
     def wait(self, seconds: float) -> None:
         """Wait for a job, or the end, for at most ``seconds``."""
         with self._changed:
-            if not (self._waiting or self._draining):
+            if not (self._waiting or self._closed):
                 self._changed.wait(seconds)
 
     def take(self, fits: Callable[[Job], bool]) -> Job | None:
@@ -91,7 +91,7 @@ class Admission:
             job = self._waiting.next()
             if job is None or not fits(job):
                 return None
-            self._taken += 1
+            self._running += 1
             job = self._waiting.pop()
             self._count()
             return job
@@ -99,7 +99,7 @@ class Admission:
     def finished(self, seconds: float) -> None:
         """Note that a job has ended, ``seconds`` after it arrived."""
         with self._changed:
-            self._taken -= 1
+            self._running -= 1
             self._seconds += 0.1 * (seconds - self._seconds)
             self._count()
 
@@ -117,11 +117,11 @@ class Admission:
             return jobs
 
     def close(self) -> None:
-        """Take no more jobs."""
+        """Let no more jobs be submitted."""
         with self._changed:
-            self._draining = True
+            self._closed = True
             self._changed.notify()
 
     def _count(self) -> None:
         self._metrics.waiting.set(len(self._waiting))
-        self._metrics.running.set(self._taken)
+        self._metrics.running.set(self._running)

@@ -133,9 +133,9 @@ class Server:
         try:
             if not body.stream:
                 await or_gone(request, self._collect(answering, choices, usage))
-                whole = Envelope(kind, prefix, self._name)
+                envelope = Envelope(kind, prefix, self._name)
                 return JSONResponse(
-                    whole.json([choice.whole() for choice in choices], usage=usage.json())
+                    envelope.json([choice.whole() for choice in choices], usage=usage.json())
                 )
             # An answer that is refused gets a status of its own, so wait for the first event.
             first = await or_gone(request, answering.next())
@@ -198,8 +198,8 @@ class Server:
                     if with_drafts:
                         extra["token_recycling"] = {"drafts": drafts(event)}
                 if chunk is not None or with_drafts:
-                    shown = [] if chunk is None else [chunk]
-                    yield _frame(envelope.json(shown, **others, **extra))
+                    chunks = [] if chunk is None else [chunk]
+                    yield _frame(envelope.json(chunks, **others, **extra))
                 if not answering.left:
                     break
                 index, event = await answering.next()

@@ -55,13 +55,13 @@ class Authentication:
             return Caller("", host)
         given = request.headers.get("authorization", "")
         scheme, _, token = given.partition(" ")
-        found = ""
+        matched_key = ""
         for key in self._keys:  # all of them, so that the time tells nothing
             if secrets.compare_digest(token.strip().encode(), key.encode()):
-                found = key
-        if scheme.lower() != "bearer" or not found:
+                matched_key = key
+        if scheme.lower() != "bearer" or not matched_key:
             problem = "this server requires an API key: send Authorization: Bearer KEY"
             if scheme.lower() == "bearer" and token.strip():
                 problem = "wrong API key"
             raise ApiError(problem, status=401, code="invalid_api_key")
-        return Caller(found, found)
+        return Caller(matched_key, matched_key)

@@ -91,13 +91,13 @@ class ContinuousBatch(Generic[R]):
                 on_progress=on_progress,
             )
         finally:
-            own = self._exchange(before)
+            row_cache = self._exchange(before)
         self._stop()  # steps may have been taken while the prompt was read
-        if own is not None and self._cache is not None:
+        if row_cache is not None and self._cache is not None:
             with self._target.inference_context():
-                self._cache.append(own)
+                self._cache.append(row_cache)
         else:
-            self._cache = own
+            self._cache = row_cache
         self.rows.append(row)
         return step
 
@@ -130,10 +130,10 @@ class ContinuousBatch(Generic[R]):
         if cache.rows == 1:  # nothing else needs it
             self._cache = None
             return cache
-        own = cache.copy(at)
+        row_cache = cache.copy(at)
         with self._target.inference_context():
             cache.remove(at)
-        return own
+        return row_cache
 
     def release(self) -> None:
         """Free the room of rows that have left, if there are no others."""

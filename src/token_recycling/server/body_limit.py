@@ -51,20 +51,20 @@ class BodyLimit:
             if name == b"content-length" and value.isdigit() and int(value) > MOST_BYTES:
                 await BodyTooLargeError(closes=True).response()(scope, receive, send)
                 return
-        read, whole = 0, False
+        read, complete = 0, False
         deadline = asyncio.get_running_loop().time() + MOST_SECONDS
 
         async def limited() -> Message:
-            nonlocal read, whole
-            if whole:  # what comes now is that the client has gone
+            nonlocal read, complete
+            if complete:  # what comes now is that the client has gone
                 return await receive()
-            left = deadline - asyncio.get_running_loop().time()
+            remaining = deadline - asyncio.get_running_loop().time()
             try:
-                message = await asyncio.wait_for(receive(), left)
+                message = await asyncio.wait_for(receive(), remaining)
             except asyncio.TimeoutError:
                 raise BodyTooSlowError from None
             read += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
+            complete = not message.get("more_body", False)
             if read > MOST_BYTES:
                 raise BodyTooLargeError
             return message

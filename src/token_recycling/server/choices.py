@@ -70,18 +70,18 @@ class TokenTexts:
 
         def entry(token: int, logprob: float) -> Json:
             text = self.text(token)
-            whole = "\ufffd" not in text  # else part of a character
+            is_complete = "\ufffd" not in text  # else part of a character
             return {
                 "token": text,
                 "logprob": max(logprob, -9999.0),
-                "bytes": list(text.encode()) if whole else None,
+                "bytes": list(text.encode()) if is_complete else None,
             }
 
         return {
             "content": [
                 {
                     **entry(token, logprobs.logprob),
-                    "top_logprobs": [entry(*one) for one in logprobs.top],
+                    "top_logprobs": [entry(*alternative) for alternative in logprobs.top],
                 }
                 for token, logprobs in self.entries(event)
             ],

@@ -35,7 +35,7 @@ TICK = 1.0  # seconds between calls of ``on_tick`` while idle
 
 
 class AbortedError(Exception):
-    """The client has gone before its prompt was read."""
+    """The client has gone before its prompt was read, or the server is shutting down."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,8 @@ class Engine:
     threads than the machine has cores, GCC's library lets all of them sleep between two parallel
     loops, which makes the steps of small models half as long again.
     Jobs join the batch and leave it between steps. While a long prompt is read, the other rows
-    advance by one step after every chunk.
+    advance by one step after every chunk: ``_read`` calls ``_step``, in which rows may leave, pause
+    or fail. The row whose prompt is read is not in the batch yet.
 
     Attributes:
         most_jobs: jobs that are decoded or wait at once, at most.
@@ -103,7 +104,7 @@ class Engine:
             recycler.target, recycler.draft_size, recycler.runs.graph_decoder()
         )
         self._paused: deque[Running] = deque()  # rows that left the full batch, the oldest first
-        self._end = inf  # ``monotonic()`` seconds at which answers in progress are ended
+        self._deadline = inf  # ``monotonic()`` seconds at which answers in progress are ended
         self._ended = Event()
         self.alive = False  # True while ``run`` runs
 
@@ -116,12 +117,12 @@ class Engine:
         job.aborted = True
         self._admission.remove(job)
 
-    def drain(self, seconds: float) -> None:
+    def end_answers_in(self, seconds: float) -> None:
         """End all answers with an error in ``seconds``; may be called in a signal handler."""
-        self._end = monotonic() + seconds
+        self._deadline = monotonic() + seconds
 
     def stop(self) -> None:
-        """Take no more jobs, and wait until ``run`` has finished those that were taken."""
+        """Let no more jobs be submitted, and wait until ``run`` has finished the others."""
         self._admission.close()
         if self.alive:
             self._ended.wait()
@@ -140,7 +141,7 @@ class Engine:
             self._ended.set()
 
     def _loop(self) -> None:
-        while not self._admission.draining or self._has_work:
+        while not self._admission.closed or self._has_work:
             if not self._has_work:
                 self._admission.wait(TICK)
                 if not self._admission:
@@ -174,7 +175,7 @@ class Engine:
 
         Those whose clients have gone do not.
         """
-        for row in [one for one in self._paused if one.job.aborted]:
+        for row in [row for row in self._paused if row.job.aborted]:
             self._paused.remove(row)
             self._finish(row.job, "abort", stats=row.sequence.stats)
         while len(rows := self._batch.rows) > 1:
@@ -182,7 +183,7 @@ class Engine:
             if longest * len(rows) <= BATCH_TOKENS:
                 return
             newest = max(rows, key=lambda row: row.job.arrived)
-            self._keep(newest)
+            self._remove(newest)
             self._paused.appendleft(newest)
 
     def _join(self, job: Job) -> None:
@@ -201,7 +202,7 @@ class Engine:
         begun, job, sequence = monotonic(), row.job, row.sequence
 
         def between(read: int, total: int) -> None:
-            if job.aborted:
+            if job.aborted or monotonic() > self._deadline:
                 raise AbortedError
             if read < total and self._batch.rows:
                 self._step()
@@ -213,7 +214,7 @@ class Engine:
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
             step = self._batch.join(row, prefix=prefix, on_progress=between)
         except AbortedError:
-            self._finish(job, "abort")
+            self._finish(job, "abort", None if job.aborted else Failed(SHUTTING_DOWN, 503))
             return
         except TokenRecyclingError as error:
             self._finish(job, "error", Failed(str(error), 400))
@@ -236,12 +237,12 @@ class Engine:
         """
         if not self._prefixes.limit:
             return None
-        own = tokens[:-1]
-        key, length = self._prefixes.find(owner, own)
+        prefix = tokens[:-1]
+        key, length = self._prefixes.find(owner, prefix)
         best: Running | None = None
         for row in self._batch.rows:
             if self._scopes.owner(row.job.key) == owner:
-                same = common(row.sequence.tokens[:-1], own)
+                same = common(row.sequence.tokens[:-1], prefix)
                 if same > length:
                     best, length = row, same
         if not length:
@@ -285,17 +286,17 @@ class Engine:
 
     def _step(self) -> None:
         """Advance all rows by one step, and report their tokens."""
-        if monotonic() > self._end:
+        if monotonic() > self._deadline:
             self._end_all()
-        for one in [one for one in self._batch.rows if one.job.aborted]:
-            self._leave(one, "abort")
+        for row in [row for row in self._batch.rows if row.job.aborted]:
+            self._leave(row, "abort")
         self._pause()
         if not self._batch.rows:
             return
         try:
             step = self._batch.step()
         except Exception as error:  # for example, the device is out of memory
-            jobs = [one.job for one in self._batch.rows]
+            jobs = [row.job for row in self._batch.rows]
             self._batch.clear()
             self._fail(jobs, error)
             return
@@ -304,49 +305,49 @@ class Engine:
         self._report()
 
     def _record(self, step: Step, rows: list[Running]) -> None:
-        for row, one in enumerate(rows):
-            sequence = one.sequence
-            read = 0 if one.sent else sequence.prompt_length - sequence.cached
+        for index, row in enumerate(rows):
+            sequence = row.sequence
+            read = 0 if row.sent else sequence.prompt_length - sequence.cached
             for stats in (sequence.stats, self.recycler.stats):
-                stats.add(step, row, prompt_tokens=read)
+                stats.add(step, index, prompt_tokens=read)
 
     def _report(self) -> None:
         """Report new tokens; let rows leave that have ended, or whose grammar has failed."""
         ended, lost = [], []
-        for one in self._batch.rows:
-            sequence, begin = one.sequence, one.sent
+        for row in self._batch.rows:
+            sequence, begin = row.sequence, row.sent
             new = sequence.new_tokens
             if len(new) == begin:
                 continue
-            if one.job.grammar is not None and one.job.grammar.problem is not None:
-                lost.append(one)
+            if row.job.grammar is not None and row.job.grammar.problem is not None:
+                lost.append(row)
                 continue
             assert sequence.text is not None
             if not sequence.active:
                 sequence.text.finish()
-                ended.append(one)
+                ended.append(row)
             tokens = new[begin:]
-            one.sent = len(new)
+            row.sent = len(new)
             # The last token of a step, and the first of an answer, are the target's own.
             drafted = [begin > 0 and at < len(new) - 1 for at in range(begin, len(new))]
-            logprobs = None if one.recorder is None else one.recorder.take(tokens)
+            logprobs = None if row.recorder is None else row.recorder.take(tokens)
             pieces = sequence.text.pieces[begin:]
-            one.job.emit(NewTokens(tokens, pieces, drafted, logprobs, one.cached))
-        for one in ended:
-            reason, stats = one.sequence.finish_reason or "stop", one.sequence.stats
+            row.job.emit(NewTokens(tokens, pieces, drafted, logprobs, row.cached))
+        for row in ended:
+            reason, stats = row.sequence.finish_reason or "stop", row.sequence.stats
             counted = "length" if reason == "length" else "stop"
-            self._leave(one, counted, Ended(reason, stats))
-        for one in lost:
-            assert one.job.grammar is not None
-            assert one.job.grammar.problem is not None
-            self._leave(one, "error", Failed(one.job.grammar.problem, 400))
+            self._leave(row, counted, Ended(reason, stats))
+        for row in lost:
+            assert row.job.grammar is not None
+            assert row.job.grammar.problem is not None
+            self._leave(row, "error", Failed(row.job.grammar.problem, 400))
 
     def _leave(self, row: Running, reason: str, event: Ended | Failed | None = None) -> None:
         """Let a row leave the batch, report its end, and keep what was read of it."""
-        self._keep(row)
+        self._remove(row)
         self._finish(row.job, reason, event, row.sequence.stats)
 
-    def _keep(self, row: Running) -> None:
+    def _remove(self, row: Running) -> None:
         """Take a row out of the batch, and keep what was read of it."""
         context = self._batch.leave(row)
         if context is not None:

@@ -106,7 +106,7 @@ def add_handlers(app: FastAPI) -> None:
 def _invalid(error: RequestValidationError) -> ApiError:
     """Return the first problem of a body in OpenAI's shape."""
     # Where several types are possible, the deepest problem is that of the one that was meant.
-    problem: dict[str, Any] = dict(max(error.errors(), key=lambda one: len(one["loc"])))
+    problem: dict[str, Any] = dict(max(error.errors(), key=lambda entry: len(entry["loc"])))
     parts = [str(part) for part in problem["loc"] if part != "body"]
     where = [part for part in parts if not UNION.fullmatch(part)]
     param = ".".join(where) or None

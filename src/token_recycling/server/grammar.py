@@ -30,7 +30,7 @@ class Grammars:
         """Use ``tokenizer``, for logits of ``vocab_size`` tokens; ``eos`` ends an answer."""
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, eos
         ids = {*tokenizer.all_special_ids, *eos}
-        self._special = torch.tensor(sorted(one for one in ids if one < vocab_size)).long()
+        self._special = torch.tensor(sorted(token for token in ids if token < vocab_size)).long()
 
     @cached_property
     def tokens(self) -> Any:
@@ -54,14 +54,14 @@ class Grammars:
         Raises:
             TokenRecyclingError: the grammar is not valid or too large.
         """
-        made = LLMatcher(self.tokens, grammar, log_level=0)
-        if not made.is_error():
-            first = made.deep_copy()
+        matcher = LLMatcher(self.tokens, grammar, log_level=0)
+        if not matcher.is_error():
+            first = matcher.deep_copy()
             first.compute_bitmask()  # a grammar that no text satisfies fails only here
             if not first.is_error():
-                return made
-            made = first
-        raise TokenRecyclingError(f"invalid schema: {_problem(made)}")
+                return matcher
+            matcher = first
+        raise TokenRecyclingError(f"invalid schema: {_problem(matcher)}")
 
     def processor(self, matcher: LLMatcher, prompt_length: int) -> GrammarProcessor:
         """Return the processor of an answer that follows ``prompt_length`` tokens."""

@@ -133,8 +133,10 @@ class LogprobRecorder:
     def take(self, tokens: list[int]) -> list[TokenLogprobs]:
         """Return what was noted for ``tokens``, the ones chosen since the last call."""
         rows, self._rows = self._rows, []
-        found = []
+        entries = []
         for token, row in zip(tokens, rows, strict=True):
             values, ids = row.topk(min(self._top, len(row)))
-            found.append(TokenLogprobs(float(row[token]), list(zip(ids.tolist(), values.tolist()))))
-        return found
+            entries.append(
+                TokenLogprobs(float(row[token]), list(zip(ids.tolist(), values.tolist())))
+            )
+        return entries

@@ -28,29 +28,29 @@ def limited(schema: Schema) -> Schema:
     Raises:
         RecursionError: it is nested too deeply.
     """
-    own = schema if '"allOf"' in json.dumps(schema) else _closed(schema)
-    return {**own, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    base = schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+    return {**base, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
 
 
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    closed = dict(schema)
     for name in ("properties", "$defs", "definitions"):
-        if isinstance(made.get(name), dict):
-            made[name] = {key: _closed(value) for key, value in made[name].items()}
-    if isinstance(made.get("items"), dict):
-        made["items"] = _closed(made["items"])
-    properties = made.get("properties")
+        if isinstance(closed.get(name), dict):
+            closed[name] = {key: _closed(value) for key, value in closed[name].items()}
+    if isinstance(closed.get("items"), dict):
+        closed["items"] = _closed(closed["items"])
+    properties = closed.get("properties")
     for name in ("anyOf", "oneOf", "prefixItems"):
-        if isinstance(made.get(name), list) and properties is None:
-            made[name] = [_closed(one) for one in made[name]]
-    required = made.get("required", [])
+        if isinstance(closed.get(name), list) and properties is None:
+            closed[name] = [_closed(part) for part in closed[name]]
+    required = closed.get("required", [])
     if (
         isinstance(properties, dict)
         and isinstance(required, list)
         and all(isinstance(name, str) and name in properties for name in required)
-        and not OPEN & made.keys()
+        and not OPEN & closed.keys()
     ):
-        made["additionalProperties"] = False
-    return made
+        closed["additionalProperties"] = False
+    return closed

@@ -25,18 +25,18 @@ class Metrics:
             )
 
         def gauge(name: str, about: str) -> Gauge:
-            made = Gauge(f"token_recycling:{name}", about, ["model_name"], registry=self.registry)
-            return made.labels(model)
+            metric = Gauge(f"token_recycling:{name}", about, ["model_name"], registry=self.registry)
+            return metric.labels(model)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(
+            metric = Histogram(
                 f"token_recycling:{name}",
                 about,
                 ["model_name"],
                 buckets=buckets,
                 registry=self.registry,
             )
-            return made.labels(model)
+            return metric.labels(model)
 
         self.running = gauge("num_requests_running", "Requests being read or decoded.")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
@@ -64,7 +64,7 @@ class Metrics:
         self._between = histogram(
             "request_time_per_output_token_seconds", "Mean per request.", SECONDS
         )
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to end.", SECONDS)
+        self._latency = histogram("e2e_request_latency_seconds", "From arrival to end.", SECONDS)
         self._prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._answers = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._mat = histogram(
@@ -100,14 +100,14 @@ class Metrics:
                 self._drafts.inc()
                 self._drafted.inc(drafted)
                 self._accepted.inc(len(tokens) - 1)
-                for one in self._position[: len(tokens) - 1]:
-                    one.inc()
+                for counter in self._position[: len(tokens) - 1]:
+                    counter.inc()
 
     def ended(self, reason: str, stats: Stats, seconds: float) -> None:
         """Count a request that has ended ("stop", "length", "abort" or "error")."""
         self._ended[reason].inc()
         if reason in ("stop", "length"):
-            self._whole.observe(seconds)
+            self._latency.observe(seconds)
             self._answers.observe(stats.new_tokens)
             if stats.steps:
                 self._mat.observe(stats.mat)

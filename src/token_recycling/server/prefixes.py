@@ -34,11 +34,11 @@ class PrefixCaches:
     def __init__(self, limit: int) -> None:
         """Keep at most ``limit`` bytes."""
         self.limit, self.nbytes = limit, 0
-        self._kept: OrderedDict[int, tuple[str, CachedPrefix]] = OrderedDict()
-        self._made = 0
+        self._entries: OrderedDict[int, tuple[str, CachedPrefix]] = OrderedDict()
+        self._last_key = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def find(self, owner: str, tokens: list[int]) -> tuple[int, int]:
         """Find the kept text of ``owner`` that has the longest beginning in common with ``tokens``.
@@ -47,7 +47,7 @@ class PrefixCaches:
             Its key, for ``take``, and the number of tokens; 0 tokens if there is none.
         """
         best, longest = 0, 0
-        for key, (name, context) in self._kept.items():
+        for key, (name, context) in self._entries.items():
             if name == owner and (same := common(context.tokens, tokens)) > longest:
                 best, longest = key, same
         return best, longest
@@ -58,11 +58,11 @@ class PrefixCaches:
         A text that is needed whole is not kept any longer, which saves a copy: the row that
         continues it is kept in its place later.
         """
-        _, context = self._kept[key]
+        _, context = self._entries[key]
         if length == len(context.tokens):
             self._drop(key)
             return context.cache
-        self._kept.move_to_end(key)
+        self._entries.move_to_end(key)
         return context.cache.copy(0, length)
 
     def keep(self, owner: str, tokens: list[int], cache: RecyclingCache) -> None:
@@ -70,17 +70,17 @@ class PrefixCaches:
         size = cache.nbytes
         if size > self.limit:
             return
-        for key, (own, context) in list(self._kept.items()):
-            if own == owner and common(context.tokens, tokens) == len(context.tokens):
+        for key, (name, context) in list(self._entries.items()):
+            if name == owner and common(context.tokens, tokens) == len(context.tokens):
                 self._drop(key)
         while self.nbytes + size > self.limit:
-            self._drop(next(iter(self._kept)))
-        self._made += 1
-        self._kept[self._made] = (owner, CachedPrefix(tokens, cache))
+            self._drop(next(iter(self._entries)))
+        self._last_key += 1
+        self._entries[self._last_key] = (owner, CachedPrefix(tokens, cache))
         self.nbytes += size
 
     def _drop(self, key: int) -> None:
-        self.nbytes -= self._kept.pop(key)[1].cache.nbytes
+        self.nbytes -= self._entries.pop(key)[1].cache.nbytes
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

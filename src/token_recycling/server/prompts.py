@@ -145,8 +145,8 @@ class Prompts:
         return self._choices(request, prompts, COMPLETION_TOKENS, None)
 
     def _of_text(self, prompt: str) -> list[int]:
-        found: list[int] = self._encode(prompt, "prompt", lambda: self.tokenizer(prompt).input_ids)
-        return found
+        ids: list[int] = self._encode(prompt, "prompt", lambda: self.tokenizer(prompt).input_ids)
+        return ids
 
     def _render(self, request: ChatRequest) -> tuple[str, Marks]:
         """Return the conversation as the template writes it, with marks (see ``Marks``)."""
@@ -215,21 +215,23 @@ class Prompts:
         functions = [tool.function for tool in request.tools or []]
         choice = request.tool_choice
         if isinstance(choice, NamedTool):
-            functions = [one for one in functions if one.name == choice.function.name]
+            functions = [
+                function for function in functions if function.name == choice.function.name
+            ]
         named = isinstance(choice, NamedTool)
-        for one in functions:
-            self._check_schema(one.parameters or ANY_OBJECT, "tools")
+        for function in functions:
+            self._check_schema(function.parameters or ANY_OBJECT, "tools")
         return call_grammar(
-            [one.model_dump(exclude_none=True) for one in functions],
+            [function.model_dump(exclude_none=True) for function in functions],
             forced=named or choice == "required",
             several=not named and request.parallel_tool_calls is not False,
         )
 
     def _check_schema(self, schema: Schema, param: str) -> None:
         """Refuse special tokens in a schema: written by the model, one would end the answer."""
-        if (found := self._special.first(json.dumps(schema, ensure_ascii=False))) is not None:
+        if (token := self._special.first(json.dumps(schema, ensure_ascii=False))) is not None:
             raise ApiError(
-                f"the schema contains {json.dumps(found)}, a special token of this model",
+                f"the schema contains {json.dumps(token)}, a special token of this model",
                 param=param,
             )
 
@@ -259,8 +261,8 @@ class Prompts:
         presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
         answers = []
         for ids in prompts:
-            room = NO_CONTEXT_TOKENS if self.context is None else self.context - len(ids)
-            if request.limit and request.limit > room:
+            available = NO_CONTEXT_TOKENS if self.context is None else self.context - len(ids)
+            if request.limit and request.limit > available:
                 raise ApiError(
                     f"the prompt has {len(ids)} tokens and at most {request.limit} more are asked "
                     f"for; the model's context is {self.context}",
@@ -269,20 +271,22 @@ class Prompts:
                 )
             for index in range(request.n or 1):
                 options = CallOptions(
-                    max_new_tokens=min(request.limit or default, room),
+                    max_new_tokens=min(request.limit or default, available),
                     temperature=temperature,
                     seed=(seed + index) % MOST_SEED,
                     stop=request.stops,
                 )
                 follows = None
-                own: list[LogitsProcessor] = []
+                logits_processors: list[LogitsProcessor] = []
                 if matcher is not None:
                     follows = self._grammars.processor(matcher, len(ids))
-                    own = [follows]
+                    logits_processors = [follows]
                 if presence or frequency:
-                    own.insert(0, PenaltyProcessor(len(ids), presence, frequency))
-                with_own = {**given, "logits_processor": own} if own else given
-                answers.append(Answer(ids, options, with_own, follows))
+                    logits_processors.insert(0, PenaltyProcessor(len(ids), presence, frequency))
+                with_processors = (
+                    {**given, "logits_processor": logits_processors} if logits_processors else given
+                )
+                answers.append(Answer(ids, options, with_processors, follows))
         return answers
 
     def _load_grammars(self) -> None:

@@ -57,11 +57,11 @@ class FairQueue(Generic[T]):
         least = len(self._waiting.get(caller, ())) + items
         givers: list[str] = []
         for _ in range(places):
-            most = max(counts, key=lambda name: counts[name], default=None)
-            if most is None or counts[most] <= least:
+            busiest = max(counts, key=lambda name: counts[name], default=None)
+            if busiest is None or counts[busiest] <= least:
                 return None
-            counts[most] -= 1
-            givers.append(most)
+            counts[busiest] -= 1
+            givers.append(busiest)
         removed = [self._waiting[name].pop() for name in givers]
         for name in set(givers):
             if not self._waiting[name]:

@@ -49,10 +49,10 @@ class ResponseTemplate:
             begin = {"open_pattern": f"(?P<{OPENED}>{_pattern(call, 'open')})"}
             end = {name: call[name] for name in ("close", "close_pattern") if name in call}
             parts = {OPENED: f"{{{OPENED}}}", "content": "{content}"}
-            whole = {**begin, **end, **VERBATIM, "transform": parts}
-            self._with_calls = {**given, "fields": {**texts, CALLS: whole}}
-            one = {name: value for name, value in call.items() if name not in end}
-            self._one_call = {**given, "defaults": {}, "fields": {CALLS: one}}
+            call_field = {**begin, **end, **VERBATIM, "transform": parts}
+            self._with_calls = {**given, "fields": {**texts, CALLS: call_field}}
+            single_call = {name: value for name, value in call.items() if name not in end}
+            self._one_call = {**given, "defaults": {}, "fields": {CALLS: single_call}}
             if end:
                 self.call_end = re.compile(_pattern(call, "close"), re.DOTALL)
         special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
@@ -72,12 +72,14 @@ class ResponseTemplate:
             ValueError: it is malformed.
         """
         try:
-            found = self._tokenizer.parse_response(text, self._one_call, prefix="", tools=tools)
-            values = found[CALLS]
+            parsed = self._tokenizer.parse_response(text, self._one_call, prefix="", tools=tools)
+            values = parsed[CALLS]
             functions = [
                 value["function"] for value in (values if isinstance(values, list) else [values])
             ]
-            return [tool_call(one["name"], one.get("arguments", {})) for one in functions]
+            return [
+                tool_call(function["name"], function.get("arguments", {})) for function in functions
+            ]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no call of a tool: {one_line(error, 200)}") from error
 
@@ -140,11 +142,13 @@ class TemplateParser:
     def feed(self, piece: str, *, last: bool = False) -> Parsed:
         """Add text; see ``CallParser.feed``. A call that is malformed is content."""
         self._raw += piece
-        parts = [self._take(event, whole=True) for event in self._regions.feed(piece)]
+        parts = [self._take(event, complete=True) for event in self._regions.feed(piece)]
         if last:
             end = self._template.call_end
-            whole = end is None or bool(re.search(rf"(?:{end.pattern})\s*\Z", self._raw, re.DOTALL))
-            parts += [self._take(event, whole=whole) for event in self._regions.finalize()[1]]
+            complete = end is None or bool(
+                re.search(rf"(?:{end.pattern})\s*\Z", self._raw, re.DOTALL)
+            )
+            parts += [self._take(event, complete=complete) for event in self._regions.finalize()[1]]
             if not (self._begun or self._called):  # all text is outside of the regions
                 parts.append(Parsed(self._text("content", self._raw)))
         return Parsed(
@@ -153,14 +157,14 @@ class TemplateParser:
             "".join(part.reasoning for part in parts),
         )
 
-    def _take(self, event: dict[str, Any], *, whole: bool) -> Parsed:
-        """Return what an event adds; ``whole``: a call that ends with it is not cut off."""
+    def _take(self, event: dict[str, Any], *, complete: bool) -> Parsed:
+        """Return what an event adds; ``complete``: a call that ends with it is not cut off."""
         kind, field = event["type"], event["field"]
         if kind == "region_chunk" and field != CALLS:
             text = self._text("content" if field == "content" else "reasoning", event["text"])
             return Parsed(text) if field == "content" else Parsed("", reasoning=text)
         if kind == "region_close" and field == CALLS:
-            return self._call(event["value"][OPENED] + event["value"]["content"], whole)
+            return self._call(event["value"][OPENED] + event["value"]["content"], complete)
         return Parsed("")
 
     def _text(self, field: str, text: str) -> str:
@@ -172,7 +176,7 @@ class TemplateParser:
             self._begun.add(field)
         return text
 
-    def _call(self, text: str, whole: bool) -> Parsed:
+    def _call(self, text: str, complete: bool) -> Parsed:
         """Return the call in a region without its end, or its text if that is no call."""
         begin = self._raw.find(text, self._read)
         end = begin + len(text)
@@ -182,7 +186,7 @@ class TemplateParser:
             written = self._raw[begin : self._read]
         else:
             written = text
-        if whole:
+        if complete:
             try:
                 calls = self._template.calls(text, self._tools)
             except ValueError:

@@ -71,7 +71,7 @@ def run(
         first = not server.should_exit
         server.handle_exit(number, frame)  # the first signal drains; a second SIGINT does not wait
         if first:
-            engine.drain(drain_seconds)
+            engine.end_answers_in(drain_seconds)
             line = (
                 f"finishing answers in progress, for up to {drain_seconds} s; "
                 "press Ctrl-C again to stop at once"

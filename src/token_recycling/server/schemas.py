@@ -132,12 +132,12 @@ def _served(
     """
     if not isinstance(given, dict):
         return given
-    kept = {name: value for name, value in given.items() if name not in without_effect}
+    served = {name: value for name, value in given.items() if name not in without_effect}
     for name, (neutral, reason) in refused.items():
-        value = kept.pop(name, None)
+        value = served.pop(name, None)
         if value is not None and value not in neutral:
             raise FieldError(name, f"{name} is not supported: {reason}")
-    return kept
+    return served
 
 
 class TextPart(Strict):
@@ -196,15 +196,15 @@ class Message(BaseModel):
         if isinstance(content, list):
             content = "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        made: dict[str, Any] = {"role": role, "content": content or ""}
+        message: dict[str, Any] = {"role": role, "content": content or ""}
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
-                made[name] = value
+                message[name] = value
         reasoning = (self.model_extra or {}).get("reasoning_content")
         if isinstance(reasoning, str):
-            made["reasoning_content"] = reasoning
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
-            made["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -212,7 +212,7 @@ class Message(BaseModel):
                 }
                 for call in self.tool_calls
             ]
-        return made
+        return message
 
 
 def _arguments(call: PastToolCall) -> Any:

@@ -19,15 +19,17 @@ class SpecialTokens:
         """Find the special tokens of ``tokenizer``."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         template = str(getattr(tokenizer, "chat_template", ""))
-        texts = {str(one) for one in added if one.special or _begins_turn(str(one), template)}
+        texts = {
+            str(token) for token in added if token.special or _begins_turn(str(token), template)
+        }
         texts |= set(tokenizer.all_special_tokens)
         alternatives = "|".join(map(re.escape, sorted(texts - {""}, key=len, reverse=True)))
         self._pattern = re.compile(alternatives) if alternatives else None
 
     def first(self, text: str) -> str | None:
         """Return the first special token in ``text``, or None."""
-        found = None if self._pattern is None else self._pattern.search(text)
-        return None if found is None else found[0]
+        match = None if self._pattern is None else self._pattern.search(text)
+        return None if match is None else match[0]
 
     def marked(self, value: Any) -> tuple[Any, Marks]:
         """Return JSON with marks in place of special tokens in its strings, and the marks."""
@@ -38,11 +40,11 @@ class SpecialTokens:
 
         def replace(value: Any) -> Any:
             if isinstance(value, str):
-                return pattern.sub(lambda found: marks.of(found[0]), value)
+                return pattern.sub(lambda match: marks.of(match[0]), value)
             if isinstance(value, dict):
-                return {replace(key): replace(one) for key, one in value.items()}
+                return {replace(key): replace(item) for key, item in value.items()}
             if isinstance(value, list):
-                return [replace(one) for one in value]
+                return [replace(item) for item in value]
             return value
 
         return replace(value), marks

@@ -87,9 +87,9 @@ def call_grammar(functions: list[dict[str, Any]], *, forced: bool, several: bool
     else:
         start = f"(to_call ({calls}))* TEXT" if several else f"to_call ({calls}) | TEXT"
         lines = [f"start: {start}", f"to_call[lazy]: TEXT {json.dumps(BEGIN)}", r"TEXT: /(.|\n)*/"]
-    for name, one in zip(names, functions):
-        begin = f'\n{{"name": {json.dumps(one["name"])}, "arguments": '
-        schema = limited(one.get("parameters") or ANY_OBJECT)
+    for name, function in zip(names, functions):
+        begin = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        schema = limited(function.get("parameters") or ANY_OBJECT)
         end = f"}}\n{END}"
         lines.append(f"{name}: {json.dumps(begin)} %json {json.dumps(schema)} {json.dumps(end)}")
     return "\n".join(["%llguidance {}", *lines])
@@ -127,9 +127,9 @@ class CallParser:
             if end < 0:
                 break
             call = _parse(self._text[begin + len(BEGIN) : end])
-            whole = self._take(end + len(END))
+            call_text = self._take(end + len(END))
             if call is None:
-                content += whole
+                content += call_text
             else:
                 calls.append(call)
                 self._after_call = self._called = True

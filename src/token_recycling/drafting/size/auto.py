@@ -24,8 +24,8 @@ from token_recycling.errors import TokenRecyclingError
 
 LEARNING = 0.15  # value of twice the nodes for learning, in the tokens that drafts bring at present
 MEMORY = 100.0  # steps after which the weight of an old one is 1/e
-GAIN = 0.5  # drafted tokens that come in a step, before the first
-PRIOR = 4.0  # tokens that count as promised and as emitted before the first step
+GAIN = 0.5  # drafted tokens accepted per step, assumed before the first step
+PRIOR = 4.0  # tokens that count as expected and as accepted before the first step
 # Nodes that are grown: at least ``FEWEST``, and ``GROWTH`` times the largest of the last drafts.
 FEWEST, GROWTH = 8, 2.0
 REFRESH = 16  # steps for which costs are taken as constant

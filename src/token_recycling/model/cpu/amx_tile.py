@@ -43,10 +43,10 @@ class AmxEmitter(Emitter):
     def configure(self, width: Any) -> None:
         """Set the sizes of the registers, for this many rows of x in a tile."""
         b = self.b
-        room = b.alloca(ir.ArrayType(I8, 64))
-        room.align = 64
-        b.store(ir.Constant(ir.ArrayType(I8, 64), None), room)
-        base = b.ptrtoint(room, I64)
+        configuration = b.alloca(ir.ArrayType(I8, 64))
+        configuration.align = 64
+        b.store(ir.Constant(ir.ArrayType(I8, 64), None), configuration)
+        base = b.ptrtoint(configuration, I64)
         self.store(I8(1), base, align=1)  # the only palette there is
         narrow = b.trunc(b.mul(width, I64(4)), I16)
         for register in range(REGISTERS):
@@ -54,7 +54,7 @@ class AmxEmitter(Emitter):
             width = I16(LINE) if of_weights else narrow
             self.store(width, b.add(base, I64(16 + 2 * register)), align=2)
             self.store(I8(SIDE), b.add(base, I64(48 + register)), align=1)
-        self.amx("ldtilecfg", b.bitcast(room, I8.as_pointer()))
+        self.amx("ldtilecfg", b.bitcast(configuration, I8.as_pointer()))
 
 
 class AmxTile(AmxEmitter):
@@ -117,8 +117,8 @@ class AmxTile(AmxEmitter):
                 for i, column in enumerate(self.transposed(rows)):
                     self.store(column, b.add(from_columns, I64(LINE * i)))
                 to = b.add(self.at(y, I64(SIDE * s), y_stride), I64(2 * SIDE * r))
-                left = b.sub(n, I64(SIDE * s))
-                count = b.select(b.icmp_signed("<", left, I64(SIDE)), left, I64(SIDE))
+                remaining = b.sub(n, I64(SIDE * s))
+                count = b.select(b.icmp_signed("<", remaining, I64(SIDE)), remaining, I64(SIDE))
 
                 def write(t: Any, values: list[Any], to: Any = to, added: Any = added) -> list[Any]:
                     total = self.load(self.at(from_columns, t, I64(LINE)), self.vector)
@@ -133,10 +133,10 @@ class AmxTile(AmxEmitter):
         """Return what is added to the sums of a tile of W."""
         b = self.b
         entry = b.block
-        there, done = b.append_basic_block("bias"), b.append_basic_block("biased")
-        b.cbranch(b.icmp_signed("==", bias, I64(0)), done, there)
-        b.position_at_end(there)
+        bias_block, done = b.append_basic_block("bias"), b.append_basic_block("biased")
+        b.cbranch(b.icmp_signed("==", bias, I64(0)), done, bias_block)
+        b.position_at_end(bias_block)
         numbers = self.numbers(b.add(bias, I64(2 * SIDE * r)), BFLOAT16)
         b.branch(done)
         b.position_at_end(done)
-        return self.either((self.splat(-0.0), entry), (numbers, there))
+        return self.either((self.splat(-0.0), entry), (numbers, bias_block))

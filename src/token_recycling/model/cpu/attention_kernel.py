@@ -185,7 +185,7 @@ def _work(fields: Any, form: Any) -> None:
         count = committed - begin + tokens if is_last else KEYS
         queries = get(fields, QUERIES) + head * size * row
         mask = get(fields, MASK) + b * get(fields, MASK_BATCH) + begin * row
-        own = get(fields, PARTS) + (head * blocks + item % blocks) * part
+        part_address = get(fields, PARTS) + (head * blocks + item % blocks) * part
         key_row, value_row = get(fields, KEY_SLOT), get(fields, VALUE_SLOT)
         key_bytes, value_bytes = key_row, count * value_row // value_size
         own_at = committed - begin if is_last else KEYS
@@ -212,8 +212,18 @@ def _work(fields: Any, form: Any) -> None:
             )
             for j in range(v):
                 at, to = column + j * lane_bytes, scores + j * lane_bytes
-                softmax(1, to, score_row, mask + at, row, count, scale, own + row + at, own + at)
-            to = own + 2 * row + column
+                softmax(
+                    1,
+                    to,
+                    score_row,
+                    mask + at,
+                    row,
+                    count,
+                    scale,
+                    part_address + row + at,
+                    part_address + at,
+                )
+            to = part_address + 2 * row + column
             product(
                 form,
                 v,

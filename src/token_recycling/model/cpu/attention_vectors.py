@@ -57,17 +57,17 @@ class AttentionEmitter(Emitter):
                 self.prefetch(self.at(ahead, k, I64(r * size)))
                 line = self.at(b, k, b_row)
                 vectors = [self.numbers(builder.add(line, I64(j * bytes_of)), 0) for j in range(v)]
-                found = []
+                updated = []
                 for i in range(r):
-                    one = self.splat(self.load(self.at(rows[i], k, a_column), F32))
-                    found += [self.fma(one, vectors[j], sums[i * v + j]) for j in range(v)]
-                return found
+                    factor = self.splat(self.load(self.at(rows[i], k, a_column), F32))
+                    updated += [self.fma(factor, vectors[j], sums[i * v + j]) for j in range(v)]
+                return updated
 
-            found = self.loop(I64(0), count, 1, [self.splat(0.0)] * (r * v), add)
+            products = self.loop(I64(0), count, 1, [self.splat(0.0)] * (r * v), add)
             for i in range(r):
                 for j in range(v):
                     line = builder.add(self.at(c, I64(i), c_row), I64(j * bytes_of))
-                    self.store(found[i * v + j], line)
+                    self.store(products[i * v + j], line)
             builder.ret_void()
 
         kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
@@ -94,7 +94,7 @@ class AttentionEmitter(Emitter):
             b = self.b
             factor = self.splat(scale)
 
-            def add_mask(k: Any, found: list[Any]) -> list[Any]:
+            def add_mask(k: Any, maxima: list[Any]) -> list[Any]:
                 line = self.at(scores, k, row)
                 value = self.numbers(line, FLOAT32)
                 if masked:
@@ -102,18 +102,18 @@ class AttentionEmitter(Emitter):
                         value, factor, self.numbers(self.at(mask, k, mask_row), FLOAT32)
                     )
                     self.store(value, line)
-                return [b.select(b.fcmp_ordered(">", value, found[0]), value, found[0])]
+                return [b.select(b.fcmp_ordered(">", value, maxima[0]), value, maxima[0])]
 
-            def raise_e(k: Any, found: list[Any]) -> list[Any]:
+            def raise_e(k: Any, sums: list[Any]) -> list[Any]:
                 line = self.at(scores, k, row)
-                power = self.exponential(b.fsub(self.numbers(line, FLOAT32), most))
+                power = self.exponential(b.fsub(self.numbers(line, FLOAT32), maximum))
                 self.store(power, line)
-                return [b.fadd(found[0], power)]
+                return [b.fadd(sums[0], power)]
 
-            (most,) = self.loop(I64(0), count, 1, [self.splat(float("-inf"))], add_mask)
-            (found,) = self.loop(I64(0), count, 1, [self.splat(0.0)], raise_e)
-            self.store(most, top)
-            self.store(found, total)
+            (maximum,) = self.loop(I64(0), count, 1, [self.splat(float("-inf"))], add_mask)
+            (weight_sum,) = self.loop(I64(0), count, 1, [self.splat(0.0)], raise_e)
+            self.store(maximum, top)
+            self.store(weight_sum, total)
             b.ret_void()
 
         kind = ir.FunctionType(ir.VoidType(), [I64] * 5 + [F32] + [I64] * 2)
@@ -231,9 +231,9 @@ def softmax(
         builder.call(emitter.softmax(bool(masked.literal_value)), arguments[1:])
         return context.get_dummy_value()
 
-    whole = [types.int64] * 5
+    integers = [types.int64] * 5
     numbers = types.float32, types.int64, types.int64
-    return types.void(constant(masked), *whole, *numbers), generate
+    return types.void(constant(masked), *integers, *numbers), generate
 
 
 @intrinsic
@@ -300,14 +300,14 @@ def widen(typing: Any, form: Any, source: Any, target: Any, count: Any) -> Any:
             emitter.store(value, emitter.at(target, k, I64(4)))
             return []
 
-        def one(k: Any, values: list[Any]) -> list[Any]:
+        def scalar(k: Any, values: list[Any]) -> list[Any]:
             value = emitter.number(emitter.at(source, k, size), kind)
             emitter.store(value, emitter.at(target, k, I64(4)))
             return []
 
-        whole = builder.and_(count, I64(-lanes))
-        emitter.loop(I64(0), whole, lanes, [], vector)
-        emitter.loop(whole, count, 1, [], one)
+        vectors_end = builder.and_(count, I64(-lanes))
+        emitter.loop(I64(0), vectors_end, lanes, [], vector)
+        emitter.loop(vectors_end, count, 1, [], scalar)
         return context.get_dummy_value()
 
     return types.void(constant(form), types.int64, types.int64, types.int64), generate

@@ -107,12 +107,12 @@ class BlockRow:
         places = [address for row in rows for address in row]
         offset = I64(form.halves[0])
         words = [emitter.load(b.add(place, offset), kind, align=1) for place in places]
-        room = 1 << (len(words) - 1).bit_length()
-        vector = ir.Constant(ir.VectorType(kind, room), ir.Undefined)
+        capacity = 1 << (len(words) - 1).bit_length()
+        vector = ir.Constant(ir.VectorType(kind, capacity), ir.Undefined)
         for i, word in enumerate(words):
             vector = b.insert_element(vector, word, I32(i))
-        halves = b.bitcast(vector, ir.VectorType(F16, room * count))
-        numbers = b.fpext(halves, ir.VectorType(F32, room * count))
+        halves = b.bitcast(vector, ir.VectorType(F16, capacity * count))
+        numbers = b.fpext(halves, ir.VectorType(F32, capacity * count))
         return [cls(emitter, form, row, numbers, n) for n, row in enumerate(rows)]
 
     def half(self, which: int, lanes: int) -> Emitted:
@@ -128,17 +128,17 @@ class BlockRow:
         """
         b = self.emitter.b
         pieces = [self.form.parts(n) for n in range(first, first + count, 16)]
-        found, *others = (self._bits(parts) for parts in zip(*pieces))
+        quants, *others = (self._bits(parts) for parts in zip(*pieces))
         for other in others:
-            found = b.or_(found, other)
-        found = b.bitcast(found, ir.VectorType(I8, count))
+            quants = b.or_(quants, other)
+        quants = b.bitcast(quants, ir.VectorType(I8, count))
         if self.form.fifth is not None:
-            found = b.or_(found, self._fifth_bits(first, count))
+            quants = b.or_(quants, self._fifth_bits(first, count))
         if self.form.table is not None:
-            found = self._looked_up(found, self.form.table)
+            quants = self._looked_up(quants, self.form.table)
         if self.form.signed and flipped:
-            found = b.xor(found, ir.Constant(found.type, [0x80] * count))
-        return found
+            quants = b.xor(quants, ir.Constant(quants.type, [0x80] * count))
+        return quants
 
     def _bits(self, parts: tuple[Part, ...]) -> Emitted:
         """Return bits of consecutive numbers at their place, four numbers in a word."""
@@ -197,10 +197,10 @@ class BlockRow:
 
     def vector(self, values: Sequence[Emitted]) -> Emitted:
         """Return a vector of numbers."""
-        found = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
+        vector = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
         for i, value in enumerate(values):
-            found = self.emitter.b.insert_element(found, value, I32(i))
-        return found
+            vector = self.emitter.b.insert_element(vector, value, I32(i))
+        return vector
 
     def at(self, n: int, offset: int) -> Emitted:
         """Return the address of a byte of a block."""
@@ -213,8 +213,8 @@ class BlockRow:
     def wide(self, values: Emitted, *, signed: bool = False) -> Emitted:
         """Return whole numbers of 8 bits as float32."""
         b, count = self.emitter.b, values.type.count
-        whole = ir.VectorType(I32, count)
-        bits = b.sext(values, whole) if signed else b.zext(values, whole)
+        integer_type = ir.VectorType(I32, count)
+        bits = b.sext(values, integer_type) if signed else b.zext(values, integer_type)
         return b.sitofp(bits, ir.VectorType(F32, count))
 
     def times(self, values: Emitted, which: int) -> Emitted:
@@ -276,8 +276,8 @@ def _open_iq4_xs(blocks: BlockRow) -> None:
     words = blocks.vector([high] * 8)
     words = b.lshr(words, ir.Constant(words.type, list(range(0, 16, 2))))
     upper = b.trunc(b.and_(words, ir.Constant(words.type, [3] * 8)), nibbles.type)
-    whole = b.or_(nibbles, b.shl(upper, ir.Constant(nibbles.type, [4] * 8)))
-    signed = b.sub(whole, ir.Constant(whole.type, [32] * 8))
+    unsigned = b.or_(nibbles, b.shl(upper, ir.Constant(nibbles.type, [4] * 8)))
+    signed = b.sub(unsigned, ir.Constant(unsigned.type, [32] * 8))
     blocks.scales = blocks.times(blocks.wide(signed, signed=True), 0)
 
 
@@ -294,11 +294,11 @@ def _open_q4_k(blocks: BlockRow) -> None:
         return b.and_(b.lshr(words[word], I32(shift)), I32(mask))
 
     low4, low6, high2 = 0x0F0F0F0F, 0x3F3F3F3F, 0x03030303
-    for name, own, half in (("scales", 0, 0), ("minima", 1, 4)):
-        high = b.or_(part(2, half, low4), b.shl(part(own, 6, high2), I32(4)))
-        pair = b.or_(b.zext(part(own, 0, low6), I64), b.shl(b.zext(high, I64), I64(32)))
+    for name, index, half in (("scales", 0, 0), ("minima", 1, 4)):
+        high = b.or_(part(2, half, low4), b.shl(part(index, 6, high2), I32(4)))
+        pair = b.or_(b.zext(part(index, 0, low6), I64), b.shl(b.zext(high, I64), I64(32)))
         numbers = blocks.wide(b.bitcast(pair, ir.VectorType(I8, 8)))
-        setattr(blocks, name, blocks.times(numbers, own))
+        setattr(blocks, name, blocks.times(numbers, index))
     blocks.minima = b.fneg(blocks.minima)
 
 

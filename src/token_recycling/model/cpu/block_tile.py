@@ -68,23 +68,23 @@ class Dots(Emitter):
     def __init__(self, module: Any, cpu: Processor) -> None:
         super().__init__(module, cpu.lanes)
         self.cpu = cpu
-        self.whole = ir.VectorType(I32, cpu.lanes)
+        self.integer_vector = ir.VectorType(I32, cpu.lanes)
         self.width = QUARTET * cpu.lanes  # numbers in a vector of bytes
 
     def dot(self, total: Any, weights: Any, inputs: Any, *, signed: bool) -> Any:
         """Add the products of every four bytes to a vector of 32-bit numbers.
 
         Args:
-            total: of ``whole`` type.
+            total: of ``integer_vector`` type.
             weights: vector of bytes, without sign unless ``signed``.
             inputs: vector of bytes with sign, never -128.
             signed: weights have a sign; only where the processor has no ``dot_unsigned``.
         """
         b, cpu = self.b, self.cpu
         if cpu.dot_unsigned:
-            kind = ir.FunctionType(self.whole, [self.whole] * 3)
+            kind = ir.FunctionType(self.integer_vector, [self.integer_vector] * 3)
             code = f"{cpu.dot_unsigned} $3, $2, $0"
-            words = [b.bitcast(value, self.whole) for value in (weights, inputs)]
+            words = [b.bitcast(value, self.integer_vector) for value in (weights, inputs)]
             return b.asm(kind, code, "=v,0,v,v", [total, *words], False)
         if cpu.lanes == 4:
             return self._call("llvm.aarch64.neon.sdot.v4i32.v16i8", total, weights, inputs)
@@ -100,10 +100,12 @@ class Dots(Emitter):
         pairs = ir.VectorType(I16, 2 * cpu.lanes)
         products = self._call(f"{prefix}.{first}", weights, inputs, result=pairs)
         ones = ir.Constant(pairs, [1] * pairs.count)
-        return b.add(total, self._call(f"{prefix}.{second}", products, ones, result=self.whole))
+        return b.add(
+            total, self._call(f"{prefix}.{second}", products, ones, result=self.integer_vector)
+        )
 
     def _call(self, name: str, *arguments: Any, result: Any = None) -> Any:
-        kind = ir.FunctionType(result or self.whole, [value.type for value in arguments])
+        kind = ir.FunctionType(result or self.integer_vector, [value.type for value in arguments])
         return self.b.call(cgutils.get_or_insert_function(self.module, kind, name), arguments)
 
 
@@ -133,24 +135,24 @@ class Rounding(Dots):
             self._round(k, step // GROUP, step // GROUP)
             return []
 
-        whole = b.and_(inputs, I64(-step))
-        self.loop(I64(0), whole, step, [], body)
+        full_end = b.and_(inputs, I64(-step))
+        self.loop(I64(0), full_end, step, [], body)
         if step > GROUP:
             half, done = b.append_basic_block("half"), b.append_basic_block("rounded")
-            b.cbranch(b.icmp_signed("<", whole, inputs), half, done)
+            b.cbranch(b.icmp_signed("<", full_end, inputs), half, done)
             b.position_at_end(half)
-            self._round(whole, 1, step // GROUP)
+            self._round(full_end, 1, step // GROUP)
             b.branch(done)
             b.position_at_end(done)
         if self.sums == SIXTEENS:
             self._write_sixteens(inputs)
         b.ret_void()
 
-    def _round(self, k: Any, groups: int, room: int) -> None:
-        """Round groups of inputs from number k on, and write zeros for those up to ``room``."""
+    def _round(self, k: Any, groups: int, capacity: int) -> None:
+        """Round groups of inputs from number k on, and write zeros for those up to ``capacity``."""
         vectors, scales = [], []
         byte = ir.VectorType(I8, self.lanes)
-        for group in range(room):
+        for group in range(capacity):
             if group >= groups:
                 vectors += [ir.Constant(byte, [0] * self.lanes)] * (GROUP // self.lanes)
                 scales.append(self.splat(0.0))
@@ -162,15 +164,17 @@ class Rounding(Dots):
             scales.append(self.splat(scale))
             for value in inputs:
                 shifted = self.fma(value, inverse, self.splat(ROUND))
-                vectors.append(self.b.trunc(self.b.bitcast(shifted, self.whole), byte))
+                vectors.append(self.b.trunc(self.b.bitcast(shifted, self.integer_vector), byte))
         for n in range(0, len(vectors), QUARTET):
             at = self.b.add(k, I64(n * self.lanes))
             values = self.joined(vectors[n : n + QUARTET])
-            own = [(n * self.lanes + QUARTET * lane) // GROUP for lane in range(self.lanes)]
-            scale = scales[own[0]]
-            if own[0] != own[-1]:
-                picks = [lane + self.lanes * (i != own[0]) for lane, i in enumerate(own)]
-                scale = self.shuffled(scale, scales[own[-1]], picks)
+            lane_groups = [(n * self.lanes + QUARTET * lane) // GROUP for lane in range(self.lanes)]
+            scale = scales[lane_groups[0]]
+            if lane_groups[0] != lane_groups[-1]:
+                picks = [
+                    lane + self.lanes * (i != lane_groups[0]) for lane, i in enumerate(lane_groups)
+                ]
+                scale = self.shuffled(scale, scales[lane_groups[-1]], picks)
             self.store(values, self._place(NUMBERS, at), align=1)
             self.store(scale, self._place(SCALES, at))
             self._write_sums(values, scale, self._place(SUMS, at))
@@ -198,12 +202,14 @@ class Rounding(Dots):
 
     def _quartets(self, values: Any) -> Any:
         ones = ir.Constant(values.type, [1] * self.width)
-        return self.dot(ir.Constant(self.whole, [0] * self.lanes), ones, values, signed=False)
+        return self.dot(
+            ir.Constant(self.integer_vector, [0] * self.lanes), ones, values, signed=False
+        )
 
     def _write_sums(self, values: Any, scale: Any, to: Any) -> None:
         b = self.b
         if self.sums > 0:
-            factor = ir.Constant(self.whole, [-self.sums] * self.lanes)
+            factor = ir.Constant(self.integer_vector, [-self.sums] * self.lanes)
             self.store(b.mul(self._quartets(values), factor), to)
         if self.sums == QUARTETS:
             sums = b.sitofp(self._quartets(values), self.vector)
@@ -224,8 +230,8 @@ class Rounding(Dots):
                 numbers = self.load(self._place(NUMBERS, at), ir.VectorType(I8, self.width))
                 scale = self.load(self._place(SCALES, at), self.vector)
                 sums.append(b.fmul(b.sitofp(self._quartets(numbers), self.vector), scale))
-            found = pairs(pairs(*sums[:2]), pairs(*sums[2:]))
-            self.store(found, self._place(SUMS, b.udiv(k, I64(QUARTET))))
+            combined = pairs(pairs(*sums[:2]), pairs(*sums[2:]))
+            self.store(combined, self._place(SUMS, b.udiv(k, I64(QUARTET))))
             return []
 
         self.loop(I64(0), inputs, QUARTET * self.width, [], step)
@@ -244,7 +250,7 @@ class BlockTile(Dots, Tile):
         self.form, self.r, self.s, self.rows_ahead = FLOAT32, r, s, ahead
         self.ggml_type, self.blocks = ggml_type, FORMATS[ggml_type]
         # Numbers that are read at once: a block, or several that fill a vector.
-        self.read = max(self.blocks.numbers, self.width)
+        self.numbers_at_once = max(self.blocks.numbers, self.width)
 
     def tile(self) -> Any:
         """Return ``void (TileArguments)``; y and the bias are float32."""
@@ -260,35 +266,35 @@ class BlockTile(Dots, Tile):
         rows = [self.at(x, I64(s), x_stride) for s in range(self.s)]
         self.x = [[b.add(row, b.mul(padded, I64(part))) for part in range(PARTS)] for row in rows]
         totals = [self.splat(0.0)] * (self.r * self.s)
-        whole = b.and_(inputs, I64(-self.read))
-        totals = self.loop(I64(0), whole, self.read, totals, self._read)
-        if self.read > self.blocks.numbers:
-            totals = self._last_block(whole, inputs, totals)
+        full_end = b.and_(inputs, I64(-self.numbers_at_once))
+        totals = self.loop(I64(0), full_end, self.numbers_at_once, totals, self._add_products)
+        if self.numbers_at_once > self.blocks.numbers:
+            totals = self._last_block(full_end, inputs, totals)
         self._write(self._add_up(totals), y, y_stride, bias)
         b.ret_void()
 
-    def _last_block(self, whole: Any, inputs: Any, totals: list[Any]) -> list[Any]:
+    def _last_block(self, begin: Any, inputs: Any, totals: list[Any]) -> list[Any]:
         """Add the products of a block that does not fill a vector, if there is one."""
         b = self.b
         before = b.block
-        block, done = b.append_basic_block("block"), b.append_basic_block("added")
-        b.cbranch(b.icmp_signed("<", whole, inputs), block, done)
+        block, done = b.append_basic_block("rest"), b.append_basic_block("added")
+        b.cbranch(b.icmp_signed("<", begin, inputs), block, done)
         b.position_at_end(block)
-        found = self._read(whole, totals, last=True)
+        updated = self._add_products(begin, totals, last=True)
         after = b.block
         b.branch(done)
         b.position_at_end(done)
-        return [self.either((a, before), (c, after)) for a, c in zip(totals, found)]
+        return [self.either((a, before), (c, after)) for a, c in zip(totals, updated)]
 
-    def _read(self, k: Any, totals: list[Any], *, last: bool = False) -> list[Any]:
-        """Add the products of ``read`` inputs from number k on.
+    def _add_products(self, k: Any, totals: list[Any], *, last: bool = False) -> list[Any]:
+        """Add the products of ``numbers_at_once`` inputs from number k on.
 
         ``last``: there is one block left; the inputs behind it are 0.
         """
         b, form, lanes = self.b, self.blocks, self.lanes
         totals = list(totals)
         first = b.mul(b.udiv(k, I64(form.numbers)), I64(form.size))
-        count = self.read // form.numbers
+        count = self.numbers_at_once // form.numbers
         for row in [] if last else self.ahead:
             for line in range(0, count * form.size, LINE):
                 self.prefetch(b.add(b.add(row, first), I64(line)))
@@ -297,7 +303,7 @@ class BlockTile(Dots, Tile):
         opened = BlockRow.opened(self, form, rows)
         signed = form.signed and not self.cpu.dot_unsigned
         offset = offset_of(self.ggml_type, self.cpu)
-        for n in range(0, self.read, self.width):
+        for n in range(0, self.numbers_at_once, self.width):
             numbers = [n + QUARTET * lane for lane in range(lanes)]
             at = b.add(k, I64(n))
             weights = [blocks.quants(n, self.width, flipped=not signed) for blocks in opened]
@@ -305,9 +311,9 @@ class BlockTile(Dots, Tile):
             for s, parts in enumerate(self.x):
                 values, sums, x_scales = (b.add(part, at) for part in parts)
                 x = self.load(values, ir.VectorType(I8, self.width))
-                start = ir.Constant(self.whole, [0] * lanes)
+                start = ir.Constant(self.integer_vector, [0] * lanes)
                 if offset:
-                    start = self.load(sums, self.whole)
+                    start = self.load(sums, self.integer_vector)
                 scale = self.load(x_scales, self.vector)
                 for r in range(self.r):
                     i = r * self.s + s

@@ -112,7 +112,7 @@ class Capture(TorchFunctionMode):
     def rebind_copy(self, fields: Any, layer: Any) -> None:
         """Record that a launch writes to the cache."""
         layers = self._cache.layers
-        index = next((i for i, one in enumerate(layers) if one is layer), None)
+        index = next((i for i, candidate in enumerate(layers) if candidate is layer), None)
         if index is None or self.copies:
             self.reason = "it writes to another cache"
         self.layer_index = index
@@ -172,13 +172,15 @@ def _is_view(name: str, result: Any, args: Any) -> bool:
     if name in PROPERTIES:
         return True
     results = result if isinstance(result, (tuple, list)) else (result,)
-    if not results or not all(isinstance(one, Tensor) for one in results):
+    if not results or not all(isinstance(value, Tensor) for value in results):
         return False
     in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
     if in_place or name == "__setitem__":
         return False
-    memory = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
-    return all(one.untyped_storage().data_ptr() in memory for one in results)
+    memory = {
+        argument.untyped_storage().data_ptr() for argument in args if isinstance(argument, Tensor)
+    }
+    return all(value.untyped_storage().data_ptr() in memory for value in results)
 
 
 class Recording:
@@ -201,16 +203,19 @@ class Recording:
         self._held, self._others = capture.launches, others
         (self._copy,), (self._attention,) = capture.copies, capture.attentions
         self._layer_index: Any = capture.layer_index
-        self._forms = [(one.shape, one.stride(), one.dtype) for one in inputs]
+        self._forms = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs]
         self._shape, self._dtype = tuple(output.shape), output.dtype
         # (fields, position, number of the input, bytes from its beginning)
         self._inputs: list[tuple[Any, int, int, int]] = []
         self._outputs: list[tuple[Any, int]] = []
-        own = output.data_ptr()
-        given = [(n, one.data_ptr(), one.data_ptr() + one.nbytes) for n, one in enumerate(inputs)]
+        output_address = output.data_ptr()
+        given = [
+            (n, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+            for n, tensor in enumerate(inputs)
+        ]
         for launch in capture.launches:
             for position, number in enumerate(launch.fields):
-                if number == own:
+                if number == output_address:
                     self._outputs.append((launch.fields, position))
                 for n, begin, end in given:
                     if begin <= number < end:
@@ -237,8 +242,8 @@ class Recording:
             len(inputs) == len(self._forms)
             and others == self._others
             and all(
-                one.shape == shape and one.stride() == stride and one.dtype == dtype
-                for one, (shape, stride, dtype) in zip(inputs, self._forms)
+                tensor.shape == shape and tensor.stride() == stride and tensor.dtype == dtype
+                for tensor, (shape, stride, dtype) in zip(inputs, self._forms)
             )
         )
 
@@ -262,7 +267,7 @@ class Recording:
         parts = attention.bind(
             self._attention, keys, values, *packed_mask(mask, self._attention[GROUP])
         )
-        addresses = [one.data_ptr() for one in inputs]
+        addresses = [tensor.data_ptr() for tensor in inputs]
         for fields, position, n, offset in self._inputs:
             fields[position] = addresses[n] + offset
         output = torch.empty(self._shape, dtype=self._dtype, device="cpu")

@@ -38,9 +38,9 @@ def _row(emitter: Emitter, ggml_type: int, address: Any, to: Any, size: Any) -> 
             quants = blocks.quants(first, 16)
             for n in range(0, 16, lanes):
                 part = emitter.shuffled(quants, quants, range(n, n + lanes))
-                whole = b.zext(part, ir.VectorType(ir.IntType(32), lanes))
-                offset = ir.Constant(whole.type, [form.offset] * lanes)
-                value = b.sitofp(b.sub(whole, offset), ir.VectorType(F32, lanes))
+                integers = b.zext(part, ir.VectorType(ir.IntType(32), lanes))
+                offset = ir.Constant(integers.type, [form.offset] * lanes)
+                value = b.sitofp(b.sub(integers, offset), ir.VectorType(F32, lanes))
                 numbers = [first + n + lane for lane in range(lanes)]
                 scale = blocks.scale(numbers)
                 value = (

@@ -102,9 +102,9 @@ def copy_heads(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
 def bind_outputs(fields: Any, outputs: tuple[Tensor, ...]) -> None:
     """Let a launch of ``copy_heads`` write to other tensors of the same sizes."""
     for n, out in enumerate(outputs):
-        own = kernels.ROTARY_FIELDS + kernels.TENSOR_FIELDS * n
-        fields[own + kernels.TO] = out.data_ptr()
-        fields[own + kernels.TO_BATCH : own + kernels.TO_TOKEN + 1] = _strides(out)
+        offset = kernels.ROTARY_FIELDS + kernels.TENSOR_FIELDS * n
+        fields[offset + kernels.TO] = out.data_ptr()
+        fields[offset + kernels.TO_BATCH : offset + kernels.TO_TOKEN + 1] = _strides(out)
 
 
 def _rotate(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], angles: Any) -> Any:

@@ -277,13 +277,13 @@ def rotary(fields: Any, form: Any) -> None:
     numba.literally(form)
     size = get(fields, HEAD_SIZE)
     for n in range(get(fields, TENSORS)):
-        own = ROTARY_FIELDS + TENSOR_FIELDS * n
+        offset = ROTARY_FIELDS + TENSOR_FIELDS * n
         for b in range(get(fields, BATCH)):
-            for h in range(get(fields, own + HEADS)):
-                source = get(fields, own + FROM) + b * get(fields, own + FROM_BATCH)
-                target = get(fields, own + TO) + b * get(fields, own + TO_BATCH)
-                source += h * get(fields, own + FROM_HEAD)
-                target += h * get(fields, own + TO_HEAD)
+            for h in range(get(fields, offset + HEADS)):
+                source = get(fields, offset + FROM) + b * get(fields, offset + FROM_BATCH)
+                target = get(fields, offset + TO) + b * get(fields, offset + TO_BATCH)
+                source += h * get(fields, offset + FROM_HEAD)
+                target += h * get(fields, offset + TO_HEAD)
                 for t in range(get(fields, TOKENS)):
                     if get(fields, COS) == 0:
                         _copy(form, form, source, target, size)
@@ -293,8 +293,8 @@ def rotary(fields: Any, form: Any) -> None:
                         cos += t * get(fields, COS_TOKEN)
                         sin += t * get(fields, SIN_TOKEN)
                         _rotate(form, source, cos, sin, target, size // 2)
-                    source += get(fields, own + FROM_TOKEN)
-                    target += get(fields, own + TO_TOKEN)
+                    source += get(fields, offset + FROM_TOKEN)
+                    target += get(fields, offset + TO_TOKEN)
 
 
 @numba.njit(error_model="numpy")

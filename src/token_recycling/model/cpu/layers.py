@@ -90,13 +90,13 @@ def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
     return linear.Layer(weight, bias)
 
 
-def _is_ours(inputs: Tensor, most: float = linear.MOST_TOKENS) -> bool:
-    """Return whether these are at most ``most`` tokens [..., q, size] in one of our forwards.
+def _is_ours(inputs: Tensor, max_tokens: float = linear.MOST_TOKENS) -> bool:
+    """Return whether these are at most ``max_tokens`` tokens [..., q, size] in one of our forwards.
 
     How many rows a batch has does not matter, so that each is computed as it is alone.
     """
     tokens = inputs.shape[-2] if inputs.dim() > 1 else inputs.dim()
-    return 0 < tokens <= most and inputs.numel() > 0 and _is_used(inputs)
+    return 0 < tokens <= max_tokens and inputs.numel() > 0 and _is_used(inputs)
 
 
 def _is_used(inputs: Tensor) -> bool:
@@ -111,10 +111,10 @@ def _is_used(inputs: Tensor) -> bool:
 
 
 def _linear(
-    layer: nn.Module, stock: Any, inputs: Tensor, most: float = linear.MOST_TOKENS
+    layer: nn.Module, stock: Any, inputs: Tensor, max_tokens: float = linear.MOST_TOKENS
 ) -> Tensor:
-    """``forward`` of a linear layer, for at most ``most`` tokens."""
-    if _is_ours(inputs, most):
+    """``forward`` of a linear layer, for at most ``max_tokens`` tokens."""
+    if _is_ours(inputs, max_tokens):
         weights = _weights(layer, inputs.dtype)
         if weights is not None and inputs.shape[-1] == weights.inputs:
             return linear.products(inputs, (weights,))[0]
@@ -136,8 +136,8 @@ def _first_projection(
 ) -> Tensor:
     """``forward`` of the first of several linear layers with the same inputs: multiplies all."""
     if _is_ours(inputs):
-        layers = [_weights(one, inputs.dtype) for one in (layer, *others)]
-        if all(one is not None and one.inputs == inputs.shape[-1] for one in layers):
+        layers = [_weights(module, inputs.dtype) for module in (layer, *others)]
+        if all(weights is not None and weights.inputs == inputs.shape[-1] for weights in layers):
             output, *rest = linear.products(inputs, layers)  # type: ignore[arg-type]
             _shared.inputs, _shared.outputs = inputs, dict(zip(others, rest))
             return output
@@ -319,24 +319,24 @@ class FastLayers(ThreadContext):
         mask, cache = kwargs["attention_mask"], cache_in(kwargs)
         inputs, others = _arguments(args, kwargs)
         key = layer, inputs[0].shape, torch.get_num_threads()
-        made = recordings.made.get(key)
-        if made is not None:
-            if made.fits(inputs, others):
-                return made.replay(inputs, mask, cache)
+        recording = recordings.made.get(key)
+        if recording is not None:
+            if recording.fits(inputs, others):
+                return recording.replay(inputs, mask, cache)
             return stock(*args, **kwargs)
         if key in recordings.made or not _is_known(layer):
             return stock(*args, **kwargs)
         capture = Capture(recordings.scratch, cache)
         with capture:
             output = stock(*args, **kwargs)
-        made = capture.recording(inputs, others, output)
+        recording = capture.recording(inputs, others, output)
         if not isinstance(output, Tensor):  # of Transformers before 5
             recordings.made[key] = None
-            return tuple(one.clone() if isinstance(one, Tensor) else one for one in output)
-        if made is not None and layer not in recordings.right:
+            return tuple(item.clone() if isinstance(item, Tensor) else item for item in output)
+        if recording is not None and layer not in recordings.right:
             # What is set at a replay does not depend on the number of tokens, so once is enough.
-            recordings.right[layer] = made.is_right(inputs, mask, cache, output)
-        recordings.made[key] = made if recordings.right.get(layer) else None
+            recordings.right[layer] = recording.is_right(inputs, mask, cache, output)
+        recordings.made[key] = recording if recordings.right.get(layer) else None
         return output.clone()
 
     def __exit__(
@@ -356,7 +356,7 @@ def _is_known(layer: nn.Module) -> bool:
     """
     ours = (_linear, _first_projection, _other_projection, _mlp, _norm)
     return not any(map(_has_hooks, layer.modules())) and all(
-        any(is_covered(module, "forward", one) for one in ours)
+        any(is_covered(module, "forward", function) for function in ours)
         or bool(linear_children(module, PROJECTIONS, LINEAR))
         or not (module._modules or module._parameters)
         for module in layer.modules()
@@ -373,8 +373,8 @@ def _arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
     inputs: list[Tensor] = []
     others: list[Any] = []
     for value in (*args, *(kwargs[name] for name in kwargs if name not in BOUND)):
-        for one in value if isinstance(value, tuple) else (value,):
-            (inputs if isinstance(one, Tensor) else others).append(one)
+        for item in value if isinstance(value, tuple) else (value,):
+            (inputs if isinstance(item, Tensor) else others).append(item)
     return inputs, others
 
 
@@ -411,7 +411,7 @@ def _compared(
     ):
         return None
     formats = [getattr(layer, "ggml_type", None) for layer in layers]
-    key = type(module), *((one.shape, one.dtype) for one in weights), *formats
+    key = type(module), *((weight.shape, weight.dtype) for weight in weights), *formats
     if key not in known:
         known[key] = compare(module)
     return known[key]
@@ -434,6 +434,6 @@ def _is_gated_mlp(mlp: nn.Module) -> bool:
         return False
     inputs = sample(gate.inputs, dtype)
     gated, _ = linear.products(inputs, (gate, up), gated=True)
-    found = linear.products(gated, (down,))[0]
+    output = linear.products(gated, (down,))[0]
     # Packed weights are multiplied by rounded inputs.
-    return is_same(found, own_result(mlp, inputs), torch.bfloat16 if down.ggml_type else dtype)
+    return is_same(output, own_result(mlp, inputs), torch.bfloat16 if down.ggml_type else dtype)

@@ -40,8 +40,8 @@ from token_recycling.model.cpu.vectors import (
 )
 from token_recycling.util.compiled import kept
 
-# How W is multiplied, beside the dtypes of dense weights: bfloat16 by tiles of AMX, and block
-# formats of GGUF, from this number on, by ggml's number of the type.
+# How W is multiplied is a number: one of the dtypes of dense weights (see ``vectors``), ``AMX`` for
+# bfloat16 by tiles of AMX, or for GGUF ``BLOCKS`` plus ggml's number of the block format.
 AMX, BLOCKS = 3, 16
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
 # at one row of x; the last is the largest tile. In several passes, all tiles are as high as that.
@@ -85,9 +85,9 @@ def _amx_tiles(builder: Any, call: Any) -> None:
     several = builder.icmp_signed(">", passes, I64(1))
     width = builder.select(builder.or_(several, full), I64(SIDE), n)
     done = builder.append_basic_block("strip_done")
-    one, two = builder.append_basic_block("one"), builder.append_basic_block("two")
-    builder.cbranch(full, two, one)
-    for s, block in enumerate((one, two), start=1):
+    one_tile, two_tiles = builder.append_basic_block("one"), builder.append_basic_block("two")
+    builder.cbranch(full, two_tiles, one_tile)
+    for s, block in enumerate((one_tile, two_tiles), start=1):
         builder.position_at_end(block)
         begin = I64(0)
         for r in (2, 1):
@@ -107,14 +107,16 @@ def _tile(module: Any, form: int, r: int, s: int, ahead: int) -> Any:
 def _tiles(builder: Any, form: int, call: Any) -> None:
     """Emit: S rows of x times a strip of W, for any S (see ``_multiply``)."""
     heights = _heights(form)
-    most, last = len(heights), heights[-1]
+    max_rows, last = len(heights), heights[-1]
     passes, s, *strip = call
     done = builder.append_basic_block("strip_done")
     wrong = builder.append_basic_block("no_such_tile")
     # One pass: by S; one of several passes: by -S
     alone = builder.icmp_signed("==", passes, I64(1))
     choice = builder.switch(builder.select(alone, s, builder.neg(s)), wrong)
-    several = [(-n, last, -(-last // READING_PASSES)) for n in range((most + 1) // 2, most + 1)]
+    several = [
+        (-n, last, -(-last // READING_PASSES)) for n in range((max_rows + 1) // 2, max_rows + 1)
+    ]
     for key, height, ahead in [*((n, r, r) for n, r in enumerate(heights, start=1)), *several]:
         block = builder.append_basic_block(f"rows_{key}")
         choice.add_case(I64(key), block)
@@ -222,16 +224,16 @@ def _gate(typing: Any, form: Any, gate: Any, up: Any, count: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, emitter = _output(form.literal_value), Emitter(builder.module, processor().lanes)
         emitter.b = b = builder
-        size, one, zero = I64(BYTES[kind]), emitter.splat(1.0), emitter.splat(0.0)
+        size, ones, zeros = I64(BYTES[kind]), emitter.splat(1.0), emitter.splat(0.0)
 
         def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
             at = emitter.at(arguments[1], k, size)
             g = emitter.numbers(at, kind, mask)
             other = emitter.numbers(emitter.at(arguments[2], k, size), kind, mask)
-            negative = b.fcmp_ordered("<", g, zero)
-            t = emitter.exponential(b.select(negative, g, b.fsub(zero, g)))
-            above = b.fmul(g, b.select(negative, t, one))
-            silu = emitter.through(b.fdiv(above, b.fadd(one, t)), kind)
+            negative = b.fcmp_ordered("<", g, zeros)
+            t = emitter.exponential(b.select(negative, g, b.fsub(zeros, g)))
+            above = b.fmul(g, b.select(negative, t, ones))
+            silu = emitter.through(b.fdiv(above, b.fadd(ones, t)), kind)
             emitter.write(b.fmul(silu, other), at, kind, mask)
             return []
 
@@ -267,11 +269,11 @@ def _height(typing: Any, form: Any, rows: Any) -> Any:
         if form.literal_value == AMX:
             return I64(2 * SIDE)
         heights = _heights(form.literal_value)
-        found = I64(heights[-1])
+        selected = I64(heights[-1])
         for s, height in enumerate(heights, start=1):
             is_s = builder.icmp_signed("==", arguments[1], I64(s))
-            found = builder.select(is_s, I64(height), found)
-        return found
+            selected = builder.select(is_s, I64(height), selected)
+        return selected
 
     return types.int64(constant(form), types.int64), generate
 
@@ -321,8 +323,8 @@ def _work(fields: Any, form: Any) -> None:
         get(fields, INPUTS),
     )
     layers, gated, size = get(fields, LAYERS), get(fields, GATED), _output_bytes(form)
-    amx, most, height = _is_amx(form), _largest(form), _height(form, rows)
-    passes = (rows + most - 1) // most
+    amx, max_rows, height = _is_amx(form), _largest(form), _height(form, rows)
+    passes = (rows + max_rows - 1) // max_rows
     reading_passes = 1 if amx else READING_PASSES
     _configure(form, min(rows, SIDE))
     strip = height * max(1, STRIP // (height * _field(fields, 0, W_STRIDE)))
@@ -353,8 +355,8 @@ def _work(fields: Any, form: Any) -> None:
             elif next_layer < layers:
                 ahead = _address(fields, next_layer, next_begin)
             for i in range(passes):
-                first = most * i if amx else rows * i // passes
-                last = min(first + most, rows) if amx else rows * (i + 1) // passes
+                first = max_rows * i if amx else rows * i // passes
+                last = min(first + max_rows, rows) if amx else rows * (i + 1) // passes
                 part = i * ((height + reading_passes - 1) // reading_passes) * w_stride
                 _multiply(
                     form,

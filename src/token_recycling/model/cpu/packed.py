@@ -88,15 +88,15 @@ class PackedLinear(nn.Module):
             return inputs.new_empty(*inputs.shape[:-1], self.out_features)
         if rows <= linear.MOST_TOKENS:
             return linear.products(x, [self.layer()])[0].to(inputs.dtype)
-        found = x.new_empty(*x.shape[:-1], self.out_features)
+        output = x.new_empty(*x.shape[:-1], self.out_features)
         height = max(1, STRIP // self.in_features)
         strip = x.new_empty(min(height, self.out_features), self.in_features)
         for first in range(0, self.out_features, height):
             blocks = self.weight[first : first + height]
             rows_of_w = dequantised(blocks, self.ggml_type, self.in_features, strip)
             bias = None if self.bias is None else self.bias[first : first + height]
-            found[..., first : first + height] = dense(x, rows_of_w, bias)
-        return found.to(inputs.dtype)
+            output[..., first : first + height] = dense(x, rows_of_w, bias)
+        return output.to(inputs.dtype)
 
     def extra_repr(self) -> str:
         """Describe the layer."""
@@ -126,10 +126,10 @@ class PackedEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return float32 [..., embedding_dim] of ids [...]."""
         blocks = self.weight[ids.reshape(-1)]
-        found = dequantised(blocks, self.ggml_type, self.embedding_dim)
+        embeddings = dequantised(blocks, self.ggml_type, self.embedding_dim)
         if self.scale != 1.0:
-            found *= self.scale
-        return found.view(*ids.shape, self.embedding_dim)
+            embeddings *= self.scale
+        return embeddings.view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         """Describe the layer."""

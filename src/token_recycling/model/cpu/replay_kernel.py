@@ -30,8 +30,8 @@ def _run(typing: Any, parallel: Any, kernel: Any, fields: Any, threads: Any) -> 
         alone = ir.FunctionType(ir.VoidType(), [pointer])
         team = ir.FunctionType(ir.VoidType(), [pointer, pointer, I32, I32])
         data = builder.inttoptr(fields, pointer)
-        with builder.if_else(builder.icmp_signed("==", threads, I64(1))) as (one, several):
-            with one:
+        with builder.if_else(builder.icmp_signed("==", threads, I64(1))) as (single, several):
+            with single:
                 builder.call(builder.inttoptr(kernel, alone.as_pointer()), [data])
             with several:
                 code = builder.inttoptr(kernel, pointer)
@@ -46,15 +46,15 @@ def _run(typing: Any, parallel: Any, kernel: Any, fields: Any, threads: Any) -> 
 @numba.njit(error_model="numpy")
 def _replay(fields: Any) -> None:
     for i in range(get(fields, LAUNCHES)):
-        own = FIELDS + LAUNCH_FIELDS * i
-        counters = get(fields, own + ITS_FIELDS) + 8 * get(fields, own + COUNTER)
-        for n in range(get(fields, own + COUNTERS)):
+        offset = FIELDS + LAUNCH_FIELDS * i
+        counters = get(fields, offset + ITS_FIELDS) + 8 * get(fields, offset + COUNTER)
+        for n in range(get(fields, offset + COUNTERS)):
             store(counters + 8 * n, 0)
         _run(
             get(fields, PARALLEL),
-            get(fields, own + KERNEL),
-            get(fields, own + ITS_FIELDS),
-            get(fields, own + THREADS),
+            get(fields, offset + KERNEL),
+            get(fields, offset + ITS_FIELDS),
+            get(fields, offset + THREADS),
         )
 
 

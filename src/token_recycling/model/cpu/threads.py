@@ -29,9 +29,9 @@ def openmp() -> Parallel | None:
         if parallel is None:
             mapped = Path("/proc/self/maps").read_text(errors="replace").split()
             folder = str(Path(torch.__file__).parent.parent)
-            found = [name for name in mapped if "libgomp" in name]
-            own = [name for name in found if name.startswith(folder)]
-            parallel = getattr(ctypes.CDLL((own or found)[0]), ENTRY)
+            libraries = [name for name in mapped if "libgomp" in name]
+            pytorch_libraries = [name for name in libraries if name.startswith(folder)]
+            parallel = getattr(ctypes.CDLL((pytorch_libraries or libraries)[0]), ENTRY)
     except (OSError, IndexError, AttributeError, TypeError):  # TypeError: CDLL(None) on Windows
         return None
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

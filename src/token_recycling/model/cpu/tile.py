@@ -168,10 +168,10 @@ class DenseTile(Tile):
         self.w = [self.at(w, I64(r), w_stride) for r in range(self.r)]
         self.x = [self.at(x, I64(s), x_stride) for s in range(self.s)]
         self.ahead = [self.at(ahead, I64(r), w_stride) for r in range(self.rows_ahead)]
-        whole = b.and_(inputs, I64(-self.step))
+        vectors_end = b.and_(inputs, I64(-self.step))
         zeros = [self.splat(0.0)] * (self.r * self.s)
-        sums = self._add_up(self.loop(I64(0), whole, self.step, zeros, self._vectors))
-        sums = self._rest(whole, inputs, sums)
+        sums = self._add_up(self.loop(I64(0), vectors_end, self.step, zeros, self._vectors))
+        sums = self._rest(vectors_end, inputs, sums)
         self._write(sums, y, y_stride, bias)
         b.ret_void()
 
@@ -182,13 +182,13 @@ class DenseTile(Tile):
         for row in self.ahead:
             self.prefetch(b.add(row, at_w))
         ws = [self._weights(b.add(row, at_w)) for row in self.w]
-        found = list(sums)
+        updated = list(sums)
         for s, row in enumerate(self.x):
             x = self._inputs(b.add(row, at_x))
             for r, w in enumerate(ws):
                 i = r * self.s + s
-                found[i] = self._multiply_add(w, x, found[i])
-        return found
+                updated[i] = self._multiply_add(w, x, updated[i])
+        return updated
 
     def _weights(self, address: Any) -> Any:
         if self.dots:
@@ -204,23 +204,23 @@ class DenseTile(Tile):
         kind = ir.FunctionType(self.vector, [self.vector, x.type, w.type])
         return self.b.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, x, w], False)
 
-    def _rest(self, whole: Any, inputs: Any, sums: list[Any]) -> list[Any]:
+    def _rest(self, begin: Any, inputs: Any, sums: list[Any]) -> list[Any]:
         """Add the products behind the last vector, where ``inputs`` is no multiple of it."""
         b = self.b
         entry = b.block
         rest, done = b.append_basic_block("rest"), b.append_basic_block("added")
-        b.cbranch(b.icmp_signed("<", whole, inputs), rest, done)
+        b.cbranch(b.icmp_signed("<", begin, inputs), rest, done)
         b.position_at_end(rest)
         function = self._rest_of_a_sum()
-        at_w, at_x = b.mul(whole, I64(self.w_bytes)), b.mul(whole, I64(self.x_bytes))
-        count = b.sub(inputs, whole)
-        found = [
+        at_w, at_x = b.mul(begin, I64(self.w_bytes)), b.mul(begin, I64(self.x_bytes))
+        count = b.sub(inputs, begin)
+        updated = [
             b.call(function, [b.add(self.w[r], at_w), b.add(self.x[s], at_x), count, total])
             for (r, s), total in zip(product(range(self.r), range(self.s)), sums)
         ]
         b.branch(done)
         b.position_at_end(done)
-        return [self.either((total, entry), (more, rest)) for total, more in zip(sums, found)]
+        return [self.either((total, entry), (more, rest)) for total, more in zip(sums, updated)]
 
     def _rest_of_a_sum(self) -> Any:
         """Return ``float (w, x, count, total)``: ``total`` and the products of count numbers."""

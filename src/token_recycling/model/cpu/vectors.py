@@ -133,17 +133,17 @@ class Emitter:
         b.position_at_end(loop)
         k = b.phi(I64)
         current = [b.phi(value.type) for value in values]
-        found = body(k, current)
+        updated = body(k, current)
         following = b.add(k, I64(step))
         k.add_incoming(begin, entry)
         k.add_incoming(following, b.block)
-        for phi, first, value in zip(current, values, found):
+        for phi, first, value in zip(current, values, updated):
             phi.add_incoming(first, entry)
             phi.add_incoming(value, b.block)
         last = b.block
         b.cbranch(b.icmp_signed("<", following, end), loop, done)
         b.position_at_end(done)
-        return [self.either((first, entry), (value, last)) for first, value in zip(values, found)]
+        return [self.either((first, entry), (value, last)) for first, value in zip(values, updated)]
 
     def either(self, *values: tuple[Any, Any]) -> Any:
         """Return the value of the block that control came from."""
@@ -183,17 +183,17 @@ class Emitter:
         element = (F32, I16, F16)[form]
         kind = ir.VectorType(element, lanes)
         if mask is None:
-            found = self.load(address, kind)
+            loaded = self.load(address, kind)
         else:
             pointer = b.inttoptr(address, kind.as_pointer())
             load = self._masked("load", kind, kind, [kind.as_pointer(), I32, mask.type, kind])
-            found = b.call(load, [pointer, I32(BYTES[form]), mask, ir.Constant(kind, None)])
+            loaded = b.call(load, [pointer, I32(BYTES[form]), mask, ir.Constant(kind, None)])
         if form == FLOAT32:
-            return found
+            return loaded
         if form == FLOAT16:
-            return b.fpext(found, self.vector)
+            return b.fpext(loaded, self.vector)
         wide = ir.VectorType(I32, lanes)
-        bits = b.zext(found, wide)
+        bits = b.zext(loaded, wide)
         return b.bitcast(b.shl(bits, ir.Constant(wide, [16] * lanes)), self.vector)
 
     def write(self, value: Any, address: Any, form: int, mask: Any = None) -> None:
@@ -256,19 +256,21 @@ class Emitter:
         in all others.
         """
         b, lanes = self.b, self.lanes
-        whole = b.and_(count, I64(-lanes))
-        found = self.loop(I64(0), whole, lanes, values, lambda k, inner: body(k, None, inner))
+        vectors_end = b.and_(count, I64(-lanes))
+        updated = self.loop(
+            I64(0), vectors_end, lanes, values, lambda k, inner: body(k, None, inner)
+        )
         before = b.block
         rest, done = b.append_basic_block("part"), b.append_basic_block("all")
-        b.cbranch(b.icmp_signed("<", whole, count), rest, done)
+        b.cbranch(b.icmp_signed("<", vectors_end, count), rest, done)
         b.position_at_end(rest)
         numbers = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
-        left = self.splat_bits(b.trunc(b.sub(count, whole), I32))
-        last = body(whole, b.icmp_signed("<", numbers, left), found)
+        remaining = self.splat_bits(b.trunc(b.sub(count, vectors_end), I32))
+        last = body(vectors_end, b.icmp_signed("<", numbers, remaining), updated)
         end = b.block
         b.branch(done)
         b.position_at_end(done)
-        return [self.either((full, before), (more, end)) for full, more in zip(found, last)]
+        return [self.either((full, before), (more, end)) for full, more in zip(updated, last)]
 
     def lane_sum(self, vector: Any) -> Any:
         """Return the sum of a vector's lanes."""
@@ -290,12 +292,12 @@ class Emitter:
 
     def joined(self, vectors: Sequence[Any]) -> Any:
         """Return the elements of vectors of the same length, a power of two of them, in a row."""
-        found = list(vectors)
-        while len(found) > 1:
-            count = found[0].type.count
-            pairs = zip(found[::2], found[1::2])
-            found = [self.shuffled(a, c, range(2 * count)) for a, c in pairs]
-        return found[0]
+        parts = list(vectors)
+        while len(parts) > 1:
+            count = parts[0].type.count
+            pairs = zip(parts[::2], parts[1::2])
+            parts = [self.shuffled(a, c, range(2 * count)) for a, c in pairs]
+        return parts[0]
 
     def transposed(self, rows: list[Any]) -> list[Any]:
         """Return the columns of a square of vectors: blocks of half the size are exchanged."""
@@ -359,9 +361,11 @@ class Emitter:
         power = self.splat(factors[-1])
         for factor in reversed(factors[:-1]):
             power = self.fma(power, rest, self.splat(factor))
-        whole = ir.VectorType(I32, self.lanes)
-        bits = b.shl(b.bitcast(shifted, whole), ir.Constant(whole, [23] * self.lanes))
-        bits = b.add(bits, ir.Constant(whole, [127 << 23] * self.lanes))
+        integer_vector = ir.VectorType(I32, self.lanes)
+        bits = b.shl(
+            b.bitcast(shifted, integer_vector), ir.Constant(integer_vector, [23] * self.lanes)
+        )
+        bits = b.add(bits, ir.Constant(integer_vector, [127 << 23] * self.lanes))
         return b.fmul(power, b.bitcast(bits, self.vector))
 
 

@@ -97,10 +97,10 @@ def is_right(
 def _trial(ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
     """Compare results."""
     try:
-        mine, expected = ours(), theirs()
+        output, expected = ours(), theirs()
         roundings = CLOSE if expected.dtype == torch.float32 else CLOSE_HALF
         noise = roundings * torch.finfo(expected.dtype).eps * expected.abs().max()
-        if bool((mine - expected).abs().max() <= noise):  # False for NaN
+        if bool((output - expected).abs().max() <= noise):  # False for NaN
             return True
         logger.warning("Token Recycling: the attention kernel is not used: results differ")
     except torch.OutOfMemoryError:

@@ -73,9 +73,9 @@ def _add_keys(
     higher = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp(scores - base[:, None])
-    kept = tl.exp(top - base)
-    sums = sums * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-    return higher, total * kept + tl.sum(weights, 1), sums
+    rescale = tl.exp(top - base)
+    sums = sums * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total * rescale + tl.sum(weights, 1), sums
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def _in_window(position, other, size, RULE: tl.constexpr):
 @triton.jit
 def _shared_keys(position, length, BLOCK: tl.constexpr):
     """Return how many keys a node at ``position`` shares with programs for many nodes."""
-    whole = ((position + 1) // BLOCK - 1) * BLOCK
-    return tl.minimum(tl.maximum(whole, 0), length // BLOCK * BLOCK)
+    shared = ((position + 1) // BLOCK - 1) * BLOCK
+    return tl.minimum(tl.maximum(shared, 0), length // BLOCK * BLOCK)
 
 
 @triton.jit
@@ -110,9 +110,9 @@ def _load_queries(
 ):
     """Load queries of some heads and nodes, [QUERIES, WIDTH]."""
     entry = tl.arange(0, WIDTH)
-    own = query + member * query_head + node * query_node
+    pointers = query + member * query_head + node * query_node
     mask = inside[:, None] & (entry < D)[None, :]
-    return tl.load(own[:, None] + entry[None, :], mask=mask, other=0.0)
+    return tl.load(pointers[:, None] + entry[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -266,13 +266,13 @@ def attend_kernel(
             GROUP, RULE, D, WIDTH, QUERIES, KEYS, BLOCK, SPAN, OCTAVE, PRECISION,
         )  # fmt: skip
     else:
-        own = number - tiles * spans
+        node = number - tiles * spans
         rows = tl.arange(0, ROWS)
         draft = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0).to(tl.int32)
-        depth = tl.load(depths + row * n + own)
+        depth = tl.load(depths + row * n + node)
         _attend_path(
-            own, draft, query, query_head, query_node, keys, values, key_slot, value_slot,
-            positions, length, paths + (row * n + own) * n, depth, n, spans, size, scale,
+            node, draft, query, query_head, query_node, keys, values, key_slot, value_slot,
+            positions, length, paths + (row * n + node) * n, depth, n, spans, size, scale,
             tops, totals, parts,
             GROUP, RULE, D, WIDTH, PATH_QUERIES, PATH_KEYS, BLOCK, PRECISION,
         )  # fmt: skip

@@ -21,6 +21,7 @@ QUERIES, KEYS = 64, 64  # of a program at once, at most; KEYS divides BLOCK
 BLOCK = 64  # keys; a multiple of it divides the keys between the kernels
 SPAN = 256  # keys of each of the first OCTAVE spans, a multiple of BLOCK; then twice as many
 OCTAVE = 16  # spans of one length
+LEAST_SPANS = 32  # that a kernel is compiled for: up to 12,288 keys need no other
 PATH_KEYS = 64  # of the path of one node at once
 COMBINED = 4  # queries whose spans a program combines
 LARGE_MEMORY = 2**17  # bytes of shared memory; 160 KiB on an A100, 227 on an H100, else about 99
@@ -165,7 +166,7 @@ def attend(
         *(view.lengths, view.positions, tops, totals, parts, out, n, heads, spans),
         **constants,
         COMBINED=COMBINED,
-        SPANS=triton.next_power_of_2(spans),
+        SPANS=max(LEAST_SPANS, triton.next_power_of_2(spans)),
         UNROLLED=UNROLLED,
         num_warps=4,
     )

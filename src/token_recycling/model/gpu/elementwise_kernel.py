@@ -23,15 +23,15 @@ def _rms_norm(x, weight, out, size, epsilon, ADDED: tl.constexpr, BLOCK: tl.cons
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, BLOCK)
     inside = entry < size
-    own = tl.load(x + row * size + entry, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(own * own, 0) / size + epsilon)
+    values = tl.load(x + row * size + entry, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / size + epsilon)
     weights = tl.load(weight + entry, mask=inside, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    found = own * scale
+    normalised = values * scale
     if ADDED == 0.0:
-        found = found.to(kind).to(tl.float32)
-    found = found * (weights + ADDED)
-    tl.store(out + row * size + entry, found.to(kind), mask=inside)
+        normalised = normalised.to(kind).to(tl.float32)
+    normalised = normalised * (weights + ADDED)
+    tl.store(out + row * size + entry, normalised.to(kind), mask=inside)
 
 
 def norm_warps(block: int) -> int:

@@ -121,7 +121,7 @@ def _is_used(*tensors: Tensor) -> bool:
     return (
         bool(FusedLayers.entered.objects)
         and not torch.compiler.is_compiling()
-        and all(_is_ours(one) and one.dtype == first.dtype for one in tensors)
+        and all(_is_ours(tensor) and tensor.dtype == first.dtype for tensor in tensors)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(first.device.type)
         and first.numel() > 0
@@ -143,9 +143,13 @@ def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of ``down(silu(gate(x)) * up(x))``."""
     if _is_used(inputs):
         gate, up, down = (mlp._modules[name] for name in GATED)
-        left, right = gate(inputs), up(inputs)  # type: ignore[misc]
-        if left.is_contiguous() and right.is_contiguous() and _is_used(left, right):
-            product: Tensor = down(_kernels().gated(left, right))  # type: ignore[misc]
+        gate_output, up_output = gate(inputs), up(inputs)  # type: ignore[misc]
+        if (
+            gate_output.is_contiguous()
+            and up_output.is_contiguous()
+            and _is_used(gate_output, up_output)
+        ):
+            product: Tensor = down(_kernels().gated(gate_output, up_output))  # type: ignore[misc]
             return product
     unchanged: Tensor = stock(inputs)
     return unchanged
