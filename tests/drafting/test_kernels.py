@@ -285,11 +285,10 @@ def test_rows_with_a_candidate_twice_change_no_other_memory():
     matrix.all_candidates.fill_(1)
     matrix.keys.copy_(torch.arange(len(matrix.keys)))
     tables = both.drafter._tables()
-    shape = ((host.LEVELS + 1) * matrix.k, host.LEVELS + 3)
-    found, kinds, odds = np.empty(shape[0], np.int64), np.empty(shape, np.int64), np.empty(shape[0])
+    gathered = host.new_gathered(matrix.k)
     rows = both.rows.root_rows
     rows.candidates.fill_(1)
-    count, _, _ = host.gather(0, 0, 1, 1, 3, 0, 0, rows.arrays(), tables, found, kinds, odds)
-    assert 0 < count <= len(found)
-    assert kinds[:count, -1].min() >= 0
-    assert kinds[:count, -1].max() < host.PATTERNS
+    count, _, _ = host.gather(0, 0, 1, 1, 3, 0, 0, rows.arrays(), tables, gathered)
+    assert 0 < count <= len(gathered.candidates)
+    assert gathered.features[:count, -1].min() >= 0
+    assert gathered.features[:count, -1].max() < host.PATTERNS

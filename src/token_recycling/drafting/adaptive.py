@@ -78,6 +78,17 @@ class AdaptiveRows(Rows):
     chains: Chains
     root_rows: RootRows
 
+    def state(self) -> host.State:
+        """Return views for the kernels."""
+        return host.State(
+            self.context.tokens.numpy(),
+            self.context.lengths.numpy(),
+            self.chains.tokens.numpy(),
+            self.chains.counts.numpy(),
+            self.chains.runs.numpy(),
+            self.root_rows.arrays(),
+        )
+
 
 class AdaptiveDrafter(Drafter[AdaptiveRows]):
     """Builds the most likely tree from matrix rows and a chain copied from the context.
@@ -210,31 +221,11 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         ancestors, valid = np.empty((batch, n, n), np.bool_), np.empty((batch, n), np.bool_)
         scores = np.empty((batch, n), np.float32)
         drafts = host.Drafts(tokens, parents, depths, ancestors, valid, scores)
-        state = (
-            rows.context.tokens.numpy(),
-            rows.context.lengths.numpy(),
-            as_array(roots),
-            rows.chains.tokens.numpy(),
-            rows.chains.counts.numpy(),
-            rows.chains.runs.numpy(),
-        )
-        root_rows = rows.root_rows.arrays()
-        tables = self._tables()
+        state, first, tables = rows.state(), as_array(roots), self._tables()
 
         def run(part: slice) -> None:
-            context, lengths, first, chain, counts, runs = (a[part] for a in state)
-            host.propose(
-                context,
-                lengths,
-                first,
-                chain,
-                counts,
-                runs,
-                host.RootArrays(*(array[part] for array in root_rows)),
-                tables,
-                self.max_depth,
-                host.Drafts(*(array[part] for array in drafts)),
-            )
+            own = host.Drafts(*(array[part] for array in drafts))
+            host.propose(state.part(part), first[part], tables, self.max_depth, own)
 
         in_threads(batch, THREAD_NODES // n, run)
         return DraftTree(
@@ -278,19 +269,11 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     ) -> None:
         """Count right candidates, average the rows of all nodes, and extend the context."""
         rows.context.reserve(accepted.emitted.shape[1])
-        host.observe(
-            rows.context.tokens.numpy(),
-            rows.context.lengths.numpy(),
-            rows.chains.tokens.numpy(),
-            rows.chains.counts.numpy(),
-            rows.chains.runs.numpy(),
-            rows.root_rows.arrays(),
+        verified = host.Verified(
             as_array(draft.tokens),
             as_array(draft.parents),
             as_array(draft.valid),
             *candidates,
             as_array(accepted.emitted),
-            self._tables(),
-            self.old_weight,
-            self.learning_rate,
         )
+        host.observe(rows.state(), verified, self._tables(), self.old_weight, self.learning_rate)

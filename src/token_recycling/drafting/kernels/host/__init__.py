@@ -51,10 +51,21 @@ from token_recycling.drafting.kernels.host.state import (
     RUNNERS_UP,
     SETS,
     Drafts,
+    Gathered,
     RootArrays,
+    State,
     Tables,
+    Verified,
 )
-from token_recycling.drafting.kernels.host.tree import FLOOR, LEAST, MOST, gather, grow, propose
+from token_recycling.drafting.kernels.host.tree import (
+    FLOOR,
+    LEAST,
+    MOST,
+    gather,
+    grow,
+    new_gathered,
+    propose,
+)
 
 __all__ = [
     "BINS",
@@ -81,8 +92,11 @@ __all__ = [
     "TINY",
     "WINDOW",
     "Drafts",
+    "Gathered",
     "RootArrays",
+    "State",
     "Tables",
+    "Verified",
     "append_emitted",
     "append_roots",
     "average",
@@ -99,6 +113,7 @@ __all__ = [
     "likeliest",
     "locate",
     "match",
+    "new_gathered",
     "observe",
     "propose",
     "refresh_logits",

@@ -15,10 +15,11 @@ from token_recycling.drafting.kernels.host.state import (
     NO_CHAIN,
     SETS,
     Array,
-    RootArrays,
+    State,
     Tables,
+    Verified,
 )
-from token_recycling.drafting.kernels.host.tree import gather, position
+from token_recycling.drafting.kernels.host.tree import gather, new_gathered, position
 from token_recycling.util.compiled import compiled
 from token_recycling.util.tokens import NO_TOKEN
 
@@ -29,18 +30,7 @@ PATTERN_RATE = 0.5  # of the weights of patterns, as a share of it
 
 
 @compiled
-def count(
-    row: int,
-    context: Array,
-    length: int,
-    chain: Array,
-    chained: int,
-    run: int,
-    roots: RootArrays,
-    emitted: Array,
-    tables: Tables,
-    learning_rate: float,
-) -> None:
+def count(row: int, state: State, emitted: Array, tables: Tables, learning_rate: float) -> None:
     """Compare the candidates along the emitted tokens of one row with these tokens.
 
     Counts hits and trials per feature, and moves the weights along the gradient of the log
@@ -48,22 +38,16 @@ def count(
     Candidates count whether or not they were drafted.
 
     Args:
-        row: its index in ``roots``.
-        context: int64 [≥ length], the last token is the root.
-        length: number of tokens.
-        chain: int64, from ``match``.
-        chained: valid tokens of ``chain``.
-        run: length of the match.
-        roots: the root rows.
+        row: its index.
+        state: of the rows; the last token of a context is the root.
         emitted: int64 [t], padded with ``NO_TOKEN``.
         tables: what has been learnt.
         learning_rate: of the weights.
     """
-    k = tables.candidates.shape[1]
+    context, length, chain = state.context[row], state.lengths[row], state.chains[row]
     nothing = len(tables.rates) - 1
-    candidates = np.empty((LEVELS + 1) * k, np.int64)
-    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 3), np.int64)
-    odds = np.empty((LEVELS + 1) * k)
+    gathered = new_gathered(tables.candidates.shape[1])
+    candidates, kinds, odds = gathered
     step = np.empty(INPUTS)
     token = context[length - 1]
     before, last = ending(context, length)
@@ -72,20 +56,18 @@ def count(
         truth = emitted[depth]
         if truth < 0:
             break
-        below = chain[depth] if on_chain and depth < chained else NO_CHAIN
+        below = chain[depth] if on_chain and depth < state.chain_lengths[row] else NO_CHAIN
         candidate_count, which, _ = gather(
             before,
             last,
             token,
             below,
-            run,
+            state.match_lengths[row],
             depth,
             row if depth == 0 else -1,
-            roots,
+            state.roots,
             tables,
-            candidates,
-            kinds,
-            odds,
+            gathered,
         )
         step[:] = 0.0
         for i in range(candidate_count):
@@ -119,19 +101,8 @@ def count(
 
 @compiled
 def observe(
-    context: Array,
-    lengths: Array,
-    chain: Array,
-    counts: Array,
-    runs: Array,
-    root_rows: RootArrays,
-    tokens: Array,
-    parents: Array,
-    valid: Array,
-    ids: Array,
-    p: Array,
-    finite: Array,
-    emitted: Array,
+    state: State,
+    verified: Verified,
     tables: Tables,
     old_weight: float,
     learning_rate: float,
@@ -141,43 +112,19 @@ def observe(
     All rows of the batch are counted before any is learnt from.
 
     Args:
-        context: int64 [B, w], the last token of each row is the root; gets the emitted tokens
-            except for the last one, which is the next root.
-        lengths: int64 [B], modified.
-        chain: int64 [B, c].
-        counts: int64 [B], -1 where no draft was grown, so that nothing is counted.
-        runs: int64 [B].
-        root_rows: modified.
-        tokens: int64 [B, n], the draft.
-        parents: int64 [B, n].
-        valid: bool [B, n]; a row whose root is invalid has ended.
-        ids: int32 [B, n, k], the target's best candidates at every node.
-        p: float32 [B, n, k].
-        finite: bool [B, n], False where these must not be learnt.
-        emitted: int64 [B, t], padded with ``NO_TOKEN``.
+        state: of the rows, modified: contexts get the emitted tokens except for the last one, which
+            is the next root.
+        verified: the draft and the candidates.
         tables: what has been learnt.
         old_weight: see ``average``.
         learning_rate: of the weights; negative: nothing is counted.
     """
-    for row in range(len(lengths)):
-        length = lengths[row]
-        if not valid[row, 0]:
-            continue
-        if counts[row] >= 0 and learning_rate >= 0:
-            count(
-                row,
-                context[row],
-                length,
-                chain[row],
-                counts[row],
-                runs[row],
-                root_rows,
-                emitted[row],
-                tables,
-                learning_rate,
-            )
-    for row in range(len(lengths)):
-        second, first = ending(context[row], lengths[row])
+    tokens, parents, valid, ids, p, finite, emitted = verified
+    for row in range(len(valid)):
+        if valid[row, 0] and state.chain_lengths[row] >= 0 and learning_rate >= 0:
+            count(row, state, emitted[row], tables, learning_rate)
+    for row in range(len(valid)):
+        second, first = ending(state.context[row], state.lengths[row])
         for node in range(tokens.shape[1]):
             if not (valid[row, 0] and valid[row, node] and finite[row, node]):
                 continue
@@ -191,7 +138,7 @@ def observe(
                 old_weight,
                 tables,
             )
-        root_rows.rejected[row] = remember(
+        state.roots.rejected[row] = remember(
             tokens[row],
             parents[row],
             valid[row],
@@ -199,11 +146,11 @@ def observe(
             p[row],
             finite[row],
             emitted[row],
-            root_rows.candidates[row],
-            root_rows.probabilities[row],
-            root_rows.rejected[row],
+            state.roots.candidates[row],
+            state.roots.probabilities[row],
+            state.roots.rejected[row],
         )
-    append_emitted(context, lengths, emitted)
+    append_emitted(state.context, state.lengths, emitted)
 
 
 @compiled

@@ -62,6 +62,74 @@ class RootArrays(NamedTuple):
     rejected: Array
 
 
+class State(NamedTuple):
+    """What the drafter keeps of each of B rows; the kernels modify it.
+
+    Attributes:
+        context: int64 [B, w], the tokens so far.
+        lengths: int64 [B], of these.
+        chains: int64 [B, c], what followed the longest match of the context's end (see ``match``).
+        chain_lengths: int64 [B]; -1 where no draft was grown.
+        match_lengths: int64 [B], of the longest match.
+        roots: what may follow the root.
+    """
+
+    context: Array
+    lengths: Array
+    chains: Array
+    chain_lengths: Array
+    match_lengths: Array
+    roots: RootArrays
+
+    def part(self, rows: slice) -> State:
+        """Return views of some of the rows."""
+        return State(
+            self.context[rows],
+            self.lengths[rows],
+            self.chains[rows],
+            self.chain_lengths[rows],
+            self.match_lengths[rows],
+            RootArrays(*(array[rows] for array in self.roots)),
+        )
+
+
+class Verified(NamedTuple):
+    """A verified draft of B rows, and what the target says of it.
+
+    Attributes:
+        tokens: int64 [B, n], the draft.
+        parents: int64 [B, n].
+        valid: bool [B, n]; a row whose root is invalid has ended.
+        ids: int32 [B, n, k], the target's best candidates at every node.
+        p: float32 [B, n, k].
+        finite: bool [B, n], False where these must not be learnt.
+        emitted: int64 [B, t], padded with ``NO_TOKEN``; the last one is the next root.
+    """
+
+    tokens: Array
+    parents: Array
+    valid: Array
+    ids: Array
+    p: Array
+    finite: Array
+    emitted: Array
+
+
+class Gathered(NamedTuple):
+    """What ``gather`` writes to, for c = (LEVELS + 1) · k candidates.
+
+    Attributes:
+        candidates: int64 [c].
+        features: int64 [c, LEVELS + 3], by source, and the candidate's pattern: a bit for each
+            source that has it.
+        odds: float64 [c], log odds of their scores.
+    """
+
+    candidates: Array
+    features: Array
+    odds: Array
+
+
 class Drafts(NamedTuple):
     """The drafts of B rows, as arrays of a ``DraftTree``.
 

@@ -32,7 +32,9 @@ from token_recycling.drafting.kernels.host.state import (
     SETS,
     Array,
     Drafts,
+    Gathered,
     RootArrays,
+    State,
     Tables,
 )
 from token_recycling.util.compiled import compiled
@@ -51,6 +53,15 @@ def position(candidate: int, found: Array, count: int) -> int:
 
 
 @compiled
+def new_gathered(k: int) -> Gathered:
+    """Return arrays for the candidates of a node."""
+    size = (LEVELS + 1) * k
+    return Gathered(
+        np.empty(size, np.int64), np.empty((size, LEVELS + 3), np.int64), np.empty(size)
+    )
+
+
+@compiled
 def gather(
     before: int,
     last: int,
@@ -61,9 +72,7 @@ def gather(
     root_row: int,
     roots: RootArrays,
     tables: Tables,
-    found: Array,
-    kinds: Array,
-    odds: Array,
+    gathered: Gathered,
 ) -> tuple[int, int, int]:
     """Unite the candidates of all sources at a node, and mix what these say of each.
 
@@ -84,15 +93,13 @@ def gather(
         root_row: index of the node's root row, -1 for every node but the root.
         roots: the root rows.
         tables: what has been learnt.
-        found: int64 [c], c = (LEVELS + 1) · k, gets the candidates.
-        kinds: int64 [c, LEVELS + 3], gets their features by source, and their pattern: a bit
-            for each source that has the candidate.
-        odds: float64 [c], gets the log odds of their scores.
+        gathered: gets the candidates.
 
     Returns:
         The number of candidates, the weight set of the node, and the index of the chain's token
         among the candidates, -1 where there is none.
     """
+    found, kinds, odds = gathered
     k = tables.candidates.shape[1]
     _, lacking, chain, beside, nothing = features(k)
     n = 0
@@ -209,18 +216,7 @@ def add_row(
 
 
 @compiled
-def grow(
-    row: int,
-    context: Array,
-    length: int,
-    chain: Array,
-    count: int,
-    run: int,
-    roots: RootArrays,
-    tables: Tables,
-    max_depth: int,
-    drafts: Drafts,
-) -> None:
+def grow(row: int, state: State, tables: Tables, max_depth: int, drafts: Drafts) -> None:
     """Grow the tree of one row best-first; a node's score is the product along its path.
 
     Pending candidates are kept sorted, and only as many as nodes are still missing. On equal
@@ -228,23 +224,17 @@ def grow(
     0.3, and A's are C with 0.7 and D with 0.2, the nodes are A (0.6), C (0.42), B (0.3), D (0.12).
 
     Args:
-        row: its index in ``drafts``.
-        context: int64 [≥ length], the last token is the root.
-        length: number of tokens, at least 1.
-        chain: int64, from ``match``.
-        count: valid tokens of ``chain``.
-        run: length of the match.
-        roots: the root rows.
+        row: its index.
+        state: of the rows; the last token of a context is the root.
         tables: what has been learnt.
         max_depth: of the tree.
         drafts: gets the tree.
     """
+    context, length, chain = state.context[row], state.lengths[row], state.chains[row]
     tokens, parents, depths = drafts.tokens[row], drafts.parents[row], drafts.depths[row]
     ancestors, valid, scores = drafts.ancestors[row], drafts.valid[row], drafts.scores[row]
     n, k = len(tokens), tables.candidates.shape[1]
-    candidates = np.empty((LEVELS + 1) * k, np.int64)
-    kinds = np.empty(((LEVELS + 1) * k, LEVELS + 3), np.int64)
-    odds = np.empty((LEVELS + 1) * k)
+    gathered = new_gathered(k)
     # Log probability, token, parent and chain depth of pending candidates, from ``begin`` on.
     worth = np.empty(2 * n)
     pending = np.empty((2 * n, 3), np.int64)
@@ -270,21 +260,19 @@ def grow(
         if depths[node] < max_depth:
             before, last = preceding(node, tokens, parents, second, first)
             below = NO_CHAIN
-            if 0 <= on_chain[node] < count:
+            if 0 <= on_chain[node] < state.chain_lengths[row]:
                 below = chain[on_chain[node]]
             candidate_count, _, follows = gather(
                 before,
                 last,
                 tokens[node],
                 below,
-                run,
+                state.match_lengths[row],
                 on_chain[node],
                 row if node == 0 else -1,
-                roots,
+                state.roots,
                 tables,
-                candidates,
-                kinds,
-                odds,
+                gathered,
             )
             missing = n - grown
             for i in range(candidate_count):
@@ -292,9 +280,9 @@ def grow(
                 if end - begin == missing and worth[end - 1] > least:
                     least = worth[end - 1]
                 # log sigmoid(x) is below min(x, 0), which costs no logarithm.
-                if logs[node] + min(odds[i], 0.0) <= least:
+                if logs[node] + min(gathered.odds[i], 0.0) <= least:
                     continue
-                value = logs[node] - math.log1p(math.exp(-odds[i]))
+                value = logs[node] - math.log1p(math.exp(-gathered.odds[i]))
                 if value <= least:
                     continue
                 if end - begin < missing:
@@ -307,7 +295,7 @@ def grow(
                     pending[at, 2] = pending[at - 1, 2]
                     at -= 1
                 worth[at] = value
-                pending[at, 0] = candidates[i]
+                pending[at, 0] = gathered.candidates[i]
                 pending[at, 1] = node
                 pending[at, 2] = on_chain[node] + 1 if i == follows else -1
         if begin == end:
@@ -328,44 +316,20 @@ def grow(
 
 
 @compiled
-def propose(
-    context: Array,
-    lengths: Array,
-    roots: Array,
-    chain: Array,
-    counts: Array,
-    runs: Array,
-    root_rows: RootArrays,
-    tables: Tables,
-    max_depth: int,
-    drafts: Drafts,
-) -> None:
+def propose(state: State, roots: Array, tables: Tables, max_depth: int, drafts: Drafts) -> None:
     """Append the roots, search the chain of every row and grow its tree (see ``grow``).
 
     Args:
-        context: int64 [B, w], modified.
-        lengths: int64 [B], modified.
+        state: of the rows, modified.
         roots: int64 [B]; in a full row, the root replaces the last token.
-        chain: int64 [B, c], gets the chains.
-        counts: int64 [B], gets their lengths.
-        runs: int64 [B], gets the lengths of the matches.
-        root_rows: of the roots (see ``remember``).
         tables: what has been learnt.
         max_depth: of a tree.
         drafts: gets the trees.
     """
+    context, lengths, chains = state.context, state.lengths, state.chains
     append_roots(context, lengths, roots)
     for row in range(len(lengths)):
-        runs[row], counts[row] = match(context[row], lengths[row], WINDOW, chain[row])
-        grow(
-            row,
-            context[row],
-            lengths[row],
-            chain[row],
-            counts[row],
-            runs[row],
-            root_rows,
-            tables,
-            max_depth,
-            drafts,
+        state.match_lengths[row], state.chain_lengths[row] = match(
+            context[row], lengths[row], WINDOW, chains[row]
         )
+        grow(row, state, tables, max_depth, drafts)
