@@ -259,6 +259,13 @@ class TestTrial:
         assert self.chosen(lambda: torch.ones(3))
 
 
+def test_a_model_that_the_caller_compiles_has_none_of_it(monkeypatch):
+    case = Case(2)
+    assert gpu.fits(case.query, case.key, case.value)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not gpu.fits(case.query, case.key, case.value)
+
+
 def test_views_belong_to_layers(monkeypatch):
     monkeypatch.setattr(gpu, "is_here", lambda tensor: True)
     masks = {kind: torch.zeros(1, 1, 2, 5) for kind in ("full", "sliding")}

@@ -44,19 +44,19 @@ class TreeView(NamedTuple):
 
 
 def is_here(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is on a GPU that runs our kernel, in code that is not compiled."""
+    """Return whether ``tensor`` is on a GPU that runs our kernel."""
     return (
         tensor.is_cuda
-        and not torch.compiler.is_compiling()
         and has_device_kernels(tensor.device)
         and torch.cuda.get_device_capability(tensor.device) >= AMPERE
     )
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the kernel can attend with these tensors."""
+    """Return whether the kernel can attend with these tensors; not in code that is compiled."""
     return (
-        query.dtype in DTYPES
+        not torch.compiler.is_compiling()
+        and query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= LARGEST_HEAD
         and key.shape == value.shape
