@@ -122,6 +122,7 @@ def test_spans_of_keys(span, octave, length, monkeypatch):
     """One span or several, and those that have nothing to read."""
     monkeypatch.setattr(attention_launch, "SPAN", span)
     monkeypatch.setattr(attention_launch, "OCTAVE", octave)
+    monkeypatch.setattr(attention_launch, "LEAST_SPANS", 1 if octave == 1 else 32)  # 2^32 keys
     case = Case(3, lengths=[length], heads=1, spare=300)
     assert close(case.found(), case.expected())
 
