@@ -16,7 +16,6 @@ DEFAULT = (BASELINE, LOOKUP, "prompt-lookup", "paper", AUTO)
 # Drafters without a matrix; None stands for ``model.generate``.
 NOT_RECYCLED = (None, "none", "prompt-lookup")
 MODES = {"": None, "graph": True, "no-graph": False}
-TEMPERATURES = "a temperature must be 0 or from 0.00001 to 100"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Variant:
         tree = template.limited(self.k)
         if not tree.paths:
             raise TokenRecyclingError(
-                f"tree {tree.name} has no nodes left with k={self.k}; choose a larger k"
+                f"tree {tree.name} has no nodes left with k={self.k}; choose another tree"
             )
         return replace(options, tree=tree)
 
@@ -109,11 +108,6 @@ def _shape(drafter: str, text: str) -> tuple[int | None, str | None]:
             raise TokenRecyclingError(f"{drafter} shapes its own trees; write {drafter}@NODES")
         return defaults.MOST_NODES, None
     return None, text if text not in ("", AUTO) else None
-
-
-def is_temperature(value: float) -> bool:
-    """Return True for 0 and for temperatures in the supported range (see ``TEMPERATURES``)."""
-    return value == 0 or 1e-5 <= value <= 100
 
 
 def select(specs: Sequence[str], *, temperature: float = 0.0, cold: bool = False) -> list[Variant]:

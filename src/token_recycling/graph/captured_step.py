@@ -125,8 +125,8 @@ class CapturedStep:
         """
         if not self._checked:
             with self._on_device(), self.step.target.lm_head, ordinary_tensors():
-                captured = self._graph is not None
-                self._problem = problem(self.step, self.replay, sequences, generators, captured)
+                is_graph = self._graph is not None
+                self._problem = problem(self.step, self.replay, sequences, generators, is_graph)
             self._checked = True
         if self._problem is not None:
             raise StepError(self._problem)

@@ -104,14 +104,7 @@ def span_begin(span: int) -> int:
     return (((1 << octave) - 1) * OCTAVE + (number << octave)) * SPAN
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    view: TreeView,
-    scale: float,
-    how: Blocks | None = None,
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: float) -> Tensor:
     """Attend with the nodes of drafts.
 
     Args:
@@ -120,7 +113,6 @@ def attend(
         value: like ``key``.
         view: what the nodes see.
         scale: multiplies the scores.
-        how: how programs work; None: see ``blocks``.
 
     Returns:
         [B, n, H, D]; zeros for a node that sees nothing.
@@ -128,7 +120,7 @@ def attend(
     batch, query_heads, n, size = query.shape
     heads, slots = key.shape[1], key.shape[2]
     group = query_heads // heads
-    how = how or blocks(size, query.dtype, shared_memory(query.device))
+    how = blocks(size, query.dtype, shared_memory(query.device))
     spans = next(span for span in count(1) if span_begin(span) >= slots)
     tiles = triton.cdiv(group * n, how.queries)
     shape = (batch * heads, spans + 1, group * n)
