@@ -275,17 +275,3 @@ def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
         return run
 
     return decorate
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """Parse positive integers separated by commas.
-
-    Raises:
-        TokenRecyclingError: ``text`` is anything else; the message names ``option``.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) < 10**9 for part in parts):
-        raise TokenRecyclingError(
-            f"{option} is {text!r}; write whole numbers above 0, for example 1,2,4"
-        )
-    return [int(part) for part in parts]
