@@ -97,7 +97,7 @@ class Watch(AdaptiveDrafter):
             if draft.valid[0, node]:
                 root = len(self.recording.answer) - 1
                 self.seen.append((root, branches[node], ids[node], logits[node]))
-        self.recording.answer += accepted.tokens[0]
+        self.recording.answer += accepted.tokens(0)
         super().observe(rows, draft, self._first(candidates), accepted)
 
     def finish(self) -> None:

@@ -78,7 +78,7 @@ def random_drafts(template, seed, batch=3):
 def test_the_compiled_walk_accepts_what_the_tensor_operations_accept(template, seed):
     draft, choices = random_drafts(template, seed)
     sequences = [Sequence([row]) for row in range(3)]
-    found = accept_and_append(draft, choices, sequences)
+    found, appended = accept_and_append(draft, choices, sequences)
     expected = accept_choices(draft, choices)
     path, counts = longest_paths(draft, choices)
     longest = max(1, int(counts.max()))
@@ -86,8 +86,9 @@ def test_the_compiled_walk_accepts_what_the_tensor_operations_accept(template, s
     assert found.emitted.equal(expected.emitted[:, :longest])
     assert found.counts.equal(counts)
     kept = [[token for token in row if token != NO_TOKEN] for row in expected.emitted.tolist()]
-    assert found.tokens == [sequence.new_tokens for sequence in sequences] == kept
-    assert found.drafted == [max(n - 1, 0) for n in draft.valid.sum(dim=1).tolist()]
+    assert appended.tokens == [sequence.new_tokens for sequence in sequences] == kept
+    assert [found.tokens(row) for row in range(3)] == kept
+    assert appended.drafted == [max(n - 1, 0) for n in draft.valid.sum(dim=1).tolist()]
     for row in range(3):  # and what a walk by hand accepts
         assert found.path[row, : int(counts[row])].tolist() == walk(draft, row, choices)
         assert not found.path[row, int(counts[row]) :].any()
@@ -98,9 +99,9 @@ def test_of_equal_siblings_the_first_is_accepted():
     tokens = torch.tensor([[7, 4, 4, 4, 5, 5]])
     choices = torch.tensor([[4, 5, 5, 5, 6, 6]])
     draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    found = accept_and_append(draft, choices, [Sequence([7])])
+    found, appended = accept_and_append(draft, choices, [Sequence([7])])
     assert found.path.tolist() == [[0, 2, 4]]  # node 1 is first, but nothing is below it
-    assert found.tokens == [[4, 5, 6]]
+    assert appended.tokens == [[4, 5, 6]]
 
 
 def test_what_follows_the_end_of_a_row_is_not_emitted():
@@ -109,13 +110,16 @@ def test_what_follows_the_end_of_a_row_is_not_emitted():
     choices = torch.tensor([[1, 2, 1, 9], [1, 2, 1, 9]])
     draft = shape.draft(tokens, torch.ones_like(tokens, dtype=torch.bool))
     sequences = [Sequence([0], [at_token({2})]), Sequence([0])]
-    found = accept_and_append(draft, choices, sequences)
-    assert found.tokens == [[1, 2], [1, 2, 1, 9]]
-    assert [reason is not None for reason in found.reasons] == [True, False]
+    accepted, appended = accept_and_append(draft, choices, sequences)
+    assert appended.tokens == [[1, 2], [1, 2, 1, 9]]
+    assert accepted.emitted.tolist() == [[1, 2, NO_TOKEN, NO_TOKEN], [1, 2, 1, 9]]
+    assert accepted.counts.tolist() == [2, 4]
+    assert [reason is not None for reason in appended.reasons] == [True, False]
     assert sequences[0].new_tokens == [1, 2]
-    found = accept_and_append(draft, choices, sequences)  # the first row has ended
-    assert found.tokens == [[], [1, 2, 1, 9]]
-    assert found.drafted == [0, 3]
+    accepted, appended = accept_and_append(draft, choices, sequences)  # the first row has ended
+    assert appended.tokens == [[], [1, 2, 1, 9]]
+    assert accepted.counts.tolist() == [0, 4]
+    assert appended.drafted == [0, 3]
 
 
 def test_greedy_and_following_the_argmax_agree():
@@ -129,8 +133,8 @@ def test_greedy_and_following_the_argmax_agree():
         draft = shape.draft(tokens, torch.rand(tokens.shape) < 0.95)
         logits = torch.randn(2, template.size, 8)
         follow = FollowAcceptor([lambda ids, scores: scores] * 2, None)
-        one = GreedyAcceptor()(draft, logits, [Sequence([0]), Sequence([1])])
-        two = follow(draft, logits, [Sequence([0]), Sequence([1])])
+        _, one = GreedyAcceptor()(draft, logits, [Sequence([0]), Sequence([1])])
+        _, two = follow(draft, logits, [Sequence([0]), Sequence([1])])
         assert one.tokens == two.tokens
         assert one.drafted == two.drafted
 
@@ -149,7 +153,8 @@ def test_sampling_keeps_the_targets_distribution(drafted):
     seconds = {token: torch.zeros(4) for token in drafted}
     for _ in range(n):
         accept = FollowAcceptor([lambda ids, scores: scores], RowSampler([generator]))
-        emitted = accept(draft, logits, [Sequence([0])]).tokens[0]
+        _, appended = accept(draft, logits, [Sequence([0])])
+        (emitted,) = appended.tokens
         counts[emitted[0]] += 1
         assert (len(emitted) == 2) == (emitted[0] in drafted)
         if len(emitted) == 2:
@@ -181,9 +186,9 @@ def test_processors_see_the_walked_path_only():
         return scores
 
     sequence = Sequence([4, 7])
-    accepted = FollowAcceptor([processor], None)(draft, logits, [sequence])
+    accepted, appended = FollowAcceptor([processor], None)(draft, logits, [sequence])
     assert sequence.new_tokens == [1, 3, 5]
-    assert accepted.tokens == [[1, 3, 5]]
+    assert appended.tokens == [[1, 3, 5]]
     assert accepted.path[0, :3].tolist() == [0, 1, 3]
     assert seen == [[4, 7], [4, 7, 1], [4, 7, 1, 3]]
 
@@ -196,7 +201,8 @@ def test_following_stops_drawing_at_the_end():
     logits[..., 1] = 50.0
     generator = torch.Generator().manual_seed(0)
     accept = FollowAcceptor([lambda ids, scores: scores], RowSampler([generator]))
-    assert accept(draft, logits, [Sequence([0], [lambda row: "eos"])]).tokens == [[1]]
+    _, appended = accept(draft, logits, [Sequence([0], [lambda row: "eos"])])
+    assert appended.tokens == [[1]]
     spent = torch.Generator().manual_seed(0)
     torch.multinomial(torch.ones(1, 3), 1, generator=spent)
     assert torch.equal(generator.get_state(), spent.get_state())

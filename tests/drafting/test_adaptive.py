@@ -276,7 +276,7 @@ def test_a_step_without_a_draft_joins_the_context(bundled):
     draft = drafter.propose(rows, torch.tensor([7]), 1)
     assert draft.tokens.tolist() == [[7]]
     path, emitted = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[8]])
-    accepted = Accepted(path, emitted, torch.tensor([1]), [[8]], [None], [0])
+    accepted = Accepted(path, emitted, torch.tensor([1]))
     drafter.observe(rows, draft, best_candidates(torch.zeros(1, 1, 100), 8), accepted)
     draft = drafter.propose(rows, torch.tensor([8]))
     assert 9 in draft.tokens[0].tolist()
@@ -305,7 +305,7 @@ def explaining(recycler, steps):
 
     def on_draft(rows, draft, accepted):
         nodes = drafted_nodes(recycler.drafter, rows, draft, accepted)
-        steps.append((nodes, accepted.tokens[0]))
+        steps.append((nodes, accepted.tokens(0)))
 
     return on_draft
 

@@ -117,7 +117,7 @@ def _explaining(recycler: TokenRecycling) -> Callable[..., None]:
     def explain(rows: Any, draft: DraftTree, accepted: Accepted) -> None:
         if nodes := drafted_nodes(recycler.drafter, rows, draft, accepted):
             sys.stdout.flush()
-            show.note("\n" + "\n".join(lines(nodes, accepted.tokens[0], text)))
+            show.note("\n" + "\n".join(lines(nodes, accepted.tokens(0), text)))
             why = recycler.draft_size.why_plain()
             if len(nodes) == 1 and why is not None:
                 show.note(f"  {why}")

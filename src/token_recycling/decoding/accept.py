@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,26 @@ from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
 
+class Appended(NamedTuple):
+    """What a step appended to its sequences.
+
+    Attributes:
+        tokens: per row, the emitted tokens up to where the row ends.
+        reasons: per row, why it ended in this step, or None.
+        drafted: per row, the number of valid nodes below the root.
+    """
+
+    tokens: list[list[int]]
+    reasons: list[str | None]
+    drafted: list[int]
+
+
 class Acceptor(Protocol):
     """Chooses the emitted tokens from the target's logits along the draft."""
 
-    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+    def __call__(
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+    ) -> tuple[Accepted, Appended]:
         """Accept a path of ``draft`` by ``logits`` [B, n, V]; append its tokens to ``sequences``.
 
         A row whose root is invalid emits nothing.
@@ -63,17 +79,12 @@ def step_summary(draft: DraftTree, accepted: Accepted) -> Tensor:
     return torch.cat([draft.valid.sum(dim=1, keepdim=True) - 1, accepted.emitted], dim=1)
 
 
-def append_emitted(
-    rows: list[list[int]], sequences: list[Sequence]
-) -> tuple[list[list[int]], list[str | None], list[int]]:
+def append_emitted(rows: list[list[int]], sequences: list[Sequence]) -> Appended:
     """Append the emitted tokens of a step to their sequences, up to where each row ends.
 
     Args:
         rows: the result of ``step_summary`` as lists.
         sequences: one per row; a sequence that had ended before gets nothing.
-
-    Returns:
-        Tokens, finish reasons and drafted nodes of each row (see ``Accepted``).
     """
     tokens: list[list[int]] = [[] for _ in rows]
     drafted = [0] * len(rows)
@@ -89,10 +100,12 @@ def append_emitted(
             if reason := sequence.append(token):
                 reasons[row] = reason
                 break
-    return tokens, reasons, drafted
+    return Appended(tokens, reasons, drafted)
 
 
-def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequence]) -> Accepted:
+def accept_and_append(
+    draft: DraftTree, choices: Tensor, sequences: list[Sequence]
+) -> tuple[Accepted, Appended]:
     """Accept the longest path along ``choices`` and append its tokens to the sequences.
 
     Args:
@@ -114,24 +127,20 @@ def accept_and_append(draft: DraftTree, choices: Tensor, sequences: list[Sequenc
     )
     drafted = (valid.sum(axis=1) - 1).tolist()
     rows = [[count, *row] for count, row in zip(drafted, emitted.tolist())]
-    tokens, reasons, drafted = append_emitted(rows, sequences)
-    longest = max(1, *map(len, tokens))
+    appended = append_emitted(rows, sequences)
+    counts = np.array([len(tokens) for tokens in appended.tokens])
+    longest = max(1, counts.max())
     path, emitted = path[:, :longest], emitted[:, :longest]
-    counts = (emitted != NO_TOKEN).sum(axis=1)
-    return Accepted(
-        torch.from_numpy(path),
-        torch.from_numpy(emitted),
-        torch.from_numpy(counts),
-        tokens,
-        reasons,
-        drafted,
-    )
+    emitted[np.arange(longest) >= counts[:, None]] = NO_TOKEN  # of rows that end
+    return Accepted(*map(torch.from_numpy, (path, emitted, counts))), appended
 
 
 class GreedyAcceptor:
     """Accepts by argmax: all rows and nodes at once, with one read by the host."""
 
-    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+    def __call__(
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+    ) -> tuple[Accepted, Appended]:
         """Accept the longest path along the argmax tokens."""
         return accept_and_append(draft, greedy(logits), sequences)
 
@@ -181,12 +190,16 @@ class FollowAcceptor:
             self.on_choice(row, logits, scores)
         return int(token)
 
-    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+    def __call__(
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+    ) -> tuple[Accepted, Appended]:
         """Walk every row's tree from its root."""
         with ordinary_tensors():  # processors may be third-party code
             return self._follow(draft, logits.float(), sequences)
 
-    def _follow(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+    def _follow(
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+    ) -> tuple[Accepted, Appended]:
         children, valid = children_of(draft), draft.valid.tolist()
         reasons: list[str | None] = [None] * len(sequences)
 
@@ -210,7 +223,7 @@ class FollowAcceptor:
         path = torch.tensor(nodes_of, dtype=torch.long, device="cpu")
         drafted = [max(sum(row) - 1, 0) for row in valid]
         counts = torch.tensor([len(row) for row in tokens], device="cpu")
-        return Accepted(path, emitted, counts, tokens, reasons, drafted)
+        return Accepted(path, emitted, counts), Appended(tokens, reasons, drafted)
 
 
 class RowAcceptor:
@@ -221,13 +234,16 @@ class RowAcceptor:
         self.accepts = accepts
         self._greedy = all(isinstance(accept, GreedyAcceptor) for accept in accepts)
 
-    def __call__(self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]) -> Accepted:
+    def __call__(
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+    ) -> tuple[Accepted, Appended]:
         """Accept row by row, or all at once if all rows are greedy."""
         if self._greedy or len(self.accepts) == 1:
             return self.accepts[0](draft, logits, sequences)
-        return joined(
-            [
-                accept(draft.select([row]), logits[row : row + 1], [sequence])
-                for row, (accept, sequence) in enumerate(zip(self.accepts, sequences))
-            ]
-        )
+        results = [
+            accept(draft.select([row]), logits[row : row + 1], [sequence])
+            for row, (accept, sequence) in enumerate(zip(self.accepts, sequences))
+        ]
+        accepted, appended = zip(*results)
+        tokens, reasons, drafted = ([row for (row,) in column] for column in zip(*appended))
+        return joined(list(accepted)), Appended(tokens, reasons, drafted)

@@ -131,10 +131,10 @@ class _Steps:
             root = torch.tensor(self.prompt[-1:], device="cpu")
             draft = self.drafter.propose(self.rows, root, size)
             logits = target.verify(draft)
-            accepted = self.accept(draft, logits, [Sequence(self.prompt)])
+            accepted, _ = self.accept(draft, logits, [Sequence(self.prompt)])
             candidates = best_candidates(logits, self.drafter.k)
             self.drafter.observe(self.rows, draft, candidates, accepted)
-            target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
+            target.commit(accepted.path, accepted.counts.tolist())
             synchronize(target.device)
             seconds = perf_counter() - begin
         target.cache.rewind([len(self.prompt)])

@@ -41,7 +41,7 @@ def drafted_nodes(
         draft: the verified draft.
         accepted: what was accepted of it.
     """
-    emitted = accepted.tokens[0]
+    emitted = accepted.tokens(0)
     if not emitted:
         return []
     taken = set(accepted.path[0, : len(emitted)].tolist())

@@ -93,9 +93,8 @@ def read_prompts(
         cached=sequences[0].cached,
     )
     ends = root_only(torch.tensor([prompt[-1] for prompt in prompts], device="cpu"))
-    accepted = accept(ends, logits[:, None], sequences)
-    seconds = (perf_counter() - begin,)
-    return Step(accepted.tokens, accepted.reasons, accepted.drafted, 1, seconds)
+    _, appended = accept(ends, logits[:, None], sequences)
+    return Step(*appended, 1, (perf_counter() - begin,))
 
 
 @dataclass
@@ -187,7 +186,7 @@ class Decoding:
             target.clear_drafts()
             logits = target.verify(draft)
         timestamps.append(perf_counter())
-        accepted = self.accept(draft, logits, self.sequences)
+        accepted, appended = self.accept(draft, logits, self.sequences)
         timestamps.append(perf_counter())
         if self.hooks.on_draft is not None:
             self.hooks.on_draft(self.rows, draft, accepted)
@@ -195,10 +194,10 @@ class Decoding:
             candidates = best_candidates(logits[..., : target.vocab_size], drafter.k)
             drafter.observe(self.rows, draft, candidates, accepted)
         timestamps.append(perf_counter())
-        target.commit(accepted.path, [len(tokens) for tokens in accepted.tokens])
+        target.commit(accepted.path, accepted.counts.tolist())
         timestamps.append(perf_counter())
         seconds = tuple(end - begin for begin, end in pairwise(timestamps))
-        return Step(accepted.tokens, accepted.reasons, accepted.drafted, draft.size, seconds)
+        return Step(*appended, draft.size, seconds)
 
     def _propose(self) -> DraftTree:
         """Return the draft to verify."""

@@ -10,7 +10,6 @@ import torch
 
 from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence
-from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import best_candidates
@@ -51,6 +50,6 @@ def _take_steps(drafter: AnyDrafter) -> None:
     for nodes in (None, 1):
         draft = drafter.propose(rows, roots, nodes)
         logits = torch.zeros((1, draft.size, V), dtype=torch.float32, device="cpu")
-        accepted: Accepted = GreedyAcceptor()(draft, logits, [sequence])
+        accepted, _ = GreedyAcceptor()(draft, logits, [sequence])
         drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
     GreedyAcceptor()(root_only(roots), logits, [sequence])

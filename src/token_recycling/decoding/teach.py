@@ -28,7 +28,7 @@ NEW_TOKENS = 128  # of an answer, at most
 TEMPERATURES = (0.0, 0.7, 1.0)  # in turn; 0 is greedy
 
 
-class RootsOnly(DraftSize):
+class _RootsOnly(DraftSize):
     """Lets the drafter look for candidates, whose evidence then counts, and verifies none.
 
     A batch of many rows is limited by arithmetic, so that drafts would only slow it down.
@@ -77,7 +77,7 @@ def teach(
         sequences = [_sequence(own_target, tokenizer, prompt) for prompt in islice(asked, ROWS)]
         accept = _acceptor(own_target, number)
         number += ROWS
-        decoding = Decoding(own_target, drafter, RootsOnly(), accept, sequences)
+        decoding = Decoding(own_target, drafter, _RootsOnly(), accept, sequences)
         with closing(decoding.steps()) as steps:
             for step in steps:
                 answered += sum(map(len, step.tokens))

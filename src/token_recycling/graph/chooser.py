@@ -80,7 +80,7 @@ class TokenChoice:
     def chooser(self, ahead: int, vocab_size: int, device: torch.device) -> Chooser:
         """Return what makes this choice, with ``ahead`` blocks of random numbers if it samples."""
         if self.processors is None:
-            return GreedyChooser()
+            return _GreedyChooser()
         return NodeChooser(self.processors, ahead if self.sampled else 0, vocab_size, device)
 
 
@@ -150,7 +150,7 @@ class Chooser(Protocol):
         """Go on after the accepted tokens."""
 
 
-class GreedyChooser:
+class _GreedyChooser:
     """Takes the argmax of the logits, and needs no random numbers."""
 
     exact = True

@@ -140,15 +140,15 @@ class GraphDecoder:
                     continue
                 output = in_flight.popleft()()
                 active = [sequence.active for sequence in sequences]
-                tokens, reasons, drafted = append_emitted(output, sequences)
-                overflowed = any(on and not new for on, new in zip(active, tokens))
+                appended = append_emitted(output, sequences)
+                overflowed = any(on and not new for on, new in zip(active, appended.tokens))
                 if overflowed:
                     return False
                 for row, (_, *chosen) in enumerate(output):
                     on_device[row] += sum(token != NO_TOKEN for token in chosen)
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
-                done = Step(tokens, reasons, drafted, step.size, seconds)
-                rows = len(tokens)
+                done = Step(*appended, step.size, seconds)
+                rows = len(output)
                 self.size.record(rows, rows * (step.size - 1), done.mean_emitted, sum(seconds))
                 # Whoever takes the step may draw from the same generators: for them these are where
                 # plain sampling would have left them.

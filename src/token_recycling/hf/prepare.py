@@ -6,17 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PrefixConstrainedLogitsProcessor
 
 from token_recycling.decoding.numbers import SAMPLING_ONLY, checked
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.hf.criteria import looks_at_batch
-from token_recycling.hf.request import (
-    KNOWN_INPUTS,
-    Request,
-    RequestCollector,
-    asks_for_row,
-    row_by_row,
-)
+from token_recycling.hf.eligibility import KNOWN_INPUTS, row_by_row, why_unservable
+from token_recycling.hf.request import Request, RequestCollector
 from token_recycling.hf.serve import patch_generate
 from token_recycling.model.cache_name import NEW, OLD
 from token_recycling.model.limits import input_device
@@ -94,7 +90,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
     known = KNOWN_INPUTS | options.keys()
     inputs = {name: value for name, value in collector.request.inputs.items() if name in known}
     request = replace(collector.request, inputs=inputs)
-    if reason := request.why_unservable(None):  # no limit: answers end at the model's context
+    if reason := why_unservable(request, None):  # no limit: answers end at the model's context
         raise TokenRecyclingError(f"Token Recycling does not support this call: {reason}")
     if request.batch > 1:
         more = f"num_return_sequences is {request.batch}"
@@ -117,6 +113,8 @@ def mixes_prompts(requests: list[Request]) -> str | None:
             return f"{type(criterion).__name__} may depend on the whole batch"
     brought = {id(processor) for processor in others[0].processors}
     for processor in first.processors:
-        if asks_for_row(processor) or (id(processor) in brought and not row_by_row(processor)):
+        # This processor passes the row's index in the batch to the caller's function.
+        by_index = isinstance(processor, PrefixConstrainedLogitsProcessor)
+        if by_index or (id(processor) in brought and not row_by_row(processor)):
             return f"{type(processor).__name__} may depend on the whole batch"
     return None

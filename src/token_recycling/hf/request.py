@@ -1,72 +1,16 @@
-"""A prepared ``generate`` call, and the reasons why it may not be recyclable."""
+"""A ``generate`` call as Transformers prepared it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
-import torch
-import transformers
 from torch import Tensor
 from transformers.generation import GenerationMode, LogitsProcessorList
 
-from token_recycling.hf.cache_interop import extendable
-from token_recycling.model.cache_name import NEW, OLD, cache_in
-
-OWN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# Model inputs that any call may have; a call with others goes to stock decoding.
-KNOWN_INPUTS = {
-    "attention_mask",
-    "position_ids",
-    OLD,
-    NEW,
-    "use_cache",
-    "logits_to_keep",
-    "cache_position",
-    "tokenizer",
-    "return_dict",
-}
-SAME_RESULT_CACHES = (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
-# Processors that treat each row independently of its index and of the other rows.
-ROW_BY_ROW_PROCESSORS = tuple(
-    getattr(transformers, name)
-    for name in (
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ExponentialDecayLengthPenalty",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "NoBadWordsLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    )
-    if hasattr(transformers, name)
-)
-
-
-def row_by_row(processor: Any) -> bool:
-    """Return whether a processor treats each row independently."""
-    return type(processor) in ROW_BY_ROW_PROCESSORS
-
-
-def asks_for_row(processor: Any) -> bool:
-    """Return whether a processor passes the row's index in the batch to user code."""
-    return isinstance(processor, transformers.PrefixConstrainedLogitsProcessor)
+from token_recycling.model.cache_name import cache_in
 
 
 @dataclass(frozen=True)
@@ -166,112 +110,10 @@ class Request:
             processors.append(processor)
         return processors
 
-    def why_unservable(self, max_positions: int | None) -> str | None:
-        """Return why Token Recycling does not support this call, or None.
-
-        If there is a reason, ``enable`` falls back to standard decoding (or raises if strict), and
-        ``TokenRecycling.generate`` raises.
-
-        Args:
-            max_positions: the model's position limit, if any.
-        """
-        return (
-            self._other_method()
-            or self._other_inputs()
-            or self._other_cache()
-            or self._padding()
-            or self._beyond(max_positions)
-            or self._whole_batch()
-        )
-
-    def _other_method(self) -> str | None:
-        if self.mode not in OWN_MODES:
-            return f"{self.mode.value.replace('_', ' ')} is requested"
-        if self.synced_gpus:
-            return "synced_gpus is set"
-        if self.returns("output_attentions", "output_hidden_states"):
-            return "attentions or hidden states are requested"
-        return None
-
-    def _other_inputs(self) -> str | None:
-        if self.input_ids.shape[1] == 0 or self.inputs.get("inputs_embeds") is not None:
-            return "the prompt is given as embeddings"
-        if self.input_ids.shape[0] == 0:
-            return "the batch is empty"
-        for name, value in self.inputs.items():
-            nothing = value is None or (isinstance(value, dict) and not any(value.values()))
-            if name not in KNOWN_INPUTS and not nothing:
-                return f"it passes {name} to the model"
-        return None
-
-    def _other_cache(self) -> str | None:
-        if not self.inputs.get("use_cache", True):
-            return "use_cache is off"
-        kind = self.config.cache_implementation
-        if kind not in SAME_RESULT_CACHES:
-            return f"cache_implementation is {kind}"
-        if self.own_cache and not extendable(self.cache):
-            return f"its {type(self.cache).__name__} cannot be continued"
-        if not self.cached:
-            return None
-        if self.batch > 1:
-            return "a batch continues from a cache"
-        if not self.continues and self.cached >= self.input_ids.shape[1]:
-            return "the cache already holds the whole prompt"
-        return None
-
-    def _padding(self) -> str | None:
-        mask, length = self.inputs.get("attention_mask"), self.input_ids.shape[1]
-        if mask is None:
-            start = torch.zeros(self.batch, 1, dtype=torch.long, device=self.input_ids.device)
-            mask = torch.ones_like(self.input_ids)
-        else:
-            if not self.cached and mask.shape != self.input_ids.shape:
-                return "the attention mask and the prompt have different shapes"
-            bits = mask.bool()
-            if not bool(bits[:, -1].all()) or bool((bits[:, :-1] & ~bits[:, 1:]).any()):
-                return "the padding is not on the left"
-            if self.cached and not bool(bits.all()):
-                return "the cached prompt is padded"
-            start = mask.shape[1] - mask.long().sum(dim=1, keepdim=True)
-        positions = self.inputs.get("position_ids")
-        if positions is None:
-            return None
-        if positions.ndim != 2:
-            return "position_ids is not two-dimensional"
-        end = self.cached + length if self.continues else length
-        expected = (torch.arange(end, device=start.device) - start)[:, -length:]
-        given = positions[..., -length:].to(start.device).expand(self.batch, length)
-        seen = mask[:, -length:].bool().to(start.device)
-        if bool((given == expected)[seen].all()):
-            return None
-        return "position_ids differs from what the attention mask implies"
-
-    def _beyond(self, max_positions: int | None) -> str | None:
-        if max_positions is None:
-            return None
-        limits = (getattr(criterion, "max_length", inf) for criterion in self.criteria)
-        longest = min(limits, default=inf) - 1 + (self.cached if self.continues else 0)
-        if longest > max_positions:
-            return f"the answer may exceed the model's {max_positions} positions"
-        return None
-
     @property
     def ends_rows(self) -> bool:
         """Whether a row is padded after its end; otherwise it continues until all rows end."""
         return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
-
-    def _whole_batch(self) -> str | None:
-        if self.batch == 1:
-            return None
-        for processor in self.processors:
-            if not row_by_row(processor):
-                return f"{type(processor).__name__} may depend on the whole batch"
-        if not self.ends_rows and any(hasattr(c, "stop_strings") for c in self.criteria):
-            return "without an end-of-sequence id, rows of a batch continue after a stop string"
-        if self.returns("output_scores", "output_logits"):
-            return "scores or logits of a batch are requested (ended rows have those of padding)"
-        return None
 
 
 class DecodingMethod(ABC):

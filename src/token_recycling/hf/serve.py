@@ -25,6 +25,7 @@ from token_recycling.decoding.sequence import Sequence
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, warn_caller
 from token_recycling.hf.cache_interop import hand_out, read_padding, take_in
 from token_recycling.hf.criteria import BatchCriteria, CriteriaRule, looks_at_batch
+from token_recycling.hf.eligibility import why_unservable
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.model.base import Target
 from token_recycling.model.cache_name import CACHE_NAME, cache_in
@@ -111,7 +112,7 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
                 f"{mode} is on the Hugging Face Hub; call generate without custom_generate"
             )
         if isinstance(target, TreeTarget):
-            reason = target.changed() or request.why_unservable(target.max_positions)
+            reason = target.changed() or why_unservable(request, target.max_positions)
             if reason is None:
                 with recycler.lock.acquired(wait=recycler.queue) as acquired:
                     if acquired:

@@ -15,7 +15,7 @@ from token_recycling.model.cpu.threads import recording
 
 
 @dataclass
-class CacheLength:
+class _CacheLength:
     """What the layers know of their cache: with a reference to it, a cache that is no longer
     needed would keep its memory until the next run of the garbage collector.
 
@@ -33,7 +33,7 @@ class CacheLength:
         return max(self.lengths, default=0)
 
 
-class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
+class _PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, [B, heads, capacity, size], at full length for any window.
 
     ``update`` writes after the committed entries and commits nothing: entries that the cache's
@@ -42,7 +42,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, extent: CacheLength) -> None:
+    def __init__(self, extent: _CacheLength) -> None:
         super().__init__()
         self.extent = extent
 
@@ -101,11 +101,11 @@ class RecyclingCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, layers: int, batch: int) -> None:
-        self.extent = CacheLength([0] * batch)
-        super().__init__(layers=[PreallocatedLayer(self.extent) for _ in range(layers)])
+        self.extent = _CacheLength([0] * batch)
+        super().__init__(layers=[_PreallocatedLayer(self.extent) for _ in range(layers)])
         # Each [g, rows, heads, capacity, size], rows at least B, with the layer attributes that are
         # views of its first B rows.
-        self._stacks: list[tuple[Tensor, list[tuple[PreallocatedLayer, str]]]] = []
+        self._stacks: list[tuple[Tensor, list[tuple[_PreallocatedLayer, str]]]] = []
 
     @property
     def lengths(self) -> list[int]:
@@ -148,7 +148,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         """Stack entries of equal shape into one tensor, after the first forward."""
         if self._stacks:
             return
-        alike: dict[Any, list[tuple[PreallocatedLayer, str]]] = {}
+        alike: dict[Any, list[tuple[_PreallocatedLayer, str]]] = {}
         for layer in self.layers:
             for name in ("keys", "values") if layer.is_initialized else ():
                 entries = getattr(layer, name)
@@ -159,7 +159,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             self._stacks.append((stacked, views))
             self._bind(index, stacked, views)
 
-    def _bind(self, index: int, stack: Tensor, views: list[tuple[PreallocatedLayer, str]]) -> None:
+    def _bind(self, index: int, stack: Tensor, views: list[tuple[_PreallocatedLayer, str]]) -> None:
         self._stacks[index] = (stack, views)
         for (layer, name), entries in zip(views, stack.unbind(0)):
             setattr(layer, name, entries[: len(self.lengths)])
@@ -241,7 +241,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         """Rows for which there is room."""
         return self._stacks[0][0].shape[1] if self._stacks else len(self.lengths)
 
-    def _add(self, stack: Tensor, views: list[tuple[PreallocatedLayer, str]]) -> None:
+    def _add(self, stack: Tensor, views: list[tuple[_PreallocatedLayer, str]]) -> None:
         """Make ``stack`` the entries of layers that have none."""
         for layer, _ in views:
             layer.device, layer.dtype, layer.is_initialized = stack.device, stack.dtype, True
@@ -266,7 +266,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths)]
 
 
-class FixedSlots:
+class _FixedSlots:
     """Where a forward writes; common to all layers, which must not refer to their cache.
 
     Attributes:
@@ -277,7 +277,7 @@ class FixedSlots:
         self.slots = slots
 
 
-class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
+class _FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, at a fixed address and shape.
 
     Every forward gets all slots; the masks decide which of them are visible.
@@ -286,7 +286,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_compileable = True
 
-    def __init__(self, cache: FixedCache, like: PreallocatedLayer) -> None:
+    def __init__(self, cache: FixedCache, like: _PreallocatedLayer) -> None:
         super().__init__()
         self.writes_to, self.slots = cache.writes_to, cache.slots
         if not like.is_initialized:  # it uses another layer's entries
@@ -335,8 +335,8 @@ class FixedCache(Cache):  # type: ignore[misc]
         """Allocate ``slots`` entries per row, with layers like those of ``like``."""
         self.batch, self.slots = batch, slots
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.writes_to = FixedSlots(self.lengths)
-        super().__init__(layers=[FixedLayer(self, layer) for layer in like.layers])
+        self.writes_to = _FixedSlots(self.lengths)
+        super().__init__(layers=[_FixedLayer(self, layer) for layer in like.layers])
         self._filled = [n for n, layer in enumerate(self.layers) if layer.is_initialized]
         # Keys and values by shape, and the addresses of each group, int64 on the device.
         groups: dict[Any, list[Tensor]] = {}

@@ -11,7 +11,7 @@ from token_recycling.server.errors import ApiError
 MOST_BYTES, MOST_SECONDS = 4 * 2**20, 60.0
 
 
-class BodyTooLargeError(ApiError):
+class _BodyTooLargeError(ApiError):
     """A body of more than ``MOST_BYTES``."""
 
     def __init__(self, *, closes: bool = False) -> None:
@@ -23,7 +23,7 @@ class BodyTooLargeError(ApiError):
         )
 
 
-class BodyTooSlowError(ApiError):
+class _BodyTooSlowError(ApiError):
     """A body that took more than ``MOST_SECONDS``."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class BodyLimit:
             return
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > MOST_BYTES:
-                await BodyTooLargeError(closes=True).response()(scope, receive, send)
+                await _BodyTooLargeError(closes=True).response()(scope, receive, send)
                 return
         read, complete = 0, False
         deadline = asyncio.get_running_loop().time() + MOST_SECONDS
@@ -62,11 +62,11 @@ class BodyLimit:
             try:
                 message = await asyncio.wait_for(receive(), remaining)
             except asyncio.TimeoutError:
-                raise BodyTooSlowError from None
+                raise _BodyTooSlowError from None
             read += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if read > MOST_BYTES:
-                raise BodyTooLargeError
+                raise _BodyTooLargeError
             return message
 
         await self._app(scope, limited, send)

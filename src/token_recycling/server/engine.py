@@ -34,7 +34,7 @@ SHUTTING_DOWN = "the server is shutting down"
 TICK = 1.0  # seconds between calls of ``on_tick`` while idle
 
 
-class AbortedError(Exception):
+class _AbortedError(Exception):
     """The client has gone before its prompt was read, or the server is shutting down."""
 
 
@@ -203,17 +203,17 @@ class Engine:
 
         def between(read: int, total: int) -> None:
             if job.aborted or monotonic() > self._deadline:
-                raise AbortedError
+                raise _AbortedError
             if read < total and self._batch.rows:
                 self._step()
 
         try:
             if job.aborted:
-                raise AbortedError
+                raise _AbortedError
             prefix = self._prefix(self._scopes.owner(job.key), sequence.tokens)
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
             step = self._batch.join(row, prefix=prefix, on_progress=between)
-        except AbortedError:
+        except _AbortedError:
             self._finish(job, "abort", None if job.aborted else Failed(SHUTTING_DOWN, 503))
             return
         except TokenRecyclingError as error:

@@ -11,7 +11,7 @@ from token_recycling.model.kv_cache import RecyclingCache
 
 
 @dataclass(frozen=True)
-class CachedPrefix:
+class _CachedPrefix:
     """A text that has been read.
 
     Attributes:
@@ -34,7 +34,7 @@ class PrefixCaches:
     def __init__(self, limit: int) -> None:
         """Keep at most ``limit`` bytes."""
         self.limit, self.nbytes = limit, 0
-        self._entries: OrderedDict[int, tuple[str, CachedPrefix]] = OrderedDict()
+        self._entries: OrderedDict[int, tuple[str, _CachedPrefix]] = OrderedDict()
         self._last_key = 0
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class PrefixCaches:
         while self.nbytes + size > self.limit:
             self._drop(next(iter(self._entries)))
         self._last_key += 1
-        self._entries[self._last_key] = (owner, CachedPrefix(tokens, cache))
+        self._entries[self._last_key] = (owner, _CachedPrefix(tokens, cache))
         self.nbytes += size
 
     def _drop(self, key: int) -> None:

@@ -42,7 +42,7 @@ REFUSED_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {
 ANSWER_FIELDS = ("refusal", "reasoning_content", "annotations", "audio")
 
 
-class FieldError(ValueError):
+class _FieldError(ValueError):
     """A value that contradicts another one, or is not supported.
 
     Attributes:
@@ -107,13 +107,15 @@ class SamplingFields(Strict):
     @model_validator(mode="after")
     def _check_common(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options", "stream_options needs stream: true")
+            raise _FieldError("stream_options", "stream_options needs stream: true")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or not all(stops):
-            raise FieldError("stop", f"stop takes 1 to {MOST_STOPS} strings that are not empty")
+            raise _FieldError("stop", f"stop takes 1 to {MOST_STOPS} strings that are not empty")
         for token in self.logit_bias or {}:
             if not re.fullmatch("0|[1-9][0-9]{0,8}", token):
-                raise FieldError("logit_bias", f"logit_bias: {json.dumps(token)} is not a token id")
+                raise _FieldError(
+                    "logit_bias", f"logit_bias: {json.dumps(token)} is not a token id"
+                )
         return self
 
     @property
@@ -136,7 +138,7 @@ def _served(
     for name, (neutral, reason) in refused.items():
         value = served.pop(name, None)
         if value is not None and value not in neutral:
-            raise FieldError(name, f"{name} is not supported: {reason}")
+            raise _FieldError(name, f"{name} is not supported: {reason}")
     return served
 
 
@@ -300,22 +302,22 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         if not self.messages:
-            raise FieldError("messages", "messages is empty")
+            raise _FieldError("messages", "messages is empty")
         if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError("top_logprobs", "top_logprobs needs logprobs: true")
+            raise _FieldError("top_logprobs", "top_logprobs needs logprobs: true")
         if self.max_tokens and self.max_completion_tokens:
-            raise FieldError(
+            raise _FieldError(
                 "max_tokens", "max_tokens is the old name of max_completion_tokens; give one"
             )
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
-            raise FieldError("tools", "tools: two functions have the same name")
+            raise _FieldError("tools", "tools: two functions have the same name")
         if self.tool_choice not in (None, "none") and not names:
-            raise FieldError("tool_choice", "tool_choice needs tools")
+            raise _FieldError("tool_choice", "tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise FieldError("tool_choice", "tool_choice names a function that is not in tools")
+            raise _FieldError("tool_choice", "tool_choice names a function that is not in tools")
         if self.calls and self.response_format and self.response_format.type != "text":
-            raise FieldError(
+            raise _FieldError(
                 "response_format",
                 "response_format and tools cannot be combined; set tool_choice: none",
             )
@@ -353,11 +355,11 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
-            raise FieldError("best_of", "best_of is not supported: answers are not ranked; use n")
+            raise _FieldError("best_of", "best_of is not supported: answers are not ranked; use n")
         if self.prompt == []:
-            raise FieldError("prompt", "prompt is empty")
+            raise _FieldError("prompt", "prompt is empty")
         if len(self.prompts) * (self.n or 1) > MOST_CHOICES:
-            raise FieldError("n", f"prompts times n may be at most {MOST_CHOICES}")
+            raise _FieldError("n", f"prompts times n may be at most {MOST_CHOICES}")
         return self
 
     @property

@@ -45,7 +45,7 @@ TIMED, TIMED_AFTER, CAPTURED_AFTER = 4, (64, 512), 2048
 
 
 @dataclass
-class Pauses:
+class _Pauses:
     """When drafts pause, for about one number of rows."""
 
     idle: int = 0  # drafts in a row that were not worth verifying
@@ -105,7 +105,7 @@ class AutoSize(DraftSize):
         self._promised: float | None = None  # tokens that this step's nodes promise, if chosen
         self._steps = self._since_plain = self._timings = 0
         self._timed_left = TIMED if not (captured or costs.measured) else 0
-        self._pauses: dict[int, Pauses] = {}
+        self._pauses: dict[int, _Pauses] = {}
         self._rows = 0
         self.begin(1)
 
@@ -114,7 +114,7 @@ class AutoSize(DraftSize):
         if rows == self._rows:
             return
         self._rows = rows
-        self._pause = self._pauses.setdefault(rows.bit_length(), Pauses())
+        self._pause = self._pauses.setdefault(rows.bit_length(), _Pauses())
         self._refresh()
 
     def _refresh(self) -> None:

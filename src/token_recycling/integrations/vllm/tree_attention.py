@@ -69,7 +69,7 @@ def use_trees(runner: Any, trees: list[Tensor | None]) -> None:
         group.get_metadata_builder().trees = trees
 
 
-class TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+class _TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Adds a step's trees to its attention metadata."""
 
     trees: list[Tensor | None] = []
@@ -81,7 +81,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         return metadata
 
 
-class TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
+class _TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
     """Attends to prefixes and trees. Each cache slot is a key followed by its value."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -238,11 +238,11 @@ class TreeBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's CPU attention backend with tree attention."""
 
     @staticmethod
-    def get_impl_cls() -> type[TreeAttention]:
+    def get_impl_cls() -> type[_TreeAttention]:
         """Return the attention implementation."""
-        return TreeAttention
+        return _TreeAttention
 
     @staticmethod
-    def get_builder_cls() -> type[TreeMetadataBuilder]:
+    def get_builder_cls() -> type[_TreeMetadataBuilder]:
         """Return the builder of its metadata."""
-        return TreeMetadataBuilder
+        return _TreeMetadataBuilder

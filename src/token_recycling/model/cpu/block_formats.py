@@ -20,7 +20,7 @@ from token_recycling.model.cpu.vectors import F16, F32, I8, I16, I32, I64, Emitt
 Emitted = Any  # a value of LLVM
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """Where the same bits of 16 whole numbers are: in 16 consecutive bytes of a block.
 
     Attributes:
@@ -64,7 +64,7 @@ class Format:
     shared: int
     halves: tuple[int, ...]
     open: Callable[[BlockRow], None]
-    parts: Callable[[int], tuple[Part, ...]]
+    parts: Callable[[int], tuple[_Part, ...]]
     offset: int = 0
     minima: bool = False
     fifth: int | None = None
@@ -140,7 +140,7 @@ class BlockRow:
             quants = b.xor(quants, ir.Constant(quants.type, [0x80] * count))
         return quants
 
-    def _bits(self, parts: tuple[Part, ...]) -> Emitted:
+    def _bits(self, parts: tuple[_Part, ...]) -> Emitted:
         """Return bits of consecutive numbers at their place, four numbers in a word."""
         b = self.emitter.b
         raw = [self.load(self.at(part.block, part.offset), ir.VectorType(I32, 4)) for part in parts]
@@ -230,13 +230,13 @@ def _as_they_are(blocks: BlockRow) -> None:
     """The scales, and minima if there are some, are the float16 numbers."""
 
 
-def _nibbles(offset: int) -> Callable[[int], tuple[Part, ...]]:
+def _nibbles(offset: int) -> Callable[[int], tuple[_Part, ...]]:
     """Numbers of 4 bits from byte ``offset`` on."""
-    return lambda first: (Part(first // 32, offset, first % 32 // 16 * 4, 4),)
+    return lambda first: (_Part(first // 32, offset, first % 32 // 16 * 4, 4),)
 
 
-def _bytes(first: int) -> tuple[Part, ...]:
-    return (Part(first // 32, 2 + first % 32, 0, 8),)
+def _bytes(first: int) -> tuple[_Part, ...]:
+    return (_Part(first // 32, 2 + first % 32, 0, 8),)
 
 
 # Numbers of 4 bits that stand for those of a table.
@@ -281,8 +281,8 @@ def _open_iq4_xs(blocks: BlockRow) -> None:
     blocks.scales = blocks.times(blocks.wide(signed, signed=True), 0)
 
 
-def _iq4_xs(first: int) -> tuple[Part, ...]:
-    return (Part(0, 8 + first // 32 * 16, first % 32 // 16 * 4, 4),)
+def _iq4_xs(first: int) -> tuple[_Part, ...]:
+    return (_Part(0, 8 + first // 32 * 16, first % 32 // 16 * 4, 4),)
 
 
 def _open_q4_k(blocks: BlockRow) -> None:
@@ -302,13 +302,13 @@ def _open_q4_k(blocks: BlockRow) -> None:
     blocks.minima = b.fneg(blocks.minima)
 
 
-def _q4_k(first: int) -> tuple[Part, ...]:
-    return (Part(0, 16 + first // 64 * 32 + first % 32, first % 64 // 32 * 4, 4),)
+def _q4_k(first: int) -> tuple[_Part, ...]:
+    return (_Part(0, 16 + first // 64 * 32 + first % 32, first % 64 // 32 * 4, 4),)
 
 
-def _q5_k(first: int) -> tuple[Part, ...]:
-    low = Part(0, 48 + first // 64 * 32 + first % 32, first % 64 // 32 * 4, 4)
-    return low, Part(0, 16 + first % 32, first // 32, 1, 4)
+def _q5_k(first: int) -> tuple[_Part, ...]:
+    low = _Part(0, 48 + first // 64 * 32 + first % 32, first % 64 // 32 * 4, 4)
+    return low, _Part(0, 16 + first % 32, first // 32, 1, 4)
 
 
 def _open_q6_k(blocks: BlockRow) -> None:
@@ -316,10 +316,10 @@ def _open_q6_k(blocks: BlockRow) -> None:
     blocks.scales = blocks.times(blocks.wide(numbers, signed=True), 0)
 
 
-def _q6_k(first: int) -> tuple[Part, ...]:
+def _q6_k(first: int) -> tuple[_Part, ...]:
     half, n = first // 128, first % 128
-    low = Part(0, 64 * half + n % 64, n // 64 * 4, 4)
-    return low, Part(0, 128 + 32 * half + n % 32, n // 32 * 2, 2, 4)
+    low = _Part(0, 64 * half + n % 64, n // 64 * 4, 4)
+    return low, _Part(0, 128 + 32 * half + n % 32, n // 32 * 2, 2, 4)
 
 
 def _open_q2_k(blocks: BlockRow) -> None:
@@ -331,9 +331,9 @@ def _open_q2_k(blocks: BlockRow) -> None:
     blocks.minima = b.fneg(blocks.times(blocks.wide(high), 1))
 
 
-def _q2_k(first: int) -> tuple[Part, ...]:
+def _q2_k(first: int) -> tuple[_Part, ...]:
     half, n = first // 128, first % 128
-    return (Part(0, 16 + 32 * half + n % 32, n // 32 * 2, 2),)
+    return (_Part(0, 16 + 32 * half + n % 32, n // 32 * 2, 2),)
 
 
 def _open_q3_k(blocks: BlockRow) -> None:
@@ -350,10 +350,10 @@ def _open_q3_k(blocks: BlockRow) -> None:
     blocks.scales = blocks.times(blocks.wide(signed, signed=True), 0)
 
 
-def _q3_k(first: int) -> tuple[Part, ...]:
+def _q3_k(first: int) -> tuple[_Part, ...]:
     half, n = first // 128, first % 128
-    low = Part(0, 32 + 32 * half + n % 32, n // 32 * 2, 2)
-    return low, Part(0, n % 32, 4 * half + n // 32, 1, 2)
+    low = _Part(0, 32 + 32 * half + n % 32, n // 32 * 2, 2)
+    return low, _Part(0, n % 32, 4 * half + n // 32, 1, 2)
 
 
 # By ggml's number of the type.

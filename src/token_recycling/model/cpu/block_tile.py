@@ -62,7 +62,7 @@ def offset_of(ggml_type: int, cpu: Processor) -> int:
     return 0 if form.signed and not cpu.dot_unsigned else form.offset
 
 
-class Dots(Emitter):
+class _Dots(Emitter):
     """Emits products of whole numbers of 8 bits."""
 
     def __init__(self, module: Any, cpu: Processor) -> None:
@@ -109,7 +109,7 @@ class Dots(Emitter):
         return self.b.call(cgutils.get_or_insert_function(self.module, kind, name), arguments)
 
 
-class Rounding(Dots):
+class Rounding(_Dots):
     """Emits the function that rounds a row of x.
 
     Args of the constructor:
@@ -237,7 +237,7 @@ class Rounding(Dots):
         self.loop(I64(0), inputs, QUARTET * self.width, [], step)
 
 
-class BlockTile(Dots, Tile):
+class BlockTile(_Dots, Tile):
     """Emits the function that multiplies R rows of W by S rows of x.
 
     Meanwhile ``ahead`` other rows of W are read into the L2 cache.

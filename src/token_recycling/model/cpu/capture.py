@@ -70,7 +70,7 @@ class _Launch(NamedTuple):
     held: Any
 
 
-class NotRecordableError(Exception):
+class _NotRecordableError(Exception):
     """The layer computes something that is not a kernel."""
 
 
@@ -136,7 +136,7 @@ class Capture(TorchFunctionMode):
         """
         try:
             return Recording(self, inputs, others, output)
-        except NotRecordableError as reason:
+        except _NotRecordableError as reason:
             logger.debug("a layer is not recorded: %s", reason)
             return None
 
@@ -192,14 +192,14 @@ class Recording:
         """Prepare replays; see ``Capture.recording``.
 
         Raises:
-            NotRecordableError: the launches do not say all that the layer does.
+            _NotRecordableError: the launches do not say all that the layer does.
         """
         if capture.reason is not None:
-            raise NotRecordableError(capture.reason)
+            raise _NotRecordableError(capture.reason)
         if len(capture.copies) != 1 or len(capture.attentions) != 1 or capture.mask is None:
-            raise NotRecordableError("it does not attend once")
+            raise _NotRecordableError("it does not attend once")
         if not isinstance(output, Tensor):
-            raise NotRecordableError("it returns more than one tensor")
+            raise _NotRecordableError("it returns more than one tensor")
         self._held, self._others = capture.launches, others
         (self._copy,), (self._attention,) = capture.copies, capture.attentions
         self._layer_index: Any = capture.layer_index
@@ -221,7 +221,7 @@ class Recording:
                     if begin <= number < end:
                         self._inputs.append((launch.fields, position, n, number - begin))
         if not self._outputs or not output.is_contiguous():
-            raise NotRecordableError("its output is not that of a kernel")
+            raise _NotRecordableError("its output is not that of a kernel")
         self._fields = self._tape(capture.launches)
         self._call = replay_kernel.compile_replay().ctypes
 
