@@ -144,3 +144,32 @@ def test_machine_code_that_cannot_be_written_is_not_needed(copy, tmp_path):
     found = drafted(copy, NUMBA_CACHE_DIR=str(cache), PYTHONPATH=path)
     assert found["hits"] == 0
     assert not list(cache.rglob("*.nbi"))
+
+
+KERNELS = """
+from token_recycling.model.cpu import elementwise_kernel, replay_kernel
+from token_recycling.model.cpu.threads import Kernel
+from token_recycling.model.cpu.vectors import BFLOAT16, FLOAT32, processor
+
+if processor().lanes:
+    kernels = [(elementwise_kernel.add, FLOAT32), (elementwise_kernel.add, BFLOAT16)]
+    kernels += [(elementwise_kernel.norm, FLOAT32), (replay_kernel.replay, 0)]
+    assert len({Kernel(*kernel).address for kernel in kernels}) == 4
+"""
+
+
+def test_the_next_process_compiles_no_kernel(copy, tmp_path):
+    """The control: it compiles all of them if a file of the folder has changed."""
+    cache = tmp_path / "cache"
+    known = {**os.environ, "PYTHONPATH": str(copy.parent), "NUMBA_CACHE_DIR": str(cache)}
+
+    def after_a_process():
+        subprocess.run([sys.executable, "-c", KERNELS], env=known, check=True, cwd=copy.parent)
+        return sorted(cache.rglob("*.nbc"))
+
+    first = after_a_process()
+    assert first
+    assert after_a_process() == first
+    with (copy / "model" / "cpu" / "tile.py").open("a") as file:
+        file.write("# changed\n")
+    assert len(after_a_process()) == 2 * len(first)

@@ -34,7 +34,7 @@ class Packing:
 @lru_cache
 def _kernel(dtype: torch.dtype) -> Kernel:
     """Return the kernel for a dtype of keys, compiled at the first call."""
-    return Kernel(kernels.compile_kernel(FORMS[dtype]), kernels.TAKEN, None)
+    return Kernel(kernels.attend, FORMS[dtype], kernels.TAKEN, None)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:

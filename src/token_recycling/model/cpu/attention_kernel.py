@@ -23,7 +23,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from token_recycling.model.cpu.attention_vectors import (
     MOST_VECTORS,
@@ -37,8 +36,7 @@ from token_recycling.model.cpu.attention_vectors import (
     widen,
     write_number,
 )
-from token_recycling.model.cpu.vectors import BYTES, FLOAT32, get, source, take
-from token_recycling.util.compiled import kept
+from token_recycling.model.cpu.vectors import BYTES, FLOAT32, get, take
 
 KEYS = 128  # keys in a block
 MOST_TOKENS = 128  # whose keys the last block has too
@@ -157,8 +155,8 @@ def _block(fields: Any, item: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 @numba.njit(error_model="numpy")
-def _work(fields: Any, form: Any) -> None:
-    """Take blocks of keys until none is left."""
+def attend(fields: Any, form: Any) -> None:
+    """Take blocks of keys until none is left (see ``QUERIES`` and so on); ``form``: of keys."""
     numba.literally(form)
     tokens, width = get(fields, TOKENS), get(fields, WIDTH)
     size, value_size = get(fields, SIZE), get(fields, VALUE_SIZE)
@@ -243,17 +241,3 @@ def _work(fields: Any, form: Any) -> None:
         if take(fields, FIELDS + head) == committed // KEYS:
             _combine(fields, head, committed // KEYS + 1, form)
         item = following
-
-
-def compile_kernel(form: int) -> Any:
-    """Return ``void (int64 *fields)`` for a dtype of keys and values (see ``QUERIES`` and so on).
-
-    Machine code is kept (see ``kept``).
-    """
-    version = source()
-
-    def run(fields: Any) -> None:
-        if version:
-            _work(fields, form)
-
-    return kept(numba.cfunc, types.void(types.voidptr))(run)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,11 @@ class _Launch(NamedTuple):
     fields: Any
     threads: int
     held: Any
+
+
+@lru_cache
+def _replay_kernel() -> Kernel:
+    return Kernel(replay_kernel.replay, 0)
 
 
 class _NotRecordableError(Exception):
@@ -223,7 +229,7 @@ class Recording:
         if not self._outputs or not output.is_contiguous():
             raise _NotRecordableError("its output is not that of a kernel")
         self._fields = self._tape(capture.launches)
-        self._call = replay_kernel.compile_replay().ctypes
+        self._call = _replay_kernel().call
 
     @staticmethod
     def _tape(launches: list[_Launch]) -> Any:

@@ -17,10 +17,8 @@ from token_recycling.model.cpu.vectors import (
     constant,
     get,
     processor,
-    source,
     take,
 )
-from token_recycling.util.compiled import kept
 
 # What a thread is given, all int64; the stride of rows of blocks is in bytes.
 FROM, STRIDE, TO, ROWS, SIZE, TAKEN = range(6)
@@ -68,8 +66,8 @@ def _write_row(typing: Any, ggml_type: Any, address: Any, to: Any, size: Any) ->
 
 
 @numba.njit(error_model="numpy")
-def _work(fields: Any, ggml_type: Any) -> None:
-    """Take rows until none is left."""
+def dequantise(fields: Any, ggml_type: Any) -> None:
+    """Take rows until none is left (see ``FROM`` and so on)."""
     numba.literally(ggml_type)
     rows, size = get(fields, ROWS), get(fields, SIZE)
     while True:
@@ -79,14 +77,3 @@ def _work(fields: Any, ggml_type: Any) -> None:
         for row in range(first, min(first + SHARE, rows)):
             address = get(fields, FROM) + row * get(fields, STRIDE)
             _write_row(ggml_type, address, get(fields, TO) + 4 * row * size, size)
-
-
-def compile_kernel(ggml_type: int) -> Any:
-    """Return ``void (int64 *fields)`` for a block format (see ``FROM`` and so on)."""
-    version = source()
-
-    def run(fields: Any) -> None:
-        if version:
-            _work(fields, ggml_type)
-
-    return kept(numba.cfunc, types.void(types.voidptr))(run)

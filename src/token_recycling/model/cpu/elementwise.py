@@ -22,8 +22,8 @@ Constants = ctypes.c_float * 2
 @lru_cache
 def _kernel(name: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel, compiled at the first call."""
-    compiled = kernels.compile_kernel(getattr(kernels, name), FORMS[dtype])
-    return Kernel(compiled, kernels.NORM_TAKEN, 1) if name == "norm" else Kernel(compiled)
+    counter = (kernels.NORM_TAKEN, 1) if name == "norm" else ()
+    return Kernel(getattr(kernels, name), FORMS[dtype], *counter)
 
 
 @lru_cache
@@ -173,7 +173,7 @@ def rounded(x: Tensor, ggml_type: int) -> tuple[Tensor, int]:
 
 @lru_cache
 def _rounding(sums: int) -> Kernel:
-    return Kernel(kernels.compile_kernel(kernels.round_rows, sums))
+    return Kernel(kernels.round_rows, sums)
 
 
 @unwatched

@@ -19,10 +19,8 @@ from token_recycling.model.cpu.vectors import (
     constant,
     get,
     processor,
-    source,
     take,
 )
-from token_recycling.util.compiled import kept
 
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
 # RMS norm of inputs [batch, heads, tokens, size], ROWS in all, with contiguous outputs; EPSILON is
@@ -355,14 +353,3 @@ def pack(fields: Any, form: Any) -> None:
             for row in range(group * tokens, width):
                 _zeros(target + 4 * row, 4 * width, size)
             target += 4 * width * size
-
-
-def compile_kernel(function: Any, form: int) -> Any:
-    """Return one of the functions above, for a dtype or sums, as ``void (int64 *fields)``."""
-    version = source()
-
-    def run(fields: Any) -> None:
-        if version:
-            function(fields, form)
-
-    return kept(numba.cfunc, types.void(types.voidptr))(run)

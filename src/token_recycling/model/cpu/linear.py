@@ -48,12 +48,12 @@ class Layer(NamedTuple):
 
 @lru_cache
 def _kernel(form: int) -> Kernel:
-    """Return a kernel (see ``compile_kernel``), compiled at the first call."""
-    return Kernel(linear_kernel.compile_kernel(form), linear_kernel.TAKEN, 1)
+    """Return the kernel for a form of weights, compiled at the first call."""
+    return Kernel(linear_kernel.multiply, form, linear_kernel.TAKEN, 1)
 
 
 def _form(layer: Layer) -> int:
-    """Return how the kernel reads the weights of a layer (see ``compile_kernel``)."""
+    """Return how the kernel reads the weights of a layer (see ``linear_kernel.multiply``)."""
     weight = layer.weight
     if layer.ggml_type is not None:
         return linear_kernel.BLOCKS + layer.ggml_type

@@ -35,10 +35,8 @@ from token_recycling.model.cpu.vectors import (
     constant,
     get,
     processor,
-    source,
     take,
 )
-from token_recycling.util.compiled import kept
 
 # How W is multiplied is a number: one of the dtypes of dense weights (see ``vectors``), ``AMX`` for
 # bfloat16 by tiles of AMX, or for GGUF ``BLOCKS`` plus ggml's number of the block format.
@@ -313,8 +311,15 @@ def _address(fields: Any, layer: Any, row: Any) -> Any:
 
 
 @numba.njit(error_model="numpy")
-def _work(fields: Any, form: Any) -> None:
-    """Take pieces of the layers until none is left."""
+def multiply(fields: Any, form: Any) -> None:
+    """Take pieces of the layers until none is left (see ``X`` and so on).
+
+    Args:
+        fields: int64.
+        form: a dtype of dense weights; or ``AMX``, for layers of a multiple of 32 inputs and of 16
+            outputs, where x is interleaved; or ``BLOCKS`` + ggml's number of a block format, where
+            x is rounded (see ``block_tile``).
+    """
     numba.literally(form)
     x, x_stride, rows, inputs = (
         get(fields, X),
@@ -379,20 +384,3 @@ def _work(fields: Any, form: Any) -> None:
                 _gate(form, _field(fields, 0, Y) + at, y + at, end - begin)
         number, layer, begin, end = following, next_layer, next_begin, next_end
     _release(form)
-
-
-def compile_kernel(form: int) -> Any:
-    """Return ``void (int64 *fields)`` (see ``X`` and so on), of machine code that is kept.
-
-    Args:
-        form: a dtype of dense weights; or ``AMX``, for layers of a multiple of 32 inputs and of 16
-            outputs, where x is interleaved; or ``BLOCKS`` + ggml's number of a block format, where
-            x is rounded (see ``block_tile``).
-    """
-    version = source()
-
-    def run(fields: Any) -> None:
-        if version:
-            _work(fields, form)
-
-    return kept(numba.cfunc, types.void(types.voidptr))(run)

@@ -30,8 +30,7 @@ def bytes_of(ggml_type: int, numbers: int) -> int:
 
 @lru_cache
 def _kernel(ggml_type: int) -> Kernel:
-    compiled = dequantise_kernel.compile_kernel(ggml_type)
-    return Kernel(compiled, dequantise_kernel.TAKEN, 1)
+    return Kernel(dequantise_kernel.dequantise, ggml_type, dequantise_kernel.TAKEN, 1)
 
 
 @unwatched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numba
@@ -10,8 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from token_recycling.model.cpu.vectors import I8, I32, I64, get, source, store
-from token_recycling.util.compiled import kept
+from token_recycling.model.cpu.vectors import I8, I32, I64, get, store
 
 # All int64: the number of launches, the address of ``GOMP_parallel``, then for each launch the
 # addresses of kernel and fields, the threads, and the first counter and how many there are.
@@ -44,7 +42,8 @@ def _run(typing: Any, parallel: Any, kernel: Any, fields: Any, threads: Any) -> 
 
 
 @numba.njit(error_model="numpy")
-def _replay(fields: Any) -> None:
+def replay(fields: Any, _: Any) -> None:
+    """Run the launches (see ``LAUNCHES`` and so on); the second argument has no meaning."""
     for i in range(get(fields, LAUNCHES)):
         offset = FIELDS + LAUNCH_FIELDS * i
         counters = get(fields, offset + ITS_FIELDS) + 8 * get(fields, offset + COUNTER)
@@ -56,15 +55,3 @@ def _replay(fields: Any) -> None:
             get(fields, offset + ITS_FIELDS),
             get(fields, offset + THREADS),
         )
-
-
-@lru_cache
-def compile_replay() -> Any:
-    """Return ``void (int64 *fields)``, see above."""
-    version = source()
-
-    def run(fields: Any) -> None:
-        if version:
-            _replay(fields)
-
-    return kept(numba.cfunc, types.void(types.voidptr))(run)

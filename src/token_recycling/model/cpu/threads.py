@@ -1,4 +1,4 @@
-"""Launches of the kernels, in the threads of PyTorch."""
+"""Kernels and their launches, in the threads of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast
+from zlib import crc32
 
+import numba
 import torch
+from numba import types
 from torch import Tensor
+
+from token_recycling.util.compiled import kept
 
 ENTRY = "GOMP_parallel"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -39,8 +45,37 @@ def openmp() -> Parallel | None:
     return parallel  # type: ignore[no-any-return]
 
 
+@lru_cache
+def _source() -> int:
+    """Return a checksum of the files of this folder, never 0."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return crc32(b"".join(path.read_bytes() for path in files)) or 1
+
+
+work: Any = None  # a global of what ``_compile`` compiles, with another value in each
+
+
+def _compile(function: Any, form: int) -> Any:
+    """Compile ``function(fields, form)`` for one ``form``; machine code is kept (see ``kept``).
+
+    Numba finds it again by the name and by the values that are closed over: ``form``, and a
+    checksum, as numba itself watches one file only. ``function`` must not be one of them, since
+    compiled functions are pickled differently in every process.
+    """
+    version = _source()
+
+    def run(fields: Any) -> None:
+        if version:
+            work(fields, form)
+
+    names = {"__name__": __name__, "work": function}
+    kernel = FunctionType(run.__code__, names, closure=run.__closure__)
+    kernel.__qualname__ = f"{function.py_func.__module__}.{function.py_func.__name__}"
+    return kept(numba.cfunc, types.void(types.voidptr))(kernel)
+
+
 class Kernel:
-    """A compiled kernel, ``void (int64 *fields)``.
+    """A kernel, ``void (int64 *fields)``, compiled for one dtype, format or the like.
 
     Attributes:
         address: of its machine code.
@@ -49,10 +84,13 @@ class Kernel:
         counters: how many there are, all of which are 0 at a launch; None: up to the last field.
     """
 
-    def __init__(self, compiled: Any, counter: int = 0, counters: int | None = 0) -> None:
-        self._compiled = compiled  # numba frees machine code that nobody refers to
-        self.address: int = compiled.address
-        self.call: Callable[[Any], None] = compiled.ctypes
+    def __init__(
+        self, function: Any, form: int, counter: int = 0, counters: int | None = 0
+    ) -> None:
+        """Compile ``function(fields, form)``, one of numba's, where ``form`` is a constant."""
+        self._compiled = _compile(function, form)  # numba frees machine code that nobody refers to
+        self.address: int = self._compiled.address
+        self.call: Callable[[Any], None] = self._compiled.ctypes
         self.counter, self.counters = counter, counters
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log
-from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import llvmlite.binding as llvm
 import numba
@@ -367,17 +365,6 @@ class Emitter:
         )
         bits = b.add(bits, ir.Constant(integer_vector, [127 << 23] * self.lanes))
         return b.fmul(power, b.bitcast(bits, self.vector))
-
-
-@lru_cache
-def source() -> int:
-    """Return a checksum of the files of this folder, never 0.
-
-    A kernel that refers to it is compiled anew when one of them changes; numba watches the kernel's
-    own file only.
-    """
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return crc32(b"".join(path.read_bytes() for path in files)) or 1
 
 
 def constant(kind: Any) -> Any:
