@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -125,13 +125,34 @@ def install_rotary(
     rotated = rotary(query, key, cos, sin)
     if not isinstance(right, tuple) or not all(map(is_same, rotated, right)):
         return
-    setattr(code, ROTARY, update_wrapper(partial(call, stock), stock))
+
+    @wraps(stock)  # a pickle has its name only
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return call(stock, *args, **kwargs)
+
+    replacement.calls = call  # type: ignore[attr-defined]
+    setattr(code, ROTARY, replacement)
 
 
-def _is_installed(stock: Any, call: Callable[..., Any]) -> bool:
+def _is_installed(function: Any, call: Callable[..., Any]) -> bool:
     """Return whether ``call`` is among the functions around a module's own."""
-    while isinstance(stock, partial):
-        if stock.func is call:
+    while function is not None:
+        if getattr(function, "calls", None) is call:
             return True
-        stock = stock.args[0]
+        function = getattr(function, "__wrapped__", None)
     return False
+
+
+def refer_to_rotary(attention: nn.Module, code: ModuleType | None) -> None:
+    """Let an attention layer refer to the function that its Python module has now.
+
+    Layers of Transformers 5 keep the function as an attribute or in a dictionary, though they call
+    it by its name. Pickling fails if it is not the one of that name.
+    """
+    if code is None:
+        return
+    present = getattr(code, ROTARY, None)
+    for kept in (vars(attention), *(v for v in vars(attention).values() if isinstance(v, dict))):
+        for name, value in kept.items():
+            if getattr(value, "__name__", None) == ROTARY and value.__module__ == code.__name__:
+                kept[name] = present

@@ -34,6 +34,7 @@ from token_recycling.model.known_forms import (
     is_same,
     linear_children,
     own_result,
+    refer_to_rotary,
     rotates,
     sample,
 )
@@ -307,6 +308,7 @@ class FastLayers(ThreadContext):
             if code not in self._right:
                 self._right[code] = True
                 install_rotary(code, _rotary, _rotated)
+            refer_to_rotary(module, code)
         elif any(linear_children(child, PROJECTIONS, LINEAR) for child in module.children()):
             _cover(module, _decoder_layer)
 

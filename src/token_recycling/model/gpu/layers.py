@@ -25,6 +25,7 @@ from token_recycling.model.known_forms import (
     is_same,
     linear_children,
     own_result,
+    refer_to_rotary,
     rotates,
     sample,
 )
@@ -101,9 +102,11 @@ def _cover(module: nn.Module, compared: dict[Any, Any]) -> None:
     elif layers := linear_children(module, PROJECTIONS):
         weight = layers[0]._parameters["weight"]
         code = sys.modules.get(type(module).__module__)
-        if weight is not None and _is_ours(weight) and code not in compared:
-            compared[code] = True
-            install_rotary(code, _rotary, _kernels().rotary, weight.device)
+        if weight is not None and _is_ours(weight):
+            if code not in compared:
+                compared[code] = True
+                install_rotary(code, _rotary, _kernels().rotary, weight.device)
+            refer_to_rotary(module, code)
 
 
 def _is_ours(tensor: Tensor) -> bool:
