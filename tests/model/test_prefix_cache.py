@@ -11,6 +11,7 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model.prefix_cache import TOLERANCE, PrefixCache
+from token_recycling.model.target import TreeTarget
 
 [FIRST] = random_prompts([40])
 
