@@ -25,7 +25,7 @@ from record import Recording
 from replay import Answers, Run, by_kind, mat, run
 from token_recycling import TokenRecycling
 from token_recycling.drafting.adaptive import AdaptiveDrafter
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host import rates, state
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.templates import FOLDER, TreeTemplate
 
@@ -158,23 +158,23 @@ def regress(features: Any, hits: Any, trials: Any, ridge: float = 1e-3) -> Any:
 def fitted_rates(evidence: Any, k: int) -> tuple[Any, dict[str, Any]]:
     """Return rates per feature, float64 [f], and the constants that give them."""
     hits, trials = evidence.astype(np.float64)
-    _, lacking, chain, beside, nothing = host.features(k)
-    rates = host.expected_rates(k).copy()
-    odds = np.arange(host.BINS) / 2 - 9.0
+    _, lacking, chain, beside, nothing = rates.features(k)
+    expected = rates.expected_rates(k).copy()
+    odds = np.arange(rates.BINS) / 2 - 9.0
     found: dict[str, Any] = {"row": [], "lacking": []}
-    for level in range(host.LEVELS + 2):  # those of the root row too
-        part = slice(level * k * host.BINS, (level + 1) * k * host.BINS)
-        rank, of = np.divmod(np.arange(k * host.BINS), host.BINS)
+    for level in range(state.LEVELS + 2):  # those of the root row too
+        part = slice(level * k * rates.BINS, (level + 1) * k * rates.BINS)
+        rank, of = np.divmod(np.arange(k * rates.BINS), rates.BINS)
         x = np.stack([np.ones(len(of)), odds[of], np.log2(1 + rank)], axis=1)
         w = regress(x, hits[part], trials[part])
-        rates[part] = 1 / (1 + np.exp(-x @ w))
+        expected[part] = 1 / (1 + np.exp(-x @ w))
         found["row"].append(w.round(2).tolist())
-        part = slice(lacking + level * host.BINS, lacking + (level + 1) * host.BINS)
-        x = np.stack([np.ones(host.BINS), odds], axis=1)
+        part = slice(lacking + level * rates.BINS, lacking + (level + 1) * rates.BINS)
+        x = np.stack([np.ones(rates.BINS), odds], axis=1)
         w = regress(x, hits[part], trials[part])
-        rates[part] = 1 / (1 + np.exp(-x @ w))
+        expected[part] = 1 / (1 + np.exp(-x @ w))
         found["lacking"].append(w.round(2).tolist())
-    runs, depths = len(host.RUNS), len(host.DEPTHS)
+    runs, depths = len(rates.RUNS), len(rates.DEPTHS)
     part = slice(chain, beside)
     smooth = (hits[part].reshape(runs, depths) + 0.5) / (trials[part].reshape(runs, depths) + 1)
     found["chain"] = smooth.round(3).tolist()
@@ -183,14 +183,14 @@ def fitted_rates(evidence: Any, k: int) -> tuple[Any, dict[str, Any]]:
     by_run = (total[0] + 0.5) / (total[1] + 1)
     found["runs"] = by_run.round(2).tolist()
     weight = 20.0
-    rates[part] = (
+    expected[part] = (
         (hits[part].reshape(runs, depths) + weight * by_run[:, None])
         / (trials[part].reshape(runs, depths) + weight)
     ).flatten()
     part = slice(beside, nothing)
     found["beside"] = ((hits[part] + 0.5) / (trials[part] + 1)).round(4).tolist()
-    rates[part] = (hits[part] + 0.5) / (trials[part] + 1)
-    return np.clip(rates, host.LOWEST, host.HIGHEST), found
+    expected[part] = (hits[part] + 0.5) / (trials[part] + 1)
+    return np.clip(expected, rates.LOWEST, rates.HIGHEST), found
 
 
 def started(base: AdaptiveDrafter, rates: Any = None, weights: Any = None) -> AdaptiveDrafter:
@@ -220,7 +220,7 @@ def calibration(model: Model, path: Path_, nodes: int = 15, exact: bool = False)
     answers, fit, check = opened(model, path)
     weights, evidence = averaged_weights(answers, fit, lambda: drafter(answers), nodes)
     rates, found = fitted_rates(evidence, 12)
-    first = host.initial_weights()
+    first = rates.initial_weights()
     again, _ = averaged_weights(
         answers, fit, lambda: started(drafter(answers), rates, weights), nodes
     )

@@ -14,10 +14,11 @@ from models import plain
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.bench.prompts import DEMO
 from token_recycling.decoding.explain import drafted_nodes, lines
+from token_recycling.drafting import adaptive
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.candidates import best_candidates
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host.tree import propose
 from token_recycling.drafting.matrix import NO_KEY
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.costs import CostCurve
@@ -286,14 +287,14 @@ def test_a_step_without_a_draft_joins_the_context(bundled):
 
 def test_wrong_parents_turn_this_red(bundled, greedy, monkeypatch):
     """Negative control: the text changes, or the comparisons of this file are blind."""
-    right = host.propose
+    right = propose
 
     def wrong(*args):
         right(*args)
         parents = args[-1].parents
         parents[:, 2:] = (parents[:, 2:] + 1) % 2
 
-    monkeypatch.setattr(host, "propose", wrong)
+    monkeypatch.setattr(adaptive, "propose", wrong)
     prompts, expected = greedy
     recycler = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
     found = [recycler.generate(p, max_new_tokens=80).token_ids for p in prompts]

@@ -32,15 +32,15 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device import count, propose, sources
 from token_recycling.drafting.kernels.device.top_k import device_top_k
+from token_recycling.drafting.kernels.host.tree import FLOOR
 from token_recycling.drafting.on_device import DeviceDrafting
 from token_recycling.graph import kernels
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 V = 23
-LEAST_SCORE = math.exp(host.FLOOR)
+LEAST_SCORE = math.exp(FLOOR)
 # To make an example smaller takes minutes in the interpreter.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 slow = settings(max_examples=12, phases=PHASES, suppress_health_check=list(HealthCheck))

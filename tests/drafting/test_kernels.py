@@ -12,7 +12,7 @@ from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host import context, entries, learn, rates, state, tree
 from token_recycling.util.tokens import NO_TOKEN
 
 V = 11
@@ -23,12 +23,12 @@ LENGTHS, DEPTH_CLASSES = list(RUNS), list(DEPTHS)
 
 def index_of(feature, k):
     """The index of a feature of the plain drafter in the compiled one's counts."""
-    _, lacking, chain, beside, _ = host.features(k)
+    _, lacking, chain, beside, _ = rates.features(k)
     kind = feature[0]
     if kind == "rank":
-        return (KINDS_OF_ROWS.index(feature[1]) * k + feature[2]) * host.BINS + feature[3]
+        return (KINDS_OF_ROWS.index(feature[1]) * k + feature[2]) * rates.BINS + feature[3]
     if kind == "absent":
-        return lacking + KINDS_OF_ROWS.index(feature[1]) * host.BINS + feature[2]
+        return lacking + KINDS_OF_ROWS.index(feature[1]) * rates.BINS + feature[2]
     if kind == "beside":
         return beside + LENGTHS.index(feature[1])
     length, depth = LENGTHS.index(feature[1]), DEPTH_CLASSES.index(feature[2])
@@ -122,21 +122,21 @@ class Both:
             assert matrix.all_candidates[at, count:].eq(NO_TOKEN).all()
             assert matrix.all_probabilities[at, :count].tolist() == list(row.values())
         assert matrix.all_candidates[~learnt].eq(NO_TOKEN).all()
-        trials, hits = np.zeros(host.features(k)[0]), np.zeros(host.features(k)[0])
+        trials, hits = np.zeros(rates.features(k)[0]), np.zeros(rates.features(k)[0])
         for feature, count in self.plain.trials.items():
             trials[index_of(feature, k)] += count
             hits[index_of(feature, k)] += self.plain.hits[feature]
         assert np.array_equal(matrix.evidence.numpy(), np.stack([hits, trials]))
-        for levels, state in [(("token",), 0), (LEVELS, 2), (("token", "triple"), 1)]:
-            which = sum(LEVELS.index(level) for level in levels) * 3 + state
+        for levels, chain in [(("token",), 0), (LEVELS, 2), (("token", "triple"), 1)]:
+            which = sum(LEVELS.index(level) for level in levels) * 3 + chain
             for i, source in enumerate((*SOURCES, "constant")):
-                expected = self.plain.weight((levels, state), source)
+                expected = self.plain.weight((levels, chain), source)
                 assert float(matrix.weights[which, i]) == pytest.approx(expected, abs=1e-9)
-        for number in range(host.PATTERNS):
+        for number in range(state.PATTERNS):
             pattern = frozenset(s for i, s in enumerate(SOURCES) if number >> i & 1)
             for i, source in enumerate((*SOURCES, "constant")):
                 expected = self.plain.weights.get((pattern, source), 0.0)
-                found = float(matrix.weights[host.SETS + number, i])
+                found = float(matrix.weights[state.SETS + number, i])
                 assert found == pytest.approx(expected, abs=1e-9)
 
 
@@ -200,9 +200,9 @@ def test_a_step_that_is_not_learnt_is_noticed(monkeypatch, method):
 
 @given(st.floats(0, 1, width=32))
 def test_halves(p):
-    bits = host.to_half(p)
-    assert host.HALVES[bits] == half(p)
-    assert abs(host.HALVES[bits] - p) <= abs(float(np.float16(p)) - p)
+    bits = entries.to_half(p)
+    assert rates.HALVES[bits] == half(p)
+    assert abs(rates.HALVES[bits] - p) <= abs(float(np.float16(p)) - p)
 
 
 @given(
@@ -212,7 +212,7 @@ def test_halves(p):
 )
 def test_the_longest_and_latest_match(text, window, length):
     chain = np.zeros(length, np.int64)
-    run_, count = host.match(np.array(text), len(text), window, chain)
+    run_, count = context.match(np.array(text), len(text), window, chain)
     expected, longest = match(text, length)
     assert run_ == min(longest, window)
     if longest <= window:
@@ -257,7 +257,7 @@ def test_a_root_row_is_what_follows_rejected_nodes(drafted, rejected, expected):
     emitted = np.array([A, NO_TOKEN] if expected is not None else [A, CAT])
     k = 4  # of the row that is made, which may be longer than those here
     candidates, probabilities = np.empty(k - 1, np.int32), np.empty(k - 1, np.uint16)
-    found = host.remember(
+    found = learn.remember(
         tokens,
         np.zeros(len(tokens), np.int64),
         np.ones(len(tokens), np.bool_),
@@ -272,7 +272,7 @@ def test_a_root_row_is_what_follows_rejected_nodes(drafted, rejected, expected):
     if expected is None:  # "a" was drafted and has no children: its runners-up alone
         rejected, expected = False, {DOG: 1.0}
     assert found == rejected
-    shown = dict(zip(candidates.tolist(), host.HALVES[probabilities].tolist()))
+    shown = dict(zip(candidates.tolist(), rates.HALVES[probabilities].tolist()))
     shown.pop(NO_TOKEN, None)
     assert list(shown) == list(expected)
     assert list(shown.values()) == pytest.approx(list(expected.values()), abs=1e-3)
@@ -285,10 +285,10 @@ def test_rows_with_a_candidate_twice_change_no_other_memory():
     matrix.all_candidates.fill_(1)
     matrix.keys.copy_(torch.arange(len(matrix.keys)))
     tables = both.drafter._tables()
-    gathered = host.new_gathered(matrix.k)
+    gathered = tree.new_gathered(matrix.k)
     rows = both.rows.root_rows
     rows.candidates.fill_(1)
-    count, _, _ = host.gather(0, 0, 1, 1, 3, 0, 0, rows.arrays(), tables, gathered)
+    count, _, _ = tree.gather(0, 0, 1, 1, 3, 0, 0, rows.arrays(), tables, gathered)
     assert 0 < count <= len(gathered.candidates)
     assert gathered.features[:count, -1].min() >= 0
-    assert gathered.features[:count, -1].max() < host.PATTERNS
+    assert gathered.features[:count, -1].max() < state.PATTERNS

@@ -19,7 +19,7 @@ import json, sys
 import torch
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host import context
 from token_recycling.drafting import candidates as ranking
 
 drafter = PromptLookupDrafter(length=3)
@@ -28,11 +28,11 @@ drafter.load(rows, [[1, 2, 3, 4, 1]])
 draft = drafter.propose(rows, torch.tensor([2]))
 ids = ranking.top_k(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), 2)[1]
 print(json.dumps({
-    "file": host.__file__,
+    "file": context.__file__,
     "tokens": draft.tokens.tolist(),
     "ids": ids.tolist(),
-    "kept": type(host.copy_chains._cache).__name__ != "NullCache",
-    "hits": sum(host.copy_chains.stats.cache_hits.values()),
+    "kept": type(context.copy_chains._cache).__name__ != "NullCache",
+    "hits": sum(context.copy_chains.stats.cache_hits.values()),
 }))
 """
 
@@ -100,7 +100,9 @@ def test_without_a_home(copy):
     known = {name: value for name, value in os.environ.items() if "NUMBA" not in name}
     for name in ("HOME", "XDG_CACHE_HOME"):
         known.pop(name, None)
-    code = "import token_recycling.drafting.kernels.host as host; host.class_of(3, host.RUNS)"
+    code = (
+        "import token_recycling.drafting.kernels.host.rates as rates; rates.class_of(3, rates.RUNS)"
+    )
     known["PYTHONPATH"] = str(copy.parent)
     subprocess.run([sys.executable, "-c", code], env=known, check=True, cwd=copy.parent)
     assert list(copy.rglob("*.nbi"))

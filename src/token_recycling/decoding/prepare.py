@@ -14,7 +14,7 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.draft import root_only
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host.tree import propose
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.paper import PaperDrafter
 from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def is_compiled() -> bool:
     """Return True if machine code of an earlier process is there to be loaded."""
-    folder = getattr(getattr(host.propose, "_cache", None), "cache_path", None)
+    folder = getattr(getattr(propose, "_cache", None), "cache_path", None)
     return folder is not None and any(Path(folder).glob("*.propose-*.nbi"))
 
 

@@ -14,7 +14,24 @@ from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree, root_only
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host.entries import find
+from token_recycling.drafting.kernels.host.learn import LEARNING_RATE, observe
+from token_recycling.drafting.kernels.host.rates import (
+    expected_rates,
+    initial_weights,
+    refresh_logits,
+)
+from token_recycling.drafting.kernels.host.state import (
+    INPUTS,
+    PATTERNS,
+    SETS,
+    Drafts,
+    RootArrays,
+    State,
+    Tables,
+    Verified,
+)
+from token_recycling.drafting.kernels.host.tree import propose
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.ngram import Chains, Context
 from token_recycling.errors import TokenRecyclingError
@@ -58,10 +75,10 @@ class RootRows(Rows):
         self.probabilities.zero_()
         self.rejected.zero_()
 
-    def arrays(self) -> host.RootArrays:
+    def arrays(self) -> RootArrays:
         """Return views for the kernels."""
         bits = self.probabilities.view(torch.uint16)
-        return host.RootArrays(self.candidates.numpy(), bits.numpy(), self.rejected.numpy())
+        return RootArrays(self.candidates.numpy(), bits.numpy(), self.rejected.numpy())
 
 
 @dataclass
@@ -78,9 +95,9 @@ class AdaptiveRows(Rows):
     chains: Chains
     root_rows: RootRows
 
-    def state(self) -> host.State:
+    def state(self) -> State:
         """Return views for the kernels."""
-        return host.State(
+        return State(
             self.context.tokens.numpy(),
             self.context.lengths.numpy(),
             self.chains.tokens.numpy(),
@@ -115,7 +132,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         triples: int = TRIPLES,
         old_weight: float = OLD_WEIGHT,
         chain: int = CHAIN,
-        learning_rate: float = host.LEARNING_RATE,
+        learning_rate: float = LEARNING_RATE,
         calibrate: bool = True,
     ) -> None:
         """Draft from ``matrix``; slots, evidence and weights are added if it has none.
@@ -144,12 +161,12 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         self.max_depth = min(chain + DEEPER, nodes)
         matrix.reserve(pairs, triples)
         matrix.assume_probabilities()
-        self._rates = host.expected_rates(matrix.k)
+        self._rates = expected_rates(matrix.k)
         self.logits = np.zeros_like(self._rates)
         if matrix.evidence.shape[1] != len(self._rates):
             shape = (2, len(self._rates))
             matrix.evidence = torch.zeros(shape, dtype=torch.float32, device="cpu")
-        shape = (host.SETS + host.PATTERNS, host.INPUTS)
+        shape = (SETS + PATTERNS, INPUTS)
         if matrix.weights.shape != shape:
             matrix.weights = torch.zeros(shape, dtype=torch.float64, device="cpu")
         self._acceptance = tuple(0.34 * node**-0.95 for node in range(1, nodes + 1))
@@ -163,10 +180,10 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         """
         return self._acceptance
 
-    def _tables(self) -> host.Tables:
+    def _tables(self) -> Tables:
         """Return views of what has been learnt."""
         matrix = self.matrix
-        return host.Tables(
+        return Tables(
             matrix.vocab_size,
             matrix.pairs,
             matrix.triples,
@@ -191,8 +208,8 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         rows.chains.clear()
         rows.root_rows.clear()
         if not bool(self.matrix.weights.any()):
-            self.matrix.weights.copy_(torch.from_numpy(host.initial_weights()))
-        host.refresh_logits(self._tables())
+            self.matrix.weights.copy_(torch.from_numpy(initial_weights()))
+        refresh_logits(self._tables())
 
     def prompt_mask(self, tokens: Tensor) -> Tensor | None:
         """Select tokens without a row, each at its last occurrence."""
@@ -220,12 +237,12 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         tokens, parents, depths = np.empty((3, batch, n), np.int64)
         ancestors, valid = np.empty((batch, n, n), np.bool_), np.empty((batch, n), np.bool_)
         scores = np.empty((batch, n), np.float32)
-        drafts = host.Drafts(tokens, parents, depths, ancestors, valid, scores)
+        drafts = Drafts(tokens, parents, depths, ancestors, valid, scores)
         state, first, tables = rows.state(), as_array(roots), self._tables()
 
         def run(part: slice) -> None:
-            own = host.Drafts(*(array[part] for array in drafts))
-            host.propose(state.part(part), first[part], tables, self.max_depth, own)
+            own = Drafts(*(array[part] for array in drafts))
+            propose(state.part(part), first[part], tables, self.max_depth, own)
 
         in_threads(batch, THREAD_NODES // n, run)
         return DraftTree(
@@ -258,7 +275,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             in_rows = [
                 source
                 for level, source in enumerate(SOURCES)
-                if (row := host.find(level, second, first, token, tables)) >= 0
+                if (row := find(level, second, first, token, tables)) >= 0
                 and tokens[node] in tables.candidates[row]
             ]
             names.append(in_rows[-1] if in_rows else ROOT_ROW)
@@ -269,11 +286,11 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     ) -> None:
         """Count right candidates, average the rows of all nodes, and extend the context."""
         rows.context.reserve(accepted.emitted.shape[1])
-        verified = host.Verified(
+        verified = Verified(
             as_array(draft.tokens),
             as_array(draft.parents),
             as_array(draft.valid),
             *candidates,
             as_array(accepted.emitted),
         )
-        host.observe(rows.state(), verified, self._tables(), self.old_weight, self.learning_rate)
+        observe(rows.state(), verified, self._tables(), self.old_weight, self.learning_rate)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import Rows
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host.context import append_emitted, append_roots
 from token_recycling.util.compiled import as_array
 from token_recycling.util.tokens import NO_TOKEN
 
@@ -102,9 +102,9 @@ class Context(Rows):
     def append_roots(self, roots: Tensor) -> None:
         """Append one token, int64 [B], to each row; in a full row it replaces the last one."""
         self.reserve(1)
-        host.append_roots(self.tokens.numpy(), self.lengths.numpy(), as_array(roots))
+        append_roots(self.tokens.numpy(), self.lengths.numpy(), as_array(roots))
 
     def append_accepted(self, accepted: Accepted) -> None:
         """Append the tokens that a step emitted, except for the last, which is the next root."""
         self.reserve(accepted.emitted.shape[1])
-        host.append_emitted(self.tokens.numpy(), self.lengths.numpy(), as_array(accepted.emitted))
+        append_emitted(self.tokens.numpy(), self.lengths.numpy(), as_array(accepted.emitted))

@@ -8,7 +8,6 @@ from torch import Tensor
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device import count, learn, propose
 from token_recycling.drafting.kernels.device.state import (
     DeviceTables,
@@ -17,6 +16,8 @@ from token_recycling.drafting.kernels.device.state import (
     Texts,
 )
 from token_recycling.drafting.kernels.device.top_k import device_top_k, is_faster
+from token_recycling.drafting.kernels.host.rates import BIN_OF, expected_rates
+from token_recycling.drafting.kernels.host.state import LEVELS
 from token_recycling.drafting.matrix import STATE
 from token_recycling.util.launch import only_compiled
 from token_recycling.util.tokens import NO_TOKEN
@@ -57,7 +58,7 @@ class DeviceDrafting:
         self.max_depth = min(drafter.max_depth, self.size - 1)
         matrix = drafter.matrix
         self._learnt = {name: getattr(matrix, name).to(device, copy=True) for name in STATE}
-        rates = torch.from_numpy(host.expected_rates(matrix.k)).to(device, torch.float32)
+        rates = torch.from_numpy(expected_rates(matrix.k)).to(device, torch.float32)
         learnt = self._learnt
         self._tables = DeviceTables(
             learnt["all_candidates"],
@@ -65,7 +66,7 @@ class DeviceDrafting:
             learnt["keys"],
             learnt["weights"].float(),
             torch.zeros_like(rates),
-            torch.from_numpy(host.BIN_OF).to(device, torch.int32),
+            torch.from_numpy(BIN_OF).to(device, torch.int32),
             matrix.vocab_size,
             matrix.pairs,
             matrix.triples,
@@ -85,7 +86,7 @@ class DeviceDrafting:
             none.probabilities.view(torch.int16).to(device),
             none.rejected.to(device),
         )
-        self._slots = torch.zeros((batch, self.size, host.LEVELS), device=device).long()
+        self._slots = torch.zeros((batch, self.size, LEVELS), device=device).long()
         self._slot_keys = torch.zeros_like(self._slots)
         self._by_blocks: bool | None = None  # whether top-k is; None: not tried
 

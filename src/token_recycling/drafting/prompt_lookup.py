@@ -9,7 +9,7 @@ from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import Drafter
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree, root_only
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host.context import copy_chains
 from token_recycling.drafting.ngram import Context
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 
@@ -47,7 +47,7 @@ class PromptLookupDrafter(Drafter[Context]):
             return root_only(roots)
         tokens = torch.empty((len(roots), self.length + 1), dtype=torch.long, device="cpu")
         valid = torch.empty_like(tokens, dtype=torch.bool)
-        host.copy_chains(
+        copy_chains(
             rows.tokens.numpy(),
             rows.lengths.numpy(),
             self.max_ngram,

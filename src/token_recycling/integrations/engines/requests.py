@@ -13,7 +13,7 @@ from token_recycling.decoding.walks import host_path
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter, Rows
 from token_recycling.drafting.draft import DraftTree, chains
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host.ranking import likeliest
 from token_recycling.integrations.engines.options import CONTEXT
 from token_recycling.integrations.engines.step_logits import StepLogits
 from token_recycling.util.compiled import as_array
@@ -208,7 +208,7 @@ class RequestDrafter:
             if draft.scores is None
             else as_array(draft.scores)
         )
-        host.likeliest(
+        likeliest(
             as_array(draft.parents),
             as_array(draft.valid),
             as_array(draft.tokens),

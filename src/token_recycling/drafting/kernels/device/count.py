@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device.sources import (
     INPUTS,
     PATTERNS,
@@ -20,12 +19,13 @@ from token_recycling.drafting.kernels.device.state import (
     RootCandidates,
     Texts,
 )
+from token_recycling.drafting.kernels.host import learn, rates
 from token_recycling.util.launch import REGISTERS, launch
 from token_recycling.util.vector import at
 
-PRIOR = tl.constexpr(host.PRIOR)
-PATTERN_RATE = tl.constexpr(host.PATTERN_RATE)
-LOWEST, HIGHEST = tl.constexpr(host.LOWEST), tl.constexpr(host.HIGHEST)
+PRIOR = tl.constexpr(rates.PRIOR)
+PATTERN_RATE = tl.constexpr(learn.PATTERN_RATE)
+LOWEST, HIGHEST = tl.constexpr(rates.LOWEST), tl.constexpr(rates.HIGHEST)
 COUNT_WARPS = 4
 
 

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device.sources import lanes_per_row
 from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates
+from token_recycling.drafting.kernels.host import entries, state
+from token_recycling.drafting.kernels.host import learn as host_learn
 from token_recycling.util.launch import REGISTERS, launch
 
-SIBLINGS = tl.constexpr(host.SIBLINGS)
-RUNNERS_SHARE, TINY = tl.constexpr(host.RUNNERS_SHARE), tl.constexpr(host.TINY)
+SIBLINGS = tl.constexpr(host_learn.SIBLINGS)
+RUNNERS_SHARE, TINY = tl.constexpr(host_learn.RUNNERS_SHARE), tl.constexpr(entries.TINY)
 REMEMBER_WARPS, LEARN_WARPS = 8, 1
 MOST_AT_ONCE = 256  # nodes whose rows are compared at once
 
@@ -162,7 +163,7 @@ def learn(
     total = valid.numel()
     launch(
         _learn,
-        (total, host.LEVELS),
+        (total, state.LEVELS),
         slots,
         slot_keys,
         valid,

@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels import host
 from token_recycling.drafting.kernels.device.sources import gather, lanes_per_row, locate
 from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates, Texts
+from token_recycling.drafting.kernels.host import context, tree
 from token_recycling.util.launch import REGISTERS, launch
 
-FLOOR = tl.constexpr(host.FLOOR)
-WINDOW = tl.constexpr(host.WINDOW)
+FLOOR = tl.constexpr(tree.FLOOR)
+WINDOW = tl.constexpr(context.WINDOW)
 NONE = tl.constexpr(-1e30)  # log probability of no candidate
 SCAN = tl.constexpr(4096)  # slots of a context that are compared at once
 PLACES = tl.constexpr(1 << 14)  # most candidates that are compared in a round

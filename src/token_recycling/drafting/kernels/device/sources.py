@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from token_recycling.drafting.kernels import host
+from token_recycling.drafting.kernels.host import rates, state, tree
 
-LEVELS = tl.constexpr(host.LEVELS)
-RUNNERS_UP = tl.constexpr(host.RUNNERS_UP)
-SETS, PATTERNS = tl.constexpr(host.SETS), tl.constexpr(host.PATTERNS)
-INPUTS = tl.constexpr(host.INPUTS)
-BINS = tl.constexpr(host.BINS)
-LONG = tl.constexpr(host.LONG)
-RUN_CLASSES = tl.constexpr(len(host.RUNS))
-DEPTH_CLASSES = tl.constexpr(len(host.DEPTHS))
-LEAST, MOST = tl.constexpr(host.LEAST), tl.constexpr(host.MOST)
+LEVELS = tl.constexpr(state.LEVELS)
+RUNNERS_UP = tl.constexpr(state.RUNNERS_UP)
+SETS, PATTERNS = tl.constexpr(state.SETS), tl.constexpr(state.PATTERNS)
+INPUTS = tl.constexpr(state.INPUTS)
+BINS = tl.constexpr(rates.BINS)
+LONG = tl.constexpr(rates.LONG)
+RUN_CLASSES = tl.constexpr(len(rates.RUNS))
+DEPTH_CLASSES = tl.constexpr(len(rates.DEPTHS))
+LEAST, MOST = tl.constexpr(tree.LEAST), tl.constexpr(tree.MOST)
 
 
 def lanes_per_row(candidates: Tensor) -> int:

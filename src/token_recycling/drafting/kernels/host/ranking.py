@@ -1,4 +1,4 @@
-"""The best candidates of rows of logits, for engines whose logits are on the host."""
+"""The most likely branch of a draft, for engines that verify chains."""
 
 from __future__ import annotations
 
