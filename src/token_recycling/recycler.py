@@ -154,16 +154,6 @@ class TokenRecycling(DecodingMethod):
         """The draft-size policy."""
         return self.runs.size
 
-    @property
-    def strict(self) -> bool:
-        """See ``Options``."""
-        return self.options.strict
-
-    @property
-    def queue(self) -> bool:
-        """See ``Options``."""
-        return self.options.queue
-
     @classmethod
     def from_pretrained(
         cls,
@@ -412,7 +402,7 @@ class TokenRecycling(DecodingMethod):
             TokenRecyclingError: an answer is in progress in this thread, or in another thread while
                 ``queue`` is False.
         """
-        with self.lock.acquired(wait=self.queue) as acquired:
+        with self.lock.acquired(wait=self.options.queue) as acquired:
             if not acquired:
                 raise TokenRecyclingError("the model is already generating another answer")
             yield

@@ -175,14 +175,3 @@ def test_the_fingerprint_knows_the_tokenizer(bundled):
     own = fingerprint(bundled.tokenizer, 4096)
     assert own == fingerprint(bundled.tokenizer, 4096)
     assert len({own, fingerprint(Other(), 4096), fingerprint(bundled.tokenizer, 4097)}) == 3
-
-
-def test_cut_keeps_the_best_candidates_and_scales_their_probabilities():
-    matrix = AdjacencyMatrix(9, 3, pairs=5, fingerprint="9-abc")
-    matrix.update(torch.tensor([4]), torch.tensor([[1, 2, 3]]), torch.tensor([[0.5, 0.3, 0.2]]))
-    matrix.update(torch.tensor([5]), torch.tensor([[1, 2, 3]]))  # no probabilities
-    cut = matrix.cut(2)
-    assert (cut.k, cut.pairs, cut.fingerprint, cut.rows_seen) == (2, 5, "9-abc", 2)
-    assert cut.candidates[4].tolist() == [1, 2]
-    assert cut.probabilities[4].tolist() == pytest.approx([0.625, 0.375], abs=1e-3)
-    assert cut.probabilities[5].tolist() == [0, 0]

@@ -61,6 +61,8 @@ def weights_differ(model):
 def test_quantised_weights_are_lossless(kind):
     recycler = load(WEIGHTS_ONLY[kind]())
     assert weights_differ(recycler.model)
+    if "nf4" in kind and torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("bitsandbytes multiplies in bfloat16 on this processor, batches otherwise")
     assert not isinstance(recycler.target, PlainTarget)
     results = check(recycler, DEMO[::2], 80)
     # bitsandbytes has its own kernel for one row on some machines; it rounds as bfloat16 does.

@@ -61,8 +61,7 @@ def load(suite: str) -> list[Question]:
         suite: ``builtin``, ``NAME=PATH`` for a public suite (spec-bench, mbpp, gsm8k), or the path
             of a JSONL file, whose stem becomes the suite's name. Each line holds ``turns`` (a
             list), ``prompt`` or ``question``, and optionally ``question_id`` or ``id`` (default:
-            the line number), ``category`` or ``kind`` (default: the suite's name) and ``answer``
-            (a text, or a list with one text per turn).
+            the line number) and ``category`` or ``kind`` (default: the suite's name).
 
     Raises:
         TokenRecyclingError: there is no such suite, its file cannot be read, or a line is invalid.

@@ -18,23 +18,7 @@ if TYPE_CHECKING:
     from token_recycling.bench.check import Result
 
 
-FIELDS = (
-    "model",
-    "device",
-    "dtype",
-    "dequantize",
-    "float32_logits",
-    "graph",
-    "drafter",
-    "nodes",
-    "tree",
-    "candidates",
-    "threads",
-    "strict",
-)
-
-
-@o.expanded(loading=FIELDS)
+@o.expanded(loading=o.loading_without("matrix", "cold"))
 def check(
     loading: o.Loading,
     prompts: Annotated[

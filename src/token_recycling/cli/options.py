@@ -233,6 +233,11 @@ class Sampling:
         return {"max_new_tokens": max_tokens, "seed": None, **checked(given)}
 
 
+def loading_without(*names: str) -> tuple[str, ...]:
+    """Return the names of all fields of ``Loading`` but these."""
+    return tuple(field.name for field in fields(Loading) if field.name not in names)
+
+
 def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a subcommand options that are declared once.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from threading import Timer
 from time import monotonic
 from typing import Any
@@ -65,7 +65,7 @@ def progress_shown(what: str, most: float | None = None) -> Iterator[Any]:
         yield _Lines(what, most)
         return
     columns = (
-        TextColumn(what),
+        TextColumn("reading the prompt"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -102,14 +102,9 @@ class _Lines:
         print(line, file=sys.stderr, flush=True)
 
 
-def prefill_shown() -> AbstractContextManager[OnProgress | None]:
-    """Return a context with an ``on_progress`` for prompts longer than one chunk."""
-    return _late_bar("reading the prompt", defaults.PREFILL_CHUNK)
-
-
 @contextmanager
-def _late_bar(what: str, threshold: int) -> Iterator[OnProgress | None]:
-    """Yield an ``on_progress`` that shows a bar on stderr once it is called with a larger total.
+def prefill_shown() -> Iterator[OnProgress | None]:
+    """Yield an ``on_progress`` that shows a bar on stderr for prompts longer than one chunk.
 
     The bar disappears at the end. If stderr is not a terminal, None is yielded.
     """
@@ -119,11 +114,11 @@ def _late_bar(what: str, threshold: int) -> Iterator[OnProgress | None]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
 
     def on_progress(done: int, total: int) -> None:
-        if total > threshold and not bar.tasks:
+        if total > defaults.PREFILL_CHUNK and not bar.tasks:
             bar.start()
             bar.add_task("", total=total)
         if bar.tasks:

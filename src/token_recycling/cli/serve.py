@@ -33,23 +33,7 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{
 EVERYWHERE = ("0.0.0.0", "::")
 
 
-FIELDS = (
-    "device",
-    "dtype",
-    "dequantize",
-    "drafter",
-    "nodes",
-    "tree",
-    "candidates",
-    "matrix",
-    "graph",
-    "float32_logits",
-    "threads",
-    "strict",
-)
-
-
-@o.expanded(loading=FIELDS)
+@o.expanded(loading=o.loading_without("model", "cold"))
 def serve(
     loading: o.Loading,
     model: Annotated[

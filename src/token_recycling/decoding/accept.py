@@ -17,7 +17,7 @@ from token_recycling.drafting.candidates import argmax
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.util.compiled import as_array
 from token_recycling.util.modes import ordinary_tensors
-from token_recycling.util.tokens import NO_TOKEN
+from token_recycling.util.tokens import NO_TOKEN, padded
 
 
 class Appended(NamedTuple):
@@ -216,11 +216,8 @@ class FollowAcceptor:
         paths, tokens = follow(
             [row for row, row_valid in enumerate(valid) if row_valid[0]], children, choose
         )
-        longest = max(1, *map(len, tokens))
-        padded = [row + [NO_TOKEN] * (longest - len(row)) for row in tokens]
-        nodes_of = [row + [0] * (longest - len(row)) for row in paths]
-        emitted = torch.tensor(padded, dtype=torch.long, device="cpu")
-        path = torch.tensor(nodes_of, dtype=torch.long, device="cpu")
+        emitted = torch.tensor(padded(tokens), dtype=torch.long, device="cpu")
+        path = torch.tensor(padded(paths, fill=0), dtype=torch.long, device="cpu")
         drafted = [max(sum(row) - 1, 0) for row in valid]
         counts = torch.tensor([len(row) for row in tokens], device="cpu")
         return Accepted(path, emitted, counts), Appended(tokens, reasons, drafted)

@@ -133,7 +133,6 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         old_weight: float = OLD_WEIGHT,
         chain: int = CHAIN,
         learning_rate: float = LEARNING_RATE,
-        calibrate: bool = True,
     ) -> None:
         """Draft from ``matrix``; slots, evidence and weights are added if it has none.
 
@@ -145,8 +144,6 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             old_weight: weight of the old row in an average; 0: the new row replaces it.
             chain: most tokens copied from the context; 0: none.
             learning_rate: of the weights of the sources; 0: these stay as they are.
-            calibrate: count how often candidates are right. False: rely on expected rates, and
-                learn no weights.
 
         Raises:
             TokenRecyclingError: ``nodes`` is not within 1..256.
@@ -156,7 +153,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
                 f"nodes is {nodes}; it must be between 1 and {defaults.LARGEST_DRAFT}"
             )
         self.matrix, self.nodes, self.old_weight = matrix, nodes, old_weight
-        self.learning_rate = learning_rate if calibrate else -1.0
+        self.learning_rate = learning_rate
         self.chain_length = chain
         self.max_depth = min(chain + DEEPER, nodes)
         matrix.reserve(pairs, triples)

@@ -42,11 +42,6 @@ class GroupedDrafter(Drafter[GroupedRows]):
         """That of the first drafter."""
         return self._k
 
-    @property
-    def acceptance(self) -> tuple[float, ...]:
-        """That of the first drafter."""
-        return self._members[0].acceptance
-
     def new_rows(self, batch: int, capacity: int | None = None) -> GroupedRows:
         """Return new rows of each drafter."""
         return GroupedRows(

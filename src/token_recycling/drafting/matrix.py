@@ -222,27 +222,6 @@ class AdjacencyMatrix:
         p = 0.0 if probabilities is None else probabilities.numpy()
         self.probabilities.numpy()[rows] = p
 
-    def cut(self, k: int) -> AdjacencyMatrix:
-        """Return the first ``k`` candidates of every row, or itself if it has no more.
-
-        Recorded probabilities are scaled to those of a softmax over these candidates. Evidence and
-        weights depend on k and are left out.
-        """
-        if k == self.k:
-            return self
-        cut = AdjacencyMatrix(
-            self.vocab_size,
-            k,
-            pairs=self.pairs,
-            triples=self.triples,
-            fingerprint=self.fingerprint,
-        )
-        cut.all_candidates.copy_(self.all_candidates[:, :k])
-        p = self.all_probabilities[:, :k].float()
-        cut.all_probabilities.copy_(p / p.sum(dim=1, keepdim=True).clamp(min=1e-6))
-        cut.keys.copy_(self.keys)
-        return cut
-
     def merge(self, other: AdjacencyMatrix) -> AdjacencyMatrix:
         """Return a new matrix with the rows, evidence and weights of both (see ``matrix_merge``).
 
@@ -301,11 +280,7 @@ class AdjacencyMatrix:
         Raises:
             TokenRecyclingError: the file is missing, damaged or not a matrix file.
         """
-        return cls.of(MatrixFile.read(path))
-
-    @classmethod
-    def of(cls, file: MatrixFile) -> AdjacencyMatrix:
-        """Return the matrix of a file."""
+        file = MatrixFile.read(path)
         size, pairs, triples = map(len, file.candidates)
         matrix = cls(
             size,

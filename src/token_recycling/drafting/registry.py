@@ -11,26 +11,13 @@ from importlib.metadata import entry_points
 
 from token_recycling import defaults
 from token_recycling.drafting.adaptive import AdaptiveDrafter
-from token_recycling.drafting.base import AnyDrafter, Drafter, Rows
+from token_recycling.drafting.base import AnyDrafter, Drafter
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.paper import PaperDrafter
 from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS, PromptLookupDrafter
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, one_line
-
-__all__ = [
-    "SHAPE_THEIR_OWN",
-    "AdaptiveDrafter",
-    "AnyDrafter",
-    "Drafter",
-    "NoDrafter",
-    "PaperDrafter",
-    "PromptLookupDrafter",
-    "Rows",
-    "make_drafter",
-    "names",
-]
 
 Factory = Callable[[AdjacencyMatrix, TreeTemplate], AnyDrafter]
 GROUP = "token_recycling.drafters"

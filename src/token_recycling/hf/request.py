@@ -25,28 +25,6 @@ class Request:
     synced_gpus: bool
     own_cache: bool  # the user passed a cache to fill
 
-    @classmethod
-    def of_call(
-        cls,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        own_cache: bool = False,
-        **inputs: Any,
-    ) -> Request:
-        """Create a request from the arguments that ``generate`` passes to a decoding method."""
-        return cls(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs,
-            synced_gpus,
-            own_cache,
-        )
-
     @property
     def batch(self) -> int:
         """Number of rows."""
@@ -123,16 +101,30 @@ class DecodingMethod(ABC):
         self,
         model: Any,
         input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        own_cache: bool = False,
         streamer: Any = None,
         inputs_tensor: Tensor | None = None,
-        **prepared: Any,
+        **model_inputs: Any,
     ) -> Any:
         """Take a call that ``generate`` has prepared; called by ``generate``.
 
         Returns:
             What ``generate`` returns.
         """
-        return self.decode(model, Request.of_call(input_ids, **prepared), streamer, inputs_tensor)
+        request = Request(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            model_inputs,
+            synced_gpus,
+            own_cache,
+        )
+        return self.decode(model, request, streamer, inputs_tensor)
 
     @abstractmethod
     def decode(

@@ -31,6 +31,7 @@ from token_recycling.model.base import Target
 from token_recycling.model.cache_name import CACHE_NAME, cache_in
 from token_recycling.model.override import Override, is_covered
 from token_recycling.model.target import TreeTarget
+from token_recycling.options import Options
 from token_recycling.util.lock import FairLock
 from token_recycling.util.modes import ordinary_tensors
 
@@ -41,15 +42,8 @@ class Recycler(Protocol):
     model: Any
     target: Target
     lock: FairLock
+    options: Options
     warned: set[str]
-
-    @property
-    def queue(self) -> bool:
-        """See ``Options``."""
-
-    @property
-    def strict(self) -> bool:
-        """See ``Options``."""
 
     def steps(self, sequences: list[Sequence], accept: Acceptor) -> Iterator[Step]:
         """Decode rows."""
@@ -114,7 +108,7 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
         if isinstance(target, TreeTarget):
             reason = target.changed() or why_unservable(request, target.max_positions)
             if reason is None:
-                with recycler.lock.acquired(wait=recycler.queue) as acquired:
+                with recycler.lock.acquired(wait=recycler.options.queue) as acquired:
                     if acquired:
                         return _recycle(recycler, target, request, streamer)
                 reason = "the model is still generating another answer"
@@ -127,7 +121,7 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
 def warn_plain(recycler: Recycler, reason: str) -> None:
     """Warn once per reason, or raise if the recycler is strict."""
     message = f"Token Recycling does not support this generate call: {reason}"
-    if recycler.strict:
+    if recycler.options.strict:
         raise TokenRecyclingError(message)
     if reason not in recycler.warned:
         recycler.warned.add(reason)

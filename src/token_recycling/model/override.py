@@ -107,7 +107,7 @@ def is_covered(owner: Any, name: str, call: Callable[..., Any] | None = None) ->
     return isinstance(present, Override) and present.covers(owner, call)
 
 
-def replaceable(owner: Any, name: str = "forward") -> bool:
-    """Return whether the method can be overridden without losing someone's replacement."""
-    present = owner.__dict__.get(name)
-    return present is None or (isinstance(present, Override) and not is_covered(owner, name))
+def replaceable(module: Any) -> bool:
+    """Return whether ``forward`` can be overridden without losing someone's replacement."""
+    present = module.__dict__.get("forward")
+    return present is None or (isinstance(present, Override) and not present.covers(module))

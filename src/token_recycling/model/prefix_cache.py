@@ -7,6 +7,7 @@ from torch import Tensor
 
 from token_recycling.model.lm_head import version
 from token_recycling.model.target import TreeTarget
+from token_recycling.util.tokens import common
 
 OFFSET = 4  # largest offset of learned position embeddings (OPT's is 2)
 REREAD = 8  # tokens at the end of the prefix that are read again as a check
@@ -46,12 +47,7 @@ class PrefixCache:
 
     def common(self, tokens: list[int]) -> int:
         """Return how many leading tokens of ``tokens`` have valid cache entries."""
-        same = 0
-        for cached, token in zip(self.tokens, tokens):
-            if cached != token:
-                break
-            same += 1
-        same = min(same, self.target.cache.end)
+        same = min(common(self.tokens, tokens), self.target.cache.end)
         return same if same and self._is_valid(same) else 0
 
     def _is_valid(self, count: int) -> bool:

@@ -23,8 +23,9 @@ from token_recycling.server.admission import Admission
 from token_recycling.server.batch import ContinuousBatch, Row
 from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewTokens
 from token_recycling.server.metrics import Metrics
-from token_recycling.server.prefixes import PrefixCaches, common
+from token_recycling.server.prefixes import PrefixCaches
 from token_recycling.server.scopes import MatrixScopes
+from token_recycling.util.tokens import common
 
 logger = logging.getLogger(__name__)
 # Most tokens of a batch; rows are padded to the longest one, and padding counts. A row joins if

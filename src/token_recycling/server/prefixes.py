@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from typing import NamedTuple
 
 from token_recycling.model.kv_cache import RecyclingCache
+from token_recycling.util.tokens import common
 
 
-@dataclass(frozen=True)
-class _CachedPrefix:
+class _CachedPrefix(NamedTuple):
     """A text that has been read.
 
     Attributes:
+        owner: whose it is.
         tokens: the tokens.
         cache: their keys and values, a single row.
     """
 
+    owner: str
     tokens: list[int]
     cache: RecyclingCache
 
@@ -34,7 +34,7 @@ class PrefixCaches:
     def __init__(self, limit: int) -> None:
         """Keep at most ``limit`` bytes."""
         self.limit, self.nbytes = limit, 0
-        self._entries: OrderedDict[int, tuple[str, _CachedPrefix]] = OrderedDict()
+        self._entries: OrderedDict[int, _CachedPrefix] = OrderedDict()
         self._last_key = 0
 
     def __len__(self) -> int:
@@ -47,8 +47,8 @@ class PrefixCaches:
             Its key, for ``take``, and the number of tokens; 0 tokens if there is none.
         """
         best, longest = 0, 0
-        for key, (name, context) in self._entries.items():
-            if name == owner and (same := common(context.tokens, tokens)) > longest:
+        for key, prefix in self._entries.items():
+            if prefix.owner == owner and (same := common(prefix.tokens, tokens)) > longest:
                 best, longest = key, same
         return best, longest
 
@@ -58,31 +58,26 @@ class PrefixCaches:
         A text that is needed whole is not kept any longer, which saves a copy: the row that
         continues it is kept in its place later.
         """
-        _, context = self._entries[key]
-        if length == len(context.tokens):
+        prefix = self._entries[key]
+        if length == len(prefix.tokens):
             self._drop(key)
-            return context.cache
+            return prefix.cache
         self._entries.move_to_end(key)
-        return context.cache.copy(0, length)
+        return prefix.cache.copy(0, length)
 
     def keep(self, owner: str, tokens: list[int], cache: RecyclingCache) -> None:
         """Keep a text, in place of texts of the same owner that are its beginning."""
         size = cache.nbytes
         if size > self.limit:
             return
-        for key, (name, context) in list(self._entries.items()):
-            if name == owner and common(context.tokens, tokens) == len(context.tokens):
+        for key, prefix in list(self._entries.items()):
+            if prefix.owner == owner and common(prefix.tokens, tokens) == len(prefix.tokens):
                 self._drop(key)
         while self.nbytes + size > self.limit:
             self._drop(next(iter(self._entries)))
         self._last_key += 1
-        self._entries[self._last_key] = (owner, _CachedPrefix(tokens, cache))
+        self._entries[self._last_key] = _CachedPrefix(owner, tokens, cache)
         self.nbytes += size
 
     def _drop(self, key: int) -> None:
-        self.nbytes -= self._entries.pop(key)[1].cache.nbytes
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of leading tokens that two texts have in common."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
+        self.nbytes -= self._entries.pop(key).cache.nbytes

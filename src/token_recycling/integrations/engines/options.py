@@ -96,14 +96,15 @@ class ServingOptions:
         return options
 
     @classmethod
-    def from_environment(cls, prefix: str = "TOKEN_RECYCLING_") -> ServingOptions:
-        """Parse options from environment variables: ``prefix`` and the option in upper case.
+    def from_environment(cls) -> ServingOptions:
+        """Parse options from environment variables, ``TOKEN_RECYCLING_`` and the upper-case name.
 
         Raises:
             TokenRecyclingError: a value is invalid.
         """
         variables = {
-            field.name: os.environ.get(prefix + field.name.upper()) for field in fields(cls)
+            field.name: os.environ.get(f"TOKEN_RECYCLING_{field.name.upper()}")
+            for field in fields(cls)
         }
         return cls.parse({name: value for name, value in variables.items() if value})
 

@@ -22,7 +22,7 @@ from token_recycling.integrations.engines.requests import RequestDrafter, same_o
 from token_recycling.integrations.engines.versions import VLLM, check_version
 from token_recycling.integrations.vllm import hooks, tree_attention
 from token_recycling.integrations.vllm.step import VerifiedStep
-from token_recycling.util.tokens import NO_TOKEN
+from token_recycling.util.tokens import padded
 
 MODES = ("chain", "tree")
 CHAIN_FROM = 16  # minimum nodes of the tree whose most likely branch is the chain
@@ -176,7 +176,7 @@ class Proposer:
             self._begin(new, step)
         slots = torch.tensor([self._slots[request] for request in requests], device="cpu")
         sizes = [step.sizes[row] for row in rows]
-        self.requests.observe(slots, step.logits, rows, sizes, _padded(emitted))
+        self.requests.observe(slots, step.logits, rows, sizes, torch.tensor(padded(emitted)))
         if self._keeper is not None:
             self._keeper.tick()
         for row, draft in zip(rows, self._draft(slots, emitted, size, may_draft)):
@@ -247,9 +247,3 @@ class Proposer:
     def _drop(self, request: str) -> None:
         self._unused_slots.append(self._slots.pop(request))
         self._lengths.pop(request, None)
-
-
-def _padded(rows: list[list[int]]) -> Tensor:
-    """Return the rows as int64 [B, t], padded with ``NO_TOKEN``."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [NO_TOKEN] * (longest - len(row)) for row in rows])

@@ -17,7 +17,7 @@ from vllm.v1.outputs import SamplerOutput
 from token_recycling.decoding.walks import Children, children_of, follow
 from token_recycling.integrations.vllm import tree_step
 from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep, drafted
-from token_recycling.util.tokens import NO_TOKEN
+from token_recycling.util.tokens import padded
 
 
 def any_drafted(runner: Any, metadata: Any) -> bool:
@@ -63,8 +63,7 @@ def sample(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) ->
         return output
     if proposer.tree:
         tree_step.keep_paths(runner, metadata, paths)
-    rows = [row + [NO_TOKEN] * (longest - len(row)) for row in emitted]
-    ids = torch.tensor(rows, dtype=torch.int32, device=logits.device)
+    ids = torch.tensor(padded(emitted), dtype=torch.int32, device=logits.device)
     return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
 
 

@@ -284,7 +284,7 @@ class FastLayers(ThreadContext):
             return
         with torch.inference_mode(), without_autocast(torch.device("cpu")):
             for module in self.model.modules():
-                if module.__dict__.get("forward") is None or replaceable(module):
+                if replaceable(module):
                     self._cover(module)
         self._state, self._generation = list(_state(self.model)), self._generation + 1
 

@@ -108,7 +108,7 @@ def _count(
         run = tl.load(runs + row)
         emitted_tokens = tl.load(emitted + row * t + step, mask=step < t, other=-1)
         number = tl.sum((emitted_tokens >= 0).to(tl.int32), 0)
-        steps = tl.where(active & (chained >= 0) & (learning_rate >= 0), number, 0)
+        steps = tl.where(active & (chained >= 0), number, 0)
         token = tl.load(text + length - 1, mask=length > 0, other=0)
         last = tl.load(text + length - 2, mask=length > 1, other=-1)
         before = tl.load(text + length - 3, mask=length > 2, other=-1)

@@ -117,11 +117,11 @@ def observe(
         verified: the draft and the candidates.
         tables: what has been learnt.
         old_weight: see ``average``.
-        learning_rate: of the weights; negative: nothing is counted.
+        learning_rate: of the weights.
     """
     tokens, parents, valid, ids, p, finite, emitted = verified
     for row in range(len(valid)):
-        if valid[row, 0] and state.chain_lengths[row] >= 0 and learning_rate >= 0:
+        if valid[row, 0] and state.chain_lengths[row] >= 0:
             count(row, state, emitted[row], tables, learning_rate)
     for row in range(len(valid)):
         second, first = ending(state.context[row], state.lengths[row])
