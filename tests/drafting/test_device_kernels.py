@@ -35,8 +35,8 @@ from triton.runtime.errors import InterpreterError
 from token_recycling.drafting.kernels.device import count, propose, sources
 from token_recycling.drafting.kernels.device.top_k import device_top_k
 from token_recycling.drafting.kernels.host.tree import FLOOR
-from token_recycling.drafting.on_device import DeviceDrafting
 from token_recycling.graph import kernels
+from token_recycling.graph.device_drafting import DeviceDrafting
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 V = 23

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,10 +77,10 @@ class TokenChoice:
         """Return the generator of every row; none where the argmax is taken."""
         return [generator or default_generator(device) for generator in self.seeded]
 
-    def chooser(self, ahead: int, vocab_size: int, device: torch.device) -> Chooser:
+    def chooser(self, ahead: int, vocab_size: int, device: torch.device) -> GreedyChooser:
         """Return what makes this choice, with ``ahead`` blocks of random numbers if it samples."""
         if self.processors is None:
-            return _GreedyChooser()
+            return GreedyChooser()
         return NodeChooser(self.processors, ahead if self.sampled else 0, vocab_size, device)
 
 
@@ -109,19 +109,19 @@ def _penalty(processors: Any) -> float:
     return float(first.penalty) if counts_prompt else 1.0
 
 
-class Chooser(Protocol):
-    """Chooses a token after every node of a draft, as a part of a step.
+class GreedyChooser:
+    """Chooses the argmax of the logits after every node of a draft, as a part of a step.
 
-    A captured step cannot draw random numbers as it needs them, so ``draw`` draws them before it,
-    for more tokens than it may emit. Between steps others may draw from the same generators:
-    ``rewind`` leaves them where plain sampling of the emitted tokens would, and ``resume`` takes
-    them back. Counts are of tokens since ``begin``.
+    A subclass may sample. A captured step cannot draw random numbers as it needs them, so ``draw``
+    draws them before it, for more tokens than it may emit. Between steps others may draw from the
+    same generators: ``rewind`` leaves them where plain sampling of the emitted tokens would, and
+    ``resume`` takes them back. Counts are of tokens since ``begin``.
 
     Attributes:
         exact: whether rounding of logits can change only tokens that are all but tied.
     """
 
-    exact: bool
+    exact = True
 
     def begin(self, sequences: list[Sequence], generators: Listed[torch.Generator]) -> None:
         """Continue these texts, and draw with these generators."""
@@ -145,37 +145,13 @@ class Chooser(Protocol):
         Returns:
             The tokens int64 [B, n], and whether they cannot be used, bool [].
         """
+        return greedy(logits), overflowed(logits)
 
     def advance(self, draft: DraftTree, accepted: Accepted) -> None:
         """Go on after the accepted tokens."""
 
 
-class _GreedyChooser:
-    """Takes the argmax of the logits, and needs no random numbers."""
-
-    exact = True
-
-    def begin(self, sequences: list[Sequence], generators: Listed[torch.Generator]) -> None:
-        """Do nothing."""
-
-    def draw(self, counts: Listed[int]) -> None:
-        """Do nothing."""
-
-    def rewind(self, counts: Listed[int]) -> None:
-        """Do nothing."""
-
-    def resume(self) -> None:
-        """Do nothing."""
-
-    def __call__(self, draft: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the argmax of every node, and whether a forward overflowed."""
-        return greedy(logits), overflowed(logits)
-
-    def advance(self, draft: DraftTree, accepted: Accepted) -> None:
-        """Do nothing."""
-
-
-class NodeChooser:
+class NodeChooser(GreedyChooser):
     """Chooses a token after every node of a draft at once, sampled or the argmax.
 
     A sampled token depends on the node's position in the text: the exponential random numbers by

@@ -55,7 +55,7 @@ class KernelCompiler:
         drafter = self.drafter
         if not drafts_on_device(drafter, size):
             return  # there are none
-        from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
+        from token_recycling.graph.device_drafting import DeviceDrafting  # imports Triton
 
         cuda = self.device.type == "cuda"
         # Not the default stream, which would wait for a capture in another thread.

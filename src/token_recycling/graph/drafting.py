@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -21,27 +21,26 @@ MOST_NODES = 64
 LAG = 1  # steps by which the host may be behind
 
 
-class Drafting(Protocol):
+class Drafting:
     """A drafter and its rows, as called by a step that runs many times on the same tensors.
 
     Only ``propose`` and ``observe`` are part of the graph.
 
     Attributes:
+        drafter: shared with other steps.
         size: nodes of every draft, root included.
         max_depth: of a draft.
         lag: steps that may be launched before the output of the first one is read.
     """
 
+    drafter: AnyDrafter
     size: int
     max_depth: int
-    lag: int
-
-    @property
-    def drafter(self) -> AnyDrafter:
-        """Return the drafter, which is shared with other steps."""
+    lag: int = 0
 
     def begin(self, texts: list[list[int]], roots: Tensor) -> None:
         """Load the texts, without the next roots, int64 [B] on the host."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Store what was learnt in the drafter's matrix, if it is not there already."""
@@ -51,56 +50,30 @@ class Drafting(Protocol):
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
+        raise NotImplementedError
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> Tensor | None:
         """Learn from a step, or return what the host needs to do so, int64 [B, m]."""
+        raise NotImplementedError
 
     def learn(self, output: Tensor) -> None:
         """Learn on the host from a step's output, the summary and the result of ``observe``."""
 
 
-def make_drafting(
-    drafter: AnyDrafter,
-    batch: int,
-    capacity: int,
-    size: int | None,
-    device: torch.device,
-    *,
-    kernels: bool,
-) -> Drafting:
-    """Return ``drafter`` and new rows for steps on ``device``.
-
-    Args:
-        drafter: shared with other steps.
-        batch: B.
-        capacity: most tokens of a row.
-        size: most nodes of a draft, root included; None: as many as the drafter proposes.
-        device: of the target.
-        kernels: draft on the device, if there are kernels for it.
-    """
-    if kernels and drafts_on_device(drafter, size):
-        from token_recycling.drafting.on_device import DeviceDrafting  # imports Triton
-
-        return DeviceDrafting(drafter, batch, capacity, size, device)
-    return HostDrafting(drafter, batch, capacity, size, device)
-
-
 def drafts_on_device(drafter: AnyDrafter, size: int | None) -> TypeGuard[AdaptiveDrafter]:
-    """Return whether there are kernels for drafts of ``size`` nodes (see ``make_drafting``)."""
+    """Return whether there are kernels for drafts of ``size`` nodes."""
     if not isinstance(drafter, AdaptiveDrafter):
         return False
     full_size = drafter.nodes + 1
     return min(size or full_size, full_size) <= MOST_NODES
 
 
-class HostDrafting:
+class HostDrafting(Drafting):
     """Any drafter: it drafts and learns on the host, before and after each step.
 
     The draft goes to the device in one copy, and what the drafter learns from comes back with the
     step's summary.
     """
-
-    lag = 0
 
     def __init__(
         self,
@@ -110,7 +83,15 @@ class HostDrafting:
         size: int | None,
         device: torch.device,
     ) -> None:
-        """Make rows (see ``make_drafting``)."""
+        """Make rows for ``batch`` texts of at most ``capacity`` tokens.
+
+        Args:
+            drafter: shared with other steps.
+            batch: B.
+            capacity: most tokens of a row.
+            size: most nodes of a draft, root included; None: as many as the drafter proposes.
+            device: of the target.
+        """
         self.drafter, self.rows = drafter, drafter.new_rows(batch, capacity)
         self._roots = torch.zeros(batch, dtype=torch.long, device="cpu")
         self._draft = drafter.propose(self.rows, self._roots, size)
@@ -121,9 +102,6 @@ class HostDrafting:
         """Load the texts, without the next roots, int64 [B] on the host."""
         self.drafter.load(self.rows, texts)
         self._roots = roots
-
-    def end(self) -> None:
-        """Do nothing: the drafter has learnt directly."""
 
     def prepare(self) -> None:
         """Draft, and copy the draft to the device."""

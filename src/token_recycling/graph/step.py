@@ -15,7 +15,7 @@ from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.graph import tensors
 from token_recycling.graph.chooser import TokenChoice
-from token_recycling.graph.drafting import LAG, make_drafting
+from token_recycling.graph.drafting import LAG, Drafting, HostDrafting, drafts_on_device
 from token_recycling.model.attention import add_views, pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
@@ -73,7 +73,13 @@ class GraphStep:
         self.target = target
         device = target.device
         # The step has its own rows; the drafter with its matrix is shared.
-        self.drafting = make_drafting(drafter, batch, slots, spec.size, device, kernels=kernels)
+        self.drafting: Drafting
+        if kernels and drafts_on_device(drafter, spec.size):
+            from token_recycling.graph.device_drafting import DeviceDrafting  # imports Triton
+
+            self.drafting = DeviceDrafting(drafter, batch, slots, spec.size, device)
+        else:
+            self.drafting = HostDrafting(drafter, batch, slots, spec.size, device)
         self.size, self.most = self.drafting.size, self.drafting.max_depth + 1
         self.cache = FixedCache(target.cache, batch, slots, device) if cache is None else cache
         # The first runs compare kernels of ours with PyTorch's: on the keys of a full cache.

@@ -19,22 +19,19 @@ from token_recycling.drafting.kernels.device.top_k import device_top_k, is_faste
 from token_recycling.drafting.kernels.host.rates import BIN_OF, expected_rates
 from token_recycling.drafting.kernels.host.state import LEVELS
 from token_recycling.drafting.matrix import STATE
+from token_recycling.graph.drafting import LAG, Drafting
 from token_recycling.util.launch import only_compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 
-class DeviceDrafting:
+class DeviceDrafting(Drafting):
     """Drafts like an ``AdaptiveDrafter``, with tensors at fixed addresses on the device.
 
     The drafter's matrix is copied to the device when decoding begins, and back when it ends.
-
-    Attributes:
-        size: nodes of every draft, root included.
-        max_depth: of a draft.
-        lag: steps that may be launched before the output of the first one is read.
     """
 
-    lag = 1
+    lag = LAG
+    drafter: AdaptiveDrafter
 
     def __init__(
         self,
@@ -125,12 +122,6 @@ class DeviceDrafting:
             device_top_k(logits, self.drafter.matrix.k)
             self._by_blocks = False
             self.observe(draft, logits, Accepted(path, torch.zeros_like(path), roots))
-
-    def prepare(self) -> None:
-        """Do nothing: drafts are made within the step."""
-
-    def learn(self, output: Tensor) -> None:
-        """Do nothing: the step has learnt."""
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
