@@ -87,9 +87,9 @@ class Both:
         found = on_host(self.device.propose(roots.to(DEVICE, copy=True)))
         same = [self.compare_tree(draft, found, row) for row in range(self.batch)]
         for mine, its in [
-            (self.rows.chains.counts, self.device._texts.counts),
-            (self.rows.chains.runs, self.device._texts.runs),
-            (self.rows.context.tokens, self.device._texts.tokens),
+            (self.rows.chains.counts, self.device._texts.chain_lengths),
+            (self.rows.chains.runs, self.device._texts.match_lengths),
+            (self.rows.context.tokens, self.device._texts.context),
             (self.rows.context.lengths, self.device._texts.lengths),
         ]:
             assert mine.equal(its.cpu()) or (mine is self.rows.chains.runs and self.nodes == 1)
@@ -107,7 +107,7 @@ class Both:
         moved = Accepted(*(part.to(DEVICE) for part in parts))
         self.device.observe(draft.to(DEVICE), logits.to(DEVICE), moved)
         self.compare_learnt()
-        assert self.rows.context.tokens.equal(self.device._texts.tokens.cpu())
+        assert self.rows.context.tokens.equal(self.device._texts.context.cpu())
         assert self.rows.context.lengths.equal(self.device._texts.lengths.cpu())
         self.compare_root_rows()
         for row, (_, *emitted) in enumerate(step_summary(draft, accepted).tolist()):
@@ -154,7 +154,7 @@ class Both:
         assert mine.rejected.equal(self.device._roots.rejected.cpu())
         p, its = mine.probabilities, self.device._roots.probabilities.view(torch.float16).cpu()
         assert torch.allclose(p.float(), its.float(), rtol=2e-3, atol=1e-6)
-        different = mine.candidates != self.device._roots.ids.cpu()
+        different = mine.candidates != self.device._roots.candidates.cpu()
         for row, rank in different.nonzero().tolist():
             others = p[row].float()
             others[rank] = 2.0

@@ -89,9 +89,9 @@ class DeviceDrafting(Drafting):
 
     def begin(self, texts: list[list[int]], roots: Tensor) -> None:
         """Copy the matrix to the device, and the texts, without the next roots."""
-        rows = self.drafter.new_rows(len(texts), self._texts.tokens.shape[1])
+        rows = self.drafter.new_rows(len(texts), self._texts.context.shape[1])
         self.drafter.load(rows, texts)
-        self._texts.tokens.copy_(rows.context.tokens)
+        self._texts.context.copy_(rows.context.tokens)
         self._texts.lengths.copy_(rows.context.lengths)
         self.set_root_rows(rows.root_rows)
         for name, tensor in self._learnt.items():
@@ -101,7 +101,7 @@ class DeviceDrafting(Drafting):
 
     def set_root_rows(self, rows: RootRows) -> None:
         """Copy root rows to the device."""
-        self._roots.ids.copy_(rows.candidates)
+        self._roots.candidates.copy_(rows.candidates)
         self._roots.probabilities.copy_(rows.probabilities.view(torch.int16))
         self._roots.rejected.copy_(rows.rejected)
 

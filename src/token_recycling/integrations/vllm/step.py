@@ -103,7 +103,7 @@ class VerifiedStep:
     def can_walk(self) -> bool:
         """Whether each token's distribution depends only on its logits and its request.
 
-        Then sampled drafts can be as_chains token by token (see ``sampled``).
+        Then sampled drafts can be followed token by token (see ``sampled``).
         """
         sampling = self._runner.input_batch.sampling_metadata
         budget = sampling.thinking_budget_state_holder

@@ -11,30 +11,30 @@ class Texts(NamedTuple):
     """The texts of B rows of a batch and their chains from the context.
 
     Attributes:
-        tokens: int64 [B, w].
-        lengths: int64 [B], tokens of each text.
-        chain: int64 [B, c], what followed the longest earlier match of the text's end.
-        counts: int64 [B], tokens of the chain.
-        runs: int64 [B], tokens of the match.
+        context: int64 [B, w], the tokens so far.
+        lengths: int64 [B], of these.
+        chains: int64 [B, c], what followed the longest earlier match of the text's end.
+        chain_lengths: int64 [B].
+        match_lengths: int64 [B], of the longest match.
     """
 
-    tokens: Tensor
+    context: Tensor
     lengths: Tensor
-    chain: Tensor
-    counts: Tensor
-    runs: Tensor
+    chains: Tensor
+    chain_lengths: Tensor
+    match_lengths: Tensor
 
 
 class RootCandidates(NamedTuple):
     """What the last step has found for the next root, besides the tables.
 
     Attributes:
-        ids: int32 [B, k - 1].
+        candidates: int32 [B, k - 1].
         probabilities: int16 [B, k - 1], the bits of float16.
         rejected: bool [B], whether nodes below the last accepted one were rejected.
     """
 
-    ids: Tensor
+    candidates: Tensor
     probabilities: Tensor
     rejected: Tensor
 
@@ -45,13 +45,13 @@ class DeviceTables(NamedTuple):
     Attributes:
         candidates: int32 [V + P + T, k].
         probabilities: int16 [V + P + T, k], the bits of float16.
-        keys: int64 [P + T], the tokens of a line; 0 if it is empty.
-        weights: float32, log odds by features.
-        logits: float32, log odds of the expected rates.
+        keys: int64 [P + T], the tokens of an entry; ``NO_KEY`` if it is empty.
+        weights: float32 [SETS + PATTERNS, INPUTS], of the mixture of sources.
+        logits: float32 [f], log odds of the calibrated rates.
         classes: int32, classes of probabilities.
         vocab_size: V.
-        pairs: P, lines for two tokens.
-        triples: T, lines for three tokens.
+        pairs: P, entries for two tokens.
+        triples: T, entries for three tokens.
     """
 
     candidates: Tensor
@@ -66,7 +66,7 @@ class DeviceTables(NamedTuple):
 
     @property
     def k(self) -> int:
-        """Candidates per line."""
+        """Candidates per entry."""
         return int(self.candidates.shape[1])
 
     @property
@@ -76,12 +76,12 @@ class DeviceTables(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Counts of candidates that came, from which the weights follow.
+    """What calibration and mixture are learnt from.
 
     Attributes:
-        counts: float32.
+        counts: float32 [2, f], hits and trials per feature, from which the log odds follow.
         weights: float64, of which ``DeviceTables.weights`` is a copy.
-        rates: float32, expected rates.
+        rates: float32 [f], expected before any evidence.
     """
 
     counts: Tensor
