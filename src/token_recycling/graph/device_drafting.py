@@ -41,15 +41,7 @@ class DeviceDrafting(Drafting):
         size: int | None,
         device: torch.device,
     ) -> None:
-        """Make rows for ``batch`` texts of at most ``capacity`` tokens.
-
-        Args:
-            drafter: shared with other steps.
-            batch: B.
-            capacity: most tokens of a row.
-            size: most nodes of a draft, root included; None: as many as the drafter proposes.
-            device: of the target.
-        """
+        """Make rows (see ``HostDrafting``)."""
         self.drafter = drafter
         self.size = min(size or drafter.nodes + 1, drafter.nodes + 1)
         self.max_depth = min(drafter.max_depth, self.size - 1)

@@ -33,10 +33,9 @@ from token_recycling.model.cpu.attention_vectors import (
     read_int,
     softmax,
     weighted,
-    widen,
     write_number,
 )
-from token_recycling.model.cpu.vectors import BYTES, FLOAT32, get, take
+from token_recycling.model.cpu.vectors import BYTES, FLOAT32, convert, get, take
 
 KEYS = 128  # keys in a block
 MOST_TOKENS = 128  # whose keys the last block has too
@@ -98,7 +97,7 @@ def _float_rows(
         return source, stride
     for n in range(count):
         row = n if n < first else n + skipped
-        widen(form, source + row * stride, buffer + 4 * n * size, size)
+        convert(form, FLOAT32, source + row * stride, buffer + 4 * n * size, size)
     return buffer, 4 * size
 
 

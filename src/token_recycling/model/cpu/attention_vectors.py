@@ -282,32 +282,3 @@ def write_number(typing: Any, form: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(constant(form), types.int64, types.float32), generate
-
-
-@intrinsic(prefer_literal=True)
-def widen(typing: Any, form: Any, source: Any, target: Any, count: Any) -> Any:
-    """Write ``count`` numbers of a dtype as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, source, target, count = arguments
-        kind, lanes = form.literal_value, processor().lanes
-        emitter = Emitter(builder.module, lanes)
-        emitter.b = builder
-        size = I64(BYTES[kind])
-
-        def vector(k: Any, values: list[Any]) -> list[Any]:
-            value = emitter.numbers(emitter.at(source, k, size), kind)
-            emitter.store(value, emitter.at(target, k, I64(4)))
-            return []
-
-        def scalar(k: Any, values: list[Any]) -> list[Any]:
-            value = emitter.number(emitter.at(source, k, size), kind)
-            emitter.store(value, emitter.at(target, k, I64(4)))
-            return []
-
-        vectors_end = builder.and_(count, I64(-lanes))
-        emitter.loop(I64(0), vectors_end, lanes, [], vector)
-        emitter.loop(vectors_end, count, 1, [], scalar)
-        return context.get_dummy_value()
-
-    return types.void(constant(form), types.int64, types.int64, types.int64), generate

@@ -17,6 +17,7 @@ from token_recycling.model.cpu.vectors import (
     I64,
     Emitter,
     constant,
+    convert,
     get,
     processor,
     take,
@@ -120,27 +121,6 @@ def _rotate(typing: Any, form: Any, source: Any, cos: Any, sin: Any, target: Any
         return context.get_dummy_value()
 
     return types.void(constant(form), *[types.int64] * 5), generate
-
-
-@intrinsic(prefer_literal=True)
-def _copy(typing: Any, form: Any, to_form: Any, source: Any, target: Any, count: Any) -> Any:
-    """Write ``count`` numbers of one dtype in another."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, source, target, count = arguments
-        kind, to = form.literal_value, to_form.literal_value
-        emitter = Emitter(builder.module, processor().lanes)
-        emitter.b = builder
-
-        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-            x = emitter.numbers(emitter.at(source, k, I64(BYTES[kind])), kind, mask)
-            emitter.write(x, emitter.at(target, k, I64(BYTES[to])), to, mask)
-            return []
-
-        emitter.vectors(count, [], body)
-        return context.get_dummy_value()
-
-    return types.void(constant(form), constant(to_form), *[types.int64] * 3), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -284,7 +264,7 @@ def rotary(fields: Any, form: Any) -> None:
                 target += h * get(fields, offset + TO_HEAD)
                 for t in range(get(fields, TOKENS)):
                     if get(fields, COS) == 0:
-                        _copy(form, form, source, target, size)
+                        convert(form, form, source, target, size)
                     else:
                         cos = get(fields, COS) + b * get(fields, COS_BATCH)
                         sin = get(fields, SIN) + b * get(fields, SIN_BATCH)
@@ -307,7 +287,7 @@ def widen(fields: Any, form: Any) -> None:
     """Convert to float32."""
     numba.literally(form)
     source, target = get(fields, CONVERTED_FROM), get(fields, CONVERTED_TO)
-    _copy(form, FLOAT32, source, target, get(fields, CONVERTED_COUNT))
+    convert(form, FLOAT32, source, target, get(fields, CONVERTED_COUNT))
 
 
 @numba.njit(error_model="numpy")

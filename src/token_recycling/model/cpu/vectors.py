@@ -412,3 +412,24 @@ def store(typing: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def convert(typing: Any, form: Any, to_form: Any, source: Any, target: Any, count: Any) -> Any:
+    """Write ``count`` numbers of one dtype in another, or in the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, source, target, count = arguments
+        kind, to = form.literal_value, to_form.literal_value
+        emitter = Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+
+        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            x = emitter.numbers(emitter.at(source, k, I64(BYTES[kind])), kind, mask)
+            emitter.write(x, emitter.at(target, k, I64(BYTES[to])), to, mask)
+            return []
+
+        emitter.vectors(count, [], body)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), constant(to_form), *[types.int64] * 3), generate
