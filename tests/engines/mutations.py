@@ -62,12 +62,13 @@ def apply_sglang(name: str) -> None:
     import torch
     from sglang.srt.speculative import ngram_worker
 
-    from token_recycling.integrations.sglang import worker
+    from token_recycling.integrations.sglang import drafting, worker
 
     if name.startswith("varied sizes"):
         if name.endswith("without resuming"):
-            worker.Worker._resume = lambda *arguments: None
-        vary_sizes(worker)
+            assert drafting.BatchDrafting._resume  # or the fault would be none
+            drafting.BatchDrafting._resume = lambda *arguments: None
+        vary_sizes(drafting)
         return
     if name == "no draws":
         worker.draw_on_cpus = lambda sampler: None
@@ -93,25 +94,28 @@ def apply_sglang(name: str) -> None:
     worker.NgramVerifyInput = broken
 
 
-def vary_sizes(worker) -> None:
+def vary_sizes(drafting) -> None:
     """Choose sizes and pauses by turns, not by times; check the texts that the drafter has."""
     from itertools import count
 
     from token_recycling.drafting.size.auto import AutoSize
 
-    steps, draft_of = count(), worker.Worker._draft
+    steps, draft_of = count(), drafting.BatchDrafting.draft
     AutoSize.pays = property(lambda self: next(steps) // 3 % 3 > 0)
     AutoSize.choose = lambda self, draft: 1 + next(steps) * 7 % draft.size
 
-    def draft_and_check(self, batch):
-        draft = draft_of(self, batch)
-        if self._drafting:
-            context = self.requests._live.rows.context
+    def draft_and_check(self, batch, *, captured, late):
+        info, rows = batch.spec_info, len(batch.reqs)
+        new = info.accept_tokens.view(rows, -1).tolist()
+        newest = [new[row][:n] if late else [] for row, n in enumerate(info.accept_lens.tolist())]
+        draft = draft_of(self, batch, captured=captured, late=late)
+        if self.takes_part:
+            context = self._requests._live.rows.context
             for row, request in enumerate(batch.reqs):
-                said = [*request.origin_input_ids, *request.output_ids][-20:]
+                said = [*request.origin_input_ids, *request.output_ids, *newest[row]][-20:]
                 length = int(context.lengths[row])
                 known = context.tokens[row, :length].tolist()[-20:]
                 assert known == said[-len(known) :], "the drafter has another text"
         return draft
 
-    worker.Worker._draft = draft_and_check
+    drafting.BatchDrafting.draft = draft_and_check

@@ -1,6 +1,7 @@
 """Test fixture: a plug-in of SGLang that makes its tree attention for CPUs run without AMX."""
 
 import os
+import sys
 
 
 def register():
@@ -16,4 +17,8 @@ def register():
     if fault := os.environ.get("TOKEN_RECYCLING_TEST_FAULT"):
         import mutations
 
-        mutations.apply_sglang(fault)
+        try:
+            mutations.apply_sglang(fault)
+        except Exception as error:  # SGLang would only log it, and run without the fault
+            print(f"the fault {fault!r} cannot be made: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
