@@ -523,3 +523,17 @@ class TestSeam:
             across = any(a < cut < b for a, b in found.offset_mapping)
             mine = going_on(tokenizer, whole, whole[:cut], [7, 7])
             assert (mine == found.input_ids) == across
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("what", ["timing steps", "teaching"])
+def test_a_bar_names_what_it_counts(what, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with progress.progress_shown(what) as shown:
+        shown(1, 2)
+    assert what in terminal.getvalue()
+    assert "reading the prompt" not in terminal.getvalue()

@@ -65,7 +65,7 @@ def progress_shown(what: str, most: float | None = None) -> Iterator[Any]:
         yield _Lines(what, most)
         return
     columns = (
-        TextColumn("reading the prompt"),
+        TextColumn(what),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
