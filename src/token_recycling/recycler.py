@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -29,10 +30,10 @@ from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
-from token_recycling.hf.serve import patch_generate, serve
+from token_recycling.hf.serve import is_patched, patch_generate, serve, warn_plain
 from token_recycling.model.base import OnProgress
 from token_recycling.model.cpu.linear import MOST_TOKENS
-from token_recycling.model.probe import open_target
+from token_recycling.model.probe import open_target, refusal
 from token_recycling.model.target import TreeTarget
 from token_recycling.model.unwrap import model_inside
 from token_recycling.options import OptionArguments, Options
@@ -75,8 +76,7 @@ class TokenRecycling(DecodingMethod):
         Args:
             model: a Transformers ``…ForCausalLM``, or an object that wraps one: a pipeline, a peft
                 model, … Its ``generate`` is patched to pass streamers and tokenizers to
-                ``custom_generate``, and some of its linear layers compute differently in a
-                recycler's forwards. All other uses of the model are unaffected.
+                ``custom_generate``; its modules are left as they are.
             tokenizer: its tokenizer. None: prompts must be token ids, and answers have no text.
             **options: see ``options.Options``.
 
@@ -105,7 +105,7 @@ class TokenRecycling(DecodingMethod):
         self.stats = Stats()
         self.warned: set[str] = set()
         self.lock = FairLock()
-        patch_generate(self.model)
+        patch_generate(self.model, self)
 
     def __repr__(self) -> str:
         """Name the model, how drafts are made, and what they have brought so far."""
@@ -120,8 +120,14 @@ class TokenRecycling(DecodingMethod):
 
         The logits of a drafted token then have the bits of a step of its own, whatever else the
         forward contains: other nodes, other rows of a batch. It is found out when the model is
-        loaded, and is False on GPUs, for steps as graphs, and for drafts of more than 128 tokens.
+        loaded and when an answer begins after it has changed, and is False on GPUs, for steps as
+        graphs, for drafts of more than 128 tokens, and between such a change and that answer.
         """
+        target = self.target
+        if isinstance(target, TreeTarget) and (
+            target.refused or target.fingerprint is None or target.fingerprint.change()
+        ):
+            return False
         nodes = defaults.MOST_NODES if self.options.nodes is None else self.options.nodes
         largest = nodes + 1 if self.template is None else self.template.size
         return self.target.batch_invariant and not self.runs.graphs and largest <= MOST_TOKENS
@@ -138,11 +144,19 @@ class TokenRecycling(DecodingMethod):
         )
         twin.runs = replace(self.runs, target=twin.target, drafter=drafter, size=size)
         twin.warned, twin.lock = set(self.warned), FairLock()
+        patch_generate(twin.model, twin)
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        patch_generate(self.model)
+        patch_generate(self.model, self)
+
+    def refusal(self) -> str | None:
+        """Return why the model cannot verify trees as it is now, or None.
+
+        Looks at whatever may have changed since the last answer (see ``probe.refusal``).
+        """
+        return refusal(self.target) if isinstance(self.target, TreeTarget) else None
 
     @property
     def drafter(self) -> AnyDrafter:
@@ -227,6 +241,8 @@ class TokenRecycling(DecodingMethod):
         if not (isinstance(target, TreeTarget) and isinstance(drafter, AdaptiveDrafter)):
             raise TokenRecyclingError(f"the drafter {drafter.name} learns nothing from answers")
         with self._locked(), ordinary_tensors():
+            if reason := self.refusal():
+                raise TokenRecyclingError(f"the model cannot verify trees: {reason}")
             return teach(
                 drafter,
                 target,
@@ -310,9 +326,11 @@ class TokenRecycling(DecodingMethod):
         (sequence,) = call.sequences
         assert sequence.text is not None
         with closing(self._steps(call)) as steps:  # close as soon as the consumer stops
-            while True:
+            for number in count():
                 begin = sequence.new_length
                 with self._locked():
+                    if number:
+                        self._check_unchanged()
                     step = next(steps, None)
                 if step is None:
                     return
@@ -331,6 +349,14 @@ class TokenRecycling(DecodingMethod):
                         stats=sequence.stats if last and reason is not None else None,
                     )
 
+    def _check_unchanged(self) -> None:
+        """Raise ``TokenRecyclingError`` if the model is not that of the present answer."""
+        target = self.target
+        if not isinstance(target, TreeTarget) or target.refused or target.fingerprint is None:
+            return
+        if (change := target.fingerprint.change()) is not None:
+            raise TokenRecyclingError(f"this answer cannot continue: {change}")
+
     def _prepare(self, prompts: list[Prompt], given: Mapping[str, Any], *, stream: bool) -> Call:
         names = {field.name for field in fields(CallOptions)}
         options = CallOptions(**{name: given[name] for name in names & given.keys()})
@@ -347,10 +373,11 @@ class TokenRecycling(DecodingMethod):
         keep_context: bool = False,
         on_progress: OnProgress | None = None,
         on_draft: OnDraft | None = None,
+        plain: bool = False,
     ) -> Steps:
         """Decode rows with the given acceptor (see ``Decoding``) and update the statistics.
 
-        No step is computed before the generator is advanced.
+        No step is computed before the generator is advanced. ``refusal`` must have been asked.
 
         Args:
             sequences: the rows; for a single row, ``cached`` says how many prompt tokens the
@@ -359,6 +386,7 @@ class TokenRecycling(DecodingMethod):
             keep_context: see ``stream``.
             on_progress: see ``stream``.
             on_draft: see ``stream``.
+            plain: decode without trees, as the model does for ``generate``.
 
         Raises:
             TokenRecyclingError: a prompt cannot be read, or another answer has begun meanwhile.
@@ -369,6 +397,7 @@ class TokenRecycling(DecodingMethod):
             keep_context=keep_context,
             on_progress=on_progress,
             on_draft=on_draft,
+            plain=plain,
         )
         with closing(run) as steps:
             for step in steps:
@@ -380,6 +409,9 @@ class TokenRecycling(DecodingMethod):
 
     def _steps(self, call: Call) -> Steps:
         """Decode a call; then record what the target has read of a single row."""
+        reason = self.refusal()
+        if reason is not None:
+            warn_plain(self, reason)
         run = self.runs.latest + 1
         options, first = call.options, call.sequences[0]
         steps = self.steps(
@@ -388,10 +420,11 @@ class TokenRecycling(DecodingMethod):
             keep_context=options.keep_context,
             on_progress=options.on_progress,
             on_draft=options.on_draft,
+            plain=reason is not None,
         )
         with suppress(GeneratorExit), closing(steps):  # GeneratorExit: an abandoned stream
             yield from steps
-        if len(call.sequences) == 1 and first.new_length:
+        if reason is None and len(call.sequences) == 1 and first.new_length:
             self.runs.keep_context(run, first)
 
     @contextmanager
@@ -421,4 +454,6 @@ class TokenRecycling(DecodingMethod):
         """
         if model is not self.model:
             raise TokenRecyclingError("this recycler was made for another model object")
+        if not is_patched(model, self):  # streamers would wait for ever
+            raise TokenRecyclingError("this recycler was disabled; make another TokenRecycling")
         return serve(self, request, streamer, inputs_tensor)

@@ -13,6 +13,7 @@ from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.checked import checked
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.registry import make_drafter
@@ -50,8 +51,9 @@ def drafter_and_size(
         return NoDrafter(), FixedSize()
     given = options.nodes
     if not isinstance(options.drafter, str):
-        return options.drafter, FixedSize(None if given is None else given + 1)
-    drafter = make_drafter(options.drafter, matrix, template, given)
+        size = FixedSize(None if given is None else given + 1)
+        return checked(options.drafter, target.vocab_size), size
+    drafter = checked(make_drafter(options.drafter, matrix, template, given), target.vocab_size)
     if given is not None:
         return drafter, FixedSize(given + 1)
     if not drafter.acceptance:
@@ -102,6 +104,7 @@ class Runs:
         keep_context: bool = False,
         on_progress: OnProgress | None = None,
         on_draft: OnDraft | None = None,
+        plain: bool = False,
     ) -> Steps:
         """Decode rows (see ``TokenRecycling.steps``)."""
         self.latest += 1
@@ -113,12 +116,18 @@ class Runs:
                     "this answer cannot continue: the model has begun another one or was reset"
                 )
 
-        if keep_context and len(sequences) == 1 and self._prefix is not None:
-            sequences[0].cached = self._prefix.common(sequences[0].tokens[:-1])
-        self._prefix = None
-        graph = self.graph_decoder() if on_draft is None and can_capture(accept) else None
         hooks = Hooks(check, on_progress, on_draft)
-        decoding = Decoding(self.target, self.drafter, self.size, accept, sequences, graph, hooks)
+        prefix, self._prefix = self._prefix, None
+        if plain:
+            target = PlainTarget(self.target.model, self.target.lm_head)
+            decoding = Decoding(target, NoDrafter(), FixedSize(), accept, sequences, None, hooks)
+        else:
+            if keep_context and len(sequences) == 1 and prefix is not None:
+                sequences[0].cached = prefix.common(sequences[0].tokens[:-1])
+            graph = self.graph_decoder() if on_draft is None and can_capture(accept) else None
+            decoding = Decoding(
+                self.target, self.drafter, self.size, accept, sequences, graph, hooks
+            )
         with closing(decoding.steps()) as steps:
             yield from steps
 

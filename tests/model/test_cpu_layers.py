@@ -2,9 +2,7 @@
 
 import copy
 import inspect
-import pickle
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,7 +19,9 @@ from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model import known_forms
 from token_recycling.model.cpu import capture, elementwise, layers, threads
-from token_recycling.model.cpu.layers import FastLayers
+from token_recycling.model.cpu.layers import cover
+from token_recycling.model.probe import refusal
+from token_recycling.model.shadow import replacement, shadow_of
 from token_recycling.model.target import TreeTarget
 
 pytestmark = pytest.mark.skipif(
@@ -91,20 +91,11 @@ def test_rotary_embeddings(batch, heads, tokens, half, dtype):
         assert close(found, one, float(query.abs().max()) + 1)
 
 
-@pytest.mark.parametrize("form", ["attribute", "dictionary"])
-def test_layers_that_keep_the_rotary_function_can_be_pickled(form):
-    """As layers of Transformers 5.0 to 5.12 do; the control is a layer that is not covered."""
-    model, other = make("llama"), make("llama")
-    for attention in (model.model.layers[0].self_attn, other.model.layers[0].self_attn):
-        if form == "attribute":
-            attention.rotary_fn = stock_rotary
-        else:
-            attention._hidden_kernels = {"apply_rotary_pos_emb": stock_rotary}
-    FastLayers(model)
-    assert modeling_llama.apply_rotary_pos_emb is not stock_rotary
-    pickle.loads(pickle.dumps(model))
-    with pytest.raises(pickle.PicklingError):
-        pickle.dumps(other)
+def fast(model):
+    """The shadow of a model, computed by the kernels."""
+    shadow = shadow_of(model)
+    cover(shadow)
+    return shadow
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,13 +118,13 @@ class Norms(torch.nn.Module):
 def test_only_norms_of_a_known_form_are_replaced(monkeypatch):
     seen = []
     kernel = elementwise.rms_norm
-    fast = FastLayers(model := Norms())
+    model = Norms()
+    shadow = fast(model)
     monkeypatch.setattr(elementwise, "rms_norm", lambda *a: seen.append(a[3]) or kernel(*a))
     x = torch.randn(1, 3, 24)
     wanted = [norm(x) for norm in model.children()]
     assert not seen
-    with fast:
-        found = [norm(x) for norm in model.children()]
+    found = [norm(x) for norm in shadow.children()]
     assert seen == [0.0, 1.0]
     assert all(map(close, found, wanted))
 
@@ -146,11 +137,11 @@ class OddNorm(LlamaRMSNorm):
 def test_a_norm_that_computes_something_else_stays(monkeypatch):
     model = torch.nn.Sequential(OddNorm(16))
     x = torch.randn(1, 2, 16)
-    with FastLayers(model), torch.inference_mode():
-        assert torch.equal(model(x), OddNorm(16)(x))
+    with torch.inference_mode():
+        assert torch.equal(fast(model)(x), OddNorm(16)(x))
     monkeypatch.setattr(known_forms, "is_same", lambda *a: True)  # the comparison finds it
-    with FastLayers(other := torch.nn.Sequential(OddNorm(16))), torch.inference_mode():
-        assert not torch.allclose(other(x), OddNorm(16)(x))
+    with torch.inference_mode():
+        assert not torch.allclose(fast(torch.nn.Sequential(OddNorm(16)))(x), OddNorm(16)(x))
 
 
 def mlp(act="silu"):
@@ -166,19 +157,17 @@ def test_gated_mlps(act):
     model = torch.nn.Sequential(mlp(act))
     x = torch.randn(1, 3, 24)
     wanted = model(x)
-    fast = FastLayers(model)
-    assert layers.is_covered(model[0], "forward", layers._mlp) == (act == "silu")
-    with fast:
-        assert close(model(x), wanted)
+    shadow = fast(model)
+    assert (replacement(shadow[0]) is layers._mlp) == (act == "silu")
+    assert close(shadow(x), wanted)
 
 
 @torch.inference_mode()
 def test_hooks_of_layers_inside_an_mlp_are_called():
     model, seen = torch.nn.Sequential(mlp()), []
-    with FastLayers(model):
-        model(torch.randn(1, 3, 24))
-        model[0].up_proj.register_forward_hook(lambda *a: seen.append(a))
-        model(torch.randn(1, 3, 24))
+    model[0].up_proj.register_forward_hook(lambda *a: seen.append(a))
+    with torch.inference_mode():
+        fast(model)(torch.randn(1, 3, 24))
     assert len(seen) == 1
 
 
@@ -198,6 +187,7 @@ SIZES = (1, 4, 4, 1, 4, 1, 4, 4, 1, 1, 7, 4, 1, 7, 7, 7, 4)
 
 def logits_of(target, prompt=40):
     """The logits of steps of several sizes, each of which commits a token or two."""
+    assert refusal(target) is None
     with torch.inference_mode():
         target.prefill([list(range(1, prompt))])
         found = []
@@ -212,7 +202,7 @@ def target_of(name="llama", dtype=torch.float32):
 
 
 def recordings(target):
-    made = target.layers._recordings.made.values()
+    made = target.recordings.made.values()
     return [one for one in made if isinstance(one, capture.Recording)]
 
 
@@ -228,7 +218,7 @@ def wanted(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(capture.Capture, "recording", lambda *about: None)
             found = logits_of(target)
-        target.layers._recordings.made.clear()
+        target.recordings.made.clear()
         return found
 
     return compute
@@ -284,17 +274,6 @@ def test_weights_that_change_between_answers(change, wanted):
             layer.q_proj.weight.mul_(2)
     other = TreeTarget(copy.deepcopy(target.model))
     assert same(logits_of(target), wanted(other))
-
-
-def test_hooks_inside_a_layer_are_called(wanted):
-    target, seen = target_of(), []
-    logits_of(target)
-    hook = target.model.model.layers[0].mlp.register_forward_hook(lambda *a: seen.append(a))
-    logits_of(target)
-    assert len(seen) == len(SIZES) + 1  # and the prompt
-    hook.remove()
-    right = wanted(target)
-    assert same(logits_of(target), right)
 
 
 class Adapter(torch.nn.Module):
@@ -361,17 +340,16 @@ def test_layers_take_their_arguments_by_name():
     model = make("llama")
     recycler = TokenRecycling(model, nodes=4)
     inputs = torch.randn(1, 3, model.config.hidden_size)
-    layer = model.model.layers[0]
     with torch.inference_mode():
-        for context in (nullcontext(), recycler.target.layers):
-            with context:
-                for module, name in (
-                    (model.lm_head, "input"),
-                    (layer.self_attn.q_proj, "input"),
-                    (layer.self_attn.k_proj, "input"),
-                    (layer.mlp, "x"),
-                    (layer.input_layernorm, "hidden_states"),
-                ):
-                    assert module(**{name: inputs}).equal(module(inputs)), name
-                    with pytest.raises(TypeError):
-                        module(**{name: inputs, "other": 1})
+        for one in (model, recycler.target.shadow):
+            layer = one.model.layers[0]
+            for module, name in (
+                (one.lm_head, "input"),
+                (layer.self_attn.q_proj, "input"),
+                (layer.self_attn.k_proj, "input"),
+                (layer.mlp, "x"),
+                (layer.input_layernorm, "hidden_states"),
+            ):
+                assert module(**{name: inputs}).equal(module(inputs)), name
+                with pytest.raises(TypeError):
+                    module(**{name: inputs, "other": 1})

@@ -1,6 +1,5 @@
 """The GPU's kernels for norms, gated MLPs and rotary embeddings in Triton's interpreter."""
 
-import copy
 import os
 
 import pytest
@@ -14,8 +13,8 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model.gpu import elementwise_kernel, layers
-from token_recycling.model.gpu.layers import FusedLayers
-from token_recycling.model.override import is_covered
+from token_recycling.model.gpu.layers import cover
+from token_recycling.model.shadow import replacement, shadow_of
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 DTYPES = [torch.float32, torch.float16]  # the interpreter has no bfloat16
@@ -76,6 +75,13 @@ def test_gated_activations(dtype):
     assert close(found, torch.nn.functional.silu(gate.float()) * up.float(), dtype, 3)
 
 
+def fused(model):
+    """The shadow of a model, computed by the kernels."""
+    shadow = shadow_of(model)
+    cover(shadow)
+    return shadow
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
 def test_a_model_computes_the_same_by_kernels(name, monkeypatch):
     model = make(name).to(DEVICE).eval()
@@ -91,12 +97,11 @@ def test_a_model_computes_the_same_by_kernels(name, monkeypatch):
         monkeypatch.setattr(elementwise_kernel, kernel, counted)
     with torch.inference_mode():
         right = model(ids).logits
-        fused = FusedLayers(model)
+        shadow = fused(model)
         called.clear()
         outside = model(ids).logits
         assert not called
-        with fused:
-            found = model(ids).logits
+        found = shadow(ids).logits
     assert torch.equal(outside, right)
     assert close(found, right, torch.float32, 64)
     expected = {
@@ -113,9 +118,8 @@ def test_the_text_of_a_recycler(broken, monkeypatch):
     """Each kernel that goes wrong after it was compared turns this red."""
     model, (prompt,) = make("llama").to(DEVICE).eval(), random_prompts([12])
     expected = plain(model, prompt, 30)
-    fused = FusedLayers(model)
     recycler = TokenRecycling(model, nodes=5, graph=False)
-    recycler.target.layers, recycler.target.fused = None, fused
+    recycler.target.shadow, recycler.target.recordings = fused(model), None
     if broken is not None:
         own = getattr(elementwise_kernel, broken)
         turned = {
@@ -134,9 +138,7 @@ def test_what_computes_something_else_keeps_its_code(monkeypatch):
     gated, norm = elementwise_kernel.gated, elementwise_kernel.rms_norm
     monkeypatch.setattr(elementwise_kernel, "gated", lambda a, b: gated(b, a))
     monkeypatch.setattr(elementwise_kernel, "rms_norm", lambda x, w, e, a=0.0: norm(x, w, 9.0, a))
-    FusedLayers(model)
-    kinds = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
-    assert not kinds
+    assert not any(map(replacement, fused(model).modules()))
 
 
 def test_a_kernel_that_does_not_compile_is_one_warning(monkeypatch, caplog):
@@ -145,33 +147,15 @@ def test_a_kernel_that_does_not_compile_is_one_warning(monkeypatch, caplog):
 
     monkeypatch.setattr(elementwise_kernel, "rms_norm", fails)
     model = make("llama").to(DEVICE)
-    FusedLayers(model)
+    fused(model)
     (record,) = caplog.records
     assert "layers are computed by PyTorch: PassManager::run failed" in record.message
     assert "\n" not in record.message
 
 
-def test_a_copy_is_covered_when_it_is_prepared():
-    fused = FusedLayers(make("llama").to(DEVICE).eval())
-    copied = copy.deepcopy(fused)
-    ids = torch.tensor([[3, 4, 5]], device=DEVICE)
-    with torch.inference_mode(), fused:
-        right = fused.model(ids).logits
-
-    def covered():
-        return sum(is_covered(one, "forward") for one in copied.model.modules())
-
-    assert not covered()
-    copied.prepare()
-    assert covered() > 4
-    with torch.inference_mode(), copied:
-        assert torch.equal(copied.model(ids).logits, right)
-
-
 def test_gradients_use_the_model_s_code(monkeypatch):
     model = make("llama").to(DEVICE)
-    fused = FusedLayers(model)
+    shadow = fused(model)
     ids = torch.tensor([[3, 4, 5]], device=DEVICE)
     monkeypatch.setattr(layers, "_kernels", lambda: pytest.fail("a kernel was called"))
-    with fused:
-        model(ids).logits.sum().backward()
+    shadow(ids).logits.sum().backward()

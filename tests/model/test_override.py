@@ -1,89 +1,86 @@
-"""A model behaves outside our forwards as if nothing had been replaced."""
+"""A recycler leaves a model as it is, but for methods of ``generate`` while it is in use."""
 
 import copy
 import gc
-import inspect
 import pickle
 import weakref
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from architectures import make
-from token_recycling import TokenRecycling
+from models import plain, random_prompts
+from token_recycling import TokenRecycling, enable
 from token_recycling.model.override import Override
 
 
-@pytest.fixture
-def model():
-    model = make("llama")
-    TokenRecycling(model)
-    assert type(model.lm_head.__dict__["forward"]) is Override
-    return model
+def state(model):
+    """All that a recycler could have left in a model, its Python file and Transformers."""
+    return (
+        [(type(module), dict(vars(module))) for module in model.modules()],
+        dict(vars(modeling_llama)),
+        dict(ALL_ATTENTION_FUNCTIONS._global_mapping),
+    )
 
 
-HIDDEN = torch.randn(1, 3, 32)
+@pytest.mark.parametrize("options", [{}, {"float32_logits": True}, {"graph": True}])
+def test_nothing_of_ours_is_left(options):
+    model, (prompt,) = make("llama").to(torch.bfloat16), random_prompts([12])
+    before = state(model)
+    with enable(model, **options) as enabled:
+        model.generate(torch.tensor([prompt]), max_new_tokens=10)
+        stream = enabled.recycler.stream(prompt, max_new_tokens=10)
+        next(stream)  # in the middle of an answer
+        own = {name for name in vars(model) if name not in before[0][0][1]}
+        assert {"generate", "_extract_generation_mode_kwargs"} <= own
+        assert all(isinstance(vars(model)[name], Override) for name in own)
+        assert state(model)[0][1:] == before[0][1:]
+        assert state(model)[1:] == before[1:]
+    assert state(model) == before
+    enabled.recycler.generate(prompt, max_new_tokens=5)
+    assert state(model) == before
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["lm_head", "model.norm", "model.layers.0.mlp"])
-@pytest.mark.parametrize("how", ["script", "trace", "export", "strict export", "compile", "fx"])
-@torch.inference_mode(False)
-def test_layers_can_be_compiled(model, name, how):
-    layer = model.get_submodule(name)
-    wanted = layer(HIDDEN)
-    if how == "script":
-        if name.endswith("mlp"):
-            pytest.skip("it cannot be scripted without us either")
-        found = torch.jit.script(layer)(HIDDEN)
-    elif how == "trace":
-        found = torch.jit.trace(layer, HIDDEN)(HIDDEN)
-    elif "export" in how:
-        program = torch.export.export(layer, (HIDDEN,), strict=how == "strict export")
-        found = program.module()(HIDDEN)
-    elif how == "compile":
-        found = torch.compile(layer, backend="eager", fullgraph=True)(HIDDEN)
-    else:
-        if name.endswith("norm"):
-            pytest.skip("it cannot be traced without us either")
-        found = torch.fx.symbolic_trace(layer)(HIDDEN)
-    assert torch.allclose(found, wanted, atol=1e-6)
+def test_a_disabled_recycler_is_no_decoding_method():
+    """Its streamers would wait for ever."""
+    model, (prompt,) = make("llama"), random_prompts([12])
+    (enabled := enable(model)).disable()
+    with pytest.raises(ValueError, match="disabled"):
+        model.generate(torch.tensor([prompt]), custom_generate=enabled.recycler)
 
 
-def test_it_looks_like_the_method(model):
-    layer, untouched = model.lm_head, make("llama").lm_head
-    assert inspect.ismethod(layer.forward)
-    assert inspect.signature(layer.forward) == inspect.signature(untouched.forward)
-    assert inspect.getsource(layer.forward) == inspect.getsource(untouched.forward)
-    assert layer.forward.__self__ is layer
-    assert layer.forward.__func__ is torch.nn.Linear.forward
+def test_recyclers_of_the_same_model():
+    """The first to go leaves the other what it needs."""
+    model, (prompt,) = make("llama"), random_prompts([12])
+    recycler, before = TokenRecycling(model), None
+    enable(model).disable()
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=8, custom_generate=recycler)
+    assert found[0, len(prompt) :].tolist() == plain(model, prompt, 8)
+    assert before is None
 
 
-def test_a_forward_outlives_its_layer(model):
-    """Somebody keeps the method, and the weights may change before the layer goes."""
-    layer = model.lm_head
-    forward, gone = layer.forward, weakref.ref(layer)
-    layer.weight = torch.nn.Parameter(torch.ones_like(layer.weight))
-    wanted = layer(HIDDEN)
-    model.lm_head = None
-    del layer
-    assert gone() is None
-    assert torch.equal(forward(HIDDEN), wanted)
-
-
-def test_a_model_goes_at_once(model):
-    """No cycle of references keeps it until the collector runs."""
-    gone = weakref.ref(model.lm_head)
+def test_a_model_goes_at_once():
+    """No cycle of references keeps it, or its shadow, until the collector runs."""
+    model, (prompt,) = make("llama"), random_prompts([12])
+    recycler = TokenRecycling(model)
+    recycler.generate(prompt, max_new_tokens=5)
+    gone = [weakref.ref(model.lm_head), weakref.ref(recycler.target.shadow.lm_head)]
+    gone.append(weakref.ref(model.lm_head.weight))
     gc.disable()
     try:
-        model.lm_head = None
-        assert gone() is None
+        del model, recycler
+        assert [one() for one in gone] == [None] * 3
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies(model, copied):
-    layer = copied(model.lm_head)
-    assert layer.forward.__self__ is layer
-    assert torch.equal(layer(HIDDEN), model.lm_head(HIDDEN))
+def test_copies_of_an_enabled_model_have_the_stock_methods(copied):
+    model, (prompt,) = make("llama"), random_prompts([12])
+    with enable(model) as enabled:
+        twin = copied(model)
+        ids = torch.tensor([prompt])
+        assert torch.equal(twin.generate(ids, max_new_tokens=8), model.generate(ids, max_new_tokens=8))
+    assert enabled.stats.new_tokens == 8

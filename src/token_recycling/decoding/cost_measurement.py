@@ -80,7 +80,7 @@ def measure(target: TreeTarget) -> dict[int, float] | None:
     """
     deadline = perf_counter() + SECONDS
     limit = target.max_context
-    if target.changed() is not None or (limit is not None and limit < CONTEXT + max(SIZES)):
+    if target.refused is not None or (limit is not None and limit < CONTEXT + max(SIZES)):
         return None
     steps = _Steps(target)
     times: dict[int, list[float]] = {size: [] for size in SIZES}

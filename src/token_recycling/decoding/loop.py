@@ -186,8 +186,11 @@ class Decoding:
             target.clear_drafts()
             logits = target.verify(draft)
         timestamps.append(perf_counter())
+        active = [sequence.active for sequence in self.sequences]
         accepted, appended = self.accept(draft, logits, self.sequences)
         timestamps.append(perf_counter())
+        if any(on and not new for on, new in zip(active, appended.tokens)):  # nor would the next
+            raise TokenRecyclingError(f"a step with a draft of {drafter.name} has emitted no token")
         if self.hooks.on_draft is not None:
             self.hooks.on_draft(self.rows, draft, accepted)
         with without_autocast(target.device):
@@ -205,8 +208,6 @@ class Decoding:
         roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device="cpu")
         with without_autocast(self.target.device):
             draft = self.drafter.propose(self.rows, roots, self.size.limit()).to("cpu")
-        if not self.drafter.trusted and (problem := draft.check(roots, self.target.vocab_size)):
-            raise TokenRecyclingError(f"the draft of {self.drafter.name} is wrong: {problem}")
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device="cpu"))

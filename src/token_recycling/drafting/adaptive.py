@@ -119,7 +119,6 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     """
 
     name = "adaptive"
-    trusted = True
     matrix: AdjacencyMatrix
     logits: Any  # float64 [f], log odds of the calibrated rates, computed from the evidence
 

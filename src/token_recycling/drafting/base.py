@@ -70,11 +70,9 @@ class Drafter(ABC, Generic[R]):
     The decoding loop calls ``new_rows`` once, ``load`` before the prompts are read and again
     after graph steps, ``prompt_mask`` and ``learn_prompt`` for every chunk of the prompts, then
     ``propose`` and ``observe`` once per step. The object itself stores only what is common to all
-    rows. A drafter that uses an adjacency matrix has it in ``matrix``. Drafts are checked unless
-    ``trusted`` is True.
+    rows. A drafter that uses an adjacency matrix has it in ``matrix``. Drafts of
+    classes outside this package are checked (see ``checked``).
     """
-
-    trusted: bool = False
 
     name: str
     matrix: AdjacencyMatrix | None = None

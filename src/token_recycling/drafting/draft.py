@@ -38,24 +38,6 @@ class DraftTree:
         """Number of nodes per row, including the root."""
         return self.tokens.shape[1]
 
-    def check(self, roots: Tensor, vocab_size: int) -> str | None:
-        """Return in one line what makes this no draft below ``roots`` int64 [B], or None."""
-        for name in ("tokens", "parents", "depths"):
-            part = getattr(self, name)
-            if part.dtype != torch.long or part.shape != self.tokens.shape:
-                return f"{name} must be int64 {list(self.tokens.shape)}"
-        before = torch.arange(self.size, device="cpu").sub_(1).clamp_(min=0)
-        if not (self.tokens[:, 0] == roots).all():
-            return "node 0 must be the root"
-        if not ((self.parents >= 0) & (self.parents <= before)).all():
-            return "a parent must come before its children"
-        above = self.depths.gather(1, self.parents)[:, 1:]
-        if self.depths[:, 0].any() or not (self.depths[:, 1:] == above + 1).all():
-            return "depths must be those of the parents and 1, and 0 at the root"
-        if not ((self.tokens >= 0) & (self.tokens < vocab_size)).all():
-            return f"tokens must be from 0 to {vocab_size - 1}"
-        return None
-
     def pack(self) -> Tensor:
         """Return everything but the scores as one tensor, int64 [B, 4 + n, n]."""
         parts = [self.tokens, self.parents, self.depths, self.valid.long()]

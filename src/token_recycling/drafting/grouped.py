@@ -34,7 +34,6 @@ class GroupedDrafter(Drafter[GroupedRows]):
             for member in self._members
         ]
         first = drafters[0]
-        self.trusted = all(member.trusted for member in self._members)
         self.name, self._k = first.name, first.k
 
     @property

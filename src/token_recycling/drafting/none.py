@@ -12,7 +12,6 @@ class NoDrafter(Drafter[Rows]):
     """Proposes root-only drafts, so that every step emits one token."""
 
     name = "none"
-    trusted = True
 
     def propose(self, rows: Rows, roots: Tensor, size: int | None = None) -> DraftTree:
         """Return root-only drafts."""

@@ -23,7 +23,6 @@ class PaperDrafter(Drafter[Rows]):
     """
 
     name = "paper"
-    trusted = True
     matrix: AdjacencyMatrix
 
     def __init__(

@@ -20,7 +20,6 @@ class PromptLookupDrafter(Drafter[Context]):
     """Copies the tokens after the longest n-gram match, latest first on a tie (Saxena 2023)."""
 
     name = "prompt-lookup"
-    trusted = True
 
     def __init__(self, *, length: int = LOOKUP_TOKENS, max_ngram: int = 3) -> None:
         """Propose up to ``length`` tokens after a match of 1 to ``max_ngram`` tokens."""

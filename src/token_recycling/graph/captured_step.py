@@ -75,12 +75,7 @@ class CapturedStep:
         self._problem: str | None = None  # why it is not used, once it was checked
 
     def _run(self) -> Tensor:
-        with (
-            uncast(),
-            self.step.target.lm_head,
-            self.step.target.computing(),
-            ordinary_tensors(),
-        ):
+        with uncast(), ordinary_tensors():
             return self.step.run()
 
     def _capture(self) -> Tensor:
@@ -124,7 +119,7 @@ class CapturedStep:
             StepError: it must not be used.
         """
         if not self._checked:
-            with self._on_device(), self.step.target.lm_head, ordinary_tensors():
+            with self._on_device(), ordinary_tensors():
                 is_graph = self._graph is not None
                 self._problem = problem(self.step, self.replay, sequences, generators, is_graph)
             self._checked = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
@@ -96,10 +95,6 @@ class StepPool:
         Raises:
             GraphError: it cannot be created.
         """
-        if has_adapters(self.target.model):
-            raise GraphError(
-                "the model has adapters, and a graph cannot detect when they are switched"
-            )
         if (addresses := self._captured_addresses()) != self._addresses:
             self._steps, self._failed, self._addresses = {}, {}, addresses
         slots = self._slots(batch, length, size)
@@ -125,17 +120,11 @@ class StepPool:
         return step
 
     def _captured_addresses(self) -> list[Any]:
-        """Return the addresses that captured steps read, and the modes they were captured in.
-
-        Both may change between calls, which a replay would not notice.
-        """
+        """Return what captured steps were made for, which a replay would not notice."""
         matrix = self.drafter.matrix
         learnt = [getattr(matrix, name).data_ptr() for name in STATE] if matrix else []
-        weights = [weight.data_ptr() for weight in self.target.model.parameters()]
         copied = getattr(self.target.lm_head, "weight", None)  # float32 copy of the LM head
-        device = self.target.device.type
-        modes = [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), precision()]
-        return [learnt, weights, None if copied is None else copied.data_ptr(), modes]
+        return [learnt, self.target.generation, None if copied is None else copied.data_ptr()]
 
     def _slots(self, batch: int, length: int, size: int) -> int:
         """Return the slots of the smallest cache on this device (see ``slots_for``)."""
@@ -164,19 +153,3 @@ class StepPool:
                 except Exception as error:  # Triton's compiler may raise anything
                     raise StepError(one_line(error, 200)) from error
         raise GraphError(f"not enough memory for a cache of {spec.batch} x {spec.slots} tokens")
-
-
-def precision() -> str:
-    """Return how exactly PyTorch multiplies float32 matrices."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the newer setting of the same was used
-        return str(torch.backends.cuda.matmul.fp32_precision)
-
-
-def has_adapters(model: Any) -> bool:
-    """Return True if any layer of ``model`` is a peft adapter layer."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # not imported: no adapters
-    if tuners is None:
-        return False
-    return any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())

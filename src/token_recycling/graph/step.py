@@ -170,13 +170,4 @@ class GraphStep:
         )
         pack_queries(masks)
         add_views(masks, target.windows, self.cache.lengths, positions, draft.ancestors)
-        output = target.model(
-            input_ids=draft.tokens,
-            attention_mask=masks,
-            position_ids=positions,
-            use_cache=True,
-            return_dict=True,
-            **{target.cache_name: self.cache},
-        )
-        logits: Tensor = output.logits.to(target.device)
-        return logits
+        return target.compute(draft.tokens, masks, positions, self.cache)

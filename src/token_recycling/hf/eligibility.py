@@ -62,7 +62,9 @@ def row_by_row(processor: Any) -> bool:
     return type(processor) in _ROW_BY_ROW_PROCESSORS
 
 
-def why_unservable(request: Request, max_positions: int | None) -> str | None:
+def why_unservable(
+    request: Request, max_positions: int | None, vocab_size: int | None
+) -> str | None:
     """Return why Token Recycling does not support this call, or None.
 
     If there is a reason, ``enable`` falls back to standard decoding (or raises if strict), and
@@ -71,9 +73,14 @@ def why_unservable(request: Request, max_positions: int | None) -> str | None:
     Args:
         request: the call.
         max_positions: the model's position limit, if any.
+        vocab_size: of the model; None: the token ids are known to be right.
     """
     reasons = (rule(request) for rule in RULES)
-    return next(filter(None, reasons), None) or _length(request, max_positions)
+    return (
+        next(filter(None, reasons), None)
+        or (None if vocab_size is None else _ids(request, vocab_size))
+        or _length(request, max_positions)
+    )
 
 
 def _decoding_method(request: Request) -> str | None:
@@ -128,6 +135,8 @@ def _padding(request: Request) -> str | None:
     if not request.cached and mask.shape != request.input_ids.shape:
         return "the attention mask and the prompt have different shapes"
     bits = mask.bool()
+    if not bool((mask == bits).all()):
+        return "the attention mask has values other than 0 and 1"
     if not bool(bits[:, -1].all()) or bool((bits[:, :-1] & ~bits[:, 1:]).any()):
         return "the padding is not on the left"
     if request.cached and not bool(bits.all()):
@@ -176,6 +185,16 @@ RULES: tuple[Callable[[Request], str | None], ...] = (
     _position_ids,
     _whole_batch,
 )
+
+
+def _ids(request: Request, vocab_size: int) -> str | None:
+    """Check what the embedding looks up, padding included."""
+    ids = request.input_ids
+    if ids.dtype not in (torch.int64, torch.int32):
+        return f"the token ids are {str(ids.dtype).removeprefix('torch.')}"
+    if bool(((ids < 0) | (ids >= vocab_size)).any()):
+        return f"a token id is not between 0 and {vocab_size - 1}"
+    return None
 
 
 def _length(request: Request, max_positions: int | None) -> str | None:

@@ -13,7 +13,7 @@ from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.hf.criteria import looks_at_batch
 from token_recycling.hf.eligibility import KNOWN_INPUTS, row_by_row, why_unservable
 from token_recycling.hf.request import Request, RequestCollector
-from token_recycling.hf.serve import patch_generate
+from token_recycling.hf.serve import patch_generate, unpatch_generate
 from token_recycling.model.cache_name import NEW, OLD
 from token_recycling.model.limits import input_device
 
@@ -76,7 +76,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
             message gives the reason.
     """
     collector = RequestCollector()
-    patch_generate(model)  # a copied model may not be patched yet
+    patch_generate(model, collector)
     ids = torch.tensor([prompt], device=input_device(model))
     given = {"attention_mask": torch.ones_like(ids), "use_cache": True, **options}
     try:
@@ -86,11 +86,15 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
     except Exception as error:  # options can make Transformers raise anything
         line = one_line(error)
         raise TokenRecyclingError(f"Transformers refuses these options: {line}") from error
+    finally:
+        unpatch_generate(model, collector)
     # Targets handle the inputs that the model prepares by default.
     known = KNOWN_INPUTS | options.keys()
     inputs = {name: value for name, value in collector.request.inputs.items() if name in known}
     request = replace(collector.request, inputs=inputs)
-    if reason := why_unservable(request, None):  # no limit: answers end at the model's context
+    if reason := why_unservable(
+        request, None, None
+    ):  # no limit: answers end at the model's context
         raise TokenRecyclingError(f"Token Recycling does not support this call: {reason}")
     if request.batch > 1:
         more = f"num_return_sequences is {request.batch}"

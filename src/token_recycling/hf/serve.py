@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -45,20 +46,42 @@ class Recycler(Protocol):
     options: Options
     warned: set[str]
 
+    def refusal(self) -> str | None:
+        """Return why trees cannot be verified now, or None."""
+
     def steps(self, sequences: list[Sequence], accept: Acceptor) -> Iterator[Step]:
         """Decode rows."""
 
 
-def patch_generate(model: Any) -> None:
+EXTRACT = "_extract_generation_mode_kwargs"
+
+
+def patch_generate(model: Any, recycler: Any) -> None:
     """Make ``generate`` pass ``streamer``, ``tokenizer`` and similar arguments to a recycler.
 
     Transformers (at least 4.57 to 5.24) collects them but, if ``custom_generate`` is a callable,
     replaces them with the callable's own arguments. The patched method of this model object keeps
-    them for our decoding methods.
+    them for our decoding methods, until ``unpatch_generate`` was called for all of them.
     """
-    name = "_extract_generation_mode_kwargs"
-    if not is_covered(model, name):
-        setattr(model, name, Override(model, name, _extract))
+    if not is_covered(model, EXTRACT):
+        override = Override(model, EXTRACT, _extract)
+        override.users = WeakSet()
+        setattr(model, EXTRACT, override)
+    model.__dict__[EXTRACT].users.add(recycler)
+
+
+def unpatch_generate(model: Any, recycler: Any) -> None:
+    """Undo ``patch_generate`` for a recycler, which then cannot be a ``custom_generate``."""
+    if is_patched(model, recycler):
+        users = model.__dict__[EXTRACT].users
+        users.discard(recycler)
+        if not users:
+            del model.__dict__[EXTRACT]
+
+
+def is_patched(model: Any, recycler: Any) -> bool:
+    """Return whether ``generate`` passes everything to this recycler."""
+    return is_covered(model, EXTRACT) and recycler in model.__dict__[EXTRACT].users
 
 
 def _extract(
@@ -106,12 +129,15 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
                 f"{mode} is on the Hugging Face Hub; call generate without custom_generate"
             )
         if isinstance(target, TreeTarget):
-            reason = target.changed() or why_unservable(request, target.max_positions)
-            if reason is None:
-                with recycler.lock.acquired(wait=recycler.options.queue) as acquired:
-                    if acquired:
+            with recycler.lock.acquired(wait=recycler.options.queue) as acquired:
+                reason: str | None = "the model is still generating another answer"
+                if acquired:
+                    reason = recycler.refusal() or why_unservable(
+                        request, target.max_positions, target.vocab_size
+                    )
+                    if reason is None:
                         return _recycle(recycler, target, request, streamer)
-                reason = "the model is still generating another answer"
+            assert reason is not None
             warn_plain(recycler, reason)
         target.lm_head.refresh()
         with target.lm_head:

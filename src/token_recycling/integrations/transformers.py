@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from token_recycling.decoding.metrics import Stats
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.hf.serve import streamer_ended, warn_plain
+from token_recycling.hf.serve import streamer_ended, unpatch_generate, warn_plain
 from token_recycling.model.override import Override
 from token_recycling.model.target import TreeTarget
 from token_recycling.options import OptionArguments
@@ -82,8 +82,9 @@ class Enabled:
         return f"<{'Enabled' if self._overrides[0].call else 'Disabled'}: {self.recycler!r}>"
 
     def disable(self) -> None:
-        """Restore the model's ``generate``; calling this again does nothing."""
+        """Leave nothing of ours in the model; calling this again does nothing."""
         model = self.recycler.model
+        unpatch_generate(model, self.recycler)
         for override in self._overrides:
             override.call = None
             current = model.__dict__.get(override.__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from token_recycling.model.cpu import attention as cpu
 from token_recycling.model.cpu.attention import PACKED, Packing
 from token_recycling.model.gpu import attention as gpu
 from token_recycling.model.limits import AttentionWindow
 
+SDPA = "sdpa"  # its name in Transformers
 VIEW = "token_recycling_view"  # attribute of such a mask that says what its nodes see
 PROMPT = "token_recycling_prompt"  # attribute of a causal mask: how many keys precede the queries
 UNKNOWN = ("position_bias", "softcap")  # options that alter the scores; left to the stock function
@@ -148,16 +149,38 @@ def repeated_mask(mask: Tensor, group: int) -> Tensor:
     return repeated.flatten(2, 3)[..., :s]
 
 
-def install() -> None:
-    """Register ``packed_attention`` as sdpa for the rest of this process.
+class PackedSdpa:
+    """Context manager in which sdpa is ``packed_attention``, for forwards of ours.
 
     Model code looks up its attention function by the name in the model's configuration, which is
-    common to all threads, so the request to pack is attached to the mask instead. Unmarked masks
-    are handled as before.
+    common to all threads, so the request to pack is attached to the mask instead: others are
+    handled as before. Afterwards the function is Transformers' own again.
     """
-    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if getattr(stock, "func", None) is not packed_attention:
-        AttentionInterface.register("sdpa", partial(packed_attention, stock))
+
+    _lock = Lock()
+    _inside = 0  # forwards of all threads
+
+    def __enter__(self) -> None:
+        with self._lock:
+            stock = AttentionInterface._global_mapping[SDPA]
+            if stock_of(stock) is stock:
+                AttentionInterface.register(SDPA, partial(packed_attention, stock))
+            PackedSdpa._inside += 1
+
+    def __exit__(self, *about: Any) -> None:
+        with self._lock:
+            PackedSdpa._inside -= 1
+            if not PackedSdpa._inside:
+                AttentionInterface.register(
+                    SDPA, stock_of(AttentionInterface._global_mapping[SDPA])
+                )
+
+
+def stock_of(function: Any) -> Any:
+    """Return the attention function that ``packed_attention`` replaces, or ``function`` itself."""
+    while isinstance(function, partial) and function.func is packed_attention:
+        (function,) = function.args
+    return function
 
 
 def pack_queries(

@@ -24,6 +24,7 @@ PROMPT_COST = 0.05  # for logits to learn from, as a fraction of the cost of rea
 class Target(Protocol):
     """A model that reads prompts, verifies drafts and keeps the KV cache of both."""
 
+    model: Any
     device: torch.device
     vocab_size: int
     max_context: int | None

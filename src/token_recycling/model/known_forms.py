@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import wraps
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from token_recycling.model.shadow import replace_globals, stock_class
 
 # Children of an attention layer that have the same inputs, in the order in which they are called.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -23,8 +25,9 @@ def linear_children(
     module: nn.Module, names: tuple[str, ...], kinds: tuple[type, ...] = (nn.Linear,)
 ) -> list[nn.Module]:
     """Return a module's linear layers of these names; none if one is missing or of another type."""
-    layers = [module._modules.get(name) for name in names]
-    return layers if all(type(layer) in kinds for layer in layers) else []  # type: ignore[return-value]
+    layers = [layer for name in names if (layer := module._modules.get(name)) is not None]
+    fits = len(layers) == len(names) and all(stock_class(layer) in kinds for layer in layers)
+    return layers if fits else []
 
 
 def epsilon(norm: nn.Module) -> Any:
@@ -52,7 +55,7 @@ def is_same(found: Tensor, right: Any, dtype: torch.dtype | None = None) -> bool
 def own_result(module: nn.Module, inputs: Tensor) -> Any:
     """Return what the class of ``module`` computes; None if it takes other arguments."""
     try:
-        return type(module).forward(module, inputs)
+        return stock_class(module).forward(module, inputs)
     except Exception:  # whatever unknown code raises
         return None
 
@@ -92,26 +95,40 @@ def rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def install_rotary(
-    code: ModuleType | None,
+def replace_rotary(
+    attention: nn.Module,
     call: Callable[..., Any],
     rotary: Callable[..., tuple[Tensor, ...]],
+    known: dict[Any, Any],
     device: torch.device | str = "cpu",
 ) -> None:
-    """Let the attention layers of a Python module use a kernel, for the rest of this process.
+    """Let an attention layer of a shadow use a kernel for rotary embeddings, if it is the same.
 
-    Model code finds the function by its name in its own module, which is common to all threads, so
-    ``call`` must choose the kernel by the thread's context.
+    Model code finds the function by its name in its own Python module.
 
     Args:
-        code: the module.
+        attention: the layer.
         call: called with the module's own function and its arguments.
         rotary: the kernel, called with query, key, cosines and sines, for the comparison.
+        known: results of comparisons by function.
         device: of the kernel.
     """
+    code = sys.modules.get(stock_class(attention).__module__)
     stock = getattr(code, ROTARY, None)
-    if stock is None or _is_installed(stock, call):
+    if stock is None:
         return
+    if stock not in known:
+        known[stock] = _is_rotary(stock, rotary, device)
+    if known[stock]:
+        replace_globals(attention, {ROTARY: partial(call, stock)})
+
+
+def _is_rotary(
+    stock: Callable[..., Any],
+    rotary: Callable[..., tuple[Tensor, ...]],
+    device: torch.device | str,
+) -> bool:
+    """Return whether a kernel's results are those of a Python module's own function."""
     query, key = (
         sample(heads * 8, torch.float32, device).view(1, 2, heads, 8).transpose(1, 2)
         for heads in (4, 2)
@@ -121,38 +138,5 @@ def install_rotary(
     try:
         right = stock(query, key, cos, sin)
     except Exception:  # whatever unknown code raises
-        return
-    rotated = rotary(query, key, cos, sin)
-    if not isinstance(right, tuple) or not all(map(is_same, rotated, right)):
-        return
-
-    @wraps(stock)  # a pickle has its name only
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return call(stock, *args, **kwargs)
-
-    replacement.calls = call  # type: ignore[attr-defined]
-    setattr(code, ROTARY, replacement)
-
-
-def _is_installed(function: Any, call: Callable[..., Any]) -> bool:
-    """Return whether ``call`` is among the functions around a module's own."""
-    while function is not None:
-        if getattr(function, "calls", None) is call:
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
-
-
-def refer_to_rotary(attention: nn.Module, code: ModuleType | None) -> None:
-    """Let an attention layer refer to the function that its Python module has now.
-
-    Layers of Transformers 5 keep the function as an attribute or in a dictionary, though they call
-    it by its name. Pickling fails if it is not the one of that name.
-    """
-    if code is None:
-        return
-    present = getattr(code, ROTARY, None)
-    for kept in (vars(attention), *(v for v in vars(attention).values() if isinstance(v, dict))):
-        for name, value in kept.items():
-            if getattr(value, "__name__", None) == ROTARY and value.__module__ == code.__name__:
-                kept[name] = present
+        return False
+    return isinstance(right, tuple) and all(map(is_same, rotary(query, key, cos, sin), right))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn.functional import linear
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.cpu.attention import is_available
 from token_recycling.model.cpu.linear import product
-from token_recycling.model.override import Override, is_covered
+from token_recycling.model.shadow import replace_forward
 from token_recycling.util.modes import ThreadContext, ordinary_tensors, without_autocast
 
 ROWS = 4096  # weight rows compared at a time
@@ -30,6 +32,9 @@ class StockHead(nullcontext[None]):
     def refresh(self) -> None:
         """Do nothing: there is no copy."""
 
+    def cover(self, shadow: Any) -> None:
+        """Do nothing: its logits are those of its LM head."""
+
 
 class Float32Head(ThreadContext):
     """Context manager that computes a model's logits in float32 in the current thread.
@@ -38,8 +43,8 @@ class Float32Head(ThreadContext):
     kernels. In float32 only the rounding of the hidden states remains. The cost is a float32 copy
     of the LM head's weights, read at every forward.
 
-    The layer's ``forward`` is replaced permanently; for threads outside the context it calls the
-    original.
+    Meanwhile the layer's ``forward`` is replaced; for threads outside the context it calls the
+    original. The layer of a shadow always computes in float32 (see ``cover``).
     """
 
     def __init__(self, model: Any) -> None:
@@ -54,13 +59,10 @@ class Float32Head(ThreadContext):
             kind = type(self.head).__name__
             raise TokenRecyclingError(f"float32 logits need a plain linear LM head, not {kind}")
         self._copy()
-        self._install()
 
-    def _install(self) -> None:
-        """Replace the layer's ``forward`` unless already done; copies of a layer lose it."""
-        if not is_covered(self.head, "forward", _forward):
-            present = self.head.__dict__.get("forward")
-            self.head.forward = Override(self.head, "forward", partial(_forward, present), present)
+    def cover(self, shadow: Any) -> None:
+        """Let the LM head of a model's shadow compute in float32."""
+        replace_forward(shadow.get_output_embeddings(), _in_float32, self)
 
     def _version(self) -> list[Any]:
         """Return a key that changes with most changes of the weights."""
@@ -104,11 +106,15 @@ class Float32Head(ThreadContext):
             return linear(inputs, self.weight, self.bias)
 
     def __enter__(self) -> Float32Head:
-        self._install()
         if self not in self.entered.objects and self._copied != self._version():
             self._copy()  # trained or loaded since
+        _replaced.enter(self.head)
         super().__enter__()
         return self
+
+    def __exit__(self, *about: Any) -> None:
+        super().__exit__(*about)
+        _replaced.leave()
 
 
 def _is_plain(head: Any) -> bool:
@@ -116,11 +122,49 @@ def _is_plain(head: Any) -> bool:
     return type(head) is torch.nn.Linear and not head.weight.is_meta
 
 
-def _forward(before: Any, head: Any, stock: Any, hidden: Tensor) -> Tensor:
+def _in_float32(head: Float32Head, layer: Any, stock: Any, hidden: Tensor) -> Tensor:
+    """``forward`` of the LM head of a shadow."""
+    return head(hidden)
+
+
+class _Replaced:
+    """The LM heads whose ``forward`` is replaced while any thread is inside a ``Float32Head``."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._before: list[tuple[Any, Callable[..., Any] | None]] = []
+
+    def enter(self, head: Any) -> None:
+        """Replace the ``forward`` of ``head`` unless already done."""
+        with self._lock:
+            self._inside += 1
+            if not any(other is head for other, _ in self._before):
+                before = head.__dict__.get("forward")
+                stock = before or type(head).forward.__get__(head)
+                self._before.append((head, before))
+                head.__dict__["forward"] = partial(_forward, head, stock)
+
+    def leave(self) -> None:
+        """Put back what was there, when the last thread leaves."""
+        with self._lock:
+            self._inside -= 1
+            while not self._inside and self._before:
+                head, before = self._before.pop()
+                if before is None:
+                    head.__dict__.pop("forward", None)
+                else:
+                    head.__dict__["forward"] = before
+
+
+_replaced = _Replaced()
+
+
+def _forward(head: Any, stock: Callable[..., Any], hidden: Tensor) -> Tensor:
     """``forward`` of an LM head: float32 in threads inside its ``Float32Head``."""
     for entered in Float32Head.entered.objects:
         if entered.head is head:
             logits: Tensor = entered(hidden)
             return logits
-    output: Tensor = stock(hidden) if before is None else before(hidden)
+    output: Tensor = stock(hidden)
     return output

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 
 def _takes_names(call: Callable[..., Any]) -> bool:
@@ -36,7 +37,10 @@ class Override:
         call: called with the object, its class's method bound to it, and the arguments; None: call
             that method.
         before: the previous value in ``__dict__``, or None.
+        users: those for whom it is there; None: it has one owner, who removes it.
     """
+
+    users: WeakSet[Any] | None = None
 
     def __init__(
         self, owner: Any, name: str, call: Callable[..., Any] | None, before: Any = None
@@ -105,9 +109,3 @@ def is_covered(owner: Any, name: str, call: Callable[..., Any] | None = None) ->
     """Return whether an ``Override`` covers ``name`` of this object (see ``Override.covers``)."""
     present = owner.__dict__.get(name)
     return isinstance(present, Override) and present.covers(owner, call)
-
-
-def replaceable(module: Any) -> bool:
-    """Return whether ``forward`` can be overridden without losing someone's replacement."""
-    present = module.__dict__.get("forward")
-    return present is None or (isinstance(present, Override) and not present.covers(module))

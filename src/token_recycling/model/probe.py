@@ -1,30 +1,27 @@
 """Self-probe: does this model compute a tree like each of the tree's paths on its own?
 
 How a 4D mask, positions and a cache are used is up to the model's code, and some models get it
-silently wrong. So every model is tested once, at load.
+silently wrong. So every model is tested at load, and again whenever it has changed.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin
 
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, warn_caller
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line, warn_caller
 from token_recycling.model.base import Target
-from token_recycling.model.cpu.layers import FastLayers
 from token_recycling.model.cpu.rounding import RoundingWatch
 from token_recycling.model.fallback import PlainTarget
-from token_recycling.model.gpu.layers import FusedLayers
 from token_recycling.model.limits import text_config
 from token_recycling.model.lm_head import Float32Head
-from token_recycling.model.override import Override
+from token_recycling.model.shadow import shadow_of
 from token_recycling.model.target import TreeTarget
 
 FIRST_TOKENS = 1024
@@ -61,9 +58,11 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
     lm_head = Float32Head(model) if float32_logits else None
     try:
         target = TreeTarget(model, lm_head)
-        reason = probe(target)
+        reason = probe(target) if target.refused is None else target.foreign
     except TokenRecyclingError as error:
         reason = str(error)
+    except Exception as error:  # whatever unknown code raises
+        reason = f"{type(error).__name__}: {one_line(error, 160)}"
     if reason is None:
         return target
     message = f"{type(model).__name__} does not support tree attention: {reason}"
@@ -71,6 +70,23 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
         raise TokenRecyclingError(message)
     warn_caller(f"{message}; falling back to standard decoding", PlainDecodingWarning)
     return PlainTarget(model, lm_head)
+
+
+def refusal(target: TreeTarget) -> str | None:
+    """Return why ``target`` must not verify trees now, or None; to be called before every answer.
+
+    A model that has changed since the last call is adopted and probed anew.
+    """
+    change = "it was copied" if target.fingerprint is None else target.fingerprint.change()
+    if change is None:
+        return target.refused
+    try:
+        target.adopt()
+        reason = target.refused or probe(target)
+    except Exception as error:
+        reason = str(error) if isinstance(error, TokenRecyclingError) else repr(error)
+    target.refused = None if reason is None else one_line(f"since {change}: {reason}", 300)
+    return target.refused
 
 
 def probe(target: TreeTarget) -> str | None:
@@ -141,7 +157,7 @@ def _compare(
     wrong = target.verify(replace(draft, ancestors=causal))
     control = difference(wrong[0].float())
     steps, watch = [], RoundingWatch()
-    if target.layers is not None:
+    if target.recordings is not None:
         with watch:
             steps = target.steps([nodes[node] for node in COMMITTED])
         target.cache.rewind([len(prefix)])
@@ -165,9 +181,8 @@ def _twin(target: TreeTarget) -> TreeTarget:
     sdpa and eager attention take the window from the mask alone, so with short windows a short
     prefix exercises them. The model itself is not modified, since others may be using it.
     """
-    twin = copy.copy(target)
-    model = target.model
-    if any(not isinstance(vars(m).get("forward"), Override | NoneType) for m in model.modules()):
+    twin, model = copy.copy(target), target.model
+    if any("forward" in vars(module) for module in model.modules()):
         return twin  # hooks such as accelerate's refer to the original modules
     config, text = model.config, text_config(model.config)
     short = copy.copy(text)
@@ -180,28 +195,12 @@ def _twin(target: TreeTarget) -> TreeTarget:
         for name, value in vars(config).items():
             if value is text:
                 setattr(configs[id(config)], name, short)
-    modules = {id(module): _shell(module, configs) for module in model.modules()}
-    for shell in modules.values():
-        shell.__dict__["_modules"] = {
-            name: None if child is None else modules[id(child)]
-            for name, child in shell._modules.items()
-        }
-    twin.model = modules[id(model)]
-    if twin.layers is not None:
-        twin.layers = FastLayers(twin.model)
-    if twin.fused is not None:
-        twin.fused = FusedLayers(twin.model)
+    twin.model = shadow_of(model, configs, training=False)
+    twin.lm_head.cover(twin.model)
+    twin.cast_shadow()
     twin.state = copy.copy(target.state)
     twin.state.windows = {
         kind: window._replace(size=min(WINDOW, window.size))
         for kind, window in target.windows.items()
     }
     return twin
-
-
-def _shell(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
-    """Return a new module with ``module``'s parameters, buffers and attributes."""
-    shell = module.__class__.__new__(module.__class__)
-    attributes = {name: configs.get(id(value), value) for name, value in vars(module).items()}
-    shell.__dict__.update(attributes, training=False)
-    return shell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -19,23 +19,18 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
 from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
 from token_recycling.model.cache_name import cache_name
-from token_recycling.model.changes import ModelState
+from token_recycling.model.cpu import layers as cpu_layers
 from token_recycling.model.cpu.attention import deepest
-from token_recycling.model.cpu.layers import MULTIPLE, FastLayers
 from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.vectors import FORMS
-from token_recycling.model.gpu.layers import FusedLayers
+from token_recycling.model.fingerprint import Fingerprint
+from token_recycling.model.gpu import layers as gpu_layers
 from token_recycling.model.kv_cache import RecyclingCache
-from token_recycling.model.limits import (
-    AttentionWindow,
-    check_prompts,
-    context_limit,
-    least,
-    slot_limit,
-    text_config,
-)
+from token_recycling.model.limits import AttentionWindow, check_prompts, text_config
 from token_recycling.model.lm_head import Float32Head, StockHead
 from token_recycling.model.masks import additive_masks
+from token_recycling.model.shadow import shadow_of
+from token_recycling.model.state import ModelState, while_training
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -54,7 +49,7 @@ def inference_context_of(model: Any) -> Callable[[], AbstractContextManager[Any]
 def prompt_fraction(model: Any) -> float:
     """Return the fraction of a prompt's tokens whose logits cost at most ``PROMPT_COST``."""
     weight = getattr(model.get_output_embeddings(), "weight", None)
-    if weight is None or not weight.numel():
+    if not isinstance(weight, Tensor) or not weight.numel():
         return 1.0
     parameters: int = sum(parameter.numel() for parameter in model.parameters())
     return min(1.0, PROMPT_COST * parameters / int(weight.numel()))
@@ -80,13 +75,24 @@ def _learnt(prompt_mask: PromptMask | None, tokens: Tensor, valid: Tensor) -> Te
 class TreeTarget:
     """Any unmodified ``…ForCausalLM`` whose attention takes a 4D mask.
 
-    Create it with ``probe.open_target``, which checks that the model computes trees correctly.
+    Create it with ``probe.open_target``, which checks that the model computes trees correctly, and
+    ask ``probe.refusal`` before every answer whether it still does.
 
     Attributes:
         batch_invariant: True if the logits of a node have the bits of a step of its own, whatever
             else is verified in the same forward (see ``probe.probe``). It holds for drafts of at
             most ``linear.MOST_TOKENS`` tokens a row.
+        shadow: what our forwards compute with (see ``shadow``).
+        recordings: of the shadow's layers, on a CPU; None: its kernels do not compute them.
+        fingerprint: of the model as it was adopted; None: it has not been looked at since a copy.
+        generation: how often the model was adopted.
+        refused: why trees are not verified in this state; None: they are.
     """
+
+    state: ModelState
+    shadow: Any
+    recordings: cpu_layers.Recordings | None
+    fingerprint: Fingerprint | None
 
     def __init__(self, model: Any, lm_head: Float32Head | None = None) -> None:
         """Wrap ``model``, whose logits are computed inside the context ``lm_head``.
@@ -96,41 +102,73 @@ class TreeTarget:
                 overrides parts of ``generate``.
         """
         self.model, self.lm_head = model, lm_head or StockHead()
-        self.batch_invariant = False
-        self.inference_context = inference_context_of(model)
-        self.config = text_config(model.config)
-        self.state = ModelState(model)
-        self.device, self.vocab_size = self.state.device, self.state.vocab_size
-        self.max_positions = self.state.max_positions
-        attention.install()
-        self.max_context = least(context_limit(model.config), slot_limit(model.config))
-        self._takes = frozenset(inspect.signature(model.forward).parameters)
-        self.takes_positions = "position_ids" in self._takes
-        self.cache_name = cache_name(self._takes)
-        self.slices_logits = "logits_to_keep" in self._takes
-        few_rows = self.device.type == "cpu" and self.dtype in FORMS
-        self.layers = FastLayers(model) if few_rows else None
-        fuses = self.device.type == "cuda" and has_device_kernels(self.device)
-        self.fused = FusedLayers(model) if fuses else None
-        self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
+        self.generation = 0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class overrides _sample")
         if (getattr(model, "tp_size", None) or 1) > 1:
             # Draft sizes depend on time, so that processes would disagree and wait for ever.
             raise TokenRecyclingError("it is tensor parallel (tp_plan)")
+        self.device, self.vocab_size = ModelState(model).device, ModelState(model).vocab_size
+        self.adopt()
         self.reset()
+
+    def adopt(self) -> None:
+        """Take the model as it is now: its limits, its modules and the kernels that fit them.
+
+        Raises:
+            TokenRecyclingError: the model cannot verify trees in this state.
+        """
+        model = self.model
+        self.generation += 1
+        self.batch_invariant = False
+        self.fingerprint = Fingerprint(model, self.device)
+        self.state = state = ModelState(model)
+        if state.device != self.device:
+            raise TokenRecyclingError(f"the model is no longer on {self.device}")
+        if state.vocab_size != self.vocab_size:
+            raise TokenRecyclingError("the model's vocabulary has changed")
+        self.max_positions, self.max_context = state.max_positions, state.max_context
+        self.inference_context = inference_context_of(model)
+        self.config = text_config(model.config)
+        takes = frozenset(inspect.signature(model.forward).parameters)
+        self.takes_positions = "position_ids" in takes
+        self.cache_name = cache_name(takes)
+        self.slices_logits = "logits_to_keep" in takes
+        self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
+        self.refused = self.foreign or while_training(model, state)
+        if self.refused is None:
+            self.cast_shadow()
+
+    def cast_shadow(self) -> None:
+        """Make the shadow of the model, with the kernels of its device."""
+        self.shadow, self.recordings = shadow_of(self.model), None
+        self.lm_head.cover(self.shadow)
+        if self.device.type == "cpu" and self.dtype in FORMS:
+            self.recordings = cpu_layers.cover(self.shadow)
+        elif self.device.type == "cuda" and has_device_kernels(self.device):
+            gpu_layers.cover(self.shadow)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the cache: a copy starts without a context."""
-        return {name: value for name, value in self.__dict__.items() if name != "cache"}
+        """Leave out the cache, and what belongs to this model object."""
+        own = ("cache", "shadow", "recordings", "fingerprint")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, fingerprint=None)
         self.reset()
 
-    def computing(self) -> AbstractContextManager[Any]:
-        """Return the context in which kernels of ours compute the model's layers."""
-        return self.layers or self.fused or nullcontext()
+    def __copy__(self) -> TreeTarget:
+        """Share all but the cache."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.reset()
+        return twin
+
+    @property
+    def foreign(self) -> str | None:
+        """Which unknown code in the model cannot be trusted (see ``Fingerprint``), or None."""
+        found = None if self.fingerprint is None else self.fingerprint.foreign
+        return found and f"{found}; whether it treats all tokens alike cannot be known"
 
     @property
     def windows(self) -> dict[str, AttentionWindow]:
@@ -154,13 +192,9 @@ class TreeTarget:
 
         Deeper ones would be computed with other rounding than in plain steps, on a CPU.
         """
-        if self.layers is None:
+        if self.recordings is None:
             return None
         return deepest(torch.tensor(self.cache.lengths, device="cpu"))
-
-    def changed(self) -> str | None:
-        """Return why the probe's result does not apply to the model's current state, or None."""
-        return self.state.changed(self.model)
 
     def reset(self) -> None:
         """Drop the context and free its memory."""
@@ -177,15 +211,10 @@ class TreeTarget:
         cached: int = 0,
     ) -> Tensor:
         """Read the prompts (see ``Target.prefill``)."""
-        if reason := self.changed():
-            raise TokenRecyclingError(f"cannot decode: {reason}")
         self.lm_head.refresh()
-        for layers in (self.layers, self.fused):
-            if layers is not None:
-                layers.prepare()
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
-        if self.layers is None or len(prompts) == 1:
+        if self.recordings is None or len(prompts) == 1:
             if cached:
                 self.cache.rewind([cached])
             else:
@@ -307,8 +336,8 @@ class TreeTarget:
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node in one forward."""
         nodes = draft.size
-        if self.layers is not None and nodes > MULTIPLE:
-            draft = draft.padded(-(-nodes // MULTIPLE) * MULTIPLE)
+        if self.recordings is not None and nodes > cpu_layers.MULTIPLE:
+            draft = draft.padded(-(-nodes // cpu_layers.MULTIPLE) * cpu_layers.MULTIPLE)
         draft = draft.to(self.device)
         batch, n = draft.tokens.shape
         lengths = torch.tensor(self.cache.lengths, device=self.device)[:, None]
@@ -362,22 +391,35 @@ class TreeTarget:
         self.cache.reserve(tokens.shape[1])
         masks = additive_masks(self.windows, visible, positions, key_positions, self.dtype)
         if draft is not None:
-            attention.pack_queries(masks, None if self.layers is None else draft[0])
+            attention.pack_queries(masks, None if self.recordings is None else draft[0])
             attention.add_views(masks, self.windows, draft[0], positions, draft[1])
         elif prompt:
             attention.mark_prompt(masks, self.windows, visible.shape[2] - tokens.shape[1])
-        inputs: dict[str, Any] = {
-            "input_ids": tokens,
-            "attention_mask": masks,
-            "position_ids": positions,
-        }
-        if not self.takes_positions:
-            del inputs["position_ids"]
+        more: dict[str, Any] = {}
         sliced = logits_at is not None and self.slices_logits
         if sliced:  # a chunk may need no logits; compute one position then
-            inputs["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
-        with self.lm_head, self.computing():
-            inputs[self.cache_name] = self.cache
-            output = self.model(**inputs, use_cache=True, return_dict=True)
-        logits: Tensor = output.logits.to(self.device)
+            more["logits_to_keep"] = torch.tensor(logits_at or [0], device=self.device)
+        logits = self.compute(tokens, masks, positions, self.cache, **more)
         return logits if logits_at is None or sliced else logits[:, logits_at or [0]]
+
+    def compute(
+        self, tokens: Tensor, masks: Any, positions: Tensor, cache: Any, **more: Any
+    ) -> Tensor:
+        """Return the logits of a forward of the shadow.
+
+        Args:
+            tokens: int64 [B, q].
+            masks: see ``masks.additive_masks``.
+            positions: int64 [B, q].
+            cache: gets the keys and values.
+            **more: other arguments.
+        """
+        if self.takes_positions:
+            more["position_ids"] = positions
+        more[self.cache_name] = cache
+        with attention.PackedSdpa():
+            output = self.shadow(
+                input_ids=tokens, attention_mask=masks, use_cache=True, return_dict=True, **more
+            )
+        logits: Tensor = output.logits.to(self.device)
+        return logits

@@ -46,23 +46,6 @@ def train_time_behaviour(model: Any) -> str | None:
     return None
 
 
-def mode(model: nn.Module) -> tuple[Any, ...]:
-    """Return a key of a model's training mode and hooks; () if no module is in training mode."""
-    modules = list(model.modules())
-    if not any(module.training for module in modules):
-        return ()
-    return tuple(
-        (
-            id(module),
-            module.training,
-            tuple(module._forward_hooks),
-            tuple(module._forward_pre_hooks),
-            id(module.__dict__.get("forward")),
-        )
-        for module in modules
-    )
-
-
 def is_repeatable(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
     """Return whether ``model`` computes a text the same twice, and in a batch with another text.
 

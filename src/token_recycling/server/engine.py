@@ -14,8 +14,12 @@ from transformers import LogitsProcessorList
 
 from token_recycling.decoding.accept import FollowAcceptor
 from token_recycling.decoding.metrics import Stats, Step
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.drafting.size.base import FixedSize
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.hf.call import prepare_call
+from token_recycling.hf.serve import warn_plain
+from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
@@ -96,18 +100,50 @@ class Engine:
         """
         self.recycler, self.metrics = recycler, metrics
         self._scopes, self._prefixes = scopes, prefixes
-        trees = isinstance(recycler.target, TreeTarget)
-        self._most_rows = most_rows if trees else 1
+        self._plain = not isinstance(recycler.target, TreeTarget)
+        self._most_rows = 1 if self._plain else most_rows
         self._admission = Admission(metrics, self._most_rows, most_waiting)
         self._on_tick = on_tick
         self.most_jobs = self._most_rows + most_waiting
-        self._batch: ContinuousBatch[Running] = ContinuousBatch(
-            recycler.target, recycler.draft_size, recycler.runs.graph_decoder()
-        )
+        self._generation = getattr(recycler.target, "generation", 0)
+        self._batch = self._new_batch()
         self._paused: deque[Running] = deque()  # rows that left the full batch, the oldest first
         self._deadline = inf  # ``monotonic()`` seconds at which answers in progress are ended
         self._ended = Event()
         self.alive = False  # True while ``run`` runs
+
+    def _new_batch(self) -> ContinuousBatch[Running]:
+        """Return a batch without rows, which are decoded without trees if ``_plain`` is set."""
+        recycler = self.recycler
+        if self._plain and isinstance(recycler.target, TreeTarget):
+            target = PlainTarget(recycler.model, recycler.target.lm_head)
+            return ContinuousBatch(target, FixedSize())
+        graph = recycler.runs.graph_decoder()
+        return ContinuousBatch(recycler.target, recycler.draft_size, graph)
+
+    def _follow_model(self) -> None:
+        """Adopt a model that has changed: before a row joins.
+
+        Raises:
+            TokenRecyclingError: it cannot verify trees any more, and the recycler is strict.
+        """
+        target = self.recycler.target
+        if not isinstance(target, TreeTarget):
+            return
+        reason = self.recycler.refusal()
+        if reason is not None:
+            warn_plain(self.recycler, reason)
+        if (target.generation, reason is not None) == (self._generation, self._plain):
+            return
+        self._generation, self._plain = target.generation, reason is not None
+        rows = [*self._batch.rows, *self._paused]
+        self._batch.clear()
+        self._paused.clear()
+        self._prefixes.clear()
+        for row in rows:
+            failed = Failed("the model has changed while it answered", 500)
+            self._finish(row.job, "error", failed, row.sequence.stats)
+        self._batch = self._new_batch()
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs that belong together (see ``Admission.submit``)."""
@@ -169,7 +205,7 @@ class Engine:
         rows = self._batch.rows
         longest = max([len(tokens), *(len(row.sequence.tokens) for row in rows)])
         within = (longest + ROOM) * (len(rows) + 1) <= BATCH_TOKENS
-        return len(rows) < self._most_rows and (within or not rows)
+        return len(rows) < (1 if self._plain else self._most_rows) and (within or not rows)
 
     def _pause(self) -> None:
         """Take the newest rows out of a batch that has grown too large; they join again later.
@@ -211,6 +247,9 @@ class Engine:
         try:
             if job.aborted:
                 raise _AbortedError
+            self._follow_model()
+            if self._plain:
+                row.drafter = NoDrafter()
             prefix = self._prefix(self._scopes.owner(job.key), sequence.tokens)
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
             step = self._batch.join(row, prefix=prefix, on_progress=between)

@@ -79,5 +79,10 @@ class PrefixCaches:
         self._entries[self._last_key] = _CachedPrefix(owner, tokens, cache)
         self.nbytes += size
 
+    def clear(self) -> None:
+        """Keep nothing: another model would continue differently."""
+        self._entries.clear()
+        self.nbytes = 0
+
     def _drop(self, key: int) -> None:
         self.nbytes -= self._entries.pop(key).cache.nbytes

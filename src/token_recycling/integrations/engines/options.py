@@ -11,6 +11,7 @@ from typing import Any
 from token_recycling import defaults
 from token_recycling.decoding.prepare import compile_kernels
 from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.checked import checked
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN, make_drafter
 from token_recycling.drafting.size.auto import AutoSize
@@ -139,7 +140,8 @@ class ServingOptions:
             matrix = AdjacencyMatrix(vocab_size, k, fingerprint=name)
         compile_kernels()
         template = self._template(matrix.k, nodes)
-        return make_drafter(self.drafter, matrix, template, min(nodes, defaults.LARGEST_DRAFT))
+        largest = min(nodes, defaults.LARGEST_DRAFT)
+        return checked(make_drafter(self.drafter, matrix, template, largest), vocab_size)
 
     def _template(self, k: int, nodes: int) -> TreeTemplate | None:
         """Return the tree that the drafter fills; None if it shapes its own."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from token_recycling.model.cpu import attention, elementwise, replay_kernel
-from token_recycling.model.cpu.attention import packed_mask
+from token_recycling.model.cpu.attention import PACKED, packed_mask
 from token_recycling.model.cpu.attention_kernel import GROUP
 from token_recycling.model.cpu.threads import Kernel, openmp, recording
 from token_recycling.model.cpu.vectors import FORMS
@@ -242,8 +242,10 @@ class Recording:
             numbers += (kernel.address, ctypes.addressof(fields), threads, kernel.counter, counters)
         return (ctypes.c_int64 * len(numbers))(*numbers)
 
-    def fits(self, inputs: list[Tensor], others: list[Any]) -> bool:
-        """Return whether these are such arguments as those recorded."""
+    def fits(self, inputs: list[Tensor], others: list[Any], mask: Tensor, cache: Any) -> bool:
+        """Return whether these are such arguments as those recorded, with a mask for them."""
+        batch, tokens = self._shape[:2]
+        extent = cache.layers[self._layer_index].extent
         return (
             len(inputs) == len(self._forms)
             and others == self._others
@@ -251,6 +253,8 @@ class Recording:
                 tensor.shape == shape and tensor.stride() == stride and tensor.dtype == dtype
                 for tensor, (shape, stride, dtype) in zip(inputs, self._forms)
             )
+            and mask.shape == (batch, 1, tokens, extent.end + tokens)
+            and len(extent.lengths) == len(getattr(mask, PACKED).committed) == batch
         )
 
     def is_right(self, inputs: list[Tensor], mask: Tensor, cache: Any, output: Tensor) -> bool:

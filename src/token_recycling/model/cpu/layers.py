@@ -1,18 +1,15 @@
 """A model's layers on a CPU: linear layers, gated MLPs, RMS norms and rotary embeddings.
 
-Models keep their own code: ``forward`` of modules of a known form is replaced by one that calls
-the kernels for few tokens, in our forwards only. Norms, MLPs and rotary embeddings are compared
-with the model's own code before they are replaced, and ``probe`` compares the whole model.
+Models keep their own code: in a model's shadow, ``forward`` of modules of a known form is replaced
+by one that calls the kernels for few tokens. Norms, MLPs and rotary embeddings are compared with
+the model's own code before they are replaced, and ``probe`` compares the whole model.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from math import inf
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,17 +27,16 @@ from token_recycling.model.known_forms import (
     PROJECTIONS,
     added_to_weights,
     epsilon,
-    install_rotary,
     is_same,
     linear_children,
     own_result,
-    refer_to_rotary,
+    replace_rotary,
     rotates,
     sample,
 )
 from token_recycling.model.kv_cache import RecyclingCache
-from token_recycling.model.override import Override, is_covered, replaceable
-from token_recycling.util.modes import ThreadContext, without_autocast
+from token_recycling.model.shadow import replace_forward, replacement, stock_class
+from token_recycling.util.modes import without_autocast
 
 LINEAR = (nn.Linear, PackedLinear)
 # Drafts are filled up to a multiple of this: layers are recorded for every number of tokens, which
@@ -92,7 +88,7 @@ def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
 
 
 def _is_ours(inputs: Tensor, max_tokens: float = linear.MOST_TOKENS) -> bool:
-    """Return whether these are at most ``max_tokens`` tokens [..., q, size] in one of our forwards.
+    """Return whether the kernels compute at most ``max_tokens`` tokens [..., q, size].
 
     How many rows a batch has does not matter, so that each is computed as it is alone.
     """
@@ -103,11 +99,7 @@ def _is_ours(inputs: Tensor, max_tokens: float = linear.MOST_TOKENS) -> bool:
 def _is_used(inputs: Tensor) -> bool:
     """Return whether the kernels compute with this tensor now."""
     return (
-        bool(FastLayers.entered.objects)
-        and not torch.compiler.is_compiling()  # the caller compiles the model
-        and _is_plain(inputs)
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
+        _is_plain(inputs) and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     )
 
 
@@ -156,11 +148,7 @@ def _other_projection(layer: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
 
 def _is_bare(layer: nn.Module) -> bool:
     """Return whether nobody sees the calls of this linear layer, so that they can be left out."""
-    return (
-        type(layer) in LINEAR
-        and not _has_hooks(layer)
-        and isinstance(layer.__dict__.get("forward"), Override)
-    )
+    return stock_class(layer) in LINEAR and not _has_hooks(layer) and replacement(layer) is not None
 
 
 def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
@@ -227,128 +215,97 @@ def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def _decoder_layer(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
+def _decoder_layer(
+    recordings: Recordings, index: int, layer: nn.Module, stock: Any, *args: Any, **kwargs: Any
+) -> Any:
     """``forward`` of a decoder layer: replayed if it has been recorded."""
-    entered = FastLayers.entered.objects
     hidden = args[0] if args else kwargs.get("hidden_states")
-    if entered and isinstance(hidden, Tensor):
-        mask, cache = kwargs.get("attention_mask"), cache_in(kwargs)
-        if isinstance(cache, RecyclingCache) and hasattr(mask, PACKED) and _is_ours(hidden):
-            return entered[-1].call(layer, stock, args, kwargs)
+    mask, cache = kwargs.get("attention_mask"), cache_in(kwargs)
+    if (
+        isinstance(hidden, Tensor)
+        and isinstance(cache, RecyclingCache)
+        and hasattr(mask, PACKED)
+        and _is_ours(hidden)
+    ):
+        return recordings.call(index, layer, stock, args, kwargs)
     return stock(*args, **kwargs)
 
 
-class _Recordings(threading.local):
-    """Recordings of one thread, by layer, shape of its inputs and number of threads.
+class Recordings(threading.local):
+    """Recordings of one thread, by a layer's index, shape of its inputs and number of threads.
 
     None in place of a recording means that it cannot be made.
     """
 
-    generation = -1
-
     def __init__(self) -> None:
         self.scratch = Scratch()
         self.made: dict[Any, Recording | None] = {}
-        self.right: dict[nn.Module, bool] = {}  # whether a layer's first recording gave its bits
+        self.right: dict[int, bool] = {}  # whether a layer's first recording gave its bits
 
-
-class FastLayers(ThreadContext):
-    """Context manager that computes a model's layers with the kernels in the current thread.
-
-    Results are equal up to rounding, as between any two kernels. ``forward`` of the layers is
-    replaced permanently; outside the context it calls the class's.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Replace ``forward`` of the layers of ``model`` (see ``prepare``)."""
-        self.__setstate__({"model": model})
-        self.prepare()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the recordings: they contain addresses."""
-        return {"model": self.model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.model: nn.Module = state["model"]
-        self._right: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
-        self._recordings = _Recordings()
-        self._generation = 0
-        self._state: list[Any] = []
-
-    def prepare(self) -> None:
-        """Replace ``forward`` of layers not yet covered, e.g. in a copied model.
-
-        Layers that have changed since the last call are recorded anew.
-        """
-        if not is_available() or list(_state(self.model)) == self._state:
-            return
-        with torch.inference_mode(), without_autocast(torch.device("cpu")):
-            for module in self.model.modules():
-                if replaceable(module):
-                    self._cover(module)
-        self._state, self._generation = list(_state(self.model)), self._generation + 1
-
-    def _cover(self, module: nn.Module) -> None:
-        if type(module) in LINEAR:
-            head = getattr(self.model, "get_output_embeddings", lambda: None)()
-            _cover(module, _lm_head if module is head else _linear)
-        elif "Norm" in type(module).__name__:
-            added = _compared(module, self._right, _added, [module])
-            if added is not None:
-                _cover(module, _norm, added)
-        elif layers := linear_children(module, GATED, LINEAR):
-            if _compared(module, self._right, _is_gated_mlp, layers):
-                _cover(module, _mlp)
-        elif layers := linear_children(module, PROJECTIONS, LINEAR):
-            first, *others = layers
-            _cover(first, _first_projection, tuple(others))
-            for other in others:
-                _cover(other, _other_projection)
-            code = sys.modules.get(type(module).__module__)
-            if code not in self._right:
-                self._right[code] = True
-                install_rotary(code, _rotary, _rotated)
-            refer_to_rotary(module, code)
-        elif any(linear_children(child, PROJECTIONS, LINEAR) for child in module.children()):
-            _cover(module, _decoder_layer)
-
-    def call(self, layer: nn.Module, stock: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, index: int, layer: nn.Module, stock: Any, args: Any, kwargs: Any) -> Any:
         """Call a decoder layer with few tokens."""
-        recordings = self._recordings
-        if recordings.generation != self._generation:
-            recordings.made, recordings.right = {}, {}
-            recordings.generation = self._generation
         mask, cache = kwargs["attention_mask"], cache_in(kwargs)
         inputs, others = _arguments(args, kwargs)
-        key = layer, inputs[0].shape, torch.get_num_threads()
-        recording = recordings.made.get(key)
+        key = index, inputs[0].shape, torch.get_num_threads()
+        recording = self.made.get(key)
         if recording is not None:
-            if recording.fits(inputs, others):
+            if recording.fits(inputs, others, mask, cache):
                 return recording.replay(inputs, mask, cache)
             return stock(*args, **kwargs)
-        if key in recordings.made or not _is_known(layer):
+        if key in self.made or not _is_known(layer):
             return stock(*args, **kwargs)
-        capture = Capture(recordings.scratch, cache)
+        capture = Capture(self.scratch, cache)
         with capture:
             output = stock(*args, **kwargs)
         recording = capture.recording(inputs, others, output)
         if not isinstance(output, Tensor):  # of Transformers before 5
-            recordings.made[key] = None
+            self.made[key] = None
             return tuple(item.clone() if isinstance(item, Tensor) else item for item in output)
-        if recording is not None and layer not in recordings.right:
+        if recording is not None and index not in self.right:
             # What is set at a replay does not depend on the number of tokens, so once is enough.
-            recordings.right[layer] = recording.is_right(inputs, mask, cache, output)
-        recordings.made[key] = recording if recordings.right.get(layer) else None
+            self.right[index] = recording.is_right(inputs, mask, cache, output)
+        self.made[key] = recording if self.right.get(index) else None
         return output.clone()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _shared.inputs, _shared.outputs = None, {}
-        super().__exit__(kind, error, trace)
+
+def cover(shadow: nn.Module) -> Recordings:
+    """Let the layers of a model's shadow be computed by the kernels.
+
+    Results are equal up to rounding, as between any two kernels.
+
+    Returns:
+        The recordings of its decoder layers.
+    """
+    recordings = Recordings()
+    known: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
+    if is_available():
+        with torch.inference_mode(), without_autocast(torch.device("cpu")):
+            for index, module in enumerate(shadow.modules()):
+                _cover(shadow, module, known, recordings, index)
+    return recordings
+
+
+def _cover(
+    shadow: nn.Module, module: nn.Module, known: dict[Any, Any], recordings: Recordings, index: int
+) -> None:
+    if type(module) in LINEAR:
+        head = getattr(shadow, "get_output_embeddings", lambda: None)()
+        replace_forward(module, _lm_head if module is head else _linear)
+    elif "Norm" in type(module).__name__:
+        added = _compared(module, known, _added, [module])
+        if added is not None:
+            replace_forward(module, _norm, added)
+    elif layers := linear_children(module, GATED, LINEAR):
+        if _compared(module, known, _is_gated_mlp, layers):
+            replace_forward(module, _mlp)
+    elif layers := linear_children(module, PROJECTIONS, LINEAR):
+        first, *others = layers
+        replace_forward(first, _first_projection, tuple(others))
+        for other in others:
+            replace_forward(other, _other_projection)
+        replace_rotary(module, _rotary, _rotated, known)
+    elif any(linear_children(child, PROJECTIONS, LINEAR) for child in module.children()):
+        replace_forward(module, _decoder_layer, recordings, index)
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -358,7 +315,7 @@ def _is_known(layer: nn.Module) -> bool:
     """
     ours = (_linear, _first_projection, _other_projection, _mlp, _norm)
     return not any(map(_has_hooks, layer.modules())) and all(
-        any(is_covered(module, "forward", function) for function in ours)
+        replacement(module) in ours
         or bool(linear_children(module, PROJECTIONS, LINEAR))
         or not (module._modules or module._parameters)
         for module in layer.modules()
@@ -380,25 +337,6 @@ def _arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
     return inputs, others
 
 
-def _state(model: nn.Module) -> Iterator[Any]:
-    """Yield what recordings depend on: modules, their code and hooks, and where weights lie."""
-    yield getattr(getattr(model, "config", None), "_attn_implementation", None)
-    for module in model.modules():
-        yield id(module)
-        yield module.training
-        yield id(module.__dict__.get("forward"))
-        yield len(module._forward_hooks) + len(module._forward_pre_hooks)
-        for weight in module._parameters.values():
-            if weight is not None:
-                yield weight.data_ptr()
-
-
-def _cover(module: nn.Module, call: Callable[..., Any], *first: Any) -> None:
-    """Replace ``forward`` unless somebody else has, or it is one of a group."""
-    if replaceable(module) or is_covered(module, "forward", _linear):
-        module.forward = Override(module, "forward", partial(call, *first) if first else call)
-
-
 def _compared(
     module: nn.Module, known: dict[Any, Any], compare: Callable[..., Any], layers: list[Any]
 ) -> Any:
@@ -413,7 +351,7 @@ def _compared(
     ):
         return None
     formats = [getattr(layer, "ggml_type", None) for layer in layers]
-    key = type(module), *((weight.shape, weight.dtype) for weight in weights), *formats
+    key = stock_class(module), *((weight.shape, weight.dtype) for weight in weights), *formats
     if key not in known:
         known[key] = compare(module)
     return known[key]

@@ -1,14 +1,12 @@
 """A model's layers on a GPU: RMS norms, gated MLPs and rotary embeddings, one kernel each.
 
-As on a CPU (see ``cpu.layers``), models keep their own code: ``forward`` of modules of a known form
-is replaced by one that calls the kernels, in our forwards only, if its result is the same.
+As on a CPU (see ``cpu.layers``), models keep their own code: in a model's shadow, ``forward`` of
+modules of a known form is replaced by one that calls the kernels, if its result is the same.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +19,15 @@ from token_recycling.model.known_forms import (
     PROJECTIONS,
     added_to_weights,
     epsilon,
-    install_rotary,
     is_same,
     linear_children,
     own_result,
-    refer_to_rotary,
+    replace_rotary,
     rotates,
     sample,
 )
-from token_recycling.model.override import Override, replaceable
-from token_recycling.util.modes import ThreadContext, without_autocast
+from token_recycling.model.shadow import replace_forward
+from token_recycling.util.modes import without_autocast
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -44,69 +41,44 @@ def _kernels() -> Any:
     return elementwise_kernel
 
 
-class FusedLayers(ThreadContext):
-    """Context manager that computes a model's layers with the kernels in the current thread.
+def cover(shadow: nn.Module) -> None:
+    """Let the layers of a model's shadow be computed by the kernels.
 
-    Results are equal up to rounding, as between any two kernels. ``forward`` of the layers is
-    replaced permanently; outside the context it calls the class's.
+    Results are equal up to rounding, as between any two kernels.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Replace ``forward`` of the layers of ``model`` (see ``prepare``)."""
-        self.__setstate__({"model": model})
-        self.prepare()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out results of comparisons, which another device may not have."""
-        return {"model": self.model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.model: nn.Module = state["model"]
-        self._compared: dict[Any, Any] = {}  # by class, shapes and dtypes
-        self._failed = False
-
-    def prepare(self) -> None:
-        """Replace ``forward`` of layers for which there are kernels, e.g. in a copied model."""
-        if self._failed:
-            return
-        device = next(self.model.parameters()).device
-        try:
-            with torch.inference_mode(), without_autocast(device):
-                for module in self.model.modules():
-                    if replaceable(module):
-                        _cover(module, self._compared)
-        except Exception as error:  # Triton's compiler may raise anything
-            self._failed = True
-            reason = one_line(error, 200)
-            logger.warning("Token Recycling: layers are computed by PyTorch: %s", reason)
+    device = next(shadow.parameters()).device
+    known: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
+    try:
+        with torch.inference_mode(), without_autocast(device):
+            for module in shadow.modules():
+                _cover(module, known)
+    except Exception as error:  # Triton's compiler may raise anything
+        reason = one_line(error, 200)
+        logger.warning("Token Recycling: layers are computed by PyTorch: %s", reason)
 
 
-def _cover(module: nn.Module, compared: dict[Any, Any]) -> None:
-    """Replace ``forward`` of a module of a known form; ``compared``: results by class and shape."""
+def _cover(module: nn.Module, known: dict[Any, Any]) -> None:
+    """Replace ``forward`` of a module of a known form; ``known``: results by class and shape."""
     weight = module._parameters.get("weight")
     if "Norm" in type(module).__name__ and weight is not None and _is_ours(weight):
         key = type(module), weight.shape, weight.dtype
-        if key not in compared:
+        if key not in known:
             fits = weight.numel() <= LARGEST_NORM
-            compared[key] = added_to_weights(module, _kernels().rms_norm) if fits else None
-        if compared[key] is not None:
-            module.forward = Override(module, "forward", partial(_norm, compared[key]))
+            known[key] = added_to_weights(module, _kernels().rms_norm) if fits else None
+        if known[key] is not None:
+            replace_forward(module, _norm, known[key])
     elif layers := linear_children(module, GATED):
         weight = layers[0]._parameters["weight"]
         if weight is not None and _is_ours(weight):
             key = type(module), weight.shape, weight.dtype
-            if key not in compared:
-                compared[key] = _is_gated_mlp(module, weight)
-            if compared[key]:
-                module.forward = Override(module, "forward", _mlp)
+            if key not in known:
+                known[key] = _is_gated_mlp(module, weight)
+            if known[key]:
+                replace_forward(module, _mlp)
     elif layers := linear_children(module, PROJECTIONS):
         weight = layers[0]._parameters["weight"]
-        code = sys.modules.get(type(module).__module__)
         if weight is not None and _is_ours(weight):
-            if code not in compared:
-                compared[code] = True
-                install_rotary(code, _rotary, _kernels().rotary, weight.device)
-            refer_to_rotary(module, code)
+            replace_rotary(module, _rotary, _kernels().rotary, known, weight.device)
 
 
 def _is_ours(tensor: Tensor) -> bool:
@@ -122,9 +94,7 @@ def _is_used(*tensors: Tensor) -> bool:
     """Return whether the kernels compute with these contiguous tensors now."""
     first = tensors[0]
     return (
-        bool(FusedLayers.entered.objects)
-        and not torch.compiler.is_compiling()
-        and all(_is_ours(tensor) and tensor.dtype == first.dtype for tensor in tensors)
+        all(_is_ours(tensor) and tensor.dtype == first.dtype for tensor in tensors)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(first.device.type)
         and first.numel() > 0
