@@ -30,7 +30,7 @@ from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
-from token_recycling.hf.serve import is_patched, patch_generate, serve, warn_plain
+from token_recycling.hf.serve import patch_generate, serve, warn_plain
 from token_recycling.model.base import OnProgress
 from token_recycling.model.cpu.linear import MOST_TOKENS
 from token_recycling.model.probe import open_target, refusal
@@ -63,6 +63,7 @@ class TokenRecycling(DecodingMethod):
         template: the tree that the drafter fills; None if it shapes its own.
         stats: the sum over all answers.
         warned: reasons why calls of ``generate`` fell back to standard decoding.
+        disabled: whether it can no longer be a ``custom_generate`` (see ``Enabled.disable``).
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class TokenRecycling(DecodingMethod):
         self.runs = Runs(self.target, drafter, size, given.graphs_on(device))
         self.stats = Stats()
         self.warned: set[str] = set()
+        self.disabled = False
         self.lock = FairLock()
         patch_generate(self.model, self)
 
@@ -454,6 +456,6 @@ class TokenRecycling(DecodingMethod):
         """
         if model is not self.model:
             raise TokenRecyclingError("this recycler was made for another model object")
-        if not is_patched(model, self):  # streamers would wait for ever
+        if self.disabled:  # streamers would wait for ever
             raise TokenRecyclingError("this recycler was disabled; make another TokenRecycling")
         return serve(self, request, streamer, inputs_tensor)

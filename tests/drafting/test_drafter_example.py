@@ -127,8 +127,6 @@ def wrong(change):
     """A drafter whose drafts are changed by ``change``."""
 
     class Wrong(PaperDrafter):
-        trusted = False
-
         def propose(self, rows, roots, size=None):
             draft = super().propose(rows, roots, size)
             return change(draft) if draft.size > 2 else draft
@@ -150,7 +148,10 @@ def with_(draft, name, value):
         (lambda d: with_(d, "tokens", -1), "tokens must be from 0 to 4095"),
         (lambda d: with_(d, "tokens", 4096), "tokens must be from 0 to 4095"),
         (lambda d: with_(d, "depths", 5), "depths must be"),
-        (lambda d: replace(d, tokens=d.tokens.float()), r"tokens must be int64 \[1, \d+\]"),
+        (
+            lambda d: replace(d, tokens=d.tokens.float()),
+            r"tokens must be a tensor int64 \[1, \d+\]",
+        ),
         (lambda d: replace(d, tokens=d.tokens.roll(1, dims=1)), "node 0 must be the root"),
     ],
 )

@@ -53,7 +53,7 @@ class TestTheModelIsAnotherOne:
             assert isinstance(TokenRecycling(model).target, PlainTarget)
 
     def test_or_afterwards(self, model):
-        with enable(model) as enabled:
+        with enable(model, strict=True) as enabled:
             model.config._attn_implementation = "flex_attention"
             with pytest.raises(TokenRecyclingError, match="choose sdpa or eager"):
                 enabled.recycler.generate([5, 6], max_new_tokens=3)

@@ -9,7 +9,7 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model.attention import (
-    install,
+    PackedSdpa,
     pack_queries,
     packed_attention,
     prompt_attention,
@@ -84,7 +84,8 @@ def test_steps_pack_and_prompts_need_no_mask(graph, monkeypatch):
         seen.append(query.shape[2])
         return packed_attention(stock, module, query, *others, **options)
 
-    monkeypatch.setattr("token_recycling.model.attention.install", lambda: None)
+    for name in ("__enter__", "__exit__"):
+        monkeypatch.setattr(PackedSdpa, name, lambda *about: None)
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", watched)
     [prompt] = random_prompts([20])
     recycler = TokenRecycling(model, nodes=8, graph=graph)
@@ -108,14 +109,15 @@ def test_masks_of_others_are_left_to_what_was_there_before():
 
     AttentionInterface.register("sdpa", stock)
     try:
-        install()
-        install()
-        ours = AttentionInterface._global_mapping["sdpa"]
-        mask = torch.zeros(1, 1, 3, 5)
-        query, key = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8)
-        ours(torch.nn.Module(), query, key, key, mask)
-        assert len(seen) == 1
-        assert ours(torch.nn.Module(), query, key, key, pack_queries(mask))[0].shape == (1, 3, 4, 8)
-        assert len(seen) == 1
+        with PackedSdpa(), PackedSdpa():
+            ours = AttentionInterface._global_mapping["sdpa"]
+            mask = torch.zeros(1, 1, 3, 5)
+            query, key = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8)
+            ours(torch.nn.Module(), query, key, key, mask)
+            assert len(seen) == 1
+            packed = ours(torch.nn.Module(), query, key, key, pack_queries(mask))[0]
+            assert packed.shape == (1, 3, 4, 8)
+            assert len(seen) == 1
+        assert AttentionInterface._global_mapping["sdpa"] is stock
     finally:
         AttentionInterface.register("sdpa", before)

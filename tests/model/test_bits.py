@@ -119,11 +119,11 @@ def test_broken_variants_are_noticed(fault, monkeypatch):
 
 def together(target, read, prompts, **options):
     """Read prompts as on other devices."""
-    kept, target.layers = target.layers, None
+    kept, target.recordings = target.recordings, None
     try:
         return read(target, prompts, **options)
     finally:
-        target.layers = kept
+        target.recordings = kept
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -175,7 +175,7 @@ def test_each_operation_by_pytorch(name, invariant, dtype, monkeypatch):
     else:
         monkeypatch.setattr(layers, name, by_pytorch)
     target = open_target(make("llama").to(dtype))
-    assert target.layers is not None
+    assert target.recordings is not None
     assert target.batch_invariant == invariant
     if invariant:
         test_rows_of_a_batch_are_what_they_are_alone(dtype, 5)

@@ -166,8 +166,10 @@ def test_gated_mlps(act):
 def test_hooks_of_layers_inside_an_mlp_are_called():
     model, seen = torch.nn.Sequential(mlp()), []
     model[0].up_proj.register_forward_hook(lambda *a: seen.append(a))
+    shadow = fast(model)
+    seen.clear()  # of the comparison
     with torch.inference_mode():
-        fast(model)(torch.randn(1, 3, 24))
+        shadow(torch.randn(1, 3, 24))
     assert len(seen) == 1
 
 

@@ -104,13 +104,14 @@ def test_logits_that_are_not_finite_are_not_learnt(value, drafter):
     model = make("llama")
     recycler = TokenRecycling(model, drafter=drafter, nodes=8)
     expected = plain(model, PROMPT, 40)
-    norm = model.model.norm
+    inner = recycler.target.shadow.model  # the probe would refuse such a model
+    norm = inner.norm
     for every in (1, 3):
-        model.model.norm = Spoiled(norm, value, every).eval()
+        inner.norm = Spoiled(norm, value, every).eval()
         recycler.generate(PROMPT, max_new_tokens=10)
         assert recycler.matrix.probabilities.isfinite().all()
         assert recycler.matrix.evidence.isfinite().all()
-        model.model.norm = norm
+        inner.norm = norm
         for _ in range(3):  # healthy again
             assert recycler.generate(PROMPT, max_new_tokens=40).token_ids == expected
 

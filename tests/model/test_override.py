@@ -82,5 +82,7 @@ def test_copies_of_an_enabled_model_have_the_stock_methods(copied):
     with enable(model) as enabled:
         twin = copied(model)
         ids = torch.tensor([prompt])
-        assert torch.equal(twin.generate(ids, max_new_tokens=8), model.generate(ids, max_new_tokens=8))
+        assert torch.equal(
+            twin.generate(ids, max_new_tokens=8), model.generate(ids, max_new_tokens=8)
+        )
     assert enabled.stats.new_tokens == 8

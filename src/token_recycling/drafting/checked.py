@@ -138,7 +138,8 @@ class CheckedDrafter(Drafter[Any]):
         numbers: Any = (as_array(roots), *map(as_array, arrays), self._vocab_size)
         row, fault = find_fault(*numbers)
         if fault >= 0:
-            self._refuse(f"{FAULTS[fault]} (row {row})")
+            problem = FAULTS[fault].format(last_token=self._vocab_size - 1)
+            self._refuse(f"{problem} (row {row})")
         return int(row)
 
     def _check_part(self, name: str, part: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -227,10 +227,16 @@ def _rules(
     request: Request, target: Target, max_new_tokens: int, special: set[int]
 ) -> list[StopRule]:
     """Return the stop rules of a row: our own and the criteria of the request."""
-    context = target.max_context
-    length = request.input_ids.shape[1]
-    limit = max_new_tokens if context is None else min(max_new_tokens, context - length)
-    rules: list[StopRule] = [at_most(limit), CriteriaRule(request.criteria, target.device)]
+
+    def within_context(row: Sequence) -> str | None:  # the model may change before it decodes
+        most = target.max_context
+        return "length" if most is not None and len(row.tokens) >= most else None
+
+    rules: list[StopRule] = [
+        at_most(max_new_tokens),
+        within_context,
+        CriteriaRule(request.criteria, target.device),
+    ]
     return [*rules, at_token(special)] if special else rules
 
 

@@ -72,16 +72,11 @@ def patch_generate(model: Any, recycler: Any) -> None:
 
 def unpatch_generate(model: Any, recycler: Any) -> None:
     """Undo ``patch_generate`` for a recycler, which then cannot be a ``custom_generate``."""
-    if is_patched(model, recycler):
+    if is_covered(model, EXTRACT):
         users = model.__dict__[EXTRACT].users
         users.discard(recycler)
         if not users:
             del model.__dict__[EXTRACT]
-
-
-def is_patched(model: Any, recycler: Any) -> bool:
-    """Return whether ``generate`` passes everything to this recycler."""
-    return is_covered(model, EXTRACT) and recycler in model.__dict__[EXTRACT].users
 
 
 def _extract(

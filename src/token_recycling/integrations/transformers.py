@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from token_recycling.decoding.metrics import Stats
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.hf.serve import streamer_ended, unpatch_generate, warn_plain
+from token_recycling.hf.serve import patch_generate, streamer_ended, unpatch_generate, warn_plain
 from token_recycling.model.override import Override
 from token_recycling.model.target import TreeTarget
 from token_recycling.options import OptionArguments
@@ -84,6 +84,7 @@ class Enabled:
     def disable(self) -> None:
         """Leave nothing of ours in the model; calling this again does nothing."""
         model = self.recycler.model
+        self.recycler.disabled = True
         unpatch_generate(model, self.recycler)
         for override in self._overrides:
             override.call = None
@@ -155,6 +156,7 @@ def _recycled(
     recycler: TokenRecycling, model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call ``generate`` with the recycler as decoding method, unless another is requested."""
+    patch_generate(model, recycler)  # a copied model may not be patched yet
     given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     if given.get("custom_generate") is not None:
         return stock(*args, **kwargs)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils._device import DeviceContext
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -50,6 +51,13 @@ LIBRARIES = ("torch", "transformers", "accelerate", "peft", OURS)  # whose code 
 DEEPEST = 4  # levels of containers and functions that are followed
 SMALL = 16  # numbers of a tensor whose values are compared, where unknown code may switch by them
 Scalar = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def _is_read(key: Any) -> bool:
+    """Return whether a forward may read an attribute of this name."""
+    if not isinstance(key, str):
+        return True
+    return key not in UNREAD and "state_dict" not in key and "backward" not in key
 
 
 def _belongs(name: str, packages: Iterable[str]) -> bool:
@@ -113,11 +121,12 @@ def _is_equal(before: Any, now: Any) -> bool:
 def environment(device: torch.device) -> tuple[Any, ...]:
     """Return the modes of this thread and process that results depend on."""
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    # A default device is a mode too, but all tensors of ours have a device.
     return (
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         torch.get_num_threads() if device.type == "cpu" else 0,
         precision(),
-        tuple(map(type, modes)),
+        tuple(type(mode) for mode in modes if not isinstance(mode, DeviceContext)),
         torch._C._len_torch_dispatch_stack(),
     )
 
@@ -195,7 +204,7 @@ class _Walk:
                 if tensor is not None:
                     self._tensor(f"{name}.{key}", tensor, known)
         for key, value in own.items():
-            if key not in UNREAD and key not in INSIDE and not isinstance(value, Scalar):
+            if _is_read(key) and key not in INSIDE and not isinstance(value, Scalar):
                 self.value(f"{name}.{key}", value)
 
     def _tensor(self, name: str, tensor: Tensor, known: bool) -> None:

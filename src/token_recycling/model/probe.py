@@ -101,7 +101,8 @@ def probe(target: TreeTarget) -> str | None:
     rng = torch.Generator().manual_seed(0)
     count = PREFIX + TEMPLATE.size + 1
     # A vocabulary may end in padding tokens, whose identical embeddings would prove nothing.
-    ids = torch.randint(0, min(FIRST_TOKENS, target.vocab_size), (count,), generator=rng).tolist()
+    most = min(FIRST_TOKENS, target.vocab_size)
+    ids = torch.randint(0, most, (count,), generator=rng, device="cpu").tolist()
     prefix, nodes, after = ids[:PREFIX], ids[PREFIX:-1], ids[-1]
     try:
         twin = _twin(target)
@@ -139,7 +140,7 @@ def _compare(
 
     # Inputs as generate prepares them: these include, e.g., a soft prompt, which is not in the ids.
     prepared = PlainTarget(target.model, target.lm_head).prefill(rows[:1])
-    worst = float((prepared[0].float() - right[0, -1]).abs().max())
+    worst = _distance(prepared[0].float(), right[0, -1])
 
     shape = TreeShape(TEMPLATE, target.device)
     tokens = torch.tensor([nodes], device=target.device)
@@ -148,11 +149,10 @@ def _compare(
     target.prefill([prefix])
 
     def difference(node_logits: Tensor) -> float:
-        parts = [
-            (node_logits[list(leaf)] - right[row, len(prefix) : -1]).abs().max()
+        return max(
+            _distance(node_logits[list(leaf)], right[row, len(prefix) : -1])
             for row, leaf in enumerate(LEAVES)
-        ]
-        return float(torch.stack(parts).max())
+        )
 
     wrong = target.verify(replace(draft, ancestors=causal))
     control = difference(wrong[0].float())
@@ -171,8 +171,14 @@ def _compare(
     last = TreeShape(TreeTemplate.chain(1), target.device)
     pair = torch.tensor([[after, after]], device=target.device)
     logits = target.verify(last.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0].float()
-    worst = max(worst, float((logits - right[LEAVES.index(COMMITTED), -1]).abs().max()))
-    return worst, control, float(right.std()), same_bits
+    worst = max(worst, _distance(logits, right[LEAVES.index(COMMITTED), -1]))
+    return worst, control, float(right[right.isfinite()].std()), same_bits
+
+
+def _distance(found: Tensor, right: Tensor) -> float:
+    """Return the largest difference; there is none where both are the same infinity, or NaN."""
+    same = (found == right) | (found.isnan() & right.isnan())
+    return float((found - right).abs().masked_fill(same, 0.0).max())
 
 
 def _twin(target: TreeTarget) -> TreeTarget:

@@ -137,6 +137,7 @@ class TreeTarget:
         self.prompt_fraction = prompt_fraction(model) if self.slices_logits else 1.0
         self.refused = self.foreign or while_training(model, state)
         if self.refused is None:
+            self.lm_head.refresh()
             self.cast_shadow()
 
     def cast_shadow(self) -> None:

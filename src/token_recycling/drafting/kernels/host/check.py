@@ -11,7 +11,7 @@ FAULTS = (
     "a root is not valid",
     "a parent must come before its children",
     "depths must be those of the parents and 1, and 0 at the root",
-    "tokens must be those of the vocabulary",
+    "tokens must be from 0 to {last_token}",
     "a node below an invalid node must not be valid",
     "ancestors must be each node itself and those of its parent",
 )
