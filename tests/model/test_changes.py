@@ -218,3 +218,22 @@ def test_batch_invariance_is_decided_again(change):
         again = recyclers[0].generate(prompts()[1], **options)
         assert again.batch_invariant
         assert recyclers[0].batch_invariant
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_after_disable_changes_do_what_they_do_without_us(name, undo):
+    """Errors included."""
+    prompt, outcomes = prompts()[0], []
+    for used in (True, False):
+        prepared(model := fresh(), name)
+        if used:
+            with warnings.catch_warnings(), enable(model) as enabled:
+                warnings.simplefilter("ignore")
+                enabled.recycler.generate(prompt, max_new_tokens=8)
+        BY_NAME[name](model, undo)
+        try:
+            outcomes.append(stock(model, prompt, max_new_tokens=8))
+        finally:
+            while undo:
+                undo.pop()()
+    assert outcomes[0] == outcomes[1]

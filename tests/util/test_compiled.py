@@ -121,6 +121,22 @@ def test_damaged_machine_code_is_replaced(copy, tmp_path, kind, content):
     assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 1}
 
 
+def test_exchanged_machine_code_is_replaced(copy, tmp_path):
+    """That of another function would crash the process."""
+    cache = tmp_path / "cache"
+    drafted(copy, NUMBA_CACHE_DIR=str(cache))
+    files = sorted(cache.rglob("*.nbc"))
+    contents = [file.read_bytes() for file in files]
+    assert len(set(contents)) > 1
+    for file, content in zip(files, contents[1:] + contents[:1]):
+        file.write_bytes(content)
+    assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 0}
+    assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 1}
+    for file in cache.rglob("*.crc"):
+        file.unlink()
+    assert drafted(copy, NUMBA_CACHE_DIR=str(cache)) == {"kept": True, "hits": 0}
+
+
 def test_a_change_of_another_file_of_the_folder_compiles_anew(copy, tmp_path):
     """Machine code contains that of the functions which it calls."""
     cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}

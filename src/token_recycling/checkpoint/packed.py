@@ -96,7 +96,16 @@ def load_packed(file: Path, **model_options: Any) -> Any:
         raise TokenRecyclingError(
             f"cannot load the model {file}: it lacks {len(missing)} tensors ({listed(missing)})"
         )
+    model.save_pretrained = refuse_to_save
     return model.eval()
+
+
+def refuse_to_save(*args: Any, **options: Any) -> None:
+    """Raise ``TokenRecyclingError``: in place of ``save_pretrained``, which writes raw blocks."""
+    raise TokenRecyclingError(
+        "the weights are still those of the GGUF file, which Transformers cannot write; "
+        "load the file with dequantize=True to save it, or copy the file"
+    )
 
 
 def check_types(file: Path) -> list[int]:

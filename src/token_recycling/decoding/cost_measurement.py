@@ -109,10 +109,12 @@ class _Steps:
         k = min(defaults.CANDIDATES, vocab)
         generator = torch.Generator().manual_seed(0)
         matrix = AdjacencyMatrix(vocab, k)
-        matrix.update(torch.arange(vocab), torch.randint(vocab, (vocab, k), generator=generator))
+        rows = torch.arange(vocab, device="cpu")
+        candidates = torch.randint(vocab, (vocab, k), generator=generator, device="cpu")
+        matrix.update(rows, candidates)
         self.drafter = AdaptiveDrafter(matrix)
         self.accept = GreedyAcceptor()
-        self.tokens = torch.randint(vocab, (CONTEXT,), generator=generator).tolist()
+        self.tokens = torch.randint(vocab, (CONTEXT,), generator=generator, device="cpu").tolist()
         self.prompt: list[int] = []
         self.rows = self.drafter.new_rows(1)
 

@@ -41,6 +41,7 @@ class Sequence:
         unknown: int = 0,
         text: TextStream | None = None,
         on_append: Callable[[Sequence], None] | None = None,
+        given: Tensor | None = None,
     ) -> None:
         """Create the row of ``prompt``.
 
@@ -53,6 +54,8 @@ class Sequence:
                 the target read them in an earlier call; processors and criteria do not get them.
             text: gets every new token; a stop string in it ends the row.
             on_append: called after every token, once ``finish_reason`` is set.
+            given: padding and prompt as the caller's tensor int64 [1, t], which processors may
+                write to.
         """
         self.tokens = list(prompt)
         self.prompt_length = len(self.tokens)
@@ -61,8 +64,9 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stats = Stats()
         self._padding, self._unknown = list(padding), unknown
-        self._ids: Tensor | None = None  # int64 [1, capacity], the first ``_copied`` are set
-        self._copied = 0
+        # int64 [1, capacity], the first ``_copied`` are set
+        self._ids = None if given is None or given.dtype != torch.long else given
+        self._copied = 0 if self._ids is None else self._ids.shape[1]
 
     @property
     def active(self) -> bool:
@@ -100,14 +104,20 @@ class Sequence:
         length = self.padded_length
         with ordinary_tensors():
             if self._ids is None or self._ids.shape[1] < length:
-                padded = self._padding + self.tokens[self._unknown :]
                 # Twice the size, so that appending rarely reallocates.
-                self._ids = torch.tensor([padded + padded], dtype=torch.long, device=device)
+                now = torch.tensor([self.as_seen()], dtype=torch.long, device=device)
+                self._ids = torch.cat([now, now], dim=1)
             elif self._copied < length:
                 new = self.tokens[self._copied - length :]
                 self._ids[0, self._copied : length] = torch.tensor(new, device=device)
             self._copied = length
             return self._ids[:, :length].to(device)
+
+    def as_seen(self) -> list[int]:
+        """Return padding, prompt and answer with what processors have written to their ids."""
+        seen: list[int] = [] if self._ids is None else self._ids[0, : self._copied].tolist()
+        padded = self._padding + self.tokens[self._unknown :]
+        return seen + padded[len(seen) :]
 
 
 def at_most(limit: int) -> StopRule:

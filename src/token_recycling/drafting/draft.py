@@ -159,7 +159,7 @@ def joined(drafts: list[DraftTree], rows: list[list[int]]) -> DraftTree:
     """
     largest = max(draft.size for draft in drafts)
     parts = [draft.padded(largest) for draft in drafts]
-    order = torch.tensor([row for draft_rows in rows for row in draft_rows]).argsort()
+    order = torch.tensor([row for some in rows for row in some], device="cpu").argsort()
 
     def column(tensors: list[Tensor]) -> Tensor:
         return torch.cat(tensors)[order]

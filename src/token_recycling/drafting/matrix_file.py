@@ -70,18 +70,18 @@ class MatrixFile:
                 f"{path} is not a matrix file, or damaged ({one_line(error, 200)}); "
                 "name another file"
             ) from error
-        tokens = stored.get("candidates", torch.empty(0))
+        tokens = stored.get("candidates", torch.empty(0, device="cpu"))
         width = tokens.shape[-1] if tokens.ndim == 2 else 0
 
         def tensors(name: str, empty: Tensor, kinds: tuple[str, ...] = KINDS) -> list[Tensor]:
             return [stored.get(f"{kind}{name}", empty) for kind in kinds]
 
         contents = cls(
-            tensors("candidates", torch.empty(0, width, dtype=torch.int32)),
-            tensors("probabilities", torch.empty(0, width, dtype=torch.float16)),
-            tensors("keys", torch.empty(0, dtype=torch.int64), KINDS[1:]),
-            stored.get("evidence", torch.zeros(2, 0, dtype=torch.float32)),
-            stored.get("weights", torch.zeros(0, 0, dtype=torch.float64)),
+            tensors("candidates", torch.empty(0, width, dtype=torch.int32, device="cpu")),
+            tensors("probabilities", torch.empty(0, width, dtype=torch.float16, device="cpu")),
+            tensors("keys", torch.empty(0, dtype=torch.int64, device="cpu"), KINDS[1:]),
+            stored.get("evidence", torch.zeros(2, 0, dtype=torch.float32, device="cpu")),
+            stored.get("weights", torch.zeros(0, 0, dtype=torch.float64, device="cpu")),
             {name: text for name, text in about.items() if name != "format"},
         )
         if about.get("format") != FORMAT or not contents._is_whole():

@@ -270,7 +270,7 @@ class TreeShape:
         ranks = [path[-1] if path else 0 for path in paths]
         self.ranks = torch.tensor(ranks, device=device)  # of each node among its parent's children
         self.depths = torch.tensor([len(path) for path in paths], device=device)
-        ancestors = torch.eye(n, dtype=torch.bool)
+        ancestors = torch.eye(n, dtype=torch.bool, device="cpu")
         for node in range(1, n):
             ancestors[node] |= ancestors[template.parents[node]]
         self.ancestors = ancestors.to(device)

@@ -250,7 +250,7 @@ def _generators(seed: int | None, rows: int, device: torch.device) -> list[torch
     """Return a generator per row; row b draws like a single prompt with ``seed`` + b."""
     if seed is None and rows == 1:
         return [None]
-    first = int(torch.randint(2**62, ())) if seed is None else int(seed)
+    first = int(torch.randint(2**62, (), device="cpu")) if seed is None else int(seed)
     return [torch.Generator(device).manual_seed(first + row) for row in range(rows)]
 
 

@@ -227,7 +227,11 @@ class _Output:
         """Return prompts and new tokens as int64 [B, t], padded on both sides."""
         columns = [self._column(at) for at in range(max(self.released))]
         new = torch.tensor(columns, device=self.input_ids.device).T
-        return torch.cat([self.input_ids, new], dim=1)
+        ids = torch.cat([self.input_ids, new], dim=1)
+        for row, sequence in enumerate(self.sequences):  # processors may have written to them
+            seen = sequence.as_seen()[: self.input_ids.shape[1] + self.released[row]]
+            ids[row, : len(seen)] = torch.tensor(seen, device=ids.device)
+        return ids
 
 
 def _recycle(
@@ -311,5 +315,6 @@ def _make_sequences(request: Request, across: list[Any], scores: _Scores, output
             padding=ids[: max(0, len(ids) - len(prompt))],
             unknown=max(0, len(prompt) - len(ids)),
             on_append=None if across else on_append(row),
+            given=request.input_ids[row : row + 1],
         )
         output.sequences.append(sequence)

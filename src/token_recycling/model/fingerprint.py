@@ -40,6 +40,7 @@ UNREAD = frozenset(
         "_compiled_call",
         "_last_compile_config",
         "warnings_issued",
+        "__warningregistry__",
     )
 )
 OURS = "token_recycling"

@@ -30,7 +30,9 @@ class Grammars:
         """Use ``tokenizer``, for logits of ``vocab_size`` tokens; ``eos`` ends an answer."""
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, eos
         ids = {*tokenizer.all_special_ids, *eos}
-        self._special = torch.tensor(sorted(token for token in ids if token < vocab_size)).long()
+        self._special = torch.tensor(
+            sorted(token for token in ids if token < vocab_size), dtype=torch.long, device="cpu"
+        )
 
     @cached_property
     def tokens(self) -> Any:
@@ -107,7 +109,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         if self._matcher.is_error():
             self.problem = f"the grammar of the answer: {_problem(self._matcher)}"
             return scores
-        bits = torch.arange(32, dtype=torch.int32)
+        bits = torch.arange(32, dtype=torch.int32, device="cpu")
         allowed = ((self._mask[0, :, None] >> bits) & 1).bool().flatten()[: scores.shape[-1]]
         if not self._matcher.is_accepting():
             allowed[self._special] = False

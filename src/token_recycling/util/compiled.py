@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import numba
 import torch
@@ -17,16 +18,19 @@ from numba.core.caching import FunctionCache, NullCache
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
+CHECKSUM = ".crc"  # ending of a file beside each file of machine code
 
 
 def kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
     """Return numba's ``compiler(*arguments, **options)`` that keeps machine code where it can.
 
     It is kept next to the source file, or in numba's folder for the user; where neither can be
-    written to, code is compiled in every process. Damaged files are replaced.
+    written to, code is compiled in every process. Damaged and exchanged files are replaced.
     """
 
     def compile_it(function: Any) -> Any:
+        with suppress(Exception):  # whatever numba raises where it cannot keep code
+            _drop_unknown(FunctionCache(function))  # some compilers load it at once
         for _ in range(2):
             try:
                 jitted = compiler(*arguments, cache=True, **options)(function)
@@ -50,15 +54,45 @@ def _emptied(function: Any) -> bool:
     return True
 
 
+def _kept_files(cache: Any) -> list[Path]:
+    """Return the files with the machine code of a function."""
+    index = cache._cache_file
+    return [Path(index._cache_path, name) for name in index._load_index().values()]
+
+
+def _checksum(file: Path) -> str:
+    """Return a checksum of a file and its name."""
+    return f"{crc32(file.read_bytes(), crc32(file.name.encode())):08x}"
+
+
+def _drop_unknown(cache: Any) -> None:
+    """Forget machine code without its checksum beside it: that of another kernel would crash."""
+    for file in _kept_files(cache):
+        note = file.with_suffix(CHECKSUM)
+        if file.exists() and not (note.exists() and note.read_text() == _checksum(file)):
+            cache.flush()
+            return
+
+
+def _note_checksums(cache: Any) -> None:
+    for file in _kept_files(cache):
+        note = file.with_suffix(CHECKSUM)
+        if not note.exists() or note.read_text() != _checksum(file):
+            note.write_text(_checksum(file))
+
+
 def _survive_damage(jitted: Any) -> None:
     """Compile again where kept machine code cannot be read, and go on where it cannot be kept."""
     cache = jitted._cache
     if isinstance(cache, NullCache):
         return
+    with suppress(Exception):
+        _note_checksums(cache)
     load, save = cache.load_overload, cache.save_overload
 
     def load_overload(signature: Any, context: Any) -> Any:
         try:
+            _drop_unknown(cache)
             return load(signature, context)
         except Exception:  # unpickling cut or random files may raise anything
             with suppress(Exception):
@@ -68,6 +102,7 @@ def _survive_damage(jitted: Any) -> None:
     def save_overload(signature: Any, data: Any) -> None:
         with suppress(OSError):  # the disk is full
             save(signature, data)
+            _note_checksums(cache)
 
     cache.load_overload, cache.save_overload = load_overload, save_overload
 
