@@ -71,7 +71,7 @@ WARM_UP = 24  # tokens of the untimed first answer
 class Worthless(Drafter[Rows]):
     """Chains of tokens that text has no reason to contain."""
 
-    name, trusted = "worthless", True
+    name = "worthless"
 
     def __init__(self, nodes: int, vocab: int) -> None:
         """Draft ``nodes`` tokens."""

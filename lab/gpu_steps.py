@@ -19,6 +19,7 @@ from token_recycling.graph.captured_step import CapturedStep
 from token_recycling.graph.pool import slots_for
 from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.gpu import attention as gpu_attention
+from token_recycling.model.shadow import shadow_of
 from token_recycling.util.machine import synchronize
 from token_recycling.util.modes import ordinary_tensors
 
@@ -85,7 +86,7 @@ class Steps:
             self.learnt.update(torch.arange(vocab), ids)
         drafter: Any = AdaptiveDrafter(self.learnt.clone(), nodes - 1) if nodes > 1 else NoDrafter()
         if not self.fuses:
-            target.fused = None
+            target.shadow = shadow_of(target.model)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(vocab, (context + 1,), generator=generator).tolist()
         target.prefill([tokens[:context]])

@@ -39,7 +39,7 @@ from token_recycling.model.unwrap import model_inside
 from token_recycling.options import OptionArguments, Options
 from token_recycling.runs import Runs, Steps, drafter_and_size
 from token_recycling.util.lock import FairLock
-from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.modes import RestoredModes, ordinary_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -283,7 +283,7 @@ class TokenRecycling(DecodingMethod):
         batch = is_batch(prompt)
         prompts: Any = list(prompt) if batch else [prompt]
         call = self._prepare(prompts, options, stream=False)
-        with self._locked(), closing(self._steps(call)) as steps:
+        with RestoredModes(), self._locked(), closing(self._steps(call)) as steps:
             for step in steps:
                 call.on_step(step)
         answers = [self._generation(sequence) for sequence in call.sequences]
@@ -330,7 +330,7 @@ class TokenRecycling(DecodingMethod):
         with closing(self._steps(call)) as steps:  # close as soon as the consumer stops
             for number in count():
                 begin = sequence.new_length
-                with self._locked():
+                with RestoredModes(), self._locked():
                     if number:
                         self._check_unchanged()
                     step = next(steps, None)

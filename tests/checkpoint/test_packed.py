@@ -234,3 +234,10 @@ def test_a_file_of_another_shape(bundled, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", made, Type.Q8_0, "qwen3")
     with pytest.raises(TokenRecyclingError, match=r"is \[\d+, \d+\] in the file, and \[\d+, \d+\]"):
         load_checkpoint(path, "cpu")
+
+
+def test_it_cannot_be_saved(model, tmp_path):
+    """Nothing loads what ``save_pretrained`` would write, so nothing is written."""
+    with pytest.raises(ValueError, match="dequantize=True"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

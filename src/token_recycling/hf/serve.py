@@ -34,7 +34,7 @@ from token_recycling.model.override import Override, is_covered
 from token_recycling.model.target import TreeTarget
 from token_recycling.options import Options
 from token_recycling.util.lock import FairLock
-from token_recycling.util.modes import ordinary_tensors
+from token_recycling.util.modes import RestoredModes, ordinary_tensors
 
 
 class Recycler(Protocol):
@@ -117,7 +117,7 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
             decoding method is only on the Hugging Face Hub.
     """
     target = recycler.target
-    with streamer_ended(streamer):
+    with RestoredModes(), streamer_ended(streamer):
         if "/" in GENERATION_MODES_MAPPING[request.mode]:
             mode = request.mode.value.replace("_", " ")
             raise TokenRecyclingError(

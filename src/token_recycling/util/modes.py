@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from traceback import clear_frames
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -23,6 +24,34 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+_guards: list[Any] = []  # each puts back what it found when it is freed, so none must be
+
+
+class RestoredModes:
+    """Context manager that leaves gradients and inference mode as they were, interrupted or not.
+
+    A keyboard interrupt within the ``__exit__`` of a context manager leaves its mode on until the
+    interrupt's frames are freed. So they are freed here, and the modes put back.
+    """
+
+    def __enter__(self) -> None:
+        self._before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            return
+        clear_frames(trace)
+        inference, gradients = self._before
+        if torch.is_inference_mode_enabled() != inference:
+            _guards.append(torch._C._InferenceMode(inference))
+        torch.set_grad_enabled(gradients)
 
 
 class _Entered(threading.local):
