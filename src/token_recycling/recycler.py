@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+WHOLE_CHECK = 16  # steps of a stream after which the whole model is compared
+
+
 class TokenRecycling(DecodingMethod):
     """A model that decodes several tokens per forward, with the output of plain decoding.
 
@@ -126,10 +129,13 @@ class TokenRecycling(DecodingMethod):
         graphs, for drafts of more than 128 tokens, and between such a change and that answer.
         """
         target = self.target
-        if isinstance(target, TreeTarget) and (
-            target.refused or target.fingerprint is None or target.fingerprint.change()
-        ):
-            return False
+        changed = isinstance(target, TreeTarget) and (
+            target.fingerprint is None or target.fingerprint.change() is not None
+        )
+        return not changed and self._is_invariant()
+
+    def _is_invariant(self) -> bool:
+        """Return ``batch_invariant`` of a model that has not changed."""
         nodes = defaults.MOST_NODES if self.options.nodes is None else self.options.nodes
         largest = nodes + 1 if self.template is None else self.template.size
         return self.target.batch_invariant and not self.runs.graphs and largest <= MOST_TOKENS
@@ -299,7 +305,7 @@ class TokenRecycling(DecodingMethod):
         else:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         reason = sequence.finish_reason or ""
-        return Generation(text, tokens, reason, sequence.stats, self.batch_invariant)
+        return Generation(text, tokens, reason, sequence.stats, self._is_invariant())
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateArguments]) -> Iterator[Chunk]:
         """Generate the answer to a prompt token by token.
@@ -332,8 +338,10 @@ class TokenRecycling(DecodingMethod):
                 begin = sequence.new_length
                 with RestoredModes(), self._locked():
                     if number:
-                        self._check_unchanged()
+                        self._check_unchanged(whole=number % WHOLE_CHECK == 0)
                     step = next(steps, None)
+                    if not sequence.active:
+                        self._check_unchanged(whole=True)
                 if step is None:
                     return
                 call.on_step(step)
@@ -351,10 +359,17 @@ class TokenRecycling(DecodingMethod):
                         stats=sequence.stats if last and reason is not None else None,
                     )
 
-    def _check_unchanged(self) -> None:
-        """Raise ``TokenRecyclingError`` if the model is not that of the present answer."""
+    def _check_unchanged(self, *, whole: bool) -> None:
+        """Raise ``TokenRecyclingError`` if the model is not that of the present answer.
+
+        Args:
+            whole: compare all of it. Otherwise only what the answer's next step would read: what
+                else has changed cannot change it, and is found before the answer ends.
+        """
         target = self.target
         if not isinstance(target, TreeTarget) or target.refused or target.fingerprint is None:
+            return
+        if not whole and not target.fingerprint.leaks():
             return
         if (change := target.fingerprint.change()) is not None:
             raise TokenRecyclingError(f"this answer cannot continue: {change}")

@@ -239,5 +239,5 @@ def test_a_file_of_another_shape(bundled, tmp_path):
 def test_it_cannot_be_saved(model, tmp_path):
     """Nothing loads what ``save_pretrained`` would write, so nothing is written."""
     with pytest.raises(ValueError, match="dequantize=True"):
-        model.save_pretrained(tmp_path / "saved")
+        model[0].save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ UNREAD = frozenset(
         "_last_compile_config",
         "warnings_issued",
         "__warningregistry__",
+        "_non_persistent_buffers_set",
     )
 )
 OURS = "token_recycling"
@@ -51,6 +53,7 @@ HOOKS = (OURS, "accelerate", "peft", "transformers", "torch.nn.utils")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", OURS)  # whose code does not change
 DEEPEST = 4  # levels of containers and functions that are followed
 SMALL = 16  # numbers of a tensor whose values are compared, where unknown code may switch by them
+LAYOUT = (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))
 Scalar = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -98,6 +101,15 @@ def _tensor_key(tensor: Tensor) -> Any:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     except (RuntimeError, NotImplementedError):  # subclasses without memory of their own
         return id(tensor), tensor.shape, tensor.dtype
+
+
+def _layouts(tensors: Iterable[Tensor]) -> list[list[Any]]:
+    """Return the keys of tensors (see ``_tensor_key``), each part of all in a list."""
+    tensors = list(tensors)
+    try:
+        return [list(map(read, tensors)) for read in LAYOUT]
+    except (RuntimeError, NotImplementedError):
+        return [list(map(_tensor_key, tensors))]
 
 
 def _values_key(tensor: Tensor) -> Any:
@@ -153,10 +165,11 @@ class _Snapshot(NamedTuple):
         modules: all modules.
         classes: their classes.
         tensors: all tensors of the modules, by name.
-        layouts: their keys.
+        layouts: see ``_layouts``.
         variables: of unknown code: a function that reads each, by name.
         values: what they were.
         environment: see ``environment``.
+        shared: containers, and their copies, that a shadow of the model reads too.
     """
 
     names: list[str]
@@ -165,10 +178,11 @@ class _Snapshot(NamedTuple):
     modules: list[nn.Module]
     classes: list[type]
     tensors: dict[str, Tensor]
-    layouts: list[Any]
+    layouts: list[list[Any]]
     variables: dict[str, Callable[[], Any]]
     values: list[Any]
     environment: tuple[Any, ...]
+    shared: tuple[list[Any], list[Any]]
 
 
 class _Walk:
@@ -180,11 +194,15 @@ class _Walk:
         self.copies: list[Any] = []
         self.tensors: dict[str, Tensor] = {}
         self.variables: dict[str, Callable[[], Any]] = {}
+        self.shared: tuple[list[Any], list[Any]] = ([], [])
         self._seen: set[int] = set()
 
-    def add(self, name: str, container: Any, copy: Any) -> None:
-        """Add a container that is not known yet."""
+    def add(self, name: str, container: Any, copy: Any, *, shared: bool = True) -> None:
+        """Add a container that is not known yet; ``shared``: a shadow has no copy of it."""
         self._seen.add(id(container))
+        if shared:
+            self.shared[0].append(container)
+            self.shared[1].append(copy)
         self.names.append(name)
         self.containers.append(container)
         self.copies.append(copy)
@@ -196,9 +214,9 @@ class _Walk:
     def module(self, name: str, module: nn.Module) -> None:
         """Add a module: its attributes, tensors and hooks."""
         own = module.__dict__
-        self.add(name, own, dict(own))
+        self.add(name, own, dict(own), shared=False)
         for part in INSIDE:
-            self.add(name, own[part], dict(own[part]))
+            self.add(name, own[part], dict(own[part]), shared=False)
         known = _belongs(type(module).__module__, LIBRARIES)
         for part in ("_parameters", "_buffers"):
             for key, tensor in own[part].items():
@@ -336,11 +354,28 @@ class Fingerprint:
             modules,
             classes,
             walk.tensors,
-            list(map(_tensor_key, walk.tensors.values())),
+            _layouts(walk.tensors.values()),
             walk.variables,
             [read() for read in walk.variables.values()],
             environment(self._device),
+            walk.shared,
         )
+
+    def leaks(self) -> bool:
+        """Return whether a shadow that was made when it was taken may compute otherwise now.
+
+        Cheaper than ``change``: what the shadow has copies of is not looked at.
+        """
+        taken = self._taken
+        containers, copies = taken.shared
+        try:
+            return bool(
+                taken.environment != environment(self._device)
+                or containers != copies
+                or [read() for read in taken.variables.values()] != taken.values
+            )
+        except Exception:  # as in ``_is_same``
+            return True
 
     def change(self) -> str | None:
         """Return in a few words what has changed first since it was taken, or None."""
@@ -358,7 +393,7 @@ class Fingerprint:
                 taken.environment == environment(self._device)
                 and taken.containers == taken.copies
                 and list(map(type, taken.modules)) == taken.classes
-                and list(map(_tensor_key, taken.tensors.values())) == taken.layouts
+                and _layouts(taken.tensors.values()) == taken.layouts
                 and [read() for read in taken.variables.values()] == taken.values
             )
         except Exception:  # tensors that are compared number by number, for example
@@ -373,8 +408,8 @@ class Fingerprint:
         for name, container, copy in zip(taken.names, taken.containers, taken.copies):
             if (change := _changed_container(name, container, copy)) is not None:
                 return change
-        layouts = map(_tensor_key, taken.tensors.values())
-        for name, before, now in zip(taken.tensors, taken.layouts, layouts):
+        layouts = _layouts(taken.tensors.values())
+        for name, before, now in zip(taken.tensors, zip(*taken.layouts), zip(*layouts)):
             if before != now:
                 return f"{name} has moved or has another shape"
         for (name, read), before in zip(taken.variables.items(), taken.values):

@@ -2,7 +2,9 @@
 
 Kernels replace the ``forward`` of single modules. If they did so in the model itself, everybody who
 looks at it, compiles, copies, prunes or trains it would meet them. The modules of a shadow share
-the tensors of the model's modules and nothing else, so that the model stays as its owner made it.
+the memory of the model's tensors and nothing else. So the model stays as its owner made it, and
+whatever its owner does meanwhile, an answer is that of the model as it was when it began, but for
+weights that are written in place.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from functools import lru_cache, partial
 from types import CellType, FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from token_recycling.util.modes import ordinary_tensors
 
 BOUND = "_token_recycling_bound"  # attribute with the first arguments of a module's ``call``
 
@@ -31,6 +35,15 @@ def shadow_of(
         **attributes: of all modules, instead of their own.
     """
     modules = {id(module): _copied(module, configs or {}, attributes) for module in model.modules()}
+    aliases: dict[int, Tensor] = {}  # tied weights stay tied
+    for module in modules.values():
+        for part in ("_parameters", "_buffers"):
+            tensors = module.__dict__[part]
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in aliases:
+                        aliases[id(tensor)] = _alias(tensor)
+                    tensors[name] = aliases[id(tensor)]
     for module in modules.values():
         children = module.__dict__["_modules"]
         for name, child in children.items():
@@ -46,6 +59,15 @@ def _copied(module: nn.Module, configs: dict[int, Any], attributes: dict[str, An
         shadow.__dict__[name] = value.copy() if isinstance(value, dict) else value
     shadow.__dict__.update(attributes)
     return shadow
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory, which ``tensor.data = …`` does not take away."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_inference():
+        return tensor  # subclasses and inference tensors cannot be aliased
+    with ordinary_tensors():
+        alias = tensor.detach()
+        return nn.Parameter(alias, requires_grad=False) if type(tensor) is nn.Parameter else alias
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:

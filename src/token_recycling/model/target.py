@@ -121,6 +121,7 @@ class TreeTarget:
         model = self.model
         self.generation += 1
         self.batch_invariant = False
+        self.shadow = self.recordings = None  # frees weights that the model has no longer
         self.fingerprint = Fingerprint(model, self.device)
         self.state = state = ModelState(model)
         if state.device != self.device:
