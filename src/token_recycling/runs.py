@@ -108,13 +108,15 @@ class Runs:
     ) -> Steps:
         """Decode rows (see ``TokenRecycling.steps``)."""
         self.latest += 1
-        number = self.latest
+        number, generation = self.latest, getattr(self.target, "generation", None)
 
         def check() -> None:
             if self.latest != number:
                 raise TokenRecyclingError(
                     "this answer cannot continue: the model has begun another one or was reset"
                 )
+            if not plain and getattr(self.target, "generation", None) != generation:
+                raise TokenRecyclingError("this answer cannot continue: the model has changed")
 
         hooks = Hooks(check, on_progress, on_draft)
         prefix, self._prefix = self._prefix, None

@@ -237,3 +237,25 @@ def test_after_disable_changes_do_what_they_do_without_us(name, undo):
             while undo:
                 undo.pop()()
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_call_between_the_steps_of_a_stream_adopts_the_change(blind, monkeypatch):
+    """The call falls back, so that no other answer begins; the control: nobody counts adoptions."""
+    model = fresh()
+    recycler = TokenRecycling(model, nodes=1)
+    stream = recycler.stream(prompts()[0], max_new_tokens=TOKENS)
+    next(stream)
+    model.model.layers[0].self_attn.scaling *= 2
+    with enable(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ids = torch.tensor([prompts()[0]])
+        options = {"num_beams": 2, "do_sample": False, "custom_generate": recycler}
+        model.generate(ids, max_new_tokens=2, **options)
+    assert recycler.target.generation == 2
+    if blind:
+        recycler.target.generation = 1
+        assert len(list(stream)) == TOKENS - 1
+    else:
+        with pytest.raises(TokenRecyclingError, match="cannot continue: the model has changed"):
+            list(stream)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -252,8 +252,8 @@ class _Walk:
         elif isinstance(value, tuple):
             for index, item in enumerate(value):
                 self.value(f"{name}[{index}]", item, level + 1)
-        elif isinstance(value, PretrainedConfig) or not _belongs(
-            type(value).__module__, (*LIBRARIES, "builtins", "collections", "_thread", "threading")
+        elif isinstance(value, PretrainedConfig | SimpleNamespace) or not _belongs(
+            type(value).__module__, (*LIBRARIES, *sys.stdlib_module_names)
         ):
             own = getattr(value, "__dict__", None)
             if isinstance(own, dict):
