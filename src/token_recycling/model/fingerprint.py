@@ -48,7 +48,7 @@ UNREAD = frozenset(
 OURS = "token_recycling"
 # Whose forwards and hooks may be on single modules: they place and convert tensors, and treat all
 # positions of a forward alike.
-FORWARDS = (OURS, "accelerate", "kernels")
+FORWARDS = (OURS, "accelerate", "kernels", "transformers")
 HOOKS = (OURS, "accelerate", "peft", "transformers", "torch.nn.utils")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", OURS)  # whose code does not change
 DEEPEST = 4  # levels of containers and functions that are followed
