@@ -118,10 +118,25 @@ class TestPeft:
         adapted.unmerge_adapter()
         assert recycler.target.lm_head.weight is not None
 
-    def test_no_graph_with_adapters(self, adapted):
+    def test_float32_logits_with_an_adapter_beside_the_projection(self):
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+        model = make("llama")
+        recycler = TokenRecycling(model, nodes=8, float32_logits=True)
+        before = recycler.generate(PROMPT, max_new_tokens=16).token_ids
+        peft.get_peft_model(model, config)
+        answer = recycler.generate(PROMPT, max_new_tokens=16)
+        assert answer.token_ids == plain(model, PROMPT, 16) != before
+
+    def test_a_graph_with_adapters_that_are_switched(self, adapted):
         recycler = TokenRecycling(adapted, nodes=8, graph=True)
-        for _ in range(2):
-            with pytest.warns(UserWarning, match="adapters"):
-                answer = recycler.generate(PROMPT, max_new_tokens=20)
+        texts = []
+        for _ in range(3):
+            answer = recycler.generate(PROMPT, max_new_tokens=20)
+            texts.append(answer.token_ids)
             assert answer.token_ids == plain(recycler.model, PROMPT, 20)
-            adapted.base_model.disable_adapter_layers()
+            switch = adapted.base_model
+            (switch.disable_adapter_layers if len(texts) == 1 else switch.enable_adapter_layers)()
+        assert texts[0] == texts[2] != texts[1]
+        assert recycler.runs._graph is not None

@@ -3,7 +3,7 @@
 A target is right for the model that was probed. Everybody may change that model afterwards: put in
 modules, set attributes, register hooks, replace functions. A ``Fingerprint`` has copies of all
 dictionaries that a forward reads, and compares them with what they contain now. Comparing two lists
-of dictionaries is one call into the interpreter: 0.3 ms for 400 modules.
+of dictionaries is one call into the interpreter: 0.2 ms for 400 modules.
 """
 
 from __future__ import annotations

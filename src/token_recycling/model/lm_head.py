@@ -61,8 +61,10 @@ class Float32Head(ThreadContext):
         self._copy()
 
     def cover(self, shadow: Any) -> None:
-        """Let the LM head of a model's shadow compute in float32."""
-        replace_forward(shadow.get_output_embeddings(), _in_float32, self)
+        """Let the LM head of a model's shadow compute in float32, inside an adapter too."""
+        for module, twin in zip(self.model.modules(), shadow.modules()):
+            if module is self.head:
+                replace_forward(twin, _in_float32, self)
 
     def _version(self) -> list[Any]:
         """Return a key that changes with most changes of the weights."""
