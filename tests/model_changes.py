@@ -1,11 +1,13 @@
 """Changes that somebody makes to a model after it was loaded, and a model to make them to.
 
 Each takes the model and ``undo``, a list of functions that restore what belongs to the process.
+``CHANGED_MODEL`` is another Llama checkpoint to make them to.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from functools import lru_cache, partial
 
 import torch
@@ -18,10 +20,12 @@ from transformers.models.llama import modeling_llama as llama
 
 from token_recycling import BUNDLED_MODEL
 
+MODEL = os.environ.get("CHANGED_MODEL", BUNDLED_MODEL)
+
 
 @lru_cache
 def _loaded():
-    return AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="float32").eval()
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32").eval()
 
 
 def fresh():
@@ -31,7 +35,7 @@ def fresh():
 
 @lru_cache
 def prompts():
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = (
         "Once upon a time there was a",
         "def add(a, b):\n    return",

@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 
-from model_changes import BY_NAME, fresh, prepared, prompts
+from model_changes import BY_NAME, MODEL, fresh, prepared, prompts
 from serving import running
-from token_recycling import BUNDLED_MODEL, TokenRecycling, enable
+from token_recycling import TokenRecycling, enable
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.fingerprint import Fingerprint
 
@@ -145,7 +145,7 @@ def test_the_server_follows(undo):
 def _tokenizer():
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    return AutoTokenizer.from_pretrained(MODEL)
 
 
 @contextlib.contextmanager
