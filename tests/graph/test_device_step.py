@@ -42,7 +42,7 @@ def test_a_step_launches_few_kernels_around_the_forward(architecture, batch):
     recycler.target.prefill([prompt[:-1] for prompt in prompts])
     with ordinary_tensors():
         step.begin([Sequence(prompt) for prompt in prompts], [])
-    names = Launches(model).during(step)
+    names = Launches(recycler.target.shadow).during(step)
     print(len(names), names)
     assert {"_propose", "_count", "_learn"} <= set(names)
     assert len(names) <= MOST_LAUNCHES
