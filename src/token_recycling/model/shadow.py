@@ -89,13 +89,15 @@ def replace_forward(module: nn.Module, call: Callable[..., Any], *bound: Any) ->
     object, and keep its weights until the garbage collector runs. Another's ``forward`` stays.
     """
     if "forward" not in vars(module):
-        module.__class__ = _subclass(stock_class(module), call)  # type: ignore[arg-type]
+        cls = stock_class(module)
+        module.__class__ = _subclass(cls, cls.forward, call)  # type: ignore[arg-type]
         module.__dict__[BOUND] = bound
 
 
 @lru_cache(None)
-def _subclass(cls: type[nn.Module], call: Callable[..., Any]) -> type[nn.Module]:
-    stock = cls.forward
+def _subclass(
+    cls: type[nn.Module], stock: Callable[..., Any], call: Callable[..., Any]
+) -> type[nn.Module]:
     signature = inspect.signature(stock)
     kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
     takes_names = inspect.Parameter.VAR_KEYWORD in kinds

@@ -108,7 +108,8 @@ class TreeTarget:
         if (getattr(model, "tp_size", None) or 1) > 1:
             # Draft sizes depend on time, so that processes would disagree and wait for ever.
             raise TokenRecyclingError("it is tensor parallel (tp_plan)")
-        self.device, self.vocab_size = ModelState(model).device, ModelState(model).vocab_size
+        state = ModelState(model)
+        self.device, self.vocab_size = state.device, state.vocab_size
         self.adopt()
         self.reset()
 
