@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx2 as httpx
-import uvicorn
 
 from token_recycling.server.app import Server, create_app
-from token_recycling.server.connection import Connection
 from token_recycling.server.engine import Engine
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches
+from token_recycling.server.run import http_server
 from token_recycling.server.scopes import MatrixScopes
 
 NAME = "demo"
@@ -55,7 +54,9 @@ class Running:
 
 
 @contextmanager
-def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**26, origins=()):
+def running(
+    recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**26, origins=(), proxies=()
+):
     """Serve ``recycler`` until the end of the block."""
     metrics = Metrics(NAME)
     engine = Engine(
@@ -69,14 +70,7 @@ def running(recycler, *, keys=(), scope="shared", rows=8, waiting=64, prefix=2**
     about = {"recycling": "on", "context": 2048}
     app = create_app(Server(engine, NAME, list(keys), about), origins)
     sock = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        timeout_graceful_shutdown=5,
-        lifespan="off",
-        http=Connection,
-    )
-    server = uvicorn.Server(config)
+    server = http_server(app, drain_seconds=5, trusted_proxies=proxies)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     decoding = threading.Thread(target=engine.run, daemon=True)
     decoding.start()

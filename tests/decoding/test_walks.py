@@ -1,4 +1,4 @@
-"""The branch that a target would take through a draft, and walks that choose as they go."""
+"""The paths that a target takes through drafts, also those chosen on the way."""
 
 import numpy as np
 import pytest
@@ -8,26 +8,21 @@ from token_recycling.decoding.walks import (
     follow,
     host_path,
     host_walk,
-    likeliest_children,
     longest_paths,
 )
 from token_recycling.drafting.draft import chains
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 
 
-def likeliest(draft):
-    logits = torch.zeros(1, draft.size, 9)
-    return longest_paths(draft, likeliest_children(draft, logits))
-
-
 def test_padding_is_on_no_branch():
     """Nodes that hold no token, with and without themselves among their ancestors."""
     draft = chains(torch.tensor([[5, 6, 7]])).padded(6)
-    path, counts = likeliest(draft)
+    choices = torch.tensor([[6, 7, 8, 0, 0, 0]])
+    path, counts = longest_paths(draft, choices)
     assert path[0, :3].tolist() == [0, 1, 2]
     assert counts.tolist() == [3]
     draft = draft.up_to(torch.tensor([2]))
-    path, counts = likeliest(draft)
+    path, counts = longest_paths(draft, choices)
     assert counts.tolist() == [2]
     assert path[0, :2].tolist() == [0, 1]
 

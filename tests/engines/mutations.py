@@ -34,12 +34,16 @@ def hide_the_package() -> None:
 
 
 def apply_vllm(name: str | None) -> None:
-    """Break the step of ``mode=tree``."""
+    """Break the step."""
     if name is None:
         return
-    from token_recycling.integrations.vllm import tree_attention, tree_step
+    from token_recycling.integrations.vllm import accept, tree_attention, tree_step
 
-    if name == "no commit":
+    if name == "stale processors":
+        accept._after = lambda processor, emitted: processor
+    elif name == "stale texts":
+        accept._Draws._after = lambda self, rows: self._metadata
+    elif name == "no commit":
         tree_step._move = lambda runner, paths: None
     elif name == "no depth positions":
         whole = tree_step.place

@@ -44,7 +44,8 @@ def sets(model: str) -> dict[str, dict]:
     """Requests by the name of what they are for, for a model with the bundled model's tokenizer.
 
     A set has ``requests``, how many are ``at_once``, and ``sampling`` that differs from greedy
-    decoding without an end. A request with ``after`` continues that one.
+    decoding without an end. A request with ``after`` continues that one; a ``group`` is decoded
+    together, and before the next one.
     """
     from transformers import AutoTokenizer
 
@@ -89,7 +90,55 @@ def sets(model: str) -> dict[str, dict]:
             ],
             "sampling": {"temperature": 1.0, "top_k": 4},
         },
+        "some mixtures": mixtures(tokenize, 40, 1),
+        "mixtures": mixtures(tokenize, 500, 2),
     }
+
+
+def mixtures(tokenize: Any, count: int, seed: int) -> dict:
+    """Groups of two or four requests that are decoded together, each with options of its own."""
+    rng = random.Random(seed)
+    prompts = [tokenize(text)[:60] for text in texts()]
+    common = [token for prompt in prompts for token in prompt]
+
+    def sampling() -> dict:
+        found: dict = {"ignore_eos": rng.random() < 0.5}
+        if rng.random() < 0.5:
+            found |= {"temperature": rng.choice([0.3, 0.7, 1.0, 1.5]), "seed": rng.randrange(10**6)}
+            kinds = {
+                "top_k": lambda: rng.choice([1, 2, 5, 50]),
+                "top_p": lambda: rng.choice([0.3, 0.8, 0.95]),
+                "min_p": lambda: rng.choice([0.02, 0.1, 0.5]),
+            }
+            found |= {name: value() for name, value in kinds.items() if rng.random() < 0.3}
+        kinds = {
+            "logprobs": lambda: rng.randrange(6),
+            "repetition_penalty": lambda: rng.choice([0.8, 1.2, 1.5]),
+            "presence_penalty": lambda: rng.choice([-0.5, 0.7]),
+            "frequency_penalty": lambda: rng.choice([-0.5, 0.4]),
+            "stop_token_ids": lambda: rng.sample(common, 100),
+            "stop": lambda: [rng.choice([".", "the", "\n"])],
+            "min_tokens": lambda: rng.randrange(2, 8),
+            "logit_bias": lambda: {rng.choice(common): rng.choice([-5.0, 2.0, 5.0])},
+            "bad_words": lambda: rng.sample(["the", "and a", "was"], 2),
+            "allowed_token_ids": lambda: sorted({*common[:400], 2}),
+            "prompt_logprobs": lambda: 1,
+            "structured_outputs": lambda: {"regex": "[a-z ]{10,30}"},
+        }
+        found |= {name: value() for name, value in kinds.items() if rng.random() < 0.15}
+        if "min_tokens" in found:  # without tokens that it keeps away it does nothing
+            found["stop_token_ids"] = kinds["stop_token_ids"]()
+        if "structured_outputs" in found:  # neither can be kept together with a grammar
+            found.pop("allowed_token_ids", None)
+            found.pop("bad_words", None)
+        return found
+
+    requests = []
+    for group in range(count):
+        for _ in range(rng.choice([2, 4])):
+            request = {"prompt": rng.choice(prompts), "tokens": rng.randint(8, 24), "abort": None}
+            requests.append(request | {"sampling": sampling(), "group": group})
+    return {"requests": requests}
 
 
 def to_the_end(limit: int) -> dict:
@@ -103,11 +152,17 @@ def to_the_end(limit: int) -> dict:
 
 
 def begun(requests: list[dict], texts: dict[int, list[int]]) -> list[tuple[int, dict]]:
-    """Those that can be asked now: all that come after none, or after one that has ended."""
+    """Those that can be asked now: all that come after none, or after one that has ended.
+
+    Of those with a group, these are the first group of which one has not ended.
+    """
     found = []
-    for i, request in enumerate(requests):
-        if i in texts:
-            continue
+    left = [i for i in range(len(requests)) if i not in texts]
+    group = requests[left[0]].get("group") if left else None
+    for i in left:
+        request = requests[i]
+        if request.get("group") != group:
+            break
         after = request.get("after")
         if after is None:
             found.append((i, request))

@@ -25,6 +25,8 @@ def serve(engine, asked: dict) -> dict:
     texts: dict[int, list[int]] = {}
     cached: dict[int, int] = {}
     logprobs: dict[int, list[float]] = {}
+    best: dict[int, list[dict[int, float]]] = {}
+    reasons: dict[int, str | None] = {}
     live: set[str] = set()
     steps = 0
     while len(texts) < len(requests):
@@ -51,6 +53,11 @@ def serve(engine, asked: dict) -> dict:
                 logprobs[i] = [
                     at[token].logprob for at, token in zip(answer.logprobs or [], answer.token_ids)
                 ]
+                best[i] = [
+                    {token: round(of.logprob, 3) for token, of in at.items()}
+                    for at in answer.logprobs or []
+                ]
+                reasons[i] = answer.finish_reason
                 live.discard(output.request_id)
     order = range(len(requests))
     return {
@@ -58,6 +65,8 @@ def serve(engine, asked: dict) -> dict:
         "cached": [cached[i] for i in order],
         "logprobs": [p for i in order for p in logprobs[i]],
         "steps": steps,
+        "best": [best[i] for i in order],
+        "reasons": [reasons[i] for i in order],
     }
 
 

@@ -1,5 +1,7 @@
 """vLLM with the plug-in writes what vLLM writes. `make test-vllm` runs this in an environment."""
 
+import math
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -8,7 +10,7 @@ from engine_runs import MODEL, library_mat, mat, same, serve, served, widened
 from requests_plan import COUNT, sets
 
 NODES = 24
-SETS = ["one by one", "plan", "turns", "processors", "samples"]
+SETS = ["one by one", "plan", "turns", "processors", "samples", "some mixtures"]
 
 
 def speculative(tokens, **options):
@@ -92,6 +94,41 @@ def test_drafts_of_the_size_that_pays(plain, run, mode, sets_):
         assert same(plain[name], ours[name]) == len(plain[name]["texts"])
 
 
+def alike(plain, ours):
+    """Whether requests have the same text, end and log probabilities."""
+    parts = [(found["texts"], found["reasons"], found["best"]) for found in (plain, ours)]
+
+    def same_logprobs(*both):  # a grammar's impossible tokens are all alike
+        a, b = ({token: p for token, p in one.items() if math.isfinite(p)} for one in both)
+        return a.keys() == b.keys() and all(abs(a[token] - b[token]) < 2e-3 for token in a)
+
+    return [
+        text == text_ and reason == reason_ and all(map(same_logprobs, best, best_))
+        for text, reason, best, text_, reason_, best_ in zip(*parts[0], *parts[1], strict=True)
+    ]
+
+
+def test_a_few_mixed_batches(plain, ours):
+    found = alike(plain["some mixtures"], ours["some mixtures"])
+    assert len(found) > 100
+    assert all(found)
+    assert ours["some mixtures"]["steps"] < 0.8 * plain["some mixtures"]["steps"]
+
+
+def test_mixed_batches(run, mode):
+    """500 batches of two or four requests, each with random options of its own."""
+    whole, ours = (run(["mixtures"], engine=way) for way in ({}, WAYS[mode]))
+    found = alike(whole["mixtures"], ours["mixtures"])
+    assert len(found) > 1000
+    assert all(found)
+
+
+@pytest.mark.parametrize("mutation", ["stale processors", "stale texts"])
+def test_a_sampler_that_does_not_know_what_was_emitted_shows(run, plain, mode, mutation):
+    broken = run(["some mixtures"], engine=WAYS[mode], mutation=mutation)
+    assert not all(alike(plain["some mixtures"], broken["some mixtures"]))
+
+
 def test_it_accepts_what_the_library_accepts(plain, ours, mode):
     assert same(plain["one by one"], ours["one by one"]) == COUNT
     requests = sets(str(MODEL))["one by one"]["requests"]
@@ -159,10 +196,21 @@ def test_tensor_parallel(run, mode, tmp_path_factory):
     [
         ({"mode": "forest"}, "mode is 'forest'; it must be one of chain, tree"),
         ({"matrix": "nowhere"}, "no matrix file at nowhere"),
+        ({"mod": "tree"}, "has no option 'mod'; use one of drafter, "),
+        ({"save_matrix": "."}, "cannot write .: not a regular file"),
+        (None, "additional_config['token_recycling'] is None; it must be an object of options"),
+        ([], "additional_config['token_recycling'] is []; it must be an object of options"),
+        ("token-recycling", "additional_config has the key 'token-recycling'"),
     ],
 )
 def test_bad_options_are_said_in_one_line(folder, options, says):
-    found = serve("run_vllm.py", folder, engine=speculative(6, **options), sets=[])
+    engine = speculative(6)
+    if isinstance(options, str):
+        engine["additional_config"] = {options: {}}
+    else:
+        given = options if not isinstance(options, dict) else {"automatic": False} | options
+        engine["additional_config"]["token_recycling"] = given
+    found = serve("run_vllm.py", folder, engine=engine, sets=[])
     assert says in found["log"]
     assert "exit code 0" not in found["log"]
 

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from dataclasses import replace
 from importlib.util import find_spec
+from ipaddress import ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 
 from token_recycling.cli import options as o
 from token_recycling.cli import show
-from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line, printable
 
 if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
@@ -94,6 +95,14 @@ def serve(
             "repeated.",
         ),
     ] = None,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxy",
+            metavar="ADDRESS",
+            help="Proxy, or network of them, whose X-Forwarded-For is believed; may be repeated.",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print a line per answer.")] = False,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Print a line for every HTTP request, too.")
@@ -108,6 +117,7 @@ def serve(
     keys, origins = api_key or [], allowed_origin or []
     _check_numbers(port, batch, queue, prefix_cache, save_minutes, drain_seconds)
     _check_access(keys, origins)
+    proxies = list(map(_network, trusted_proxy or []))
     if served_model_name == "":
         raise TokenRecyclingError("--served-model-name is empty")
     _check_scope(matrix_scope, loading.matrix, keys)
@@ -163,6 +173,7 @@ def serve(
                 drain_seconds=drain_seconds,
                 access_log=access_log,
                 on_start=print_start,
+                trusted_proxies=proxies,
             )
         finally:
             saved_last = keeper is None or keeper.finish()
@@ -227,6 +238,17 @@ def _check_access(keys: list[str], origins: list[str]) -> None:
             raise TokenRecyclingError(
                 f"--allowed-origin is {origin}; give * or what browsers send: https://example.org"
             )
+
+
+def _network(proxy: str) -> str:
+    """Return a proxy's address, or a network, as the server compares them."""
+    try:
+        return str(ip_network(proxy, strict=False))
+    except ValueError as error:
+        raise TokenRecyclingError(
+            f"--trusted-proxy is {printable(proxy)}; give an IP address, or a network such as "
+            "10.0.0.0/8"
+        ) from error
 
 
 def _check_scope(scope: str, matrix: Path | None, keys: list[str]) -> None:

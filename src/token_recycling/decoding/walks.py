@@ -112,26 +112,6 @@ def longest_paths(draft: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
     return path[:, :-1], deepest[:, 0] + 1
 
 
-def likeliest_children(draft: DraftTree, logits: Tensor) -> Tensor:
-    """Return the token of each node's child that the target considers most likely, int64 [B, n].
-
-    ``NO_TOKEN`` stands for a node without a valid child. Along these choices, ``longest_paths``
-    finds one branch down to a leaf; it depends on the target and the tokens before it alone.
-
-    Args:
-        draft: B trees of n nodes.
-        logits: [B, n, V], the target's logits at every node.
-    """
-    batch, n = draft.tokens.shape
-    nodes = torch.arange(n, device=logits.device)
-    rows = torch.arange(batch, device=logits.device)[:, None]
-    worth = logits[rows, draft.parents, draft.tokens].float()
-    is_child = (draft.parents[:, None, :] == nodes[:, None]) & draft.valid[:, None, :]
-    is_child[:, :, 0] = False
-    best, child = worth[:, None, :].masked_fill(~is_child, -torch.inf).max(dim=2)
-    return draft.tokens.gather(1, child).masked_fill(best == -torch.inf, NO_TOKEN)
-
-
 def children_of(draft: DraftTree) -> list[Children]:
     """Return the valid nodes of each row by parent and token; of equal siblings the first."""
     by_row: list[Children] = []

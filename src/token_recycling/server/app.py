@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.concurrency import run_in_threadpool
 
 from token_recycling.server.answering import Answering, or_gone
 from token_recycling.server.authentication import Authentication
+from token_recycling.server.body import parsed
 from token_recycling.server.body_limit import BodyLimit
 from token_recycling.server.choices import (
     ChatChoice,
@@ -27,11 +28,14 @@ from token_recycling.server.choices import (
 )
 from token_recycling.server.engine import Engine
 from token_recycling.server.errors import ApiError, add_handlers
+from token_recycling.server.faults import Faults
 from token_recycling.server.job import Ended, NewTokens
 from token_recycling.server.prompts import Answer, Prompts
 from token_recycling.server.schemas import ChatRequest, CompletionRequest, SamplingFields
 
 READ = ["GET", "HEAD"]
+LARGE = 2**16  # bytes of a body
+R = TypeVar("R", ChatRequest, CompletionRequest)
 PAGE = Path(__file__).parent / "static" / "chat.html"
 
 
@@ -66,6 +70,7 @@ class Server:
         self.prompts = Prompts(engine.recycler)
         self._texts = TokenTexts(self.prompts.tokenizer, self.prompts.eos)
         self._created = int(time.time())
+        self._large = CapacityLimiter(1)
 
     def models(self) -> Json:
         """Return OpenAI's list of models."""
@@ -100,20 +105,36 @@ class Server:
                 code="model_not_found",
             )
 
-    async def chat(self, request: Request, body: ChatRequest) -> Response:
+    async def _read(
+        self, request: Request, kind: type[R], answers: Callable[[R], list[Answer]]
+    ) -> tuple[R, list[Answer]]:
+        """Return what a request asks for, and its choices.
+
+        Both are made in a thread; of large bodies one at a time, so that they cannot take all of
+        the machine.
+        """
+        content, name = await request.body(), request.headers.get("content-type", "")
+
+        def read() -> tuple[R, list[Answer]]:
+            body = parsed(kind, name, content, self.prompts.context)
+            self._check_model(body.model)
+            return body, answers(body)
+
+        limiter = self._large if len(content) > LARGE else None
+        return await to_thread.run_sync(read, limiter=limiter)
+
+    async def chat(self, request: Request) -> Response:
         """Answer a chat request."""
-        self._check_model(body.model)
-        answers = await run_in_threadpool(self.prompts.of_chat, body)
+        body, answers = await self._read(request, ChatRequest, self.prompts.of_chat)
         choices: list[Choice] = [
             ChatChoice(index, self._texts, answer.parser) for index, answer in enumerate(answers)
         ]
         top = (body.top_logprobs or 0) if body.logprobs else None
         return await self._answer(request, body, answers, choices, top, "chat.completion")
 
-    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+    async def complete(self, request: Request) -> Response:
         """Answer a completion request."""
-        self._check_model(body.model)
-        answers = await run_in_threadpool(self.prompts.of_completion, body)
+        body, answers = await self._read(request, CompletionRequest, self.prompts.of_completion)
         choices: list[Choice] = [TextChoice(index, self._texts) for index in range(len(answers))]
         return await self._answer(request, body, answers, choices, body.logprobs, "text_completion")
 
@@ -216,9 +237,11 @@ def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
     """Return the application that serves ``server``, to web pages of ``allowed_origins`` too."""
 
     # No /docs: it would load scripts from another host, and describe errors that are not ours.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    # No redirects to paths without a slash: they would name the host that the client names.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(BodyLimit)
     app.add_middleware(Authentication, keys=server.keys)
+    app.add_middleware(Faults)
     if allowed_origins:  # outermost: answers to wrong keys need its headers too
         app.add_middleware(
             CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
@@ -226,12 +249,12 @@ def create_app(server: Server, allowed_origins: Sequence[str] = ()) -> FastAPI:
     add_handlers(app)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatRequest) -> Response:
-        return await server.chat(request, body)
+    async def chat(request: Request) -> Response:
+        return await server.chat(request)
 
     @app.post("/v1/completions")
-    async def complete(request: Request, body: CompletionRequest) -> Response:
-        return await server.complete(request, body)
+    async def complete(request: Request) -> Response:
+        return await server.complete(request)
 
     @app.get("/v1/models")
     async def models() -> Json:

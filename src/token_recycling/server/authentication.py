@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from token_recycling.errors import printable
 from token_recycling.server.errors import ApiError
 
 API = "/v1/"  # requests for it need a key
+LONG_KEY = 16  # characters of a key whose last four may be shown
+LONGEST_ADDRESS = 64  # characters; a proxy may pass on anything as one
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Caller:
 
     Attributes:
         key: the API key; "" if none are required.
-        name: with whom the request waits in turn.
+        name: with whom the request waits in turn, and what the log says of it: the address, or
+            the key's number and the end of a long one.
     """
 
     key: str
@@ -52,16 +56,18 @@ class Authentication:
         """
         host = request.client.host if request.client else ""
         if not self._keys:
-            return Caller("", host)
+            return Caller("", printable(host[:LONGEST_ADDRESS]))
         given = request.headers.get("authorization", "")
         scheme, _, token = given.partition(" ")
-        matched_key = ""
-        for key in self._keys:  # all of them, so that the time tells nothing
+        matched = None
+        for number, key in enumerate(self._keys):  # all of them, so that the time tells nothing
             if secrets.compare_digest(token.strip().encode(), key.encode()):
-                matched_key = key
-        if scheme.lower() != "bearer" or not matched_key:
+                matched = number
+        if scheme.lower() != "bearer" or matched is None:
             problem = "this server requires an API key: send Authorization: Bearer KEY"
             if scheme.lower() == "bearer" and token.strip():
                 problem = "wrong API key"
             raise ApiError(problem, status=401, code="invalid_api_key")
-        return Caller(matched_key, matched_key)
+        key = self._keys[matched]
+        end = f" …{key[-4:]}" if len(key) >= LONG_KEY else ""
+        return Caller(key, f"key {matched + 1}{end}")

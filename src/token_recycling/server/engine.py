@@ -25,6 +25,7 @@ from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
 from token_recycling.server.admission import Admission
 from token_recycling.server.batch import ContinuousBatch, Row
+from token_recycling.server.faults import log_fault
 from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewTokens
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches
@@ -410,13 +411,13 @@ class Engine:
         self._admission.finished(taken)
         self.metrics.ended(reason, stats, taken)
         answer = f"{len(job.prompt)} + {stats.new_tokens} tokens, MAT {stats.mat:.2f}"
-        logger.info("%s: %s, %.1f s, %s", job.shown, answer, taken, reason)
+        logger.info("%s: %s, %.1f s, %s", job.caller, answer, taken, reason)
         if event is not None:
             job.emit(event)
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         """Report a fault of the server."""
-        logger.error("a request failed", exc_info=error)
+        log_fault("a request failed", error)
         for job in jobs:
             message = f"{type(error).__name__}: {one_line(error, 200)}"
             self._finish(job, "error", Failed(message, 500))

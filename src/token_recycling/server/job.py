@@ -13,8 +13,6 @@ from token_recycling.decoding.metrics import Stats
 from token_recycling.hf.call import CallOptions
 from token_recycling.server.grammar import GrammarProcessor
 
-LONG_KEY = 16  # characters of a key whose last four may be shown
-
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -89,7 +87,7 @@ class Job:
         options: of ``TokenRecycling.stream``.
         processors: options that create logits processors.
         key: whose texts it belongs to (see ``MatrixScopes``).
-        caller: with whom it waits in turn.
+        caller: with whom it waits in turn (see ``Caller.name``).
         emit: called with every event, in the engine's thread; the last is ``Ended`` or ``Failed``.
         grammar: that of ``processors`` which makes it follow a grammar, if any.
         special_tokens: True if its text must contain special tokens.
@@ -109,13 +107,6 @@ class Job:
     top_logprobs: int | None = None
     aborted: bool = False
     arrived: float = field(default_factory=monotonic)
-
-    @property
-    def shown(self) -> str:
-        """Who asked for it, as the log says: the address, or the end of a long key."""
-        if not self.key:
-            return self.caller
-        return "key …" + (self.key[-4:] if len(self.key) >= LONG_KEY else "")
 
 
 class LogprobRecorder:

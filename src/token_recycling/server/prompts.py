@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 
 from llguidance import LLMatcher
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from token_recycling.decoding.text import render, valid_text
 from token_recycling.errors import TokenRecyclingError
@@ -21,7 +21,7 @@ from token_recycling.recycler import TokenRecycling
 from token_recycling.server.errors import ApiError
 from token_recycling.server.grammar import GrammarProcessor, Grammars, json_grammar
 from token_recycling.server.json_schema import ANY_OBJECT, Schema
-from token_recycling.server.penalties import PenaltyProcessor
+from token_recycling.server.penalties import BiasProcessor, PenaltyProcessor
 from token_recycling.server.response_template import TemplateParser, response_template
 from token_recycling.server.schemas import (
     MOST_TOKENS,
@@ -68,12 +68,14 @@ class Prompts:
         self.eos: list[int] = [eos] if isinstance(eos, int) else list(eos or [])
         # As in Transformers, the model's own configuration says whether it samples by default.
         self.temperature = float(config.temperature or 1.0) if config.do_sample else 0.0
+        self.repetition_penalty = float(config.repetition_penalty or 1.0)
         self.context = recycler.target.max_context
         self.vocab_size = recycler.target.vocab_size
         self._forces_calls = takes_tools(self.tokenizer)  # else they can only be parsed
         self._template = response_template(self.tokenizer)
         arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        self._reserved = {*arguments, "self"}  # else a request could bring its own template
+        # Else a request could bring its own template or conversation.
+        self._reserved = {*arguments, "self", "messages"}
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
         self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos)
         self._special = SpecialTokens(self.tokenizer)
@@ -91,6 +93,7 @@ class Prompts:
         with self._lock:
             rendered, marks = self._render(request)
             text = marks.text(rendered)
+            self._check_size(marks.count(rendered), "messages")  # each is a token or more
             ids = self._encode(text, "messages", lambda: marks.ids(rendered, self.tokenizer))
             self._check_length(ids, "messages")
             if grammar is not None:
@@ -138,7 +141,7 @@ class Prompts:
         """
         with self._lock:
             prompts = []
-            for prompt in request.prompts:
+            for prompt in request.prompt:
                 ids = prompt if isinstance(prompt, list) else self._of_text(prompt)
                 self._check_length(ids, "prompt")
                 prompts.append(ids)
@@ -187,9 +190,12 @@ class Prompts:
             raise ApiError("the prompt is empty", param=param)
         if not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ApiError(f"token ids must be from 0 to {self.vocab_size - 1}", param=param)
-        if self.context is not None and len(ids) >= self.context:
+        self._check_size(len(ids), param)
+
+    def _check_size(self, tokens: int, param: str) -> None:
+        if self.context is not None and tokens >= self.context:
             raise ApiError(
-                f"the prompt has {len(ids)} tokens; the model's context is {self.context}, "
+                f"the prompt has {tokens} tokens; the model's context is {self.context}, "
                 "of which at least one must be left",
                 param=param,
                 code="context_length_exceeded",
@@ -249,13 +255,20 @@ class Prompts:
             "repetition_penalty": request.repetition_penalty,
         }
         given = {name: value for name, value in given.items() if value is not None}
+        first: list[LogitsProcessor] = []
         if request.logit_bias:
             bias = {int(token): float(value) for token, value in request.logit_bias.items()}
             if max(bias) >= self.vocab_size:
                 raise ApiError(
                     f"token ids must be from 0 to {self.vocab_size - 1}", param="logit_bias"
                 )
-            given["sequence_bias"] = {(token,): value for token, value in bias.items()}
+            first.append(BiasProcessor(bias))
+            # Biases come first, as in vLLM, so the penalty that generate would apply before them
+            # follows here.
+            penalty = given.get("repetition_penalty", self.repetition_penalty)
+            given["repetition_penalty"] = 1.0
+            if penalty != 1.0:
+                first.append(RepetitionPenaltyLogitsProcessor(penalty))
         seed = secrets.randbelow(MOST_SEED) if request.seed is None else request.seed
         temperature = self.temperature if request.temperature is None else request.temperature
         presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
@@ -277,12 +290,12 @@ class Prompts:
                     stop=request.stops,
                 )
                 follows = None
-                logits_processors: list[LogitsProcessor] = []
+                logits_processors = list(first)
+                if presence or frequency:
+                    logits_processors.append(PenaltyProcessor(len(ids), presence, frequency))
                 if matcher is not None:
                     follows = self._grammars.processor(matcher, len(ids))
-                    logits_processors = [follows]
-                if presence or frequency:
-                    logits_processors.insert(0, PenaltyProcessor(len(ids), presence, frequency))
+                    logits_processors.append(follows)
                 with_processors = (
                     {**given, "logits_processor": logits_processors} if logits_processors else given
                 )

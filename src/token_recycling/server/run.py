@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Thread
 from types import FrameType
@@ -15,16 +15,69 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from token_recycling.errors import printable
 from token_recycling.server.connection import Connection
 from token_recycling.server.engine import Engine
+from token_recycling.server.errors import MOST_CHARACTERS
 
-GRACE_SECONDS = 5  # for the last frames of answers that were ended
+GRACE_SECONDS = 1.0  # for the last frames of answers that were ended
 
 
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Return False for requests that were cancelled at the end: their traceback says nothing."""
+class _Server(uvicorn.Server):
+    """Closes the connections that are left some time after the end of answers."""
+
+    def __init__(self, config: uvicorn.Config, seconds: float) -> None:
+        """Close them ``seconds`` after the server began to shut down."""
+        super().__init__(config)
+        self._seconds = seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the answers in progress; clients that do not read them are not waited for."""
+        asyncio.get_running_loop().call_later(self._seconds, self._end_connections)
+        await super().shutdown(sockets)
+
+    def _end_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """Return False for what uvicorn logs of requests that were cancelled, or logged by us."""
     kind = record.exc_info[0] if record.exc_info else None
-    return not (kind is not None and issubclass(kind, asyncio.CancelledError))
+    cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+    return not cancelled and "without completing response" not in str(record.msg)
+
+
+def _printed(record: logging.LogRecord) -> bool:
+    """Escape what clients have written into a line of the access log."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            printable(value[:MOST_CHARACTERS]) if isinstance(value, str) else value
+            for value in record.args
+        )
+    return True
+
+
+def http_server(
+    app: FastAPI,
+    *,
+    drain_seconds: int,
+    access_log: bool = False,
+    trusted_proxies: Sequence[str] = (),
+) -> uvicorn.Server:
+    """Return the server of ``app``; for the arguments see ``run``."""
+    config = uvicorn.Config(
+        app,
+        log_level="info" if access_log else "warning",
+        access_log=access_log,
+        http=Connection,
+        lifespan="off",
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=list(trusted_proxies),
+    )
+    logging.getLogger("uvicorn.error").addFilter(_says_something)
+    logging.getLogger("uvicorn.access").addFilter(_printed)
+    return _Server(config, drain_seconds + GRACE_SECONDS)
 
 
 def run(
@@ -35,6 +88,7 @@ def run(
     drain_seconds: int,
     access_log: bool,
     on_start: Callable[[], None],
+    trusted_proxies: Sequence[str] = (),
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP; then finish the answers in progress.
 
@@ -48,18 +102,11 @@ def run(
         drain_seconds: after which answers in progress are ended, with an error.
         access_log: print a line per request.
         on_start: called when signals end the server in this way.
+        trusted_proxies: addresses or networks whose X-Forwarded-For is believed.
     """
-    config = uvicorn.Config(
-        app,
-        log_level="info" if access_log else "warning",
-        access_log=access_log,
-        http=Connection,
-        # The engine ends the answers before.
-        timeout_graceful_shutdown=drain_seconds + GRACE_SECONDS,
-        lifespan="off",
+    server = http_server(
+        app, drain_seconds=drain_seconds, access_log=access_log, trusted_proxies=trusted_proxies
     )
-    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
-    server = uvicorn.Server(config)
 
     def serve() -> None:
         try:

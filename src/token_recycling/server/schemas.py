@@ -1,6 +1,8 @@
 """What a request may contain: OpenAI's fields, those of vLLM that clients use, and limits.
 
-A field is served, accepted without effect, or refused with a reason. Nothing is ignored.
+A field is served, accepted without effect, or refused with a reason. Nothing is ignored. Numbers of
+elements are checked before the elements, and the first wrong element ends the checks: a body may
+have half a million of them.
 """
 
 from __future__ import annotations
@@ -9,11 +11,24 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from token_recycling.server.json_limits import JsonLimitError, loads
 
 MOST_CHOICES = 16
 MOST_LOGPROBS, MOST_LEGACY_LOGPROBS = 20, 5
 MOST_STOPS = 16
+MOST_TOOLS = 128
+MOST_BIASES = 4096
 MOST_TOKENS = 2**31
 
 # Accepted without effect: they concern OpenAI's accounts and storage, or are hints.
@@ -39,6 +54,7 @@ REFUSED_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 # Fields of answers that clients send back in the messages of the next turn.
+A_PROMPT = "input should be a string, token ids, or a list of one or the other"
 ANSWER_FIELDS = ("refusal", "reasoning_content", "annotations", "audio")
 
 
@@ -55,10 +71,40 @@ class _FieldError(ValueError):
         self.field = field
 
 
+class ContextError(_FieldError):
+    """A prompt that is longer than the model's context."""
+
+
+class UnknownFieldError(ValueError):
+    """A field that does not exist.
+
+    Attributes:
+        name: of the field.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Name the field."""
+        super().__init__("unknown field")
+        self.name = name
+
+
+def _at_most(most: int, what: str) -> BeforeValidator:
+    """Return a validator that refuses longer lists and objects before it looks at elements."""
+
+    def check(given: Any, info: ValidationInfo) -> Any:
+        if isinstance(given, (list, dict)) and len(given) > most:
+            name = str(info.field_name)
+            raise _FieldError(name, f"{name} has {len(given)} {what}; at most {most} are possible")
+        return given
+
+    return BeforeValidator(check)
+
+
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-Stops = str | list[str]
+Stops = str | Annotated[list[str], Field(fail_fast=True)]
 Json = dict[str, Any]
 
 
@@ -66,6 +112,17 @@ class Strict(BaseModel):
     """An object without unknown fields, whose values have the right types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, given: Any) -> Any:
+        """Refuse the first unknown field, before pydantic describes them all."""
+        if isinstance(given, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            for name in given:
+                if name not in known:
+                    raise UnknownFieldError(name)
+        return given
 
 
 class StreamOptions(Strict):
@@ -82,14 +139,12 @@ class SamplingFields(Strict):
 
     model: str | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = (
-        None
-    )
+    logit_bias: Annotated[dict[str, Bias] | None, _at_most(MOST_BIASES, "entries")] = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     presence_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stops | None = None
+    stop: Annotated[Stops | None, _at_most(MOST_STOPS, "strings")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -108,8 +163,7 @@ class SamplingFields(Strict):
     def _check_common(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise _FieldError("stream_options", "stream_options needs stream: true")
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MOST_STOPS or not all(stops):
+        if not all(self.stops) or self.stop == "":
             raise _FieldError("stop", f"stop takes 1 to {MOST_STOPS} strings that are not empty")
         for token in self.logit_bias or {}:
             if not re.fullmatch("0|[1-9][0-9]{0,8}", token):
@@ -163,6 +217,12 @@ class CalledFunction(Strict):
     name: str
     arguments: str
 
+    @field_validator("arguments")
+    @classmethod
+    def _is_within_limits(cls, given: str) -> str:
+        _arguments(given)
+        return given
+
 
 class PastToolCall(Strict):
     """A call of a tool in a message of the assistant."""
@@ -178,9 +238,11 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[PastToolCall] | None = None
+    tool_calls: Annotated[
+        Annotated[list[PastToolCall], Field(fail_fast=True)] | None, _at_most(MOST_TOOLS, "calls")
+    ] = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -210,19 +272,28 @@ class Message(BaseModel):
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call)},
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _arguments(call.function.arguments),
+                    },
                 }
                 for call in self.tool_calls
             ]
         return message
 
 
-def _arguments(call: PastToolCall) -> Any:
-    """Return the arguments as an object, as templates write them as JSON themselves."""
+def _arguments(text: str) -> Any:
+    """Return the arguments of a call as an object, as templates write them as JSON themselves.
+
+    Raises:
+        ValueError: they are beyond the limits for JSON.
+    """
     try:
-        return json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
-        return call.function.arguments
+        return loads(text.encode(errors="surrogatepass"))
+    except JsonLimitError as error:
+        raise ValueError(f"the JSON {error}") from error
+    except ValueError:
+        return text
 
 
 class Function(Strict):
@@ -279,12 +350,14 @@ class ResponseFormat(Strict):
 class ChatRequest(SamplingFields):
     """A request for ``/v1/chat/completions``."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[
+        Annotated[list[Tool], Field(fail_fast=True)] | None, _at_most(MOST_TOOLS, "tools")
+    ] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     # Without effect if the model's template has no such variable.
@@ -298,6 +371,14 @@ class ChatRequest(SamplingFields):
     @classmethod
     def _select(cls, given: Any) -> Any:
         return _served(given, REFUSED_CHAT, WITHOUT_EFFECT_CHAT)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _fit(cls, given: Any, info: ValidationInfo) -> Any:
+        """Refuse more messages than there is room for tokens."""
+        if isinstance(given, list):
+            _check_fits(len(given), "messages", info)
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -340,10 +421,58 @@ class ChatRequest(SamplingFields):
         return [tool.model_dump(exclude_none=True) for tool in tools or []]
 
 
+def _prompts(given: Any, info: ValidationInfo) -> list[str | list[int]]:
+    """Return the prompts, each a string or token ids, of one or several of them.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list):
+        raise _FieldError("prompt", f"prompt: {A_PROMPT}")
+    if not given:
+        raise _FieldError("prompt", "prompt is empty")
+    if type(given[0]) is int:
+        _check_ids(given, "prompt", info)
+        return [given]
+    if len(given) > MOST_CHOICES:
+        many = f"prompt has {len(given)} prompts; at most {MOST_CHOICES} are possible"
+        raise _FieldError("prompt", many)
+    kind = type(given[0])
+    if kind not in (str, list):
+        raise _FieldError("prompt.0", f"prompt.0: {A_PROMPT}")
+    for index, prompt in enumerate(given):
+        if not isinstance(prompt, kind):
+            wanted = "a valid string" if kind is str else "a list of token ids"
+            raise _FieldError(f"prompt.{index}", f"prompt.{index}: input should be {wanted}")
+        if isinstance(prompt, list):
+            _check_ids(prompt, f"prompt.{index}", info)
+    return given
+
+
+def _check_ids(ids: list[Any], where: str, info: ValidationInfo) -> None:
+    """Refuse lists that are longer than the context, or hold something else than integers."""
+    _check_fits(len(ids), "prompt", info)
+    if set(map(type, ids)) <= {int}:
+        return
+    index = next(index for index, token in enumerate(ids) if type(token) is not int)
+    name = f"{where}.{index}"
+    raise _FieldError(name, f"{name}: input should be a valid integer")
+
+
+def _check_fits(count: int, name: str, info: ValidationInfo) -> None:
+    """Refuse more than the model's context, which is the ``context`` of the validation."""
+    most = (info.context or {}).get("tokens")
+    if most is not None and count >= most:
+        what = "messages" if name == "messages" else "tokens"
+        raise ContextError(name, f"the prompt has {count} {what}; the model's context is {most}")
+
+
 class CompletionRequest(SamplingFields):
     """A request for ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LEGACY_LOGPROBS)] | None = None
 
@@ -356,17 +485,6 @@ class CompletionRequest(SamplingFields):
     def _check(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
             raise _FieldError("best_of", "best_of is not supported: answers are not ranked; use n")
-        if self.prompt == []:
-            raise _FieldError("prompt", "prompt is empty")
-        if len(self.prompts) * (self.n or 1) > MOST_CHOICES:
+        if len(self.prompt) * (self.n or 1) > MOST_CHOICES:
             raise _FieldError("n", f"prompts times n may be at most {MOST_CHOICES}")
         return self
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a string or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)

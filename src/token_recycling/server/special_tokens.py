@@ -84,12 +84,21 @@ class Marks:
 
     def ids(self, text: str, tokenizer: Callable[..., Any]) -> list[int]:
         """Return the tokens of ``text``; what a mark stands for is encoded as ordinary text."""
+        parts = self._parts(text)
+        ordinary = list(dict.fromkeys(part for part in parts[::2] if part))
+        # In one call for all: a call takes 0.1 ms, and there may be tens of thousands.
+        encoded = tokenizer(ordinary, add_special_tokens=False).input_ids if ordinary else []
+        of_text = dict(zip(ordinary, encoded))
+        of_mark = {
+            text: tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+            for text in set(self._texts)
+        }
         ids: list[int] = []
-        for index, part in enumerate(self._parts(text)):
-            if index % 2:
-                ids += tokenizer(
-                    self._texts[int(part)], add_special_tokens=False, split_special_tokens=True
-                ).input_ids
-            elif part:
-                ids += tokenizer(part, add_special_tokens=False).input_ids
+        for index, part in enumerate(parts):
+            if part:
+                ids += of_mark[self._texts[int(part)]] if index % 2 else of_text[part]
         return ids
+
+    def count(self, text: str) -> int:
+        """Return how many marks are in ``text``."""
+        return text.count(f"x{self._key}x")

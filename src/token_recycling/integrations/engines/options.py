@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from token_recycling import defaults
 from token_recycling.decoding.prepare import compile_kernels
@@ -26,8 +26,10 @@ MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
 # Steps of more tokens verify a multiple of it: kernels are prepared for every number of tokens, and
 # graphs are captured for some.
 MULTIPLE = 8
+NUMBERS = {"candidates", "context", "max_step_tokens", "save_minutes"}
+MOST = 2**24  # of a number
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-logger = logging.getLogger(__name__)
+Self = TypeVar("Self", bound="ServingOptions")
 
 
 @dataclass(frozen=True)
@@ -61,40 +63,40 @@ class ServingOptions:
     max_step_tokens: int = MAX_STEP_TOKENS
 
     @classmethod
-    def parse(cls, given: dict[str, Any]) -> ServingOptions:
+    def parse(cls: type[Self], given: dict[str, Any]) -> Self:
         """Parse options; numbers may be strings.
 
         Raises:
             TokenRecyclingError: there is no such option, or its value is invalid.
         """
         known = {field.name: field for field in fields(cls)}
-        drafter = given.get("drafter", cls.drafter)
-        values = {"candidates": defaults.candidates_for(drafter), **given}
-        for name in values:
+        for name in given:
             if name not in known:
                 raise TokenRecyclingError(
                     f"Token Recycling has no option {name!r}; use one of {', '.join(known)}"
                 )
+        drafter = given.get("drafter", cls.drafter)
+        values = {"candidates": defaults.candidates_for(drafter), **given}
         automatic = str(values.get("automatic", cls.automatic)).lower()
         if automatic not in YES | NO:
             raise TokenRecyclingError(f"automatic is {automatic!r}; it must be true or false")
         values["automatic"] = automatic in YES
-        for name in ("candidates", "context", "max_step_tokens", "save_minutes"):
-            try:
-                values[name] = int(values.get(name, getattr(cls, name)))
-            except (TypeError, ValueError):
-                raise TokenRecyclingError(
-                    f"{name} is {values[name]!r}; it must be a whole number"
-                ) from None
+        for name in NUMBERS & values.keys():
+            values[name] = _whole(name, values[name])
         options = cls(**values)
-        if options.context < 256:
-            raise TokenRecyclingError(f"context is {options.context}; it must be 256 or more")
-        for name in ("max_step_tokens", "save_minutes"):
-            if getattr(options, name) < 1:
-                raise TokenRecyclingError(
-                    f"{name} is {getattr(options, name)}; it must be 1 or more"
-                )
+        options._check()
         return options
+
+    def _check(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if "str" in str(field.type) and not isinstance(value, str) and value != field.default:
+                raise TokenRecyclingError(f"{field.name} is {value!r}; it must be a string")
+        for name, least in (("context", 256), ("max_step_tokens", 1), ("save_minutes", 1)):
+            value = getattr(self, name)
+            if not least <= value <= MOST:
+                bound = f"{least} or more" if value < least else f"at most {MOST}"
+                raise TokenRecyclingError(f"{name} is {value}; it must be {bound}")
 
     @classmethod
     def from_environment(cls) -> ServingOptions:
@@ -200,3 +202,15 @@ def load_tokenizer(name: str | None, **options: Any) -> Any:
     except Exception as error:  # a broken checkpoint can raise anything
         line = one_line(error, 200)
         raise TokenRecyclingError(f"cannot load the tokenizer {name}: {line}") from error
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return a number, or the number in a string.
+
+    Raises:
+        TokenRecyclingError: it is none.
+    """
+    with suppress(TypeError, ValueError, OverflowError):
+        if isinstance(value, str) or (int(value) == value and not isinstance(value, bool)):
+            return int(value)
+    raise TokenRecyclingError(f"{name} is {value!r}; it must be a whole number")

@@ -1,25 +1,32 @@
 """Hooks into vLLM's model runner.
 
-Three methods are wrapped. They behave as before unless the runner's drafter is ours.
+Four functions are wrapped. They behave as before unless the runner's drafter is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from token_recycling.integrations.engines.versions import check_signature
-from token_recycling.integrations.vllm import greedy, sampled, tree_step
-from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep
+from token_recycling.integrations.vllm import tree_step
+from token_recycling.integrations.vllm.accept import accept
+from token_recycling.integrations.vllm.plugin import is_ours, wrap
+from token_recycling.integrations.vllm.step import BUILT_IN, StepDrafter, VerifiedStep
 
 NO_LIMIT = 1 << 30
-# The wrapped methods and their expected parameters.
+# The wrapped functions and their expected parameters.
 SAMPLE_TOKENS = ("sample_tokens", "self", "grammar_output")
 PREPARE_INPUTS = ("_prepare_inputs", "self", "scheduler_output", "num_scheduled_tokens")
 SAMPLE = ("_sample", "self", "logits", "spec_decode_metadata")
+BUILD_PROCESSORS = (
+    *("build_logitsprocs", "vllm_config", "device"),
+    *("is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
+)
 
 
 def install(proposer: type[Any]) -> None:
@@ -31,19 +38,10 @@ def install(proposer: type[Any]) -> None:
     Raises:
         EngineVersionError: the signature of a method has changed.
     """
-    _wrap(partial(_catching_logits, proposer), *SAMPLE_TOKENS)
-    _wrap(partial(_sampling, proposer), *SAMPLE)
-    _wrap(partial(_preparing, proposer), *PREPARE_INPUTS)
-
-
-def _wrap(around: Callable[..., Any], name: str, *parameters: str) -> None:
-    method = getattr(GPUModelRunner, name)
-    if getattr(method, "token_recycling", False):
-        return
-    check_signature(method, *parameters)
-    wrapped = wraps(method)(around(method))
-    wrapped.token_recycling = True  # type: ignore[attr-defined]
-    setattr(GPUModelRunner, name, wrapped)
+    wrap(GPUModelRunner, partial(_catching_logits, proposer), *SAMPLE_TOKENS)
+    wrap(GPUModelRunner, partial(_sampling, proposer), *SAMPLE)
+    wrap(GPUModelRunner, partial(_preparing, proposer), *PREPARE_INPUTS)
+    wrap(gpu_model_runner, _processing, *BUILD_PROCESSORS)
 
 
 def _ours(kind: type[Any], runner: Any) -> StepDrafter | None:
@@ -101,12 +99,10 @@ def _preparing(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any
 
 
 def _sampling(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_sample`` to pass each tree's best path to vLLM's own sampler as a chain.
+    """Wrap ``_sample`` to accept drafts on CPUs (see ``accept``).
 
-    On CPUs vLLM's rejection sampler is wrong for sampled requests, fails if there is nothing to
-    verify and a request sets top-k, and copies all logits twice. There, batches without drafts are
-    sampled without speculation, batches with sampled drafts token by token (see ``sampled``), and
-    greedy chains take what the drafter needs anyway (see ``greedy``).
+    There vLLM's rejection sampler is wrong as soon as one request of the batch is sampled, and
+    fails if one of these sets top-k. Batches without drafts are sampled without speculation.
     """
 
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
@@ -115,14 +111,30 @@ def _sampling(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]
             return method(self, logits, spec_decode_metadata)
         if not any(spec_decode_metadata.num_draft_tokens):
             return method(self, logits, None)
-        if proposer.on_cpu and sampled.any_drafted(self, spec_decode_metadata):
-            return sampled.sample(self, proposer, logits, spec_decode_metadata)
-        step = proposer.step
-        if proposer.on_cpu and not proposer.tree and step is not None and step.takes_best:
-            return greedy.sample(proposer, step, spec_decode_metadata)
-        if not proposer.tree:
+        if not proposer.on_cpu or proposer.step is None:
             return method(self, logits, spec_decode_metadata)
-        with tree_step.as_chains(self, proposer, logits, spec_decode_metadata) as chain:
-            return method(self, *chain)
+        return accept(self, proposer, proposer.step, logits, spec_decode_metadata)
 
     return sample
+
+
+def _processing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``build_logitsprocs`` to serve ``min_p`` and ``logit_bias`` beside our drafts.
+
+    vLLM leaves these out under speculation, because its rejection sampler cannot apply them.
+    """
+
+    def build(
+        vllm_config: Any,
+        device: Any,
+        is_pin_memory: bool,
+        is_pooling_model: bool,
+        custom_logitsprocs: Any = (),
+    ) -> Any:
+        if custom_logitsprocs or not is_ours(vllm_config.speculative_config):
+            return method(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
+        return LogitsProcessors(
+            processor(vllm_config, device, is_pin_memory) for processor in BUILT_IN
+        )
+
+    return build

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,7 +17,6 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.integrations.engines.chains import compile_acceptance
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.versions import VLLM, check_version
@@ -24,16 +24,57 @@ from token_recycling.integrations.vllm import hooks, tree_attention
 from token_recycling.integrations.vllm.step import VerifiedStep
 from token_recycling.util.tokens import padded
 
+KEY = "token_recycling"  # of our options in vLLM's ``additional_config``
 MODES = ("chain", "tree")
 CHAIN_FROM = 16  # minimum nodes of the tree whose most likely branch is the chain
+
+
+@dataclass(frozen=True)
+class VllmOptions(ServingOptions):
+    """Options for users of vLLM.
+
+    Attributes:
+        mode: what is verified for each request: a "chain" or a "tree".
+    """
+
+    mode: str = "chain"
+
+    def _check(self) -> None:
+        super()._check()
+        if self.mode not in MODES:
+            raise TokenRecyclingError(
+                f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}"
+            )
+
+
+def given_options(additional_config: Any) -> dict[str, Any]:
+    """Return our options from vLLM's ``additional_config``, which has other plug-ins' too.
+
+    Raises:
+        TokenRecyclingError: they are not an object, or their key is misspelt.
+    """
+    config = additional_config if isinstance(additional_config, dict) else {}
+    for name in config:
+        letters = "".join(filter(str.isalnum, str(name).lower()))
+        if name != KEY and get_close_matches(letters, ["tokenrecycling"], cutoff=0.8):
+            raise TokenRecyclingError(
+                f"additional_config has the key {name!r}; the options of Token Recycling have the "
+                f"key {KEY!r}"
+            )
+    options = config.get(KEY, {})
+    if not isinstance(options, dict):
+        raise TokenRecyclingError(
+            f"additional_config[{KEY!r}] is {options!r}; it must be an object of options, for "
+            'example {"mode": "chain"}'
+        )
+    return options
 
 
 class Proposer:
     """Drafts for the requests of one worker, and learns from the logits captured by the hooks.
 
     vLLM creates it with its configuration, calls ``load_model`` once and ``propose`` after every
-    step. Options come from ``additional_config["token_recycling"]``: ``mode`` ("chain" or "tree")
-    and those of ``ServingOptions``.
+    step. Options come from ``additional_config["token_recycling"]`` (see ``VllmOptions``).
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -44,12 +85,8 @@ class Proposer:
                 not supported; the message says why.
         """
         check_version(VLLM)
-        options = dict((vllm_config.additional_config or {}).get("token_recycling", {}))
-        mode = options.pop("mode", "chain")
-        if mode not in MODES:
-            raise TokenRecyclingError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
-        self.tree = mode == "tree"
-        self.options = ServingOptions.parse(options)
+        self.options = VllmOptions.parse(given_options(vllm_config.additional_config))
+        self.tree = self.options.mode == "tree"
         if self.tree:
             tree_attention.check_model(vllm_config)
             tree_attention.register()
@@ -58,8 +95,6 @@ class Proposer:
         self.largest = max_drafted + 1
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
-        if self.on_cpu:
-            compile_acceptance()
         grown = max_drafted if self.tree else max(CHAIN_FROM, 2 * max_drafted)
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
@@ -223,8 +258,7 @@ class Proposer:
         """Return False if a draft of this row could not be verified."""
         if self.tree and step.structured(row):
             return False
-        # On CPUs vLLM's rejection sampler does not preserve the distribution, with any drafter.
-        return not (self.on_cpu and step.sampled(row)) or step.can_walk
+        return step.can_walk if self.on_cpu else step.verifiable(row)
 
     def _begin(self, texts: dict[str, list[int]], step: VerifiedStep) -> None:
         """Start drafting for requests; ``texts`` are their tokens read so far."""

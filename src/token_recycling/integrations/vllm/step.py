@@ -17,6 +17,8 @@ from vllm.v1.sample.logits_processor import (
 from token_recycling.integrations.engines.requests import RequestDrafter
 from token_recycling.integrations.engines.step_logits import StepLogits
 
+# The logits processors that can be told what has been emitted in a step.
+BUILT_IN = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
 PLACEHOLDER = -1  # vLLM's draft token for requests that have just joined a decoding batch
 
 
@@ -101,32 +103,33 @@ class VerifiedStep:
 
     @cached_property
     def can_walk(self) -> bool:
-        """Whether each token's distribution depends only on its logits and its request.
+        """Whether each token can be chosen from its logits and the tokens before it.
 
-        Then sampled drafts can be followed token by token (see ``sampled``).
+        Then drafts can be followed token by token (see ``accept``).
         """
         sampling = self._runner.input_batch.sampling_metadata
         budget = sampling.thinking_budget_state_holder
-        return (
-            sampling.max_num_logprobs is None
-            and not sampling.logprob_token_ids
-            and sampling.no_penalties
-            and not sampling.bad_words_token_ids
-            and not (budget is not None and budget.has_tracked_requests())
-            and all(map(_is_constant, sampling.logitsprocs.all))
+        return not (budget is not None and budget.has_tracked_requests()) and all(
+            isinstance(processor, BUILT_IN) for processor in sampling.logitsprocs.all
         )
 
     @cached_property
     def takes_best(self) -> bool:
         """Whether every request takes the token of the highest logit."""
         sampling = self._runner.input_batch.sampling_metadata
-        biased = any(getattr(processor, "biases", None) for processor in sampling.logitsprocs.all)
         return (
             sampling.all_greedy
             and not self.constrained
             and self.can_walk
+            and sampling.max_num_logprobs is None
+            and not sampling.logprob_token_ids
+            and sampling.no_penalties
+            and not sampling.bad_words_token_ids
             and sampling.allowed_token_ids_mask is None
-            and not biased
+            and not any(
+                getattr(processor, "min_toks", None) or getattr(processor, "biases", None)
+                for processor in sampling.logitsprocs.all
+            )
         )
 
     def lives(self, request: str) -> bool:
@@ -138,17 +141,10 @@ class VerifiedStep:
         params = self._params(row)
         return params is not None and params.structured_outputs is not None
 
-    def sampled(self, row: int) -> bool:
-        """Return whether the row's tokens are sampled rather than greedy."""
+    def verifiable(self, row: int) -> bool:
+        """Return whether vLLM's rejection sampler can verify drafts of the row."""
         params = self._params(row)
-        return params is not None and params.temperature > 0
+        return params is None or not (params.min_p or params.logit_bias)
 
     def _params(self, row: int) -> Any:
         return self._runner.requests[self.requests[row]].sampling_params
-
-
-def _is_constant(processor: Any) -> bool:
-    """Return False if what a logits processor does may change from token to token."""
-    if isinstance(processor, MinTokensLogitsProcessor):
-        return not processor.min_toks
-    return isinstance(processor, (LogitBiasLogitsProcessor, MinPLogitsProcessor))

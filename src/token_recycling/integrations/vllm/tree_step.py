@@ -1,24 +1,18 @@
 """A step over trees in vLLM: positions before the forward, best path and cache after it.
 
 vLLM schedules a tree as a chain of draft tokens. Cache slots remain those of the chain; positions
-and masks are those of the tree. After the forward, the best path is moved to the front and vLLM
-verifies it as a chain, so sampling, penalties and logprobs are vLLM's own.
+and masks are those of the tree. After the forward, the accepted path is moved to the front.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from token_recycling.decoding.walks import likeliest_children, longest_paths
 from token_recycling.integrations.vllm import tree_attention
-from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep, drafted
+from token_recycling.integrations.vllm.step import StepDrafter, drafted
 
 
 def place(runner: Any, proposer: StepDrafter, metadata: Any) -> None:
@@ -47,68 +41,15 @@ def place(runner: Any, proposer: StepDrafter, metadata: Any) -> None:
     tree_attention.use_trees(runner, trees)
 
 
-@contextmanager
-def as_chains(runner: Any, proposer: StepDrafter, logits: Tensor, metadata: Any) -> Iterator[Any]:
-    """Yield logits and metadata as if only the best path of every tree had been drafted.
-
-    The metadata is None if no path continues below its root.
-
-    A path always follows the child that the target considers most likely. It therefore depends
-    only on the tokens before it, and verifying it by rejection sampling preserves the
-    distribution.
-    """
-    rows = drafted(runner, metadata)
-    if not rows:
-        yield logits, metadata
-        return
-    step = VerifiedStep(runner, logits, metadata)
-    node_logits = step.logits.padded(rows, [step.counts[row] for row in rows])
-    draft = proposer.requests.drafts(slots_of(runner, proposer, rows)).first(node_logits.shape[1])
-    draft = draft.to(logits.device)
-    counts = torch.tensor([step.counts[row] for row in rows], device=logits.device)
-    draft = draft.up_to(counts)
-    path, lengths = longest_paths(draft, likeliest_children(draft, node_logits))
-    tokens = draft.tokens.gather(1, path).tolist()
-    paths = [nodes[:length] for nodes, length in zip(path.tolist(), lengths.tolist())]
-    keep_paths(runner, metadata, paths, rows)
-
-    drafts: list[list[int]] = [[] for _ in step.counts]
-    logit_rows = [[start] for start in step.starts]
-    for row, nodes, path_tokens in zip(rows, paths, tokens):
-        drafts[row] = path_tokens[1 : len(nodes)]
-        logit_rows[row] = [step.starts[row] + node for node in nodes]
-    index = torch.tensor([i for row in logit_rows for i in row], device=logits.device)
-    if not any(drafts):
-        yield logits[index], None
-        return
-    numbers = np.array(list(map(len, drafts)), dtype=np.int32)
-    chain = runner._calc_spec_decode_metadata(numbers, np.cumsum(numbers + 1, dtype=np.int32))
-    flat = [token for row in drafts for token in row]
-    ids = torch.tensor(flat, dtype=torch.int32, device=logits.device)
-    # Penalties count the draft tokens before each token.
-    in_front = runner.input_batch.spec_token_ids
-    before = in_front[: len(drafts)]
-    in_front[: len(drafts)] = drafts
-    try:
-        yield logits[index], replace(chain, draft_token_ids=ids)
-    finally:
-        in_front[: len(drafts)] = before
-
-
-def keep_paths(
-    runner: Any, metadata: Any, paths: list[list[int]], rows: list[int] | None = None
-) -> None:
+def keep_paths(runner: Any, metadata: Any, paths: list[list[int]]) -> None:
     """Move the cache entries of each path's nodes to the front, right after the root.
 
     Args:
         runner: vLLM's model runner.
         metadata: vLLM's draft metadata.
-        paths: nodes, the root first.
-        rows: of the paths; None: all.
+        paths: nodes of each row, the root first.
     """
-    begins = _first_tokens(runner, metadata)
-    chosen = range(len(begins)) if rows is None else rows
-    _move(runner, [(begins[row], nodes) for row, nodes in zip(chosen, paths)])
+    _move(runner, list(zip(_first_tokens(runner, metadata), paths)))
 
 
 def _first_tokens(runner: Any, metadata: Any) -> list[int]:
