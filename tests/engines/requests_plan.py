@@ -125,7 +125,10 @@ def mixtures(tokenize: Any, count: int, seed: int) -> dict:
             "prompt_logprobs": lambda: 1,
             "structured_outputs": lambda: {"regex": "[a-z ]{10,30}"},
         }
-        found |= {name: value() for name, value in kinds.items() if rng.random() < 0.15}
+        likely = {"min_tokens": 0.4}
+        found |= {
+            name: value() for name, value in kinds.items() if rng.random() < likely.get(name, 0.15)
+        }
         if "min_tokens" in found:  # without tokens that it keeps away it does nothing
             found["stop_token_ids"] = kinds["stop_token_ids"]()
         if "structured_outputs" in found:  # neither can be kept together with a grammar
