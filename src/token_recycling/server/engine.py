@@ -30,6 +30,7 @@ from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewT
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches
 from token_recycling.server.scopes import MatrixScopes
+from token_recycling.util.memory import give_back
 from token_recycling.util.tokens import common
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 # each can grow by ``ROOM`` tokens; when they have, the newest rows pause.
 BATCH_TOKENS, ROOM = 32768, 128
 SHUTTING_DOWN = "the server is shutting down"
+JOIN_SECONDS = 0.1  # in which prompts are read one after another; then the others have a step
 TICK = 1.0  # seconds between calls of ``on_tick`` while idle
 
 
@@ -179,16 +181,21 @@ class Engine:
             self._ended.set()
 
     def _loop(self) -> None:
+        worked = False
         while not self._admission.closed or self._has_work:
             if not self._has_work:
                 self._admission.wait(TICK)
                 if not self._admission:
                     self._batch.release()
+                    if worked:
+                        give_back()
+            worked = self._has_work
             if self._on_tick is not None:
                 self._on_tick()
             while self._paused and self._fits(self._paused[0].sequence.tokens):
                 self._read(self._paused.popleft())
-            while (job := self._admission.take(self._may_join)) is not None:
+            until = monotonic() + JOIN_SECONDS
+            while monotonic() < until and (job := self._admission.take(self._may_join)) is not None:
                 self._join(job)
             if self._batch.rows:
                 self._step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -132,6 +133,10 @@ def run(
     before = {number: signal.signal(number, end) for number in signals}
     thread = Thread(target=serve, name="http")
     thread.start()
+    # What lives until the end need not be looked at whenever a request has made many objects: a
+    # full collection of garbage took 0.3 s, in which nothing else ran.
+    gc.collect()
+    gc.freeze()
     try:
         on_start()
         engine.run()

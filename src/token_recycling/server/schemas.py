@@ -28,6 +28,9 @@ MOST_CHOICES = 16
 MOST_LOGPROBS, MOST_LEGACY_LOGPROBS = 20, 5
 MOST_STOPS = 16
 MOST_TOOLS = 128
+MOST_MESSAGES = 2**14
+MOST_PARTS = 1024
+MOST_CHARACTERS = 2**17  # of the tools of a request, a schema, or variables of a template, as JSON
 MOST_BIASES = 4096
 MOST_TOKENS = 2**31
 
@@ -100,6 +103,17 @@ def _at_most(most: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _is_short(given: Any, info: ValidationInfo) -> Any:
+    """Refuse JSON that is longer than ``MOST_CHARACTERS``."""
+    size = len(json.dumps(given, ensure_ascii=False, separators=(",", ":")))
+    if size > MOST_CHARACTERS:
+        name = str(info.field_name)
+        limit = f"at most {MOST_CHARACTERS} are possible"
+        raise _FieldError(name, f"{name} has {size} characters; {limit}")
+    return given
+
+
+SHORT = BeforeValidator(_is_short)
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -238,7 +252,9 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None, _at_most(MOST_PARTS, "parts")
+    ] = None
     name: str | None = None
     tool_calls: Annotated[
         Annotated[list[PastToolCall], Field(fail_fast=True)] | None, _at_most(MOST_TOOLS, "calls")
@@ -350,13 +366,15 @@ class ResponseFormat(Strict):
 class ChatRequest(SamplingFields):
     """A request for ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)]
+    messages: Annotated[list[Message], Field(fail_fast=True), _at_most(MOST_MESSAGES, "messages")]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     max_completion_tokens: Count | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat | None, SHORT] = None
     tools: Annotated[
-        Annotated[list[Tool], Field(fail_fast=True)] | None, _at_most(MOST_TOOLS, "tools")
+        Annotated[list[Tool], Field(fail_fast=True)] | None,
+        _at_most(MOST_TOOLS, "tools"),
+        SHORT,
     ] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -365,7 +383,7 @@ class ChatRequest(SamplingFields):
         None
     )
     # That of vLLM
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: Annotated[Json | None, SHORT] = None
 
     @model_validator(mode="before")
     @classmethod
