@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,28 @@ def test_all_addresses_a_key_and_no_time_to_drain(tmp_path):
 
 
 @pytest.mark.server
+def test_a_client_that_does_not_read_is_not_waited_for(tmp_path):
+    with started(tmp_path, "--drain-seconds", 1) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        body = {**BODY, "max_tokens": 1500, "stream": True, "logprobs": 5}
+        content = json.dumps({**body, "logit_bias": {"2": -100}})
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect((host, int(port)))
+            client.sendall(
+                f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(content)}\r\n\r\n{content}".encode()
+            )
+            assert client.recv(100)
+            time.sleep(1)
+            served.process.terminate()
+            begin = time.monotonic()
+            assert served.process.wait(30) == 0
+            assert time.monotonic() - begin < 5
+        assert "ERROR" not in served.text()
+        assert "Cancel" not in served.text()
+
+
 def test_a_closed_terminal_is_no_loss(tmp_path):
     """SIGHUP ends no stream, and the matrix is saved; the exit code tells if that fails."""
     folder = tmp_path / "learned"
@@ -243,6 +266,7 @@ def test_killed_during_a_save_the_file_stays_whole(tmp_path):
         (["--prefix-cache", -1], "--prefix-cache is -1"),
         (["--save-minutes", 0], "--save-minutes is 0"),
         (["--drain-seconds", -1], "--drain-seconds is -1"),
+        (["--trusted-proxy", "proxy.example"], "--trusted-proxy is proxy.example; give an IP"),
         (["--host", "no.such.host.invalid"], "there is no such address"),
         (["--host", "192.0.2.1", "--port", 0], "cannot use 192.0.2.1:0"),
         (["--api-key", "é"], "--api-key is empty or not printable ASCII"),
