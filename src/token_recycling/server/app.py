@@ -32,6 +32,7 @@ from token_recycling.server.faults import Faults
 from token_recycling.server.job import Ended, NewTokens
 from token_recycling.server.prompts import Answer, Prompts
 from token_recycling.server.schemas import ChatRequest, CompletionRequest, SamplingFields
+from token_recycling.util.memory import give_back
 
 READ = ["GET", "HEAD"]
 LARGE = 2**16  # bytes of a body
@@ -120,8 +121,12 @@ class Server:
             self._check_model(body.model)
             return body, answers(body)
 
-        limiter = self._large if len(content) > LARGE else None
-        return await to_thread.run_sync(read, limiter=limiter)
+        if len(content) <= LARGE:
+            return await to_thread.run_sync(read)
+        try:
+            return await to_thread.run_sync(read, limiter=self._large)
+        finally:
+            await to_thread.run_sync(give_back, limiter=self._large)
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat request."""

@@ -96,18 +96,22 @@ class _Draws:
         if not self._outputs:
             return replace(metadata, generators=generators)
         texts = [[*text, *new] for text, new in zip(metadata.output_token_ids, self._emitted)]
-        processors = (_after(one, self._emitted) for one in metadata.logitsprocs.all)
+        processors = metadata.logitsprocs
+        if any(map(_is_pending, processors.all)):
+            processors = LogitsProcessors(_after(one, self._emitted) for one in processors.all)
         return replace(
-            metadata,
-            generators=generators,
-            output_token_ids=texts,
-            logitsprocs=LogitsProcessors(processors),
+            metadata, generators=generators, output_token_ids=texts, logitsprocs=processors
         )
+
+
+def _is_pending(processor: Any) -> bool:
+    """Return whether a logits processor depends on how many tokens were emitted."""
+    return isinstance(processor, MinTokensLogitsProcessor) and bool(processor.min_toks)
 
 
 def _after(processor: Any, emitted: list[list[int]]) -> Any:
     """Return a logits processor as it is after ``emitted`` tokens of each row."""
-    if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
+    if not _is_pending(processor):
         return processor
     later = copy(processor)
     later.min_toks = {
