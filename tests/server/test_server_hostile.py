@@ -11,10 +11,12 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 import pytest
 from hostile import CHAT, COMPLETIONS, MOST, Watch, attack, bodies, post, said
+from starlette.requests import HTTPConnection
 from test_server_process import started
 
 from serving import running
 from token_recycling.server import faults
+from token_recycling.server.authentication import Authentication
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 ASKED = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
@@ -192,3 +194,13 @@ def test_biases_are_those_of_generate(server, recycler):
         body["logit_bias"] = {str(token): bias for token, bias in biases.items()}
         assert server.post(COMPLETIONS, **body).json()["choices"][0]["text"] == own.text
         assert own.token_ids != plain
+
+
+def test_keys_that_end_alike_have_names_of_their_own():
+    keys = ["a" * 20 + "1234", "b" * 20 + "1234", "short"]
+    told = Authentication(None, keys)
+    names = []
+    for key in keys:
+        scope = {"type": "http", "headers": [(b"authorization", f"Bearer {key}".encode())]}
+        names.append(told._caller(HTTPConnection(scope)).name)
+    assert names == ["key 1 …1234", "key 2 …1234", "key 3"]
