@@ -57,8 +57,8 @@ REFUSED_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 # Fields of answers that clients send back in the messages of the next turn.
-A_PROMPT = "input should be a string, token ids, or a list of one or the other"
 ANSWER_FIELDS = ("refusal", "reasoning_content", "annotations", "audio")
+A_PROMPT = "input should be a string, token ids, or a list of one or the other"
 
 
 class _FieldError(ValueError):

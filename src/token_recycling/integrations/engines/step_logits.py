@@ -7,7 +7,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from token_recycling.drafting.candidates import Candidates, best_candidates
@@ -30,12 +29,6 @@ class StepLogits:
     def starts(self) -> list[int]:
         """Index of each request's first vector."""
         return [0, *accumulate(self.counts)][:-1]
-
-    def padded(self, rows: list[int], sizes: list[int]) -> Tensor:
-        """Return the logits [B, n, V] at the first ``sizes`` of ``rows``; padding is arbitrary."""
-        if self._are_all(rows, sizes):
-            return self.logits.view(len(rows), -1, self.logits.shape[-1])
-        return self.logits[torch.from_numpy(self._index(rows, sizes)).to(self.logits.device)]
 
     def best(self, k: int, vocabulary: int) -> Candidates:
         """Return the k best of the first ``vocabulary`` tokens after every node, [sum of counts].
