@@ -20,11 +20,11 @@ from gguf_files import write_gguf
 from models import random_prompts
 from token_recycling import PlainDecodingWarning, TokenRecycling, enable
 from token_recycling.checkpoint.load import load_checkpoint
-from token_recycling.model.cpu import packed, threads
+from token_recycling.model.cpu import packed, team
 from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear
 
 pytestmark = pytest.mark.skipif(
-    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
+    not team.is_available(), reason="there is no team of threads on this machine"
 )
 Type = gguf.GGMLQuantizationType
 SIZES = {

@@ -11,14 +11,14 @@ from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import chains, root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model import attention
-from token_recycling.model.cpu import layers, threads
+from token_recycling.model.cpu import layers, team
 from token_recycling.model.cpu.attention_kernel import KEYS
 from token_recycling.model.cpu.rounding import RoundingWatch
 from token_recycling.model.probe import open_target
 from token_recycling.model.target import TreeTarget
 
 pytestmark = pytest.mark.skipif(
-    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
+    not team.is_available(), reason="there is no team of threads on this machine"
 )
 WIDTH = 6  # children of the root, and of the last of them
 

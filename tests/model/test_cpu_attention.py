@@ -14,13 +14,13 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model import attention as packing
-from token_recycling.model.cpu import attention, linear, threads
+from token_recycling.model.cpu import attention, linear, team
 from token_recycling.model.cpu.attention import attend, pack_mask
 from token_recycling.model.cpu.attention_kernel import KEYS
 from token_recycling.model.cpu.vectors import FORMS
 
 pytestmark = pytest.mark.skipif(
-    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
+    not team.is_available(), reason="there is no team of threads on this machine"
 )
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from token_recycling.model.cpu import linear, packed, threads
+from token_recycling.model.cpu import linear, packed, team
 from token_recycling.model.cpu.block_formats import FORMATS
 from token_recycling.model.cpu.block_tile import GROUP
 from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, product, products
 from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, dequantised
 
 pytestmark = pytest.mark.skipif(
-    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
+    not team.is_available(), reason="there is no team of threads on this machine"
 )
 # Bytes of a block where its float16 scales and minima are.
 HALVES = {2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,)}

@@ -18,14 +18,14 @@ from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model import known_forms
-from token_recycling.model.cpu import capture, elementwise, layers, threads
+from token_recycling.model.cpu import capture, elementwise, layers, team
 from token_recycling.model.cpu.layers import cover
 from token_recycling.model.probe import refusal
 from token_recycling.model.shadow import replacement, shadow_of
 from token_recycling.model.target import TreeTarget
 
 pytestmark = pytest.mark.skipif(
-    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
+    not team.is_available(), reason="there is no team of threads on this machine"
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-7, torch.float16: 2**-10}

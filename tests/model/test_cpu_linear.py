@@ -13,14 +13,14 @@ from torch.nn import functional
 from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
-from token_recycling.model.cpu import layers, linear, threads
+from token_recycling.model.cpu import layers, linear, team
 from token_recycling.model.cpu.layers import cover
 from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, product, products
 from token_recycling.model.cpu.vectors import FORMS, Processor, processor
 from token_recycling.model.shadow import shadow_of
 
 pytestmark = pytest.mark.skipif(
-    threads.openmp() is None, reason="PyTorch has no GNU OpenMP runtime here"
+    not team.is_available(), reason="there is no team of threads on this machine"
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -455,22 +455,11 @@ def test_layers_that_somebody_else_has_changed_stay_so(calls):
     assert fast(model)(torch.ones(3, 8)) == "moved"
 
 
-def test_another_openmp_runtime_means_the_ordinary_way(monkeypatch, calls):
+def test_no_team_means_the_ordinary_way(monkeypatch, calls):
     monkeypatch.setattr(layers, "is_available", lambda: False)
     with torch.inference_mode():
         fast(Model(8, 5))(torch.ones(3, 8))
     assert not calls
-
-
-def test_a_library_without_the_entry(monkeypatch):
-    threads.openmp.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(threads.ctypes, "CDLL", lambda name: object())
-            assert threads.openmp() is None
-    finally:
-        threads.openmp.cache_clear()
-    assert threads.openmp() is not None
 
 
 def test_an_answer_uses_the_kernel(calls):

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from token_recycling import defaults
 from token_recycling.model.cpu.elementwise import copy_heads
-from token_recycling.model.cpu.threads import recording
+from token_recycling.model.cpu.launch import recording
 
 
 @dataclass

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from token_recycling.model.cpu import attention_kernel as kernels
+from token_recycling.model.cpu import team
 from token_recycling.model.cpu.elementwise import packed_queries
-from token_recycling.model.cpu.threads import Kernel, empty, launch, openmp, recording, unwatched
+from token_recycling.model.cpu.launch import empty, launch, recording, unwatched
+from token_recycling.model.cpu.machine_code import Kernel
 from token_recycling.model.cpu.vectors import FORMS, processor
 
 # Attribute of a mask that requests packed queries: its ``Packing``.
@@ -34,7 +36,7 @@ class Packing:
 @lru_cache
 def _kernel(dtype: torch.dtype) -> Kernel:
     """Return the kernel for a dtype of keys, compiled at the first call."""
-    return Kernel(kernels.attend, FORMS[dtype], kernels.TAKEN, None)
+    return Kernel(kernels.attend, FORMS[dtype], in_pieces=True, counter=kernels.FINISHED)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
@@ -58,7 +60,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
 
 def is_available() -> bool:
     """Return whether this processor and PyTorch's build run the kernels."""
-    return processor().lanes > 0 and openmp() is not None
+    return processor().lanes > 0 and team.is_available()
 
 
 def packed_mask(mask: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -128,8 +130,15 @@ def attend(
     parts = bind(fields, key, value, mask, committed)
     if recording.recorder is not None:
         recording.recorder.rebind_attention(fields, key, value, mask)
-    launch(_kernel(key.dtype), fields, torch.get_num_threads(), (number, parts, committed))
+    threads = torch.get_num_threads()
+    launch(_kernel(key.dtype), fields, pieces_of(fields), threads, (number, parts, committed))
     return out
+
+
+def pieces_of(fields: Any) -> int:
+    """Return the pieces of a launch: blocks of all heads."""
+    blocks = kernels.blocks_of(fields[kernels.SLOTS], fields[kernels.TOKENS])
+    return int(fields[kernels.BATCH] * fields[kernels.HEADS] * blocks)
 
 
 def deepest(committed: Tensor) -> Tensor:
@@ -178,4 +187,4 @@ def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor, committed: Tenso
 
 @lru_cache
 def _fields(heads: int) -> Any:
-    return ctypes.c_int64 * (kernels.FIELDS + heads)
+    return ctypes.c_int64 * (kernels.FINISHED + heads)

@@ -24,6 +24,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from token_recycling.model.cpu.atomics import fetch_add
 from token_recycling.model.cpu.attention_vectors import (
     MOST_VECTORS,
     buffer_of,
@@ -35,11 +36,14 @@ from token_recycling.model.cpu.attention_vectors import (
     weighted,
     write_number,
 )
-from token_recycling.model.cpu.vectors import BYTES, FLOAT32, convert, get, take
+from token_recycling.model.cpu.team_kernel import address_of, claim
+from token_recycling.model.cpu.vectors import BYTES, FLOAT32, convert, copy_bytes, get
 
 KEYS = 128  # keys in a block
 MOST_TOKENS = 128  # whose keys the last block has too
 MOST_SIZE = 256  # numbers in a key or a value
+PART = 2**15  # bytes of what the queries attend to in a block, up to which they are buffered
+PART_FLOATS = PART // 4
 # Numbers in a thread's buffers: scores of a block; its keys or values as float32.
 SCORES, FLOATS = (KEYS + MOST_TOKENS) * MOST_VECTORS * 16, (KEYS + MOST_TOKENS) * MOST_SIZE
 
@@ -68,9 +72,8 @@ SCORES, FLOATS = (KEYS + MOST_TOKENS) * MOST_VECTORS * 16, (KEYS + MOST_TOKENS) 
     VALUE_SLOT,
     MASK_BATCH,
     COMMITTED,  # address of int64 [batch], keys before those of the queries' own tokens
-    TAKEN,  # blocks taken by threads; behind it, how many of each head are finished
+    FINISHED,  # of each head, how many of its blocks are finished
 ) = range(24)
-FIELDS = 24
 
 
 def blocks_of(slots: int, tokens: int) -> int:
@@ -154,89 +157,83 @@ def _block(fields: Any, item: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 @numba.njit(error_model="numpy")
-def attend(fields: Any, form: Any) -> None:
-    """Take blocks of keys until none is left (see ``QUERIES`` and so on); ``form``: of keys."""
+def attend(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
+    """Attend to a block of keys (see ``QUERIES`` and so on); ``form``: of keys."""
     numba.literally(form)
     tokens, width = get(fields, TOKENS), get(fields, WIDTH)
     size, value_size = get(fields, SIZE), get(fields, VALUE_SIZE)
-    scale = read_float(get(fields, SCALE))
     blocks = _blocks(fields)
-    items = get(fields, BATCH) * get(fields, HEADS) * blocks
+    b, head, begin, keys, values = _block(fields, piece)
+    committed = read_int(get(fields, COMMITTED) + 8 * b)
+    if begin > committed:
+        claim(seat)
+        return
     row, lane_bytes = 4 * width, 4 * lanes()
-    part = (value_size + 2) * row
+    part_bytes = (value_size + 2) * row
+    parts = get(fields, PARTS) + (head * blocks + piece % blocks) * part_bytes
+    # Many queries: what they attend to does not fit, so it is written at once.
+    is_buffered = part_bytes <= PART
+    if not is_buffered and not claim(seat):
+        return
+    part = buffer_of(PART_FLOATS) if is_buffered else parts
     scores, score_row = buffer_of(SCORES), MOST_VECTORS * lane_bytes
     key_floats, value_floats = buffer_of(FLOATS), buffer_of(FLOATS)
-    item = take(fields, TAKEN)
-    while item < items:
-        b, head, begin, keys, values = _block(fields, item)
-        following = take(fields, TAKEN)
-        committed = read_int(get(fields, COMMITTED) + 8 * b)
-        if begin > committed:
-            item = following
-            continue
-        is_last = begin // KEYS == committed // KEYS
-        skipped = get(fields, SLOTS) - tokens - committed
-        next_keys, next_values = keys, values  # are in the cache
-        if following < items:
-            _, _, _, next_keys, next_values = _block(fields, following)
-        count = committed - begin + tokens if is_last else KEYS
-        queries = get(fields, QUERIES) + head * size * row
-        mask = get(fields, MASK) + b * get(fields, MASK_BATCH) + begin * row
-        part_address = get(fields, PARTS) + (head * blocks + item % blocks) * part
-        key_row, value_row = get(fields, KEY_SLOT), get(fields, VALUE_SLOT)
-        key_bytes, value_bytes = key_row, count * value_row // value_size
-        own_at = committed - begin if is_last else KEYS
-        keys, key_row = _float_rows(form, keys, key_row, own_at, skipped, count, size, key_floats)
-        values, value_row = _float_rows(
-            form, values, value_row, own_at, skipped, count, value_size, value_floats
+    scale = read_float(get(fields, SCALE))
+    is_last = begin // KEYS == committed // KEYS
+    skipped = get(fields, SLOTS) - tokens - committed
+    next_keys, next_values = keys, values  # are in the cache
+    if following < get(fields, BATCH) * get(fields, HEADS) * blocks:
+        _, _, _, next_keys, next_values = _block(fields, following)
+    count = committed - begin + tokens if is_last else KEYS
+    queries = get(fields, QUERIES) + head * size * row
+    mask = get(fields, MASK) + b * get(fields, MASK_BATCH) + begin * row
+    key_row, value_row = get(fields, KEY_SLOT), get(fields, VALUE_SLOT)
+    key_bytes, value_bytes = key_row, count * value_row // value_size
+    own_at = committed - begin if is_last else KEYS
+    keys, key_row = _float_rows(form, keys, key_row, own_at, skipped, count, size, key_floats)
+    values, value_row = _float_rows(
+        form, values, value_row, own_at, skipped, count, value_size, value_floats
+    )
+    for column in range(0, row, score_row):
+        v = min(MOST_VECTORS, (row - column) // lane_bytes)
+        product(
+            form,
+            v,
+            count,
+            keys,
+            key_row,
+            4,
+            size,
+            queries + column,
+            row,
+            scores,
+            score_row,
+            next_keys,
+            key_bytes,
         )
-        for column in range(0, row, score_row):
-            v = min(MOST_VECTORS, (row - column) // lane_bytes)
-            product(
-                form,
-                v,
-                count,
-                keys,
-                key_row,
-                4,
-                size,
-                queries + column,
-                row,
-                scores,
-                score_row,
-                next_keys,
-                key_bytes,
-            )
-            for j in range(v):
-                at, to = column + j * lane_bytes, scores + j * lane_bytes
-                softmax(
-                    1,
-                    to,
-                    score_row,
-                    mask + at,
-                    row,
-                    count,
-                    scale,
-                    part_address + row + at,
-                    part_address + at,
-                )
-            to = part_address + 2 * row + column
-            product(
-                form,
-                v,
-                value_size,
-                values,
-                4,
-                value_row,
-                count,
-                scores,
-                score_row,
-                to,
-                row,
-                next_values,
-                value_bytes,
-            )
-            next_keys, next_values = keys, values
-        if take(fields, FIELDS + head) == committed // KEYS:
-            _combine(fields, head, committed // KEYS + 1, form)
-        item = following
+        for j in range(v):
+            at, to = column + j * lane_bytes, scores + j * lane_bytes
+            softmax(1, to, score_row, mask + at, row, count, scale, part + row + at, part + at)
+        product(
+            form,
+            v,
+            value_size,
+            values,
+            4,
+            value_row,
+            count,
+            scores,
+            score_row,
+            part + 2 * row + column,
+            row,
+            next_values,
+            value_bytes,
+        )
+        next_keys, next_values = keys, values
+    if is_buffered:
+        if not claim(seat):
+            return
+        copy_bytes(part, parts, part_bytes)
+    finished = fetch_add(address_of(fields) + 8 * (FINISHED + head), 1)
+    if finished == committed // KEYS:
+        _combine(fields, head, committed // KEYS + 1, form)

@@ -13,19 +13,18 @@ the layer as it is. The first recording of a layer is replayed at once, and must
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from token_recycling.model.cpu import attention, elementwise, replay_kernel
+from token_recycling.model.cpu import attention, elementwise
 from token_recycling.model.cpu.attention import PACKED, packed_mask
 from token_recycling.model.cpu.attention_kernel import GROUP
-from token_recycling.model.cpu.threads import Kernel, openmp, recording
+from token_recycling.model.cpu.launch import Launch, pieces_at, recording, tape
+from token_recycling.model.cpu.team import run
 from token_recycling.model.cpu.vectors import FORMS
 
 logger = logging.getLogger(__name__)
@@ -64,18 +63,6 @@ class Scratch:
         return self.empty(shape, dtype)
 
 
-class _Launch(NamedTuple):
-    kernel: Kernel
-    fields: Any
-    threads: int
-    held: Any
-
-
-@lru_cache
-def _replay_kernel() -> Kernel:
-    return Kernel(replay_kernel.replay, 0)
-
-
 class _NotRecordableError(Exception):
     """The layer computes something that is not a kernel."""
 
@@ -91,7 +78,7 @@ class Capture(TorchFunctionMode):
     def __init__(self, scratch: Scratch, cache: Any) -> None:
         super().__init__()
         self._scratch, self._cache = scratch, cache
-        self.launches: list[_Launch] = []
+        self.launches: list[Launch] = []
         self.copies: list[Any] = []  # fields of launches that write to the cache
         self.attentions: list[Any] = []  # and of those that read it
         self.layer_index: int | None = None
@@ -107,9 +94,9 @@ class Capture(TorchFunctionMode):
         recording.recorder = None
         super().__exit__(*about)  # type: ignore[no-untyped-call]
 
-    def add(self, kernel: Kernel, fields: Any, threads: int, held: Any) -> None:
+    def add(self, launch: Launch) -> None:
         """Record a launch."""
-        self.launches.append(_Launch(kernel, fields, threads, held))
+        self.launches.append(launch)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that belongs to the recording."""
@@ -206,8 +193,8 @@ class Recording:
             raise _NotRecordableError("it does not attend once")
         if not isinstance(output, Tensor):
             raise _NotRecordableError("it returns more than one tensor")
-        self._held, self._others = capture.launches, others
-        (self._copy,), (self._attention,) = capture.copies, capture.attentions
+        self.launches, self._others = capture.launches, others
+        (self._copy,), (self.attention,) = capture.copies, capture.attentions
         self._layer_index: Any = capture.layer_index
         self._forms = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs]
         self._shape, self._dtype = tuple(output.shape), output.dtype
@@ -228,19 +215,6 @@ class Recording:
                         self._inputs.append((launch.fields, position, n, number - begin))
         if not self._outputs or not output.is_contiguous():
             raise _NotRecordableError("its output is not that of a kernel")
-        self._fields = self._tape(capture.launches)
-        self._call = _replay_kernel().call
-
-    @staticmethod
-    def _tape(launches: list[_Launch]) -> Any:
-        parallel = ctypes.cast(openmp(), ctypes.c_void_p).value  # type: ignore[arg-type]
-        numbers = [len(launches), parallel or 0]
-        for kernel, fields, threads, _ in launches:
-            counters = kernel.counters
-            if counters is None:
-                counters = len(fields) - kernel.counter
-            numbers += (kernel.address, ctypes.addressof(fields), threads, kernel.counter, counters)
-        return (ctypes.c_int64 * len(numbers))(*numbers)
 
     def fits(self, inputs: list[Tensor], others: list[Any], mask: Tensor, cache: Any) -> bool:
         """Return whether these are such arguments as those recorded, with a mask for them."""
@@ -257,25 +231,33 @@ class Recording:
             and len(extent.lengths) == len(getattr(mask, PACKED).committed) == batch
         )
 
+    def is_like(self, other: Recording) -> bool:
+        """Return whether it takes whatever another layer's recording takes."""
+        return self._forms == other._forms and self._others == other._others
+
     def is_right(self, inputs: list[Tensor], mask: Tensor, cache: Any, output: Tensor) -> bool:
         """Return whether a replay gives the bits of ``output``."""
-        again = self.replay(inputs, mask, cache)
+        (again,) = Chain([self]).replay(inputs, mask, cache)
         return torch.equal(again.view(torch.uint8), output.view(torch.uint8))
 
-    def replay(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> Tensor:
-        """Compute the layer again.
+    def bind(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> tuple[Tensor, int, Tensor]:
+        """Set what differs from replay to replay.
 
         Args:
             inputs: like those recorded.
             mask: additive, marked for packed queries.
             cache: a ``RecyclingCache``.
+
+        Returns:
+            The layer's output, not yet computed; the pieces of its attention; and memory that is
+            needed until it is computed.
         """
         layer = cache.layers[self._layer_index]
         begin, tokens = layer.extent.end, self._shape[1]
         elementwise.bind_outputs(self._copy, layer.slots(begin, tokens))
         keys, values = layer.slots(0, begin + tokens)
         parts = attention.bind(
-            self._attention, keys, values, *packed_mask(mask, self._attention[GROUP])
+            self.attention, keys, values, *packed_mask(mask, self.attention[GROUP])
         )
         addresses = [tensor.data_ptr() for tensor in inputs]
         for fields, position, n, offset in self._inputs:
@@ -283,6 +265,47 @@ class Recording:
         output = torch.empty(self._shape, dtype=self._dtype, device="cpu")
         for fields, position in self._outputs:
             fields[position] = output.data_ptr()
-        self._call(self._fields)
-        del parts  # the kernel has used it
-        return output
+        return output, attention.pieces_of(self.attention), parts
+
+
+class Chain:
+    """Recorded layers, each of which is given the output of the one before, in one run."""
+
+    def __init__(self, recordings: list[Recording]) -> None:
+        self._recordings = recordings
+        launches = [launch for layer in recordings for launch in layer.launches]
+        self._tape = tape(launches)
+        self._threads = max(launch.threads for launch in launches)
+        at = {id(launch.fields): pieces_at(n) for n, launch in enumerate(launches)}
+        self._attention_pieces = [at[id(layer.attention)] for layer in recordings]
+
+    def replay(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> list[Tensor]:
+        """Compute the layers; return their outputs (see ``Recording.bind``)."""
+        hidden, *others = inputs
+        outputs, held = [], []
+        for layer, position in zip(self._recordings, self._attention_pieces):
+            hidden, pieces, parts = layer.bind([hidden, *others], mask, cache)
+            self._tape[position] = pieces
+            outputs.append(hidden)
+            held.append(parts)
+        run(self._tape, self._threads)
+        return outputs
+
+
+class Watched(Tensor):
+    """A layer's output that notes whether anybody computes with it before the next layer does."""
+
+    is_touched = False
+    given: Any = None  # all that the layer was given, but this tensor's predecessor
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") not in PROPERTIES:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Watched):
+                    value.is_touched = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)

@@ -10,6 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from token_recycling.model.cpu.block_formats import FORMATS, BlockRow
+from token_recycling.model.cpu.team_kernel import claim
 from token_recycling.model.cpu.vectors import (
     F32,
     I64,
@@ -17,12 +18,11 @@ from token_recycling.model.cpu.vectors import (
     constant,
     get,
     processor,
-    take,
 )
 
 # What a thread is given, all int64; the stride of rows of blocks is in bytes.
-FROM, STRIDE, TO, ROWS, SIZE, TAKEN = range(6)
-SHARE = 16  # rows that a thread takes at a time
+FROM, STRIDE, TO, ROWS, SIZE = range(5)
+SHARE = 16  # rows of a piece
 
 
 def _row(emitter: Emitter, ggml_type: int, address: Any, to: Any, size: Any) -> None:
@@ -66,14 +66,12 @@ def _write_row(typing: Any, ggml_type: Any, address: Any, to: Any, size: Any) ->
 
 
 @numba.njit(error_model="numpy")
-def dequantise(fields: Any, ggml_type: Any) -> None:
-    """Take rows until none is left (see ``FROM`` and so on)."""
+def dequantise(fields: Any, piece: Any, following: Any, seat: Any, ggml_type: Any) -> None:
+    """Dequantise ``SHARE`` rows (see ``FROM`` and so on)."""
     numba.literally(ggml_type)
     rows, size = get(fields, ROWS), get(fields, SIZE)
-    while True:
-        first = SHARE * take(fields, TAKEN)
-        if first >= rows:
-            return
-        for row in range(first, min(first + SHARE, rows)):
-            address = get(fields, FROM) + row * get(fields, STRIDE)
-            _write_row(ggml_type, address, get(fields, TO) + 4 * row * size, size)
+    if not claim(seat):
+        return
+    for row in range(SHARE * piece, min(SHARE * (piece + 1), rows)):
+        address = get(fields, FROM) + row * get(fields, STRIDE)
+        _write_row(ggml_type, address, get(fields, TO) + 4 * row * size, size)

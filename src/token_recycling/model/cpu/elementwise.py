@@ -12,18 +12,18 @@ from torch import Tensor
 from token_recycling.model.cpu import elementwise_kernel as kernels
 from token_recycling.model.cpu.amx_tile import SIDE
 from token_recycling.model.cpu.block_tile import row_bytes, sums_of
-from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
+from token_recycling.model.cpu.launch import empty, launch, unwatched
+from token_recycling.model.cpu.machine_code import Kernel
 from token_recycling.model.cpu.vectors import FORMS, processor
 
-PARALLEL = 2**15  # numbers from which on several threads normalise
+PIECE = 2**13  # numbers that a thread normalises at a time
 Constants = ctypes.c_float * 2
 
 
 @lru_cache
 def _kernel(name: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel, compiled at the first call."""
-    counter = (kernels.NORM_TAKEN, 1) if name == "norm" else ()
-    return Kernel(getattr(kernels, name), FORMS[dtype], *counter)
+    return Kernel(getattr(kernels, name), FORMS[dtype], in_pieces=name == "norm")
 
 
 @lru_cache
@@ -49,6 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
     size, out = x.shape[-1], empty(x.shape, x.dtype)
     numbers = Constants(epsilon, added)
     rows = x.numel() // size
+    share = max(1, PIECE // size)
     x = x[(None,) * (4 - x.dim())]
     fields = _fields(12)(
         x.data_ptr(),
@@ -59,10 +60,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
         size,
         *x.shape[1:3],
         *_strides(x),
-        0,
+        share,
     )
-    threads = 1 if rows * size < PARALLEL else torch.get_num_threads()
-    launch(_kernel("norm", x.dtype), fields, threads, (weight, numbers))
+    pieces, threads = -(-rows // share), torch.get_num_threads()
+    launch(_kernel("norm", x.dtype), fields, pieces, threads, (weight, numbers))
     return out
 
 

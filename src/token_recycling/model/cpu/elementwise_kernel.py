@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 
 from token_recycling.model.cpu.amx_tile import SIDE
 from token_recycling.model.cpu.block_tile import Rounding
+from token_recycling.model.cpu.team_kernel import claim
 from token_recycling.model.cpu.vectors import (
     BYTES,
     F32,
@@ -20,14 +21,13 @@ from token_recycling.model.cpu.vectors import (
     convert,
     get,
     processor,
-    take,
 )
 
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
 # RMS norm of inputs [batch, heads, tokens, size], ROWS in all, with contiguous outputs; EPSILON is
 # the address of two float32 numbers, epsilon and what is added to the weights.
 NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, EPSILON, ROWS, SIZE, NORM_HEADS, NORM_TOKENS = range(8)
-NORM_BATCH, NORM_HEAD, NORM_TOKEN, NORM_TAKEN = range(8, 12)
+NORM_BATCH, NORM_HEAD, NORM_TOKEN, NORM_SHARE = range(8, 12)
 # Rotary embedding, or a copy if COS is 0, of ``TENSORS`` inputs [batch, heads, tokens, size].
 COS, SIN, COS_BATCH, COS_TOKEN, SIN_BATCH, SIN_TOKEN, BATCH, TOKENS, HEAD_SIZE, TENSORS = range(10)
 # The same for each input.
@@ -227,15 +227,14 @@ def _round(typing: Any, sums: Any, source: Any, target: Any, inputs: Any) -> Any
 
 
 @numba.njit(error_model="numpy")
-def norm(fields: Any, form: Any) -> None:
-    """Normalise rows until none is left."""
+def norm(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
+    """Normalise ``NORM_SHARE`` rows."""
     numba.literally(form)
-    size = get(fields, SIZE)
+    size, share = get(fields, SIZE), get(fields, NORM_SHARE)
     heads, tokens = get(fields, NORM_HEADS), get(fields, NORM_TOKENS)
-    while True:
-        row = take(fields, NORM_TAKEN)
-        if row >= get(fields, ROWS):
-            return
+    if not claim(seat):
+        return
+    for row in range(piece * share, min((piece + 1) * share, get(fields, ROWS))):
         position = row // tokens % heads * get(fields, NORM_HEAD)
         position += row // (tokens * heads) * get(fields, NORM_BATCH)
         position += row % tokens * get(fields, NORM_TOKEN)

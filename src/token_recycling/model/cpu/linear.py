@@ -16,7 +16,8 @@ from torch import Tensor
 
 from token_recycling.model.cpu import amx_tile, elementwise, linear_kernel
 from token_recycling.model.cpu.block_formats import FORMATS
-from token_recycling.model.cpu.threads import Kernel, empty, launch, unwatched
+from token_recycling.model.cpu.launch import empty, launch, unwatched
+from token_recycling.model.cpu.machine_code import Kernel
 from token_recycling.model.cpu.vectors import FORMS, processor
 
 MOST_TOKENS = 128  # of a row of a batch for which layers are multiplied by the kernel
@@ -45,11 +46,16 @@ class Layer(NamedTuple):
         form = FORMATS[self.ggml_type]
         return size // form.size * form.numbers
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from row to row of the weight."""
+        return self.weight.stride(0) * self.weight.itemsize
+
 
 @lru_cache
 def _kernel(form: int) -> Kernel:
     """Return the kernel for a form of weights, compiled at the first call."""
-    return Kernel(linear_kernel.multiply, form, linear_kernel.TAKEN, 1)
+    return Kernel(linear_kernel.multiply, form, in_pieces=True)
 
 
 def _form(layer: Layer) -> int:
@@ -101,20 +107,21 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
     x, stride = _prepared(inputs, form)
     dtype, size, shape = inputs.dtype, inputs.shape[-1], inputs.shape[:-1]
     rows, threads = inputs.numel() // size, torch.get_num_threads()
-    numbers = [x.data_ptr(), stride, rows, size, len(layers), gated, threads, 0]
+    heights, w_stride = [layer.weight.shape[0] for layer in layers], layers[0].row_bytes
+    strip, share, pieces = linear_kernel.shares(form, rows, w_stride, heights, threads, gated)
+    numbers = [x.data_ptr(), stride, rows, size, len(layers), gated, strip, share]
     outputs = []
-    for weight, bias, _ in layers:
-        height = weight.shape[0]
+    for layer, height in zip(layers, heights):
         output = empty((*shape, height), dtype)
         outputs.append(output)
         numbers += (
-            weight.data_ptr(),
-            weight.stride(0) * weight.itemsize,
+            layer.weight.data_ptr(),
+            layer.row_bytes,
             output.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            0 if layer.bias is None else layer.bias.data_ptr(),
             height,
         )
-    launch(_kernel(form), _fields(len(layers))(*numbers), threads, layers)
+    launch(_kernel(form), _fields(len(layers))(*numbers), pieces, threads, layers)
     return outputs
 
 

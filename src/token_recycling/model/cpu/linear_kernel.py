@@ -16,7 +16,7 @@ threads nor the other rows, so that these change no bit of it; the number of row
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -24,7 +24,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from token_recycling.model.cpu.amx_tile import SIDE, AmxEmitter, AmxTile
+from token_recycling.model.cpu.attention_vectors import buffer_of
 from token_recycling.model.cpu.block_tile import BlockTile
+from token_recycling.model.cpu.team_kernel import claim
 from token_recycling.model.cpu.tile import DenseTile
 from token_recycling.model.cpu.vectors import (
     BFLOAT16,
@@ -33,9 +35,9 @@ from token_recycling.model.cpu.vectors import (
     I64,
     Emitter,
     constant,
+    copy_bytes,
     get,
     processor,
-    take,
 )
 
 # How W is multiplied is a number: one of the dtypes of dense weights (see ``vectors``), ``AMX`` for
@@ -50,20 +52,46 @@ READING_PASSES = 2  # passes during which the next strip of dense weights is rea
 # Bytes of W in a strip, of which one is read ahead: few enough for the L2 cache of any processor,
 # enough to keep reading at the end of a tile.
 STRIP = 2**14
-# A thread takes this share of its part of W at a time: consecutive rows, which the processor's own
-# prefetcher recognises. ``docs/cpu.md`` has the times of other strips and shares.
+# A piece is this share of a thread's part of W: consecutive rows, which the processor's own
+# prefetcher recognises. ``docs/cpu.md`` has the times of other strips and shares. It has no more
+# than ``PIECE`` bytes, whose outputs fit into ``BUFFER`` bytes.
 SHARES = 10
+PIECE, BUFFER = 2**19, 2**16
+BUFFER_FLOATS = BUFFER // 4
 
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
-X, X_STRIDE, ROWS, INPUTS, LAYERS, GATED, THREADS, TAKEN = range(8)
+X, X_STRIDE, ROWS, INPUTS, LAYERS, GATED, STRIP_ROWS, SHARE = range(8)
 # The same for each of the layers that multiply x; bias may be 0.
 W, W_STRIDE, Y, BIAS, OUTPUTS = range(5)
-LAYER_FIELDS = 5
+COMMON_FIELDS, LAYER_FIELDS = 8, 5
 
 
 def fields_of(layers: int) -> int:
     """Return the numbers that a thread is given for this many layers."""
-    return TAKEN + 1 + LAYER_FIELDS * layers
+    return COMMON_FIELDS + LAYER_FIELDS * layers
+
+
+def shares(form: int, rows: int, w_stride: int, outputs: Sequence[int], threads: int, gated: bool):
+    """Divide layers into pieces.
+
+    Args:
+        form: how W is multiplied.
+        rows: of x.
+        w_stride: bytes from row to row of W.
+        outputs: rows of W of each layer.
+        threads: that are to share the work.
+        gated: a piece has the same rows of both layers.
+
+    Returns:
+        Rows of W in a strip and in a piece, and the number of pieces.
+    """
+    heights = _heights(form)
+    height = 2 * SIDE if form == AMX else heights[min(rows, len(heights)) - 1]
+    strip = height * max(1, STRIP // (height * w_stride))
+    most = min(PIECE // w_stride, BUFFER // (rows * BYTES[_output(form)] * (2 if gated else 1)))
+    count = max(1, min(sum(outputs) // (SHARES * threads), most) // strip)
+    share = strip * count
+    return strip, share, sum(-(-n // share) for n in (outputs[:1] if gated else outputs))
 
 
 def _heights(form: int) -> tuple[int, ...]:
@@ -279,29 +307,24 @@ def _height(typing: Any, form: Any, rows: Any) -> Any:
 @numba.njit(error_model="numpy")
 def _field(fields: Any, layer: Any, name: Any) -> Any:
     """Return a number of one of the layers."""
-    return get(fields, TAKEN + 1 + LAYER_FIELDS * layer + name)
+    return get(fields, COMMON_FIELDS + LAYER_FIELDS * layer + name)
 
 
 @numba.njit(error_model="numpy")
-def _piece(fields: Any, number: Any, share: Any) -> tuple[Any, Any, Any]:
-    """Return the layer of a piece of work, and its first row of W and the one behind its last.
+def _rows(fields: Any, piece: Any) -> tuple[Any, Any, Any]:
+    """Return the layer of a piece, and its first row of W and the one behind its last.
 
-    Pieces are ``share`` rows high. Those of gated layers alternate; others follow each other. The
-    layer is ``LAYERS`` behind the last piece.
+    The layer is ``LAYERS`` behind the last piece.
     """
-    layers = get(fields, LAYERS)
+    layers, share = get(fields, LAYERS), get(fields, SHARE)
+    count = 1 if get(fields, GATED) else layers
     layer = 0
-    if get(fields, GATED):
-        layer, number = number % 2, number // 2
-        if number * share >= _field(fields, 0, OUTPUTS):
-            layer = layers
-    else:
-        while layer < layers and number * share >= _field(fields, layer, OUTPUTS):
-            number -= (_field(fields, layer, OUTPUTS) + share - 1) // share
-            layer += 1
-    if layer == layers:
-        return layer, 0, 0
-    return layer, number * share, min((number + 1) * share, _field(fields, layer, OUTPUTS))
+    while layer < count and piece * share >= _field(fields, layer, OUTPUTS):
+        piece -= (_field(fields, layer, OUTPUTS) + share - 1) // share
+        layer += 1
+    if layer == count:
+        return layers, 0, 0
+    return layer, piece * share, min((piece + 1) * share, _field(fields, layer, OUTPUTS))
 
 
 @numba.njit(error_model="numpy")
@@ -311,76 +334,105 @@ def _address(fields: Any, layer: Any, row: Any) -> Any:
 
 
 @numba.njit(error_model="numpy")
-def multiply(fields: Any, form: Any) -> None:
-    """Take pieces of the layers until none is left (see ``X`` and so on).
+def _strips(
+    fields: Any, form: Any, layer: Any, begin: Any, end: Any, y: Any, y_stride: Any, behind: Any
+) -> None:
+    """Multiply x by rows of a layer's W.
+
+    Args:
+        fields: see ``multiply``.
+        form: likewise.
+        layer: number of the layer.
+        begin: first row.
+        end: the one behind the last row.
+        y: address of the first output.
+        y_stride: bytes from row to row of outputs.
+        behind: address of the rows that this thread multiplies next; 0: not known.
+    """
+    x, x_stride, rows, inputs, strip = (
+        get(fields, X),
+        get(fields, X_STRIDE),
+        get(fields, ROWS),
+        get(fields, INPUTS),
+        get(fields, STRIP_ROWS),
+    )
+    size, w_stride, bias = (
+        _output_bytes(form),
+        _field(fields, layer, W_STRIDE),
+        _field(fields, layer, BIAS),
+    )
+    amx, max_rows, height = _is_amx(form), _largest(form), _height(form, rows)
+    passes = (rows + max_rows - 1) // max_rows
+    reading_passes = 1 if amx else READING_PASSES
+    for row in range(begin, end, strip):
+        count = min(strip, end - row)
+        here = _address(fields, layer, row)
+        ahead = here  # reads again what is in the cache: nothing follows
+        if row + count < end:
+            ahead = here + count * w_stride
+        elif behind:
+            ahead = behind
+        for i in range(passes):
+            first = max_rows * i if amx else rows * i // passes
+            last = min(first + max_rows, rows) if amx else rows * (i + 1) // passes
+            part = i * ((height + reading_passes - 1) // reading_passes) * w_stride
+            _multiply(
+                form,
+                passes,
+                last - first,
+                here,
+                w_stride,
+                x + first * x_stride,
+                x_stride,
+                inputs,
+                y + first * y_stride + size * (row - begin),
+                y_stride,
+                bias + size * row if bias else 0,
+                count,
+                ahead + part if i < reading_passes else here,
+            )
+
+
+@numba.njit(error_model="numpy")
+def multiply(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
+    """Compute a piece of the layers (see ``X`` and so on, and ``shares``).
 
     Args:
         fields: int64.
+        piece: number of the piece.
+        following: of the one that this thread computes next.
+        seat: to claim the piece.
         form: a dtype of dense weights; or ``AMX``, for layers of a multiple of 32 inputs and of 16
             outputs, where x is interleaved; or ``BLOCKS`` + ggml's number of a block format, where
             x is rounded (see ``block_tile``).
     """
     numba.literally(form)
-    x, x_stride, rows, inputs = (
-        get(fields, X),
-        get(fields, X_STRIDE),
-        get(fields, ROWS),
-        get(fields, INPUTS),
-    )
-    layers, gated, size = get(fields, LAYERS), get(fields, GATED), _output_bytes(form)
-    amx, max_rows, height = _is_amx(form), _largest(form), _height(form, rows)
-    passes = (rows + max_rows - 1) // max_rows
-    reading_passes = 1 if amx else READING_PASSES
+    rows, gated, size = get(fields, ROWS), get(fields, GATED), _output_bytes(form)
+    layer, begin, end = _rows(fields, piece)
+    next_layer, next_begin, _ = _rows(fields, following)
+    behind = 0
+    if next_layer < get(fields, LAYERS):
+        behind = _address(fields, next_layer, next_begin)
+    y, y_stride = _field(fields, layer, Y), size * _field(fields, layer, OUTPUTS)
+    y += size * begin
+    # Many rows: outputs do not fit, so they are written at once.
+    width = size * (end - begin)
+    is_buffered = rows * width * (1 + gated) <= BUFFER
+    if not is_buffered and not claim(seat):
+        return
+    to, to_stride = y, y_stride
+    if is_buffered:
+        to, to_stride = buffer_of(BUFFER_FLOATS), width
     _configure(form, min(rows, SIDE))
-    strip = height * max(1, STRIP // (height * _field(fields, 0, W_STRIDE)))
-    outputs = 0
-    for layer in range(layers):
-        outputs += _field(fields, layer, OUTPUTS)
-    share = strip * max(1, outputs // (SHARES * get(fields, THREADS) * strip))
-    together = 2 if gated else 1  # pieces that a thread takes at a time
-    number = together * take(fields, TAKEN)
-    layer, begin, end = _piece(fields, number, share)
-    while layer < layers:
-        following = number + 1
-        if following % together == 0:
-            following = together * take(fields, TAKEN)
-        next_layer, next_begin, next_end = _piece(fields, following, share)
-        w_stride, y, bias = (
-            _field(fields, layer, W_STRIDE),
-            _field(fields, layer, Y),
-            _field(fields, layer, BIAS),
-        )
-        y_stride = size * _field(fields, layer, OUTPUTS)
-        for row in range(begin, end, strip):
-            count = min(strip, end - row)
-            here = _address(fields, layer, row)
-            ahead = here  # reads again what is in the cache: nothing follows
-            if row + count < end:
-                ahead = here + count * w_stride
-            elif next_layer < layers:
-                ahead = _address(fields, next_layer, next_begin)
-            for i in range(passes):
-                first = max_rows * i if amx else rows * i // passes
-                last = min(first + max_rows, rows) if amx else rows * (i + 1) // passes
-                part = i * ((height + reading_passes - 1) // reading_passes) * w_stride
-                _multiply(
-                    form,
-                    passes,
-                    last - first,
-                    here,
-                    w_stride,
-                    x + first * x_stride,
-                    x_stride,
-                    inputs,
-                    y + first * y_stride + size * row,
-                    y_stride,
-                    bias + size * row if bias else 0,
-                    count,
-                    ahead + part if i < reading_passes else here,
-                )
-        if gated and layer == 1:
-            for i in range(rows):
-                at = i * y_stride + size * begin
-                _gate(form, _field(fields, 0, Y) + at, y + at, end - begin)
-        number, layer, begin, end = following, next_layer, next_begin, next_end
+    if gated:
+        up = to + rows * width if is_buffered else _field(fields, 1, Y) + size * begin
+        _strips(fields, form, 0, begin, end, to, to_stride, _address(fields, 1, begin))
+        _strips(fields, form, 1, begin, end, up, to_stride, behind)
+        for i in range(rows):
+            _gate(form, to + i * to_stride, up + i * to_stride, end - begin)
+    else:
+        _strips(fields, form, layer, begin, end, to, to_stride, behind)
     _release(form)
+    if is_buffered and claim(seat):
+        for i in range(rows):
+            copy_bytes(to + i * width, y + i * y_stride, width)

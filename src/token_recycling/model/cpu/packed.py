@@ -11,7 +11,9 @@ from torch.nn.functional import linear as dense
 
 from token_recycling.model.cpu import dequantise_kernel, linear
 from token_recycling.model.cpu.block_formats import FORMATS
-from token_recycling.model.cpu.threads import Kernel, launch, openmp, unwatched
+from token_recycling.model.cpu.launch import launch, unwatched
+from token_recycling.model.cpu.machine_code import Kernel
+from token_recycling.model.cpu.team import is_available
 from token_recycling.model.cpu.vectors import processor
 
 STRIP = 2**22  # numbers of a weight that are dequantised at a time for many rows
@@ -19,7 +21,7 @@ STRIP = 2**22  # numbers of a weight that are dequantised at a time for many row
 
 def can_compute(ggml_type: int) -> bool:
     """Return whether there are kernels for a block format on this processor."""
-    return ggml_type in FORMATS and processor().dot_bytes and openmp() is not None
+    return ggml_type in FORMATS and processor().dot_bytes and is_available()
 
 
 def bytes_of(ggml_type: int, numbers: int) -> int:
@@ -30,7 +32,7 @@ def bytes_of(ggml_type: int, numbers: int) -> int:
 
 @lru_cache
 def _kernel(ggml_type: int) -> Kernel:
-    return Kernel(dequantise_kernel.dequantise, ggml_type, dequantise_kernel.TAKEN, 1)
+    return Kernel(dequantise_kernel.dequantise, ggml_type, in_pieces=True)
 
 
 @unwatched
@@ -50,8 +52,9 @@ def dequantised(blocks: Tensor, ggml_type: int, size: int, out: Tensor | None = 
     if out is None:
         out = torch.empty((rows, size), dtype=torch.float32, device="cpu")
     threads = torch.get_num_threads()
-    numbers = (blocks.data_ptr(), blocks.stride(0), out.data_ptr(), rows, size, 0)
-    launch(_kernel(ggml_type), (ctypes.c_int64 * len(numbers))(*numbers), threads, blocks)
+    numbers = (blocks.data_ptr(), blocks.stride(0), out.data_ptr(), rows, size)
+    fields = (ctypes.c_int64 * len(numbers))(*numbers)
+    launch(_kernel(ggml_type), fields, -(-rows // dequantise_kernel.SHARE), threads, blocks)
     return out[:rows]
 
 

@@ -1,4 +1,4 @@
-"""What the kernels are built from: LLVM vector instructions, and how threads share their work."""
+"""What the kernels are built from: LLVM vector instructions."""
 
 from __future__ import annotations
 
@@ -381,19 +381,6 @@ def _place(builder: Any, pointer: Any, index: Any) -> Any:
 
 
 @intrinsic
-def take(typing: Any, pointer: Any, index: Any) -> Any:
-    """Add one to an int64 of an array; return what it was. Threads do this in turn.
-
-    What a thread wrote before is seen by those that take later.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", _place(builder, *arguments), I64(1), "acq_rel")
-
-    return types.int64(types.voidptr, types.int64), generate
-
-
-@intrinsic
 def get(typing: Any, pointer: Any, index: Any) -> Any:
     """Return an int64 of an array."""
 
@@ -404,14 +391,15 @@ def get(typing: Any, pointer: Any, index: Any) -> Any:
 
 
 @intrinsic
-def store(typing: Any, address: Any, value: Any) -> Any:
-    """Write an int64 to an address."""
+def copy_bytes(typing: Any, source: Any, target: Any, count: Any) -> Any:
+    """Copy ``count`` bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], builder.inttoptr(arguments[0], I64.as_pointer()))
+        source, target = (builder.inttoptr(one, I8.as_pointer()) for one in arguments[:2])
+        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), generate
+    return types.void(*[types.int64] * 3), generate
 
 
 @intrinsic(prefer_literal=True)

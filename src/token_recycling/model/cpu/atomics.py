@@ -1,0 +1,173 @@
+"""Atomic operations on int64 words in memory, and what Linux offers to threads that wait."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import time
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from token_recycling.model.cpu.vectors import I8, I32, I64
+
+WORD = 8  # bytes
+# By machine: the number of the system call ``futex``, and the instruction of a loop that waits.
+FUTEX = {"x86_64": 202, "aarch64": 98}
+PAUSE = {"x86_64": "pause", "aarch64": "yield"}
+# Operations of ``futex``, on addresses of this process only.
+FUTEX_WAIT, FUTEX_WAKE = 128, 129
+
+
+def is_available() -> bool:
+    """Return whether this is Linux on a processor whose system calls are known."""
+    return sys.platform == "linux" and platform.machine() in FUTEX
+
+
+def functions() -> tuple[int, int]:
+    """Return the addresses of ``clock_gettime`` and ``syscall`` of the C library."""
+    library: Any = ctypes.CDLL(None)
+    found = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in NAMES]
+    return found[0].value or 0, found[1].value or 0
+
+
+NAMES = ("clock_gettime", "syscall")
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, I64.as_pointer())
+
+
+@intrinsic
+def load(typing: Any, address: Any) -> Any:
+    """Return the word at an address; what its writer wrote before is seen afterwards."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, arguments[0]), "acquire", WORD)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def publish(typing: Any, address: Any, value: Any) -> Any:
+    """Write a word; who reads it sees what was written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "release", WORD)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def fetch_add(typing: Any, address: Any, number: Any) -> Any:
+    """Add to a word; return what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(builder, arguments[0])
+        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def fetch_and(typing: Any, address: Any, bits: Any) -> Any:
+    """Keep these bits of a word only; return what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(builder, arguments[0])
+        return builder.atomic_rmw("and", pointer, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def fetch_or(typing: Any, address: Any, bits: Any) -> Any:
+    """Set these bits of a word; return what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(builder, arguments[0])
+        return builder.atomic_rmw("or", pointer, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def exchange(typing: Any, address: Any, value: Any) -> Any:
+    """Write a word; return what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(builder, arguments[0])
+        return builder.atomic_rmw("xchg", pointer, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def replaced(typing: Any, address: Any, old: Any, new: Any) -> Any:
+    """Write ``new`` to a word if it is ``old``; return whether it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, old, new = arguments
+        result = builder.cmpxchg(_pointer(builder, address), old, new, "seq_cst", "seq_cst")
+        return builder.extract_value(result, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def pause(typing: Any) -> Any:
+    """Tell the processor that this thread waits in a loop."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.asm(kind, PAUSE.get(platform.machine(), ""), "~{memory}", [], True)
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def nanoseconds(typing: Any, clock_gettime: Any) -> Any:
+    """Return the time of the monotonic clock; the argument is the function's address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        with builder.goto_entry_block():
+            spec = builder.alloca(ir.ArrayType(I64, 2))
+        seconds = builder.bitcast(spec, I64.as_pointer())
+        kind = ir.FunctionType(I32, [I32, I64.as_pointer()])
+        function = builder.inttoptr(arguments[0], kind.as_pointer())
+        builder.call(function, [I32(time.CLOCK_MONOTONIC), seconds])
+        whole = builder.load(seconds)
+        rest = builder.load(builder.gep(seconds, [I64(1)]))
+        return builder.add(builder.mul(whole, I64(10**9)), rest)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def futex(typing: Any, syscall: Any, address: Any, operation: Any, value: Any) -> Any:
+    """Call ``futex`` on the low half of a word.
+
+    Args:
+        syscall: address of the function.
+        address: of the word; its low half comes first in memory.
+        operation: ``FUTEX_WAIT`` while it is ``value``, or ``FUTEX_WAKE`` of ``value`` threads.
+        value: of the low half, or of threads.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        syscall, address, operation, value = arguments
+        kind = ir.FunctionType(I64, [I64], var_arg=True)
+        function = builder.inttoptr(syscall, kind.as_pointer())
+        nothing = ir.Constant(I8.as_pointer(), None)
+        number = I64(FUTEX.get(platform.machine(), 0))
+        value = builder.trunc(value, I32)
+        operation = builder.trunc(operation, I32)
+        builder.call(function, [number, address, operation, value, nothing, nothing, I32(0)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate

@@ -1,0 +1,108 @@
+"""Launches of kernels, which run in a team of threads or are recorded."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from token_recycling.model.cpu import team_kernel
+from token_recycling.model.cpu.machine_code import Kernel
+from token_recycling.model.cpu.team import run
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel.
+
+    Attributes:
+        kernel: the kernel.
+        fields: array of int64.
+        pieces: of which it consists.
+        threads: that run it.
+        held: what has to live as long as ``fields`` is used.
+    """
+
+    kernel: Kernel
+    fields: Any
+    pieces: int = 1
+    threads: int = 1
+    held: Any = None
+
+
+def tape(launches: Sequence[Launch]) -> Any:
+    """Return what the team runs (see ``team_kernel.LAUNCHES``): the launches, in order."""
+    numbers = [len(launches)]
+    for kernel, fields, pieces, _, _ in launches:
+        counter = len(fields) if kernel.counter is None else kernel.counter
+        counters = ctypes.addressof(fields) + 8 * counter
+        numbers += (kernel.address, ctypes.addressof(fields), pieces, 0, 0)
+        numbers += (counters, len(fields) - counter)
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def pieces_at(number: int) -> int:
+    """Return the position in a tape of the number of pieces of a launch."""
+    offset = team_kernel.FIRST_LAUNCH + team_kernel.LAUNCH_BYTES * number + team_kernel.PIECES
+    return offset // 8
+
+
+class Recorder(Protocol):
+    """Records launches (see ``capture.Capture``)."""
+
+    def add(self, launch: Launch) -> None:
+        """Record a launch."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that the launches use again in a replay."""
+
+    def rebind_attention(self, fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> None:
+        """Record that a launch reads the cache, whose extent differs from step to step."""
+
+    def rebind_copy(self, fields: Any, layer: Any) -> None:
+        """Record that a launch writes to the cache."""
+
+
+class _Recording(threading.local):
+    recorder: Recorder | None = None
+
+
+recording = _Recording()
+
+
+def unwatched(function: Function) -> Function:
+    """Let a function that launches kernels call PyTorch's without a recorder's watching them."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if recording.recorder is None:
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return cast(Function, run)
+
+
+def launch(
+    kernel: Kernel, fields: Any, pieces: int = 1, threads: int = 1, held: Any = None
+) -> None:
+    """Run a kernel (see ``Launch``)."""
+    if not pieces:
+        return
+    one = Launch(kernel, fields, pieces, threads, held)
+    if recording.recorder is not None:
+        recording.recorder.add(one)
+    run(tape([one]), min(threads, pieces))
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory on the CPU for a kernel's outputs."""
+    if recording.recorder is not None:
+        return recording.recorder.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")

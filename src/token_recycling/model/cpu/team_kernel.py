@@ -1,0 +1,338 @@
+"""Runs launches one after another in a team of threads that never waits for one that is held up.
+
+Programs that keep the processor busy take it away from a thread for milliseconds, a hundred times
+as long as a piece of a launch takes. So no thread has a part of its own. All of them, the one that
+asks for the launches included, do the same: take a piece of the launch that is due, compute it into
+memory of their own, claim it, and copy it to where it belongs. Who finishes the last piece of a
+launch makes the next one due. A piece that was taken but not claimed after a while is computed by
+another thread: it takes the claim away, so that the one that was held up drops what it has. A
+thread holds the others up only where it is between a claim and the end of a copy.
+
+A job is a list of launches, its tape, which a thread posts. Helpers wait for jobs: for some
+microseconds in a loop, then asleep in the kernel. A job ends when its last launch is finished and
+no helper is left in it, as one that is late still reads memory of the job.
+
+All words are int64, and those that threads write are in cache lines of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from token_recycling.model.cpu.atomics import (
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    exchange,
+    fetch_add,
+    fetch_and,
+    fetch_or,
+    futex,
+    load,
+    nanoseconds,
+    pause,
+    publish,
+    replaced,
+)
+from token_recycling.model.cpu.attention_vectors import buffer_of
+from token_recycling.model.cpu.vectors import I8, I64
+
+LINE = 64  # bytes
+MOST_HELPERS, JOBS = 63, 8  # of a process; jobs that helpers see at a time
+
+# Bytes from the beginning of a team's memory.
+POSTED = 0  # jobs posted so far
+SLEEPERS = LINE  # helpers that sleep until another job is posted
+HELPERS = 2 * LINE  # helpers that were started
+CLOCK_GETTIME, SYSCALL = 3 * LINE, 3 * LINE + 8  # addresses of functions
+FIRST_JOB = 4 * LINE
+
+# Bytes from the beginning of a job. ``GATE``: helpers inside, flags, and wanted helpers << 32.
+GATE = 0
+TAPE = 8
+DUE = LINE  # index of the launch that is due
+DOZING = 2 * LINE  # threads of the job that sleep until the next launch is due
+SEATS = 3 * LINE  # one for the thread that posted the job, then one for each helper
+JOB_BYTES = SEATS + LINE * (1 + MOST_HELPERS)
+JOB_FLOATS = JOB_BYTES // 4
+TEAM_BYTES = FIRST_JOB + JOBS * JOB_BYTES
+INSIDE, OPEN, OWNED, AWAITED, WANTED = 0xFFFF, 1 << 16, 1 << 17, 1 << 18, 1 << 32
+
+# Bytes from the beginning of a seat: the piece that is computed, the one to be computed next, both
+# 0 if there is none or another thread has taken it, and the first one again.
+CURRENT, NEXT, EXPECTED = 0, 8, 16
+# A piece is its number + (1 + index of the launch) << 32.
+LAUNCH, CLAIMED = 1 << 32, 1 << 31
+
+# Bytes from the beginning of a tape: the number of launches, then for each of them the addresses of
+# kernel and fields, the number of pieces, those taken and finished, and words that are 0 at first.
+LAUNCHES, FIRST_LAUNCH, LAUNCH_BYTES = 0, 8, 56
+KERNEL, FIELDS, PIECES, TAKEN, FINISHED, COUNTERS, COUNTER_COUNT = range(0, 56, 8)
+
+# Nanoseconds for which threads look in a loop before they sleep.
+DOZE = 400_000
+# A piece is taken from a thread after this time plus ``PATIENCE`` times that of a piece.
+HELD_UP, PATIENCE = 20_000, 3
+LOOKS = 16  # times that a thread looks between two looks at the clock
+
+
+@intrinsic
+def _call(typing: Any, kernel: Any, fields: Any, piece: Any, following: Any, seat: Any) -> Any:
+    """Call a kernel (see ``threads.Kernel``)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kernel, fields, piece, following, seat = arguments
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64, I64, I64])
+        function = builder.inttoptr(kernel, kind.as_pointer())
+        data = builder.inttoptr(fields, I8.as_pointer())
+        builder.call(function, [data, piece, following, seat])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@intrinsic
+def address_of(typing: Any, pointer: Any) -> Any:
+    """Return a pointer as a number."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ptrtoint(arguments[0], I64)
+
+    return types.int64(types.voidptr), generate
+
+
+@numba.njit(error_model="numpy")
+def claim(seat: Any) -> Any:
+    """Return whether the piece of a seat may be written; it may not be taken away any more."""
+    piece = load(seat + EXPECTED)
+    return replaced(seat + CURRENT, piece, piece | CLAIMED)
+
+
+@numba.njit(error_model="numpy")
+def _reserve(launch: Any, index: Any, seat: Any) -> Any:
+    """Take a piece to be computed next; return whether there was one."""
+    number = fetch_add(launch + TAKEN, 1)
+    if number >= load(launch + PIECES):
+        return False
+    publish(seat + NEXT, (index + 1) * LAUNCH + number)
+    return True
+
+
+@numba.njit(error_model="numpy")
+def _next(launch: Any, index: Any, seat: Any) -> Any:
+    """Return the piece to be computed now; 0: none is left."""
+    while True:
+        piece = load(seat + NEXT)
+        if piece and replaced(seat + NEXT, piece, 0):
+            return piece
+        if not _reserve(launch, index, seat):
+            return 0
+
+
+@numba.njit(error_model="numpy")
+def _compute(team: Any, job: Any, launch: Any, index: Any, piece: Any, seat: Any) -> None:
+    """Compute a piece; if it is the launch's last one, make the next launch due."""
+    publish(seat + EXPECTED, piece)
+    publish(seat + CURRENT, piece)
+    following = load(launch + PIECES)
+    if _reserve(launch, index, seat):
+        following = load(seat + NEXT) % CLAIMED
+    _call(load(launch + KERNEL), load(launch + FIELDS), piece % CLAIMED, following, seat)
+    if load(seat + CURRENT) != piece | CLAIMED:
+        return  # another thread has it
+    publish(seat + CURRENT, 0)
+    if fetch_add(launch + FINISHED, 1) + 1 < load(launch + PIECES):
+        return
+    if index + 1 == load(load(job + TAPE) + LAUNCHES):
+        fetch_and(job + GATE, ~OPEN)
+    exchange(job + DUE, index + 1)
+    if fetch_add(job + DOZING, 0):
+        futex(load(team + SYSCALL), job + DUE, FUTEX_WAKE, MOST_HELPERS)
+
+
+@numba.njit(error_model="numpy")
+def _taken_from(job: Any, index: Any, seats: Any, me: Any, at: Any) -> Any:
+    """Take a piece of a launch away from another thread; 0: there is none.
+
+    Args:
+        job: the job.
+        index: of the launch.
+        seats: of the job.
+        me: number of this thread's seat.
+        at: ``NEXT`` or ``CURRENT``.
+    """
+    for n in range(seats):
+        word = job + SEATS + LINE * n + at
+        piece = load(word)
+        is_ours = n != me and piece >> 32 == index + 1 and not piece & CLAIMED
+        if is_ours and replaced(word, piece, 0):
+            return piece
+    return 0
+
+
+@numba.njit(error_model="numpy")
+def _await(team: Any, job: Any, index: Any, me: Any, patience: Any) -> Any:
+    """Wait until a launch is not due any more; return 0 then, or a piece that is to be computed."""
+    seats = 1
+    if load(job + GATE):
+        seats += load(team + HELPERS)
+    begin = 0
+    while True:
+        for _ in range(LOOKS):
+            if load(job + DUE) != index:
+                return 0
+            pause()
+        piece = _taken_from(job, index, seats, me, NEXT)
+        if piece:
+            return piece
+        now = nanoseconds(load(team + CLOCK_GETTIME))
+        if not begin:
+            begin = now
+        if now - begin > HELD_UP + patience:
+            piece = _taken_from(job, index, seats, me, CURRENT)
+            if piece:
+                return piece
+            if now - begin > DOZE:
+                fetch_add(job + DOZING, 1)
+                futex(load(team + SYSCALL), job + DUE, FUTEX_WAIT, index)
+                fetch_add(job + DOZING, -1)
+                begin = 0
+
+
+@numba.njit(error_model="numpy")
+def _work(team: Any, job: Any, me: Any) -> None:
+    """Compute pieces of a job until its last launch is finished."""
+    tape, seat = load(job + TAPE), job + SEATS + LINE * me
+    launches = load(tape + LAUNCHES)
+    index, patience = load(job + DUE), 0
+    while index < launches:
+        launch = tape + FIRST_LAUNCH + LAUNCH_BYTES * index
+        piece = _next(launch, index, seat)
+        if piece and load(launch + PIECES) > 1:
+            begin = nanoseconds(load(team + CLOCK_GETTIME))
+            _compute(team, job, launch, index, piece, seat)
+            patience = PATIENCE * (nanoseconds(load(team + CLOCK_GETTIME)) - begin)
+            piece = _next(launch, index, seat)
+        while piece:
+            _compute(team, job, launch, index, piece, seat)
+            piece = _next(launch, index, seat)
+        piece = _await(team, job, index, me, patience)
+        while piece:
+            _compute(team, job, launch, index, piece, seat)
+            piece = _await(team, job, index, me, patience)
+        index = load(job + DUE)
+
+
+@numba.njit(error_model="numpy")
+def _reset(tape: Any) -> None:
+    """Make a tape ready to be run."""
+    for n in range(load(tape + LAUNCHES)):
+        launch = tape + FIRST_LAUNCH + LAUNCH_BYTES * n
+        publish(launch + TAKEN, 0)
+        publish(launch + FINISHED, 0)
+        counters = load(launch + COUNTERS)
+        for i in range(load(launch + COUNTER_COUNT)):
+            publish(counters + 8 * i, 0)
+
+
+@numba.njit(error_model="numpy")
+def _free_job(team: Any) -> Any:
+    """Return a job that nobody owns, and own it; 0: there is none."""
+    for n in range(JOBS):
+        job = team + FIRST_JOB + JOB_BYTES * n
+        if load(job + GATE) == 0 and replaced(job + GATE, 0, OWNED):
+            return job
+    return 0
+
+
+@numba.njit(error_model="numpy")
+def run(team: Any, tape: Any, helpers: Any) -> None:
+    """Run the launches of a tape in this thread and at most so many helpers."""
+    team, tape = address_of(team), address_of(tape)
+    _reset(tape)
+    job = _free_job(team) if helpers else 0
+    if not job:
+        job = buffer_of(JOB_FLOATS)
+        publish(job + GATE, 0)
+        helpers = 0
+    publish(job + TAPE, tape)
+    publish(job + DUE, 0)
+    publish(job + DOZING, 0)
+    for at in (CURRENT, NEXT):
+        publish(job + SEATS + at, 0)
+    if not helpers:
+        _work(team, job, 0)
+        publish(job + GATE, 0)
+        return
+    publish(job + GATE, helpers * WANTED + OWNED + OPEN)
+    fetch_add(team + POSTED, 1)
+    if fetch_add(team + SLEEPERS, 0):
+        futex(load(team + SYSCALL), team + POSTED, FUTEX_WAKE, helpers)
+    _work(team, job, 0)
+    _leave_alone(team, job)
+    publish(job + GATE, 0)
+
+
+@numba.njit(error_model="numpy")
+def _leave_alone(team: Any, job: Any) -> None:
+    """Wait until no helper is in a job, which is closed."""
+    begin = 0
+    while load(job + GATE) & INSIDE:
+        for _ in range(LOOKS):
+            pause()
+        now = nanoseconds(load(team + CLOCK_GETTIME))
+        if not begin:
+            begin = now
+        if now - begin > DOZE:
+            gate = fetch_or(job + GATE, AWAITED) | AWAITED
+            if gate & INSIDE:
+                futex(load(team + SYSCALL), job + GATE, FUTEX_WAIT, gate)
+
+
+@numba.njit(error_model="numpy")
+def _join(team: Any, job: Any, me: Any) -> Any:
+    """Work at a job if it wants help; return whether it did."""
+    gate = load(job + GATE)
+    if not gate & OPEN or gate & INSIDE >= gate >> 32:
+        return False
+    seat = job + SEATS + LINE * me
+    publish(seat + CURRENT, 0)
+    publish(seat + NEXT, 0)
+    if replaced(job + GATE, gate, gate + 1):
+        _work(team, job, me)
+        if fetch_add(job + GATE, -1) & AWAITED:
+            futex(load(team + SYSCALL), job + GATE, FUTEX_WAKE, 1)
+    return True
+
+
+@numba.njit(error_model="numpy")
+def help_forever(seat: Any) -> None:
+    """Work at jobs; ``seat``: address of the team, plus the number of this helper, from 1 on."""
+    me = seat % LINE
+    team = seat - me
+    begin = first = 0
+    while True:
+        posted = load(team + POSTED)
+        worked = False
+        for n in range(JOBS):
+            job = (first + n) % JOBS
+            if _join(team, team + FIRST_JOB + JOB_BYTES * job, me):
+                worked, first = True, job + 1
+                break
+        if worked:
+            begin = 0
+            continue
+        for _ in range(LOOKS):
+            pause()
+        now = nanoseconds(load(team + CLOCK_GETTIME))
+        if not begin:
+            begin = now
+        if now - begin > DOZE:
+            fetch_add(team + SLEEPERS, 1)
+            futex(load(team + SYSCALL), team + POSTED, FUTEX_WAIT, posted)
+            fetch_add(team + SLEEPERS, -1)
+            begin = 0
