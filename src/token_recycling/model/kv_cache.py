@@ -22,10 +22,12 @@ class _CacheLength:
     Attributes:
         lengths: committed entries of every row.
         capacity: slots for which there is room.
+        moves: how often entries of a layer were given another place in memory.
     """
 
     lengths: list[int]
     capacity: int = 0
+    moves: int = 0
 
     @property
     def end(self) -> int:
@@ -55,6 +57,7 @@ class _PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
             for states in (key_states, value_states)
         )
         self.is_initialized = True
+        self.extent.moves += 1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -161,6 +164,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
 
     def _bind(self, index: int, stack: Tensor, views: list[tuple[_PreallocatedLayer, str]]) -> None:
         self._stacks[index] = (stack, views)
+        self.extent.moves += 1
         for (layer, name), entries in zip(views, stack.unbind(0)):
             setattr(layer, name, entries[: len(self.lengths)])
 

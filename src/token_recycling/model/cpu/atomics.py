@@ -12,29 +12,24 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from token_recycling.model.cpu.vectors import I8, I32, I64
+from token_recycling.model.cpu.vectors import I32, I64
 
 WORD = 8  # bytes
-# By machine: the number of the system call ``futex``, and the instruction of a loop that waits.
-FUTEX = {"x86_64": 202, "aarch64": 98}
-PAUSE = {"x86_64": "pause", "aarch64": "yield"}
+# By machine: numbers of system calls, and the instruction of a loop that waits.
+MACHINES = {"x86_64": (202, 203, "pause"), "aarch64": (98, 122, "yield")}
+FUTEX, SET_AFFINITY, PAUSE = MACHINES.get(platform.machine(), (0, 0, ""))
 # Operations of ``futex``, on addresses of this process only.
 FUTEX_WAIT, FUTEX_WAKE = 128, 129
 
 
 def is_available() -> bool:
     """Return whether this is Linux on a processor whose system calls are known."""
-    return sys.platform == "linux" and platform.machine() in FUTEX
+    return sys.platform == "linux" and platform.machine() in MACHINES
 
 
-def functions() -> tuple[int, int]:
-    """Return the addresses of ``clock_gettime`` and ``syscall`` of the C library."""
-    library: Any = ctypes.CDLL(None)
-    found = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in NAMES]
-    return found[0].value or 0, found[1].value or 0
-
-
-NAMES = ("clock_gettime", "syscall")
+def function(name: str) -> int:
+    """Return the address of a function of the C library."""
+    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -124,7 +119,7 @@ def pause(typing: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [])
-        builder.asm(kind, PAUSE.get(platform.machine(), ""), "~{memory}", [], True)
+        builder.asm(kind, PAUSE, "~{memory}", [], True)
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -149,25 +144,24 @@ def nanoseconds(typing: Any, clock_gettime: Any) -> Any:
 
 
 @intrinsic
-def futex(typing: Any, syscall: Any, address: Any, operation: Any, value: Any) -> Any:
-    """Call ``futex`` on the low half of a word.
-
-    Args:
-        syscall: address of the function.
-        address: of the word; its low half comes first in memory.
-        operation: ``FUTEX_WAIT`` while it is ``value``, or ``FUTEX_WAKE`` of ``value`` threads.
-        value: of the low half, or of threads.
-    """
+def current_core(typing: Any, sched_getcpu: Any) -> Any:
+    """Return the number of the core that this thread runs on; the argument is the address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        syscall, address, operation, value = arguments
-        kind = ir.FunctionType(I64, [I64], var_arg=True)
-        function = builder.inttoptr(syscall, kind.as_pointer())
-        nothing = ir.Constant(I8.as_pointer(), None)
-        number = I64(FUTEX.get(platform.machine(), 0))
-        value = builder.trunc(value, I32)
-        operation = builder.trunc(operation, I32)
-        builder.call(function, [number, address, operation, value, nothing, nothing, I32(0)])
-        return context.get_dummy_value()
+        kind = ir.FunctionType(I32, [])
+        function = builder.inttoptr(arguments[0], kind.as_pointer())
+        return builder.sext(builder.call(function, []), I64)
 
-    return types.void(*[types.int64] * 4), generate
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def system_call(typing: Any, syscall: Any, number: Any, a: Any, b: Any, c: Any) -> Any:
+    """Ask the kernel; the arguments are the address of ``syscall``, a number and three words."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(I64, [I64], var_arg=True)
+        function = builder.inttoptr(arguments[0], kind.as_pointer())
+        return builder.call(function, [*arguments[1:], I64(0), I64(0), I64(0)])
+
+    return types.int64(*[types.int64] * 5), generate

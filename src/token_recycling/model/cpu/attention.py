@@ -127,18 +127,28 @@ def attend(
         heads // key_heads,
         width,
     )
-    parts = bind(fields, key, value, mask, committed)
+    slots = key.shape[2]
+    parts = parts_for(fields, slots)
+    for position, word in (*entries(key, value), *per_step(slots, mask, committed, parts)):
+        fields[position] = word
     if recording.recorder is not None:
         recording.recorder.rebind_attention(fields, key, value, mask)
     threads = torch.get_num_threads()
-    launch(_kernel(key.dtype), fields, pieces_of(fields), threads, (number, parts, committed))
+    pieces = pieces_of(fields, slots)
+    launch(_kernel(key.dtype), fields, pieces, threads, (number, parts, committed))
     return out
 
 
-def pieces_of(fields: Any) -> int:
+def pieces_of(fields: Any, slots: int) -> int:
     """Return the pieces of a launch: blocks of all heads."""
-    blocks = kernels.blocks_of(fields[kernels.SLOTS], fields[kernels.TOKENS])
+    blocks = kernels.blocks_of(slots, fields[kernels.TOKENS])
     return int(fields[kernels.BATCH] * fields[kernels.HEADS] * blocks)
+
+
+def parts_for(fields: Any, slots: int) -> Tensor:
+    """Return memory that the pieces of a launch write to."""
+    size = (fields[kernels.VALUE_SIZE] + 2) * fields[kernels.WIDTH]
+    return torch.empty(pieces_of(fields, slots) * size, dtype=torch.float32, device="cpu")
 
 
 def deepest(committed: Tensor) -> Tensor:
@@ -156,33 +166,32 @@ def _width(rows: int) -> int:
     return -(-rows // lanes) * lanes
 
 
-def bind(fields: Any, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor) -> Tensor:
-    """Write what differs from step to step; return memory that the kernel needs meanwhile."""
-    slots = key.shape[2]
-    blocks = kernels.blocks_of(slots, fields[kernels.TOKENS])
-    heads = fields[kernels.BATCH] * fields[kernels.HEADS]
-    size = (fields[kernels.VALUE_SIZE] + 2) * fields[kernels.WIDTH]
-    parts = torch.empty(heads * blocks * size, dtype=torch.float32, device="cpu")
-    width = key.itemsize
-    (k_batch, k_head, k_slot, _), (v_batch, v_head, v_slot, _) = key.stride(), value.stride()
-    fields[kernels.SLOTS] = slots
-    fields[kernels.KEY : kernels.PARTS + 1] = (
-        key.data_ptr(),
-        value.data_ptr(),
-        mask.data_ptr(),
-        parts.data_ptr(),
-    )
-    fields[kernels.KEY_BATCH : kernels.COMMITTED + 1] = (
-        k_batch * width,
-        k_head * width,
-        k_slot * width,
-        v_batch * width,
-        v_head * width,
-        v_slot * width,
-        mask.stride(0) * 4,
-        committed.data_ptr(),
-    )
-    return parts
+def entries(key: Tensor, value: Tensor) -> list[tuple[int, int]]:
+    """Return the fields of a layer's cache, as positions and words."""
+    words = [(kernels.KEY, key.data_ptr()), (kernels.VALUE, value.data_ptr())]
+    first = kernels.KEY_BATCH
+    for tensor in (key, value):
+        strides = [stride * tensor.itemsize for stride in tensor.stride()[:3]]
+        words += enumerate(strides, first)
+        first += 3
+    return words
+
+
+def per_step(slots: int, mask: Tensor, committed: Tensor, parts: Tensor) -> list[tuple[int, int]]:
+    """Return the fields that are the same in all layers of a forward, as positions and words."""
+    return [
+        (kernels.SLOTS, slots),
+        (kernels.MASK, mask.data_ptr()),
+        (kernels.PARTS, parts.data_ptr()),
+        (kernels.MASK_BATCH, mask.stride(0) * 4),
+        (kernels.COMMITTED, committed.data_ptr()),
+    ]
+
+
+def shape_of(fields: Any) -> list[int]:
+    """Return the fields that differ from layer to layer only if the layers' shapes do."""
+    numbers: list[int] = fields[kernels.BATCH : kernels.WIDTH + 1]
+    return numbers[: kernels.SLOTS - kernels.BATCH] + numbers[kernels.SLOTS - kernels.BATCH + 1 :]
 
 
 @lru_cache

@@ -16,13 +16,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from token_recycling.model.cpu import attention, elementwise
+from token_recycling.model.cpu import attention_kernel as kernels
 from token_recycling.model.cpu.attention import PACKED, packed_mask
-from token_recycling.model.cpu.attention_kernel import GROUP
 from token_recycling.model.cpu.launch import Launch, pieces_at, recording, tape
 from token_recycling.model.cpu.team import run
 from token_recycling.model.cpu.vectors import FORMS
@@ -194,13 +195,13 @@ class Recording:
         if not isinstance(output, Tensor):
             raise _NotRecordableError("it returns more than one tensor")
         self.launches, self._others = capture.launches, others
-        (self._copy,), (self.attention,) = capture.copies, capture.attentions
-        self._layer_index: Any = capture.layer_index
-        self._forms = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs]
-        self._shape, self._dtype = tuple(output.shape), output.dtype
+        (self.copy,), (self.attention,) = capture.copies, capture.attentions
+        self.index: Any = capture.layer_index
+        self.forms = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs]
+        self.shape, self.dtype = tuple(output.shape), output.dtype
         # (fields, position, number of the input, bytes from its beginning)
-        self._inputs: list[tuple[Any, int, int, int]] = []
-        self._outputs: list[tuple[Any, int]] = []
+        self.inputs: list[tuple[Any, int, int, int]] = []
+        self.outputs: list[tuple[Any, int]] = []
         output_address = output.data_ptr()
         given = [
             (n, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
@@ -209,87 +210,131 @@ class Recording:
         for launch in capture.launches:
             for position, number in enumerate(launch.fields):
                 if number == output_address:
-                    self._outputs.append((launch.fields, position))
+                    self.outputs.append((launch.fields, position))
                 for n, begin, end in given:
                     if begin <= number < end:
-                        self._inputs.append((launch.fields, position, n, number - begin))
-        if not self._outputs or not output.is_contiguous():
+                        self.inputs.append((launch.fields, position, n, number - begin))
+        if not self.outputs or not output.is_contiguous():
             raise _NotRecordableError("its output is not that of a kernel")
 
     def fits(self, inputs: list[Tensor], others: list[Any], mask: Tensor, cache: Any) -> bool:
         """Return whether these are such arguments as those recorded, with a mask for them."""
-        batch, tokens = self._shape[:2]
-        extent = cache.layers[self._layer_index].extent
+        batch, tokens = self.shape[:2]
+        extent = cache.layers[self.index].extent
         return (
-            len(inputs) == len(self._forms)
+            len(inputs) == len(self.forms)
             and others == self._others
-            and all(
-                tensor.shape == shape and tensor.stride() == stride and tensor.dtype == dtype
-                for tensor, (shape, stride, dtype) in zip(inputs, self._forms)
-            )
+            and [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs] == self.forms
             and mask.shape == (batch, 1, tokens, extent.end + tokens)
             and len(extent.lengths) == len(getattr(mask, PACKED).committed) == batch
         )
 
     def is_like(self, other: Recording) -> bool:
         """Return whether it takes whatever another layer's recording takes."""
-        return self._forms == other._forms and self._others == other._others
+        return (
+            self.forms == other.forms
+            and self._others == other._others
+            and attention.shape_of(self.attention) == attention.shape_of(other.attention)
+        )
 
     def is_right(self, inputs: list[Tensor], mask: Tensor, cache: Any, output: Tensor) -> bool:
         """Return whether a replay gives the bits of ``output``."""
         (again,) = Chain([self]).replay(inputs, mask, cache)
         return torch.equal(again.view(torch.uint8), output.view(torch.uint8))
 
-    def bind(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> tuple[Tensor, int, Tensor]:
-        """Set what differs from replay to replay.
+
+class Chain:
+    """Recorded layers, each of which is given the output of the one before, in one run.
+
+    What differs from replay to replay is written to the fields of all launches at once.
+    """
+
+    def __init__(self, layers: list[Recording]) -> None:
+        """Prepare replays of recordings that are like the first of them."""
+        self._layers, self._shape, self._dtype = layers, layers[0].shape, layers[0].dtype
+        launches = [launch for layer in layers for launch in layer.launches]
+        self._threads = max(launch.threads for launch in launches)
+        sizes = [len(launch.fields) for launch in launches]
+        self._fields = np.concatenate([np.array(launch.fields, np.int64) for launch in launches])
+        self._tape = tape(launches, self._fields)
+        begins = np.cumsum([0, *sizes])
+        at = {id(launch.fields): begins[n] for n, launch in enumerate(launches)}
+
+        def positions(pairs: Any) -> Any:
+            return np.array([at[id(fields)] + position for fields, position in pairs], np.int64)
+
+        attentions = [layer.attention for layer in layers]
+        self._attention_pieces = [
+            pieces_at(n)
+            for n, launch in enumerate(launches)
+            if any(launch.fields is fields for fields in attentions)
+        ]
+        self._attention_fields = positions((fields, 0) for fields in attentions)
+        self._copy_fields = positions((layer.copy, 0) for layer in layers)
+        given = [(n, *one) for n, layer in enumerate(layers) for one in layer.inputs]
+        self._inputs = positions((fields, position) for _, fields, position, _, _ in given)
+        # Tensors by number: those given, then the outputs; the hidden states come first.
+        count = len(layers[0].forms)
+        numbers = [count + layer - 1 if layer and not n else n for layer, _, _, n, _ in given]
+        self._input_numbers = np.array(numbers, np.int64)
+        self._input_offsets = np.array([offset for *_, offset in given], np.int64)
+        written = [(n, *one) for n, layer in enumerate(layers) for one in layer.outputs]
+        self._outputs = positions((fields, position) for _, fields, position in written)
+        self._output_numbers = np.array([n for n, *_ in written], np.int64)
+        self._extent: Any = None  # whose memory is bound, as it was after so many moves
+        self._moves = 0
+
+    def replay(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> tuple[Tensor, ...]:
+        """Compute the layers.
 
         Args:
-            inputs: like those recorded.
+            inputs: like those recorded, of the first layer.
             mask: additive, marked for packed queries.
             cache: a ``RecyclingCache``.
 
         Returns:
-            The layer's output, not yet computed; the pieces of its attention; and memory that is
-            needed until it is computed.
+            The output of each layer.
         """
-        layer = cache.layers[self._layer_index]
-        begin, tokens = layer.extent.end, self._shape[1]
-        elementwise.bind_outputs(self._copy, layer.slots(begin, tokens))
-        keys, values = layer.slots(0, begin + tokens)
-        parts = attention.bind(
-            self.attention, keys, values, *packed_mask(mask, self.attention[GROUP])
-        )
-        addresses = [tensor.data_ptr() for tensor in inputs]
-        for fields, position, n, offset in self._inputs:
-            fields[position] = addresses[n] + offset
-        output = torch.empty(self._shape, dtype=self._dtype, device="cpu")
-        for fields, position in self._outputs:
-            fields[position] = output.data_ptr()
-        return output, attention.pieces_of(self.attention), parts
-
-
-class Chain:
-    """Recorded layers, each of which is given the output of the one before, in one run."""
-
-    def __init__(self, recordings: list[Recording]) -> None:
-        self._recordings = recordings
-        launches = [launch for layer in recordings for launch in layer.launches]
-        self._tape = tape(launches)
-        self._threads = max(launch.threads for launch in launches)
-        at = {id(launch.fields): pieces_at(n) for n, launch in enumerate(launches)}
-        self._attention_pieces = [at[id(layer.attention)] for layer in recordings]
-
-    def replay(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> list[Tensor]:
-        """Compute the layers; return their outputs (see ``Recording.bind``)."""
-        hidden, *others = inputs
-        outputs, held = [], []
-        for layer, position in zip(self._recordings, self._attention_pieces):
-            hidden, pieces, parts = layer.bind([hidden, *others], mask, cache)
-            self._tape[position] = pieces
-            outputs.append(hidden)
-            held.append(parts)
+        fields, extent = self._fields, cache.extent
+        if self._extent is not extent or self._moves != extent.moves:
+            self._bind_cache(cache)
+            self._extent, self._moves = extent, extent.moves
+        begin, tokens = extent.end, self._shape[1]
+        fields[self._slots] = self._entries + begin * self._slot_bytes
+        outputs = torch.empty((len(self._layers), *self._shape), dtype=self._dtype, device="cpu")
+        size = outputs.nbytes // len(self._layers)
+        addresses = outputs.data_ptr() + size * np.arange(len(self._layers))
+        given = np.array([tensor.data_ptr() for tensor in inputs], np.int64)
+        places = np.concatenate([given, addresses])
+        fields[self._inputs] = places[self._input_numbers] + self._input_offsets
+        fields[self._outputs] = addresses[self._output_numbers]
+        first = self._layers[0].attention
+        packed, committed = packed_mask(mask, first[kernels.GROUP])
+        parts = attention.parts_for(first, begin + tokens)
+        for position, value in attention.per_step(begin + tokens, packed, committed, parts):
+            fields[self._attention_fields + position] = value
+        pieces = attention.pieces_of(first, begin + tokens)
+        for at in self._attention_pieces:
+            self._tape[at] = pieces
         run(self._tape, self._threads)
-        return outputs
+        return outputs.unbind()
+
+    def _bind_cache(self, cache: Any) -> None:
+        """Note where the layers' keys and values are."""
+        slots, entries, slot_bytes = [], [], []
+        for layer, copy, attention_at in zip(
+            self._layers, self._copy_fields, self._attention_fields
+        ):
+            keys, values = (getattr(cache.layers[layer.index], name) for name in ("keys", "values"))
+            for position, value in attention.entries(keys, values):
+                self._fields[attention_at + position] = value
+            for n, tensor in enumerate((keys, values)):
+                for position, value in elementwise.output_strides(n, tensor):
+                    self._fields[copy + position] = value
+                slots.append(copy + elementwise.output_at(n))
+                entries.append(tensor.data_ptr())
+                slot_bytes.append(tensor.stride(2) * tensor.itemsize)
+        self._slots, self._entries, self._slot_bytes = map(np.array, (slots, entries, slot_bytes))
 
 
 class Watched(Tensor):

@@ -100,12 +100,15 @@ def copy_heads(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
     return _rotate(inputs, outputs, (0,) * 6)
 
 
-def bind_outputs(fields: Any, outputs: tuple[Tensor, ...]) -> None:
-    """Let a launch of ``copy_heads`` write to other tensors of the same sizes."""
-    for n, out in enumerate(outputs):
-        offset = kernels.ROTARY_FIELDS + kernels.TENSOR_FIELDS * n
-        fields[offset + kernels.TO] = out.data_ptr()
-        fields[offset + kernels.TO_BATCH : offset + kernels.TO_TOKEN + 1] = _strides(out)
+def output_at(n: int) -> int:
+    """Return the position of the address of output ``n`` among the fields of ``copy_heads``."""
+    return kernels.ROTARY_FIELDS + kernels.TENSOR_FIELDS * n + kernels.TO
+
+
+def output_strides(n: int, out: Tensor) -> list[tuple[int, int]]:
+    """Return the fields of the strides of another output ``n``, as positions and words."""
+    first = output_at(n) - kernels.TO + kernels.TO_BATCH
+    return list(enumerate(_strides(out), first))
 
 
 def _rotate(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], angles: Any) -> Any:

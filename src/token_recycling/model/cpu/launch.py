@@ -36,14 +36,21 @@ class Launch(NamedTuple):
     held: Any = None
 
 
-def tape(launches: Sequence[Launch]) -> Any:
-    """Return what the team runs (see ``team_kernel.LAUNCHES``): the launches, in order."""
+def tape(launches: Sequence[Launch], fields: Any = None) -> Any:
+    """Return what the team runs (see ``team_kernel.LAUNCHES``): the launches, in order.
+
+    Args:
+        launches: the launches.
+        fields: array int64 of the fields of all of them, in order; None: their own.
+    """
     numbers = [len(launches)]
-    for kernel, fields, pieces, _, _ in launches:
-        counter = len(fields) if kernel.counter is None else kernel.counter
-        counters = ctypes.addressof(fields) + 8 * counter
-        numbers += (kernel.address, ctypes.addressof(fields), pieces, 0, 0)
-        numbers += (counters, len(fields) - counter)
+    begin = 0 if fields is None else fields.ctypes.data
+    for kernel, own, pieces, _, _ in launches:
+        address = ctypes.addressof(own) if fields is None else begin
+        begin += 8 * len(own)
+        counter = len(own) if kernel.counter is None else kernel.counter
+        numbers += (kernel.address, address, pieces, 0, 0)
+        numbers += (address + 8 * counter, len(own) - counter)
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 

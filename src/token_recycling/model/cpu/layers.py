@@ -220,43 +220,49 @@ def _decoder_layer(
     recordings: Recordings, index: int, layer: nn.Module, stock: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """``forward`` of a decoder layer: replayed if it has been recorded."""
+    computed = recordings.computed.pop(index, None)
+    if computed is not None and computed.given.is_same(args, kwargs):
+        return computed.output
     watched = None
     if args and isinstance(args[0], Watched):
         watched = args[0]
         args = (watched.as_subclass(Tensor), *args[1:])
-    mask, cache = kwargs.get("attention_mask"), cache_in(kwargs)
     if (
         args
         and isinstance(args[0], Tensor)
-        and isinstance(cache, RecyclingCache)
-        and hasattr(mask, PACKED)
+        and isinstance(cache_in(kwargs), RecyclingCache)
+        and hasattr(kwargs.get("attention_mask"), PACKED)
         and _is_ours(args[0])
     ):
-        return recordings.call(index, layer, stock, args, kwargs, watched)
+        return recordings.call(index, layer, stock, _Given(args, kwargs), watched)
     return stock(*args, **kwargs)
 
 
 class _Given(NamedTuple):
-    """What a decoder layer is given: tensors, the hidden states first, and all else."""
+    """Arguments of a decoder layer, the hidden states first."""
 
-    inputs: list[Tensor]
-    others: list[Any]
-    mask: Tensor
-    cache: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    def is_same(self, other: _Given) -> bool:
-        """Return whether another layer is given the very same."""
-        return self.inputs[0] is other.inputs[0] and self.follows(other)
-
-    def follows(self, other: _Given) -> bool:
-        """Return whether another layer is given the same but for the hidden states."""
+    def is_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether these are the very same objects."""
         return (
-            len(self.inputs) == len(other.inputs)
-            and all(a is b for a, b in zip(self.inputs[1:], other.inputs[1:]))
-            and self.mask is other.mask
-            and self.cache is other.cache
-            and self.others == other.others
+            len(args) == len(self.args)
+            and all(a is b for a, b in zip(args, self.args))
+            and kwargs.keys() == self.kwargs.keys()
+            and all(value is self.kwargs[name] for name, value in kwargs.items())
         )
+
+    def after(self, hidden: Tensor) -> _Given:
+        """Return what a layer is given after this one whose output is ``hidden``."""
+        return _Given((hidden, *self.args[1:]), self.kwargs)
+
+
+class _Computed(NamedTuple):
+    """The output of a layer that has been computed together with one before it."""
+
+    given: _Given
+    output: Tensor
 
 
 class Recordings(threading.local):
@@ -275,28 +281,16 @@ class Recordings(threading.local):
         self.following = dict(pairwise(order))
         self.linked: dict[int, bool] = {}  # whether a layer follows the one before it (see above)
         self.chains: dict[Any, Chain] = {}
-        # By a layer's index, what it is expected to be given, and its output.
-        self.computed: dict[int, tuple[_Given, Tensor]] = {}
+        self.computed: dict[int, _Computed] = {}  # by a layer's index, until it is called
 
     def call(
-        self,
-        index: int,
-        layer: nn.Module,
-        stock: Any,
-        args: Any,
-        kwargs: Any,
-        watched: Watched | None,
+        self, index: int, layer: nn.Module, stock: Any, given: _Given, watched: Watched | None
     ) -> Any:
         """Call a decoder layer with few tokens; ``watched``: its hidden states, if they were."""
-        mask, cache = kwargs["attention_mask"], cache_in(kwargs)
-        inputs, others = _arguments(args, kwargs)
-        given = _Given(inputs, others, mask, cache)
-        expected, output = self.computed.pop(index, (None, None))
-        if expected is not None and given.is_same(expected):
-            return output
         if watched is not None:
-            self.linked[index] = not watched.is_touched and given.follows(watched.given)
-        output = self._call(index, layer, stock, args, kwargs, given)
+            is_next = not watched.is_touched and watched.given.after(given.args[0]).is_same(*given)
+            self.linked[index] = is_next
+        output = self._call(index, layer, stock, given)
         following = self.following.get(index)
         if following is None or following in self.linked or not isinstance(output, Tensor):
             return output
@@ -304,16 +298,16 @@ class Recordings(threading.local):
         following_input.given = given
         return following_input
 
-    def _call(
-        self, index: int, layer: nn.Module, stock: Any, args: Any, kwargs: Any, given: _Given
-    ) -> Any:
+    def _call(self, index: int, layer: nn.Module, stock: Any, given: _Given) -> Any:
         """Replay or record a layer, or call it."""
-        inputs, others, mask, cache = given
+        args, kwargs = given
+        mask, cache = kwargs["attention_mask"], cache_in(kwargs)
+        inputs, others = _arguments(args, kwargs)
         key = index, inputs[0].shape, torch.get_num_threads()
         recording = self.made.get(key)
         if recording is not None:
             if recording.fits(inputs, others, mask, cache):
-                return self._replay(key, given)
+                return self._replay(key, given, inputs)
             return stock(*args, **kwargs)
         if key in self.made or not _is_known(layer):
             return stock(*args, **kwargs)
@@ -330,16 +324,17 @@ class Recordings(threading.local):
         self.made[key] = recording if self.right.get(index) else None
         return output.clone()
 
-    def _replay(self, key: Any, given: _Given) -> Tensor:
+    def _replay(self, key: Any, given: _Given, inputs: list[Tensor]) -> Tensor:
         """Compute a layer, and those that are known to follow; return the output of the first."""
         if key not in self.chains:
             self._chain(key)
         indices, chain = self.chains.get(key) or ([key[0]], Chain([self.made[key]]))
-        first, *others = chain.replay(given.inputs, given.mask, given.cache)
+        mask, cache = given.kwargs["attention_mask"], cache_in(given.kwargs)
+        first, *others = chain.replay(inputs, mask, cache)
         hidden = first
+        self.computed.clear()
         for index, output in zip(indices[1:], others):
-            expected = given._replace(inputs=[hidden, *given.inputs[1:]])
-            self.computed[index] = expected, output
+            self.computed[index] = _Computed(given.after(hidden), output)
             hidden = output
         return first
 

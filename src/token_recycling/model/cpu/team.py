@@ -52,9 +52,12 @@ class Team:
         begin = ctypes.addressof(self._memory)
         self.address = -(-begin // kernel.LINE) * kernel.LINE
         self._first = (self.address - begin) // atomics.WORD
-        clock, syscall = atomics.functions()
-        self._set(kernel.CLOCK_GETTIME, clock)
-        self._set(kernel.SYSCALL, syscall)
+        for name in ("clock_gettime", "syscall", "sched_getcpu"):
+            self._set(getattr(kernel, name.upper()), atomics.function(name))
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        for word in range(kernel.CORES_BYTES // atomics.WORD):
+            bits = ctypes.c_int64(cores >> 64 * word & 2**64 - 1)
+            self._set(kernel.CORES + atomics.WORD * word, bits.value)
         run, self._help = _functions()
         self.run = run.ctypes
         self.helpers = 0

@@ -25,18 +25,21 @@ from numba import types
 from numba.extending import intrinsic
 
 from token_recycling.model.cpu.atomics import (
+    FUTEX,
     FUTEX_WAIT,
     FUTEX_WAKE,
+    SET_AFFINITY,
+    current_core,
     exchange,
     fetch_add,
     fetch_and,
     fetch_or,
-    futex,
     load,
     nanoseconds,
     pause,
     publish,
     replaced,
+    system_call,
 )
 from token_recycling.model.cpu.attention_vectors import buffer_of
 from token_recycling.model.cpu.vectors import I8, I64
@@ -48,12 +51,16 @@ MOST_HELPERS, JOBS = 63, 8  # of a process; jobs that helpers see at a time
 POSTED = 0  # jobs posted so far
 SLEEPERS = LINE  # helpers that sleep until another job is posted
 HELPERS = 2 * LINE  # helpers that were started
-CLOCK_GETTIME, SYSCALL = 3 * LINE, 3 * LINE + 8  # addresses of functions
-FIRST_JOB = 4 * LINE
+CLOCK_GETTIME, SYSCALL, SCHED_GETCPU = range(3 * LINE, 3 * LINE + 24, 8)  # addresses of functions
+CONTENTION = 4 * LINE  # when a piece was last taken from a thread that did not go on
+CORES = 5 * LINE  # a bit for each core that helpers may run on
+CORES_BYTES = 2 * LINE
+CORES_FLOATS = CORES_BYTES // 4
+FIRST_JOB = 7 * LINE
 
 # Bytes from the beginning of a job. ``GATE``: helpers inside, flags, and wanted helpers << 32.
 GATE = 0
-TAPE = 8
+TAPE, CORE = 8, 16  # and the core of the thread that posted the job
 DUE = LINE  # index of the launch that is due
 DOZING = 2 * LINE  # threads of the job that sleep until the next launch is due
 SEATS = 3 * LINE  # one for the thread that posted the job, then one for each helper
@@ -74,9 +81,11 @@ LAUNCHES, FIRST_LAUNCH, LAUNCH_BYTES = 0, 8, 56
 KERNEL, FIELDS, PIECES, TAKEN, FINISHED, COUNTERS, COUNTER_COUNT = range(0, 56, 8)
 
 # Nanoseconds for which threads look in a loop before they sleep.
-DOZE = 400_000
+DOZE, IDLE, HURRY = 30_000, 400_000, 100_000
+# After a piece was taken from a thread, for so long helpers sleep soon.
+CONTENDED = 100_000_000
 # A piece is taken from a thread after this time plus ``PATIENCE`` times that of a piece.
-HELD_UP, PATIENCE = 20_000, 3
+HELD_UP, PATIENCE = 10_000, 1.5
 LOOKS = 16  # times that a thread looks between two looks at the clock
 
 
@@ -103,6 +112,42 @@ def address_of(typing: Any, pointer: Any) -> Any:
         return builder.ptrtoint(arguments[0], I64)
 
     return types.int64(types.voidptr), generate
+
+
+@numba.njit(error_model="numpy")
+def _now(team: Any) -> Any:
+    """Return the time in nanoseconds."""
+    return nanoseconds(load(team + CLOCK_GETTIME))
+
+
+@numba.njit(error_model="numpy")
+def _sleep(team: Any, word: Any, value: Any) -> None:
+    """Sleep while the low half of a word is that of ``value``, until this thread is woken."""
+    system_call(load(team + SYSCALL), FUTEX, word, FUTEX_WAIT, value & 0xFFFFFFFF)
+
+
+@numba.njit(error_model="numpy")
+def _wake(team: Any, word: Any, count: Any) -> None:
+    """Wake at most so many threads that sleep because of a word."""
+    system_call(load(team + SYSCALL), FUTEX, word, FUTEX_WAKE, count)
+
+
+@numba.njit(error_model="numpy")
+def _avoid(team: Any, core: Any) -> None:
+    """Go to another core, if this thread is on this one.
+
+    The kernel may put a thread that is woken on the core of the one that wakes it, where both get
+    half of it, while a program elsewhere has a core of its own.
+    """
+    if core < 0 or core >= 8 * CORES_BYTES or current_core(load(team + SCHED_GETCPU)) != core:
+        return
+    cores = buffer_of(CORES_FLOATS)
+    for word in range(0, CORES_BYTES, 8):
+        publish(cores + word, load(team + CORES + word))
+    word = cores + core // 64 * 8
+    publish(word, load(word) & ~(1 << core % 64))
+    system_call(load(team + SYSCALL), SET_AFFINITY, 0, CORES_BYTES, cores)
+    system_call(load(team + SYSCALL), SET_AFFINITY, 0, CORES_BYTES, team + CORES)
 
 
 @numba.njit(error_model="numpy")
@@ -151,7 +196,7 @@ def _compute(team: Any, job: Any, launch: Any, index: Any, piece: Any, seat: Any
         fetch_and(job + GATE, ~OPEN)
     exchange(job + DUE, index + 1)
     if fetch_add(job + DOZING, 0):
-        futex(load(team + SYSCALL), job + DUE, FUTEX_WAKE, MOST_HELPERS)
+        _wake(team, job + DUE, MOST_HELPERS)
 
 
 @numba.njit(error_model="numpy")
@@ -189,16 +234,17 @@ def _await(team: Any, job: Any, index: Any, me: Any, patience: Any) -> Any:
         piece = _taken_from(job, index, seats, me, NEXT)
         if piece:
             return piece
-        now = nanoseconds(load(team + CLOCK_GETTIME))
+        now = _now(team)
         if not begin:
             begin = now
         if now - begin > HELD_UP + patience:
             piece = _taken_from(job, index, seats, me, CURRENT)
             if piece:
+                publish(team + CONTENTION, now)
                 return piece
             if now - begin > DOZE:
                 fetch_add(job + DOZING, 1)
-                futex(load(team + SYSCALL), job + DUE, FUTEX_WAIT, index)
+                _sleep(team, job + DUE, index)
                 fetch_add(job + DOZING, -1)
                 begin = 0
 
@@ -213,9 +259,9 @@ def _work(team: Any, job: Any, me: Any) -> None:
         launch = tape + FIRST_LAUNCH + LAUNCH_BYTES * index
         piece = _next(launch, index, seat)
         if piece and load(launch + PIECES) > 1:
-            begin = nanoseconds(load(team + CLOCK_GETTIME))
+            begin = _now(team)
             _compute(team, job, launch, index, piece, seat)
-            patience = PATIENCE * (nanoseconds(load(team + CLOCK_GETTIME)) - begin)
+            patience = PATIENCE * (_now(team) - begin)
             piece = _next(launch, index, seat)
         while piece:
             _compute(team, job, launch, index, piece, seat)
@@ -260,6 +306,7 @@ def run(team: Any, tape: Any, helpers: Any) -> None:
         publish(job + GATE, 0)
         helpers = 0
     publish(job + TAPE, tape)
+    publish(job + CORE, current_core(load(team + SCHED_GETCPU)))
     publish(job + DUE, 0)
     publish(job + DOZING, 0)
     for at in (CURRENT, NEXT):
@@ -271,7 +318,7 @@ def run(team: Any, tape: Any, helpers: Any) -> None:
     publish(job + GATE, helpers * WANTED + OWNED + OPEN)
     fetch_add(team + POSTED, 1)
     if fetch_add(team + SLEEPERS, 0):
-        futex(load(team + SYSCALL), team + POSTED, FUTEX_WAKE, helpers)
+        _wake(team, team + POSTED, helpers)
     _work(team, job, 0)
     _leave_alone(team, job)
     publish(job + GATE, 0)
@@ -284,13 +331,13 @@ def _leave_alone(team: Any, job: Any) -> None:
     while load(job + GATE) & INSIDE:
         for _ in range(LOOKS):
             pause()
-        now = nanoseconds(load(team + CLOCK_GETTIME))
+        now = _now(team)
         if not begin:
             begin = now
         if now - begin > DOZE:
             gate = fetch_or(job + GATE, AWAITED) | AWAITED
             if gate & INSIDE:
-                futex(load(team + SYSCALL), job + GATE, FUTEX_WAIT, gate)
+                _sleep(team, job + GATE, gate)
 
 
 @numba.njit(error_model="numpy")
@@ -303,9 +350,10 @@ def _join(team: Any, job: Any, me: Any) -> Any:
     publish(seat + CURRENT, 0)
     publish(seat + NEXT, 0)
     if replaced(job + GATE, gate, gate + 1):
+        _avoid(team, load(job + CORE))
         _work(team, job, me)
         if fetch_add(job + GATE, -1) & AWAITED:
-            futex(load(team + SYSCALL), job + GATE, FUTEX_WAKE, 1)
+            _wake(team, job + GATE, 1)
     return True
 
 
@@ -328,11 +376,12 @@ def help_forever(seat: Any) -> None:
             continue
         for _ in range(LOOKS):
             pause()
-        now = nanoseconds(load(team + CLOCK_GETTIME))
+        now = _now(team)
         if not begin:
             begin = now
-        if now - begin > DOZE:
+        is_contended = now - load(team + CONTENTION) < CONTENDED
+        if now - begin > (HURRY if is_contended else IDLE):
             fetch_add(team + SLEEPERS, 1)
-            futex(load(team + SYSCALL), team + POSTED, FUTEX_WAIT, posted)
+            _sleep(team, team + POSTED, posted)
             fetch_add(team + SLEEPERS, -1)
             begin = 0
