@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -35,6 +37,17 @@ class _CacheLength:
         return max(self.lengths, default=0)
 
 
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Return zeros of the dtype and on the device of another tensor.
+
+    On a CPU, memory that was never used is zero already, and is not touched before it is needed.
+    """
+    if like.is_cpu:
+        numbers = np.zeros(prod(shape) * like.itemsize, np.uint8)
+        return torch.from_numpy(numbers).view(like.dtype).view(shape)
+    return like.new_zeros(shape)
+
+
 class _PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, [B, heads, capacity, size], at full length for any window.
 
@@ -53,7 +66,7 @@ class _PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.device, self.dtype = key_states.device, key_states.dtype
         # Zeros, not uninitialised: a masked entry is multiplied by weight 0, and 0 · NaN is NaN.
         self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self.extent.capacity, states.shape[-1])
+            _zeros(states, *states.shape[:2], self.extent.capacity, states.shape[-1])
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -143,7 +156,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         for index, (stack, views) in enumerate(self._stacks):
             layers, rows, heads, _, size = stack.shape
             rows = min(rows, len(self.lengths))
-            grown = stack.new_zeros(layers, rows, heads, self.capacity, size)
+            grown = _zeros(stack, layers, rows, heads, self.capacity, size)
             grown[:, :, :, :old] = stack[:, :rows]
             self._bind(index, grown, views)
 
@@ -221,7 +234,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
             self.reserve(0)
         for index, (stack, views) in enumerate(self._stacks):
             if end > stack.shape[1]:
-                grown = stack.new_zeros(len(stack), max(end, 2 * begin), *stack.shape[2:])
+                grown = _zeros(stack, len(stack), max(end, 2 * begin), *stack.shape[2:])
                 grown[:, :begin] = stack[:, :begin]
                 stack = grown
             given = other._stacks[index][0][:, : len(other.lengths), :, : other.end]

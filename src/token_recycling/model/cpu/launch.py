@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -36,22 +36,26 @@ class Launch(NamedTuple):
     held: Any = None
 
 
-def tape(launches: Sequence[Launch], fields: Any = None) -> Any:
+def tape(launches: Sequence[tuple[Any, ...]], fields: Any = None) -> Any:
     """Return what the team runs (see ``team_kernel.LAUNCHES``): the launches, in order.
 
     Args:
-        launches: the launches.
+        launches: kernel, fields and pieces of each (see ``Launch``).
         fields: array int64 of the fields of all of them, in order; None: their own.
     """
     numbers = [len(launches)]
     begin = 0 if fields is None else fields.ctypes.data
-    for kernel, own, pieces, _, _ in launches:
-        address = ctypes.addressof(own) if fields is None else begin
-        begin += 8 * len(own)
-        counter = len(own) if kernel.counter is None else kernel.counter
-        numbers += (kernel.address, address, pieces, 0, 0)
-        numbers += (address + 8 * counter, len(own) - counter)
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+    for kernel, own, pieces, *_ in launches:
+        address, size = ctypes.addressof(own) if fields is None else begin, len(own)
+        begin += 8 * size
+        counter = size if kernel.counter is None else kernel.counter
+        numbers += (kernel.address, address, pieces, 0, 0, address + 8 * counter, size - counter)
+    return _words(len(numbers))(*numbers)
+
+
+@lru_cache
+def _words(count: int) -> Any:
+    return ctypes.c_int64 * count
 
 
 def pieces_at(number: int) -> int:
@@ -102,10 +106,9 @@ def launch(
     """Run a kernel (see ``Launch``)."""
     if not pieces:
         return
-    one = Launch(kernel, fields, pieces, threads, held)
     if recording.recorder is not None:
-        recording.recorder.add(one)
-    run(tape([one]), min(threads, pieces))
+        recording.recorder.add(Launch(kernel, fields, pieces, threads, held))
+    run(tape(((kernel, fields, pieces),)), min(threads, pieces))
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

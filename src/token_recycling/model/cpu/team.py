@@ -61,6 +61,7 @@ class Team:
         run, self._help = _functions()
         self.run = run.ctypes
         self.helpers = 0
+        self._starting = threading.Lock()
         shorten_waits()
 
     def _set(self, offset: int, value: int) -> None:
@@ -68,7 +69,7 @@ class Team:
 
     def start(self, helpers: int) -> int:
         """Start helpers, so that there are as many if possible; return how many there are."""
-        with _lock:
+        with self._starting:
             while self.helpers < min(helpers, kernel.MOST_HELPERS):
                 if not self._start(self.helpers + 1):
                     break
@@ -93,7 +94,7 @@ class Team:
         return True
 
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # while the team is made
 _team: Team | None = None
 
 
@@ -114,11 +115,15 @@ def is_available() -> bool:
 
 def run(tape: Any, threads: int) -> None:
     """Run the launches of a tape (see ``launch.tape``) in at most so many threads."""
+    team = _team or _make()
+    helpers = threads - 1
+    if helpers > team.helpers:
+        helpers = team.start(min(threads, usable_cores()) - 1)
+    team.run(team.address, tape, helpers)
+
+
+def _make() -> Team:
     global _team
-    team = _team
-    if team is None:
-        team = _team = Team()
-    wanted = min(threads, usable_cores()) - 1
-    if wanted > team.helpers:
-        wanted = team.start(wanted)
-    team.run(team.address, tape, wanted)
+    with _lock:
+        _team = _team or Team()
+    return _team
