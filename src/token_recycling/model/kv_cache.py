@@ -15,6 +15,8 @@ from token_recycling import defaults
 from token_recycling.model.cpu.elementwise import copy_heads
 from token_recycling.model.cpu.launch import recording
 
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
 
 @dataclass
 class _CacheLength:
@@ -46,6 +48,16 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
         numbers = np.zeros(prod(shape) * like.itemsize, np.uint8)
         return torch.from_numpy(numbers).view(like.dtype).view(shape)
     return like.new_zeros(shape)
+
+
+def _numbers(tensor: Tensor) -> Any:
+    """Return a tensor on a CPU as an array of whole numbers with its bits, others as they are.
+
+    Copies between arrays need no threads, which other programs may hold up.
+    """
+    if not tensor.is_cpu:
+        return tensor
+    return tensor.view(WHOLE_NUMBERS[tensor.itemsize]).numpy()
 
 
 class _PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -171,7 +183,10 @@ class RecyclingCache(Cache):  # type: ignore[misc]
                 key = (entries.shape, entries.dtype, entries.device)
                 alike.setdefault(key, []).append((layer, name))
         for index, views in enumerate(alike.values()):
-            stacked = torch.stack([getattr(layer, name) for layer, name in views])
+            entries = [getattr(layer, name) for layer, name in views]
+            stacked = _zeros(entries[0], len(views), *entries[0].shape)
+            for given, slots in zip(entries, _numbers(stacked)):
+                slots[:] = _numbers(given)
             self._stacks.append((stacked, views))
             self._bind(index, stacked, views)
 
@@ -193,10 +208,10 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         if any(count > 1 or (count and length != end) for length, count in rows):
             self._stack()
             for stack, _ in self._stacks:
-                slots = path.to(stack.device) + end
+                slots, numbers = _numbers(path.to(stack.device) + end), _numbers(stack)
                 for row, (length, count) in enumerate(rows):
-                    accepted = stack[:, row].index_select(2, slots[row, :count])
-                    stack[:, row, :, length : length + count] = accepted
+                    accepted = numbers[:, row][:, :, slots[row, :count]]
+                    numbers[:, row, :, length : length + count] = accepted
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
 
     @property

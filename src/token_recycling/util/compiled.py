@@ -163,7 +163,10 @@ def in_threads(count: int, least: int, run: Callable[[slice], object]) -> None:
         return
     bounds = [count * i // threads for i in range(threads + 1)]
     parts = [slice(*pair) for pair in pairwise(bounds)]
-    others = [_pool().submit(run, part) for part in parts[1:]]
+    others = [(_pool().submit(run, part), part) for part in parts[1:]]
     run(parts[0])
-    for other in others:
-        other.result()
+    for other, part in others:
+        if other.cancel():  # no thread has begun it: other programs may keep the cores busy
+            run(part)
+        else:
+            other.result()

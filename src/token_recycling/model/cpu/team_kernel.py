@@ -52,11 +52,10 @@ POSTED = 0  # jobs posted so far
 SLEEPERS = LINE  # helpers that sleep until another job is posted
 HELPERS = 2 * LINE  # helpers that were started
 CLOCK_GETTIME, SYSCALL, SCHED_GETCPU = range(3 * LINE, 3 * LINE + 24, 8)  # addresses of functions
-CONTENTION = 4 * LINE  # when a piece was last taken from a thread that did not go on
-CORES = 5 * LINE  # a bit for each core that helpers may run on
+CORES = 4 * LINE  # a bit for each core that helpers may run on
 CORES_BYTES = 2 * LINE
 CORES_FLOATS = CORES_BYTES // 4
-FIRST_JOB = 7 * LINE
+FIRST_JOB = 6 * LINE
 
 # Bytes from the beginning of a job. ``GATE``: helpers inside, flags, and wanted helpers << 32.
 GATE = 0
@@ -80,10 +79,8 @@ LAUNCH, CLAIMED = 1 << 32, 1 << 31
 LAUNCHES, FIRST_LAUNCH, LAUNCH_BYTES = 0, 8, 56
 KERNEL, FIELDS, PIECES, TAKEN, FINISHED, COUNTERS, COUNTER_COUNT = range(0, 56, 8)
 
-# Nanoseconds for which threads look in a loop before they sleep.
-DOZE, IDLE, HURRY = 30_000, 400_000, 100_000
-# After a piece was taken from a thread, for so long helpers sleep soon.
-CONTENDED = 100_000_000
+# Nanoseconds for which threads look in a loop before they sleep: in a job, and between two jobs.
+DOZE, IDLE = 30_000, 400_000
 # A piece is taken from a thread after this time plus ``PATIENCE`` times that of a piece.
 HELD_UP, PATIENCE = 10_000, 1.5
 LOOKS = 16  # times that a thread looks between two looks at the clock
@@ -240,7 +237,6 @@ def _await(team: Any, job: Any, index: Any, me: Any, patience: Any) -> Any:
         if now - begin > HELD_UP + patience:
             piece = _taken_from(job, index, seats, me, CURRENT)
             if piece:
-                publish(team + CONTENTION, now)
                 return piece
             if now - begin > DOZE:
                 fetch_add(job + DOZING, 1)
@@ -379,8 +375,7 @@ def help_forever(seat: Any) -> None:
         now = _now(team)
         if not begin:
             begin = now
-        is_contended = now - load(team + CONTENTION) < CONTENDED
-        if now - begin > (HURRY if is_contended else IDLE):
+        if now - begin > IDLE:
             fetch_add(team + SLEEPERS, 1)
             _sleep(team, team + POSTED, posted)
             fetch_add(team + SLEEPERS, -1)
