@@ -6,9 +6,9 @@
 
 Every decoder is a process of its own, and they answer in turn while all others wait: one question
 each, then the next question. ``NAME:VARIABLE=VALUE`` runs a decoder with an environment variable,
-such as ``default:OMP_WAIT_POLICY=passive`` or ``default:PYTHONPATH=/older/src``. A busy process runs
-``while True: pass``. The first five answers
-of a decoder are not counted, and each begins with an empty matrix.
+such as ``default:OMP_WAIT_POLICY=passive`` or ``default:PYTHONPATH=/older/src``. A busy process
+runs ``while True: pass``. The first five answers of a decoder are not counted, and all begin with
+an empty matrix.
 """
 
 from __future__ import annotations

@@ -8,8 +8,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-import torch
 from hypothesis import settings
+
+# PyTorch reads it. Beside other programs, threads that wait in loops hold up all others.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import torch
 
 from token_recycling import TokenRecycling
 

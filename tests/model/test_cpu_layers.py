@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from architectures import make
 from models import plain, random_prompts
@@ -237,33 +237,98 @@ def test_a_replay_has_the_bits_of_the_models_own_code(name, dtype, wanted):
     assert len(recordings(target)) == 3 * target.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("fault", ["copy", "attention", "inputs"])
+def chains(target):
+    return [chain for _, chain in target.recordings.chains.values()]
+
+
+@pytest.mark.parametrize("fault", ["copy", "attention", "inputs", "outputs"])
 def test_what_is_not_set_at_a_replay_shows(fault, wanted, monkeypatch):
     target = target_of()
     right = wanted(target)
-    logits_of(target)
-    assert recordings(target)
+    for _ in range(2):
+        assert same(logits_of(target), right)
+    assert chains(target)
     if fault == "copy":
-        bind, elsewhere = elementwise.bind_outputs, []
+        bind, elsewhere = capture.Chain._bind_cache, torch.empty(2**20)
 
-        def bind_elsewhere(fields, outputs):
-            elsewhere.append([torch.empty_like(output) for output in outputs])
-            bind(fields, elsewhere[-1])
+        def bind_elsewhere(self, cache):
+            bind(self, cache)
+            self._entries = self._entries * 0 + elsewhere.data_ptr()
 
-        monkeypatch.setattr(elementwise, "bind_outputs", bind_elsewhere)
+        monkeypatch.setattr(capture.Chain, "_bind_cache", bind_elsewhere)
     elif fault == "attention":
-        bind = capture.attention.bind
+        per_step = capture.attention.per_step
         monkeypatch.setattr(
-            capture.attention,
-            "bind",
-            lambda fields, key, value, *others: bind(
-                fields, key[:, :, :-1], value[:, :, :-1], *others
-            ),
+            capture.attention, "per_step", lambda slots, *others: per_step(slots - 1, *others)
         )
     else:
-        for one in recordings(target):
-            one._inputs = one._inputs[1:]
+        for chain in chains(target):
+            if fault == "inputs":
+                chain._inputs, chain._input_numbers, chain._input_offsets = (
+                    numbers[1:]
+                    for numbers in (chain._inputs, chain._input_numbers, chain._input_offsets)
+                )
+            else:
+                chain._output_numbers = chain._output_numbers[::-1].copy()
     assert not same(logits_of(target), right)
+
+
+def test_layers_that_follow_each_other_are_replayed_together(wanted):
+    target = target_of()
+    right = wanted(target)
+    for _ in range(2):
+        assert same(logits_of(target), right)
+    found = target.recordings.chains.values()
+    assert [len(indices) for indices, _ in found] == [target.config.num_hidden_layers] * 3
+
+
+def touched(self, hidden, *args, **kwargs):
+    """Call a layer, and change its output in place before the next layer gets it."""
+    output = torch.nn.Module.__call__(self, hidden, *args, **kwargs)
+    output += 0.5
+    return output
+
+
+def test_what_happens_between_two_layers_is_seen(wanted, monkeypatch):
+    """The control: layers are wrongly replayed together if nobody watches."""
+    monkeypatch.setattr(LlamaDecoderLayer, "__call__", touched)
+    target = target_of()
+    right = wanted(target)
+    for _ in range(2):
+        assert same(logits_of(target), right)
+    assert set(target.recordings.linked.values()) == {False}
+    unseen = target_of()
+    monkeypatch.setattr(
+        capture.Watched,
+        "__setattr__",
+        lambda self, name, value: (
+            None if name == "is_touched" else object.__setattr__(self, name, value)
+        ),
+    )
+    right = wanted(unseen)
+    assert not all(same(logits_of(unseen), right) for _ in range(3))
+
+
+def test_a_layer_that_is_given_something_else_is_computed_again(wanted):
+    """What was computed ahead counts for exactly the expected arguments."""
+    target = target_of()
+    right = wanted(target)
+    for _ in range(2):
+        logits_of(target)
+    others = []
+
+    class Changed(dict):
+        def pop(self, index, default=None):
+            found = dict.pop(self, index, default)
+            if found is not None:
+                others.append(index)
+                given = found.given._replace(args=(found.given.args[0].clone(),))
+                return found._replace(given=given, output=torch.zeros_like(found.output))
+            return found
+
+    target.recordings.computed = Changed()
+    assert same(logits_of(target), right)
+    assert others
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "module"])

@@ -16,6 +16,7 @@ from token_recycling import defaults
 from token_recycling.cli import show
 from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError, printable
+from token_recycling.util.cores import usable_cores
 
 if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
@@ -116,8 +117,11 @@ class Loading:
         """
         if self.cold and self.matrix is not None:
             raise TokenRecyclingError("--cold and --matrix cannot be combined; choose one")
-        if self.threads is not None and not 1 <= self.threads <= 1024:
-            raise TokenRecyclingError(f"--threads is {self.threads}; choose 1 to 1024")
+        cores = usable_cores()
+        if self.threads is not None and not 1 <= self.threads <= cores:
+            raise TokenRecyclingError(
+                f"--threads is {self.threads}; choose 1 to {cores}, the cores that it may use"
+            )
         if self.matrix is not None and self.matrix.is_dir():
             raise TokenRecyclingError(f"--matrix is the folder {self.matrix}; give a file")
         if self.matrix is not None and not self.matrix.parent.is_dir():
@@ -138,8 +142,8 @@ class Loading:
             logging.disable_progress_bar()
             # Else it prints a line for every attempt.
             getLogger("huggingface_hub").setLevel("ERROR")
-            if self.threads is not None:
-                torch.set_num_threads(self.threads)
+            # PyTorch does not know the limit of a container.
+            torch.set_num_threads(self.threads or min(torch.get_num_threads(), cores))
             try:
                 model, tokenizer = load_checkpoint(
                     self.model, self.device, self.dtype, dequantize=self.dequantize

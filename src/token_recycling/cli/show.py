@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
+
+from token_recycling.decoding.slowness import Reminder, why_slow
 
 if TYPE_CHECKING:
     from token_recycling.decoding.answers import Chunk
@@ -74,24 +76,20 @@ def ending(last: Chunk | None, why_plain: str | None, max_tokens: int) -> None:
 
 
 def plainly(stats: Stats, why: str | None) -> None:
-    """Print on stderr how many steps had no draft, and why, if it was more than a quarter."""
+    """Print on stderr how many steps had no draft, and why, if it was more than a quarter.
+
+    And, once an hour, that other programs make it slow.
+    """
     if stats.steps and 4 * stats.plain_steps > stats.steps and why is not None:
         note(f"{stats.plain_steps} of {stats.steps} steps without a draft; {why}")
-        if (load := others_load()) is not None:
-            note(
-                f"other programs use the processor too (load {load:.1f} on {os.cpu_count()} "
-                "cores), which slows several threads more than one: try --threads 1"
-            )
+    if (line := reminder().due(why_slow(stats))) is not None:
+        note(line)
 
 
-def others_load() -> float | None:
-    """Return the load of the last minute if it is more than this process can make, else None."""
-    import torch
-
-    if not hasattr(os, "getloadavg") or torch.get_num_threads() == 1:
-        return None
-    load = os.getloadavg()[0]
-    return load if load > (os.cpu_count() or 1) + 0.5 else None
+@lru_cache
+def reminder() -> Reminder:
+    """Return what all answers of this process share."""
+    return Reminder()
 
 
 def statistics(stats: Stats) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Protocol
 
 import torch
@@ -158,7 +158,9 @@ class Decoding:
             with self.target.inference_context():
                 step = self._advance()
             rows = len(step.tokens)
-            self.size.record(rows, rows * (step.size - 1), step.mean_emitted, sum(step.seconds))
+            # Other programs change what a step takes, but not which size is the best one.
+            seconds = sum(step.seconds) - step.lost_seconds
+            self.size.record(rows, rows * (step.size - 1), step.mean_emitted, seconds)
             yield step
 
     @property
@@ -174,7 +176,7 @@ class Decoding:
     def _advance(self) -> Step:
         """Take one step; rows that have ended are computed too but emit and teach nothing."""
         target, drafter = self.target, self.drafter
-        timestamps = [perf_counter()]
+        timestamps, begun = [perf_counter()], thread_time()
         draft = self._propose()
         timestamps.append(perf_counter())
         logits = target.verify(draft)
@@ -200,7 +202,8 @@ class Decoding:
         target.commit(accepted.path, accepted.counts.tolist())
         timestamps.append(perf_counter())
         seconds = tuple(end - begin for begin, end in pairwise(timestamps))
-        return Step(*appended, draft.size, seconds)
+        lost = max(0.0, sum(seconds) - (thread_time() - begun))
+        return Step(*appended, draft.size, seconds, lost if target.device.type == "cpu" else 0.0)
 
     def _propose(self) -> DraftTree:
         """Return the draft to verify."""

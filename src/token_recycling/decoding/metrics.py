@@ -20,6 +20,7 @@ class Step:
         size: tokens verified per row, the root included.
         seconds: one value per phase in ``PHASES``; for the prefill, a single total. Wall clock on
             the host: on a GPU, a phase that waits includes the time of work queued before it.
+        lost_seconds: during which the thread that decodes did not run, of a target on a CPU.
     """
 
     tokens: list[list[int]]
@@ -27,6 +28,7 @@ class Step:
     drafted: list[int]
     size: int
     seconds: tuple[float, ...]
+    lost_seconds: float = 0.0
 
     @property
     def is_prefill(self) -> bool:
@@ -53,6 +55,8 @@ class Stats:
         accepted_per_depth: how many steps accepted at least 1, 2, … tokens.
         prefill_seconds: time to the first token.
         seconds: time after the prefill per phase in ``PHASES``.
+        lost_seconds: of these, time during which the thread that decodes did not run, on a CPU:
+            other programs, or the limit of a container, had its core.
     """
 
     prompt_tokens: int = 0
@@ -64,6 +68,7 @@ class Stats:
     accepted_per_depth: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    lost_seconds: float = 0.0
 
     def add(self, step: Step, row: int, prompt_tokens: int = 0) -> None:
         """Add a step of ``row``; do nothing if the row had ended.
@@ -91,6 +96,7 @@ class Stats:
             self.accepted_per_depth[depth] += 1
         for phase, seconds in zip(PHASES, step.seconds, strict=True):
             self.seconds[phase] += seconds
+        self.lost_seconds += step.lost_seconds
 
     @property
     def mat(self) -> float:

@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList
 
 from token_recycling.decoding.accept import FollowAcceptor
 from token_recycling.decoding.metrics import Stats, Step
+from token_recycling.decoding.slowness import Reminder, why_slow
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import FixedSize
 from token_recycling.errors import TokenRecyclingError, one_line
@@ -106,7 +107,7 @@ class Engine:
         self._plain = not isinstance(recycler.target, TreeTarget)
         self._most_rows = 1 if self._plain else most_rows
         self._admission = Admission(metrics, self._most_rows, most_waiting)
-        self._on_tick = on_tick
+        self._on_tick, self._reminder = on_tick, Reminder()
         self.most_jobs = self._most_rows + most_waiting
         self._generation = getattr(recycler.target, "generation", 0)
         self._batch = self._new_batch()
@@ -419,6 +420,8 @@ class Engine:
         self.metrics.ended(reason, stats, taken)
         answer = f"{len(job.prompt)} + {stats.new_tokens} tokens, MAT {stats.mat:.2f}"
         logger.info("%s: %s, %.1f s, %s", job.caller, answer, taken, reason)
+        if (line := self._reminder.due(why_slow(stats))) is not None:
+            logger.warning(line)
         if event is not None:
             job.emit(event)
 

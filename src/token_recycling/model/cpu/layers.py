@@ -280,7 +280,7 @@ class Recordings(threading.local):
         self.right: dict[int, bool] = {}  # whether a layer's first recording gave its bits
         self.following = dict(pairwise(order))
         self.linked: dict[int, bool] = {}  # whether a layer follows the one before it (see above)
-        self.chains: dict[Any, Chain] = {}
+        self.chains: dict[Any, tuple[list[int], Chain]] = {}
         self.computed: dict[int, _Computed] = {}  # by a layer's index, until it is called
 
     def call(
@@ -326,9 +326,7 @@ class Recordings(threading.local):
 
     def _replay(self, key: Any, given: _Given, inputs: list[Tensor]) -> Tensor:
         """Compute a layer, and those that are known to follow; return the output of the first."""
-        if key not in self.chains:
-            self._chain(key)
-        indices, chain = self.chains.get(key) or ([key[0]], Chain([self.made[key]]))
+        indices, chain = self.chains.get(key) or self._chain(key)
         mask, cache = given.kwargs["attention_mask"], cache_in(given.kwargs)
         first, *others = chain.replay(inputs, mask, cache)
         hidden = first
@@ -338,20 +336,27 @@ class Recordings(threading.local):
             hidden = output
         return first
 
-    def _chain(self, key: Any) -> None:
-        """Find the layers that follow a recorded one; keep the chain once all of them are known."""
+    def _chain(self, key: Any) -> tuple[list[int], Chain]:
+        """Return a recorded layer and those that follow; keep them once all are known."""
         index, *others = key
-        first = self.made[key]
-        indices, recordings = [index], [first]
-        while (index := self.following.get(index)) is not None and self.linked.get(index, True):
-            if index not in self.linked or (index, *others) not in self.made:
-                return
-            recording = self.made[(index, *others)]
-            if recording is None or not recording.is_like(first):
-                break
+        recording = first = self.made[key]
+        assert first is not None
+        indices, recordings, is_final = [], [], True
+        while recording is not None and recording.is_like(first):
             indices.append(index)
             recordings.append(recording)
-        self.chains[key] = indices, Chain(recordings)
+            following = self.following.get(index)
+            if following is None or not self.linked.get(following, True):
+                break
+            index, at = following, (following, *others)
+            is_final = index in self.linked and at in self.made
+            if not is_final:
+                break
+            recording = self.made[at]
+        chain = indices, Chain(recordings)
+        if is_final:
+            self.chains[key] = chain
+        return chain
 
 
 def cover(shadow: nn.Module) -> Recordings:

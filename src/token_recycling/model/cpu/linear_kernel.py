@@ -71,7 +71,9 @@ def fields_of(layers: int) -> int:
     return COMMON_FIELDS + LAYER_FIELDS * layers
 
 
-def shares(form: int, rows: int, w_stride: int, outputs: Sequence[int], threads: int, gated: bool):
+def shares(
+    form: int, rows: int, w_stride: int, outputs: Sequence[int], threads: int, gated: bool
+) -> tuple[int, int, int]:
     """Divide layers into pieces.
 
     Args:

@@ -13,6 +13,7 @@ import numba
 from numba import types
 
 from token_recycling.model.cpu.team_kernel import claim
+from token_recycling.model.cpu.vectors import processor
 from token_recycling.util.compiled import kept
 
 work: Any = None  # a global of what ``compiled_as`` compiles, with another value in each
@@ -32,6 +33,7 @@ def compiled_as(signature: Any, function: Any, wrapper: Callable[..., Any], name
     checksum, as numba itself watches one file only. ``function`` must not be one of them, since
     compiled functions are pickled differently in every process.
     """
+    processor()  # prepares LLVM for instructions that have no name there
     names = {"__name__": __name__, "work": function, "claim": claim}
     code = FunctionType(wrapper.__code__, names, closure=wrapper.__closure__)
     code.__qualname__ = name or f"{function.py_func.__module__}.{function.py_func.__name__}"
@@ -74,7 +76,7 @@ class Kernel:
                 work(fields, piece, following, seat, form)
 
         def everything(fields: Any, piece: Any, following: Any, seat: Any) -> None:
-            if version and claim(seat):  # type: ignore[truthy-function]
+            if version and claim(seat):
                 work(fields, form)
 
         # Numba frees machine code that nobody refers to.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import threading
@@ -14,26 +13,25 @@ from numba import types
 
 from token_recycling.model.cpu import atomics
 from token_recycling.model.cpu import team_kernel as kernel
+from token_recycling.model.cpu.machine_code import compiled_as, source
 from token_recycling.model.cpu.openmp import shorten_waits
 from token_recycling.util.cores import usable_cores
 
-logger = logging.getLogger(__name__)
+work: Any = None  # a global of what ``compiled_as`` compiles
 
 
 @lru_cache
 def _functions() -> tuple[Any, Any]:
     """Return ``run`` and ``help_forever``, compiled."""
-    from token_recycling.model.cpu.machine_code import compiled_as, source
-
     version = source()
 
     def run(team: Any, tape: Any, helpers: Any) -> None:
         if version:
-            work(team, tape, helpers)  # noqa: F821
+            work(team, tape, helpers)
 
     def help_forever(seat: Any) -> Any:
         if version:
-            work(seat)  # noqa: F821
+            work(seat)
         return seat
 
     team, tape = types.voidptr, types.voidptr
