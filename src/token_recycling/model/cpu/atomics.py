@@ -16,8 +16,8 @@ from token_recycling.model.cpu.vectors import I32, I64
 
 WORD = 8  # bytes
 # By machine: numbers of system calls, and the instruction of a loop that waits.
-MACHINES = {"x86_64": (202, 203, "pause"), "aarch64": (98, 122, "yield")}
-FUTEX, SET_AFFINITY, PAUSE = MACHINES.get(platform.machine(), (0, 0, ""))
+MACHINES = {"x86_64": (202, 203, 186, "pause"), "aarch64": (98, 122, 178, "yield")}
+FUTEX, SET_AFFINITY, GETTID, PAUSE = MACHINES.get(platform.machine(), (0, 0, 0, ""))
 # Operations of ``futex``, on addresses of this process only.
 FUTEX_WAIT, FUTEX_WAKE = 128, 129
 

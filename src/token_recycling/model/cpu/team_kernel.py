@@ -28,6 +28,7 @@ from token_recycling.model.cpu.atomics import (
     FUTEX,
     FUTEX_WAIT,
     FUTEX_WAKE,
+    GETTID,
     SET_AFFINITY,
     current_core,
     exchange,
@@ -55,7 +56,8 @@ CLOCK_GETTIME, SYSCALL, SCHED_GETCPU = range(3 * LINE, 3 * LINE + 24, 8)  # addr
 CORES = 4 * LINE  # a bit for each core that helpers may run on
 CORES_BYTES = 2 * LINE
 CORES_FLOATS = CORES_BYTES // 4
-FIRST_JOB = 6 * LINE
+THREADS = 6 * LINE  # the system's numbers of the helpers
+FIRST_JOB = 14 * LINE
 
 # Bytes from the beginning of a job. ``GATE``: helpers inside, flags, and wanted helpers << 32.
 GATE = 0
@@ -71,6 +73,7 @@ INSIDE, OPEN, OWNED, AWAITED, WANTED = 0xFFFF, 1 << 16, 1 << 17, 1 << 18, 1 << 3
 # Bytes from the beginning of a seat: the piece that is computed, the one to be computed next, both
 # 0 if there is none or another thread has taken it, and the first one again.
 CURRENT, NEXT, EXPECTED = 0, 8, 16
+PRESENT = 24  # whether the helper is in the job
 # A piece is its number + (1 + index of the launch) << 32.
 LAUNCH, CLAIMED = 1 << 32, 1 << 31
 
@@ -143,8 +146,39 @@ def _avoid(team: Any, core: Any) -> None:
         publish(cores + word, load(team + CORES + word))
     word = cores + core // 64 * 8
     publish(word, load(word) & ~(1 << core % 64))
-    system_call(load(team + SYSCALL), SET_AFFINITY, 0, CORES_BYTES, cores)
-    system_call(load(team + SYSCALL), SET_AFFINITY, 0, CORES_BYTES, team + CORES)
+    _allow(team, 0, cores)
+    _allow(team, 0, team + CORES)
+
+
+@numba.njit(error_model="numpy")
+def _allow(team: Any, thread: Any, cores: Any) -> None:
+    """Let a thread, 0 for this one, run on these cores only."""
+    system_call(load(team + SYSCALL), SET_AFFINITY, thread, CORES_BYTES, cores)
+
+
+@numba.njit(error_model="numpy")
+def _sleep_for(team: Any, job: Any, me: Any, word: Any, value: Any) -> None:
+    """Sleep like ``_sleep``, and leave the core of this thread to a helper that is waited for.
+
+    Else that helper would wait for a program on its own core, although this one has become free.
+    """
+    core = current_core(load(team + SCHED_GETCPU))
+    helper = 0
+    for n in range(1, load(team + HELPERS) + 1):
+        seat = job + SEATS + LINE * n
+        if n != me and load(seat + PRESENT) and (not helper or load(seat + CURRENT) & CLAIMED):
+            helper = n
+    if not helper or core < 0 or core >= 8 * CORES_BYTES:
+        _sleep(team, word, value)
+        return
+    cores = buffer_of(CORES_FLOATS)
+    for at in range(0, CORES_BYTES, 8):
+        publish(cores + at, 0)
+    publish(cores + core // 64 * 8, 1 << core % 64)
+    thread = load(team + THREADS + 8 * helper)
+    _allow(team, thread, cores)
+    _sleep(team, word, value)
+    _allow(team, thread, team + CORES)
 
 
 @numba.njit(error_model="numpy")
@@ -240,7 +274,7 @@ def _await(team: Any, job: Any, index: Any, me: Any, patience: Any) -> Any:
                 return piece
             if now - begin > DOZE:
                 fetch_add(job + DOZING, 1)
-                _sleep(team, job + DUE, index)
+                _sleep_for(team, job, me, job + DUE, index)
                 fetch_add(job + DOZING, -1)
                 begin = 0
 
@@ -333,7 +367,7 @@ def _leave_alone(team: Any, job: Any) -> None:
         if now - begin > DOZE:
             gate = fetch_or(job + GATE, AWAITED) | AWAITED
             if gate & INSIDE:
-                _sleep(team, job + GATE, gate)
+                _sleep_for(team, job, 0, job + GATE, gate)
 
 
 @numba.njit(error_model="numpy")
@@ -346,8 +380,10 @@ def _join(team: Any, job: Any, me: Any) -> Any:
     publish(seat + CURRENT, 0)
     publish(seat + NEXT, 0)
     if replaced(job + GATE, gate, gate + 1):
+        publish(seat + PRESENT, 1)
         _avoid(team, load(job + CORE))
         _work(team, job, me)
+        publish(seat + PRESENT, 0)
         if fetch_add(job + GATE, -1) & AWAITED:
             _wake(team, job + GATE, 1)
     return True
@@ -358,6 +394,7 @@ def help_forever(seat: Any) -> None:
     """Work at jobs; ``seat``: address of the team, plus the number of this helper, from 1 on."""
     me = seat % LINE
     team = seat - me
+    publish(team + THREADS + 8 * me, system_call(load(team + SYSCALL), GETTID, 0, 0, 0))
     begin = first = 0
     while True:
         posted = load(team + POSTED)
