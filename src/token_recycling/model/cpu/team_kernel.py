@@ -280,12 +280,23 @@ def _await(team: Any, job: Any, index: Any, me: Any, patience: Any) -> Any:
 
 
 @numba.njit(error_model="numpy")
+def _is_full(team: Any) -> Any:
+    """Return whether as many threads as there are cores have posted jobs that are not done."""
+    owners = 0
+    for n in range(JOBS):
+        owners += load(team + FIRST_JOB + JOB_BYTES * n + GATE) & OWNED > 0
+    return owners > load(team + HELPERS)
+
+
+@numba.njit(error_model="numpy")
 def _work(team: Any, job: Any, me: Any) -> None:
-    """Compute pieces of a job until its last launch is finished."""
+    """Compute pieces of a job until its last launch is finished, or a helper is not needed."""
     tape, seat = load(job + TAPE), job + SEATS + LINE * me
     launches = load(tape + LAUNCHES)
     index, patience = load(job + DUE), 0
     while index < launches:
+        if me and _is_full(team):
+            return
         launch = tape + FIRST_LAUNCH + LAUNCH_BYTES * index
         piece = _next(launch, index, seat)
         if piece and load(launch + PIECES) > 1:
@@ -374,7 +385,7 @@ def _leave_alone(team: Any, job: Any) -> None:
 def _join(team: Any, job: Any, me: Any) -> Any:
     """Work at a job if it wants help; return whether it did."""
     gate = load(job + GATE)
-    if not gate & OPEN or gate & INSIDE >= gate >> 32:
+    if not gate & OPEN or gate & INSIDE >= gate >> 32 or _is_full(team):
         return False
     seat = job + SEATS + LINE * me
     publish(seat + CURRENT, 0)
