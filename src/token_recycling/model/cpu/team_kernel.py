@@ -91,7 +91,7 @@ LOOKS = 16  # times that a thread looks between two looks at the clock
 
 @intrinsic
 def _call(typing: Any, kernel: Any, fields: Any, piece: Any, following: Any, seat: Any) -> Any:
-    """Call a kernel (see ``threads.Kernel``)."""
+    """Call a kernel (see ``machine_code.Kernel``)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kernel, fields, piece, following, seat = arguments
