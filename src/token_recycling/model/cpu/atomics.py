@@ -57,48 +57,22 @@ def publish(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@intrinsic
-def fetch_add(typing: Any, address: Any, number: Any) -> Any:
-    """Add to a word; return what it was."""
+def _changing(operation: str) -> Any:
+    """Return an intrinsic that changes the word at an address and returns what it was."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(builder, arguments[0])
-        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
+    @intrinsic
+    def change(typing: Any, address: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = _pointer(builder, arguments[0])
+            return builder.atomic_rmw(operation, pointer, arguments[1], "seq_cst")
 
-    return types.int64(types.int64, types.int64), generate
+        return types.int64(types.int64, types.int64), generate
 
-
-@intrinsic
-def fetch_and(typing: Any, address: Any, bits: Any) -> Any:
-    """Keep these bits of a word only; return what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(builder, arguments[0])
-        return builder.atomic_rmw("and", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+    return change
 
 
-@intrinsic
-def fetch_or(typing: Any, address: Any, bits: Any) -> Any:
-    """Set these bits of a word; return what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(builder, arguments[0])
-        return builder.atomic_rmw("or", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def exchange(typing: Any, address: Any, value: Any) -> Any:
-    """Write a word; return what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(builder, arguments[0])
-        return builder.atomic_rmw("xchg", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+# Add a number, keep some bits only, set some bits, write another word.
+fetch_add, fetch_and, fetch_or, exchange = map(_changing, ("add", "and", "or", "xchg"))
 
 
 @intrinsic
