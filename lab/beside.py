@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +25,8 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+
+from llamacpp import LlamaCpp
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -39,6 +40,7 @@ QUESTIONS = (
     "Why do leaves change their colour in autumn?",
 )
 WARM = 5  # answers
+THREADS, CONTEXT = 2, 2048  # of llama.cpp
 BUSY = "while True: pass"
 
 
@@ -57,7 +59,6 @@ def worker(model: Path, decoder: str, tokens: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         chat = [{"role": "user", "content": json.loads(line)}]
-        begin = time.perf_counter()
         if recycler is None:
             ids = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -67,6 +68,7 @@ def worker(model: Path, decoder: str, tokens: int) -> None:
             count = out.shape[1] - ids["input_ids"].shape[1]
         else:
             recycler.reset()
+            begin = time.perf_counter()
             count = len(recycler.generate(chat, max_new_tokens=tokens).token_ids)
         print(json.dumps([count, time.perf_counter() - begin]), flush=True)
 
@@ -74,36 +76,42 @@ def worker(model: Path, decoder: str, tokens: int) -> None:
 class Decoder:
     """A process that answers."""
 
-    def __init__(self, name: str, model: Path, tokens: int, llamacpp: Path | None) -> None:
+    def __init__(self, name: str, model: Path, tokens: int) -> None:
         decoder, *variables = name.split(":")
         environment = os.environ | dict(variable.split("=", 1) for variable in variables)
-        self.name, self.tokens, self.is_llamacpp = name, tokens, decoder == "llama.cpp"
         command = [sys.executable, __file__, str(model), "--worker", decoder]
-        command += ["--tokens", str(tokens)]
-        if self.is_llamacpp:
-            file = model if model.is_file() else next(model.glob("*.gguf"))
-            script = Path(__file__).parent / "llamacpp_worker.py"
-            command = [str(llamacpp), str(script), str(file), "2", "2048", "none"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(
-            command, text=True, env=environment, stderr=subprocess.DEVNULL, **pipes
+            [*command, "--tokens", str(tokens)],
+            text=True,
+            env=environment,
+            stderr=subprocess.DEVNULL,
+            **pipes,
         )
-        if not self.is_llamacpp:
-            self.process.stdout.readline()
+        self.process.stdout.readline()
 
     def answer(self, question: str) -> float:
         """Return the tokens per second of an answer, its prompt included."""
-        asked: Any = question
-        if self.is_llamacpp:
-            prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            asked = {"prompt": prompt, "tokens": self.tokens}
-        begin = time.perf_counter()
-        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
-        told = json.loads(self.process.stdout.readline())
-        if self.is_llamacpp:
-            return float(told["timings"]["predicted_n"]) / (time.perf_counter() - begin)
-        return float(told[0] / told[1])
+        count, seconds = json.loads(self.process.stdout.readline())
+        return count / seconds
+
+
+class Theirs:
+    """The same of llama.cpp."""
+
+    def __init__(self, model: Path, tokens: int, python: Path) -> None:
+        file = model if model.is_file() else next(model.glob("*.gguf"))
+        self.llamacpp, self.tokens = LlamaCpp(python, file, THREADS, CONTEXT, "none"), tokens
+        self.process = self.llamacpp.process
+
+    def answer(self, question: str) -> float:
+        """Return the tokens per second of an answer, its prompt included."""
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        begin = time.perf_counter()
+        count = self.llamacpp.answer(prompt, self.tokens, False)["tokens"]
+        return count / (time.perf_counter() - begin)
 
 
 @contextmanager
@@ -111,10 +119,12 @@ def busy(count: int) -> Iterator[None]:
     """Keep ``count`` processes busy."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     time.sleep(0.5)
-    yield
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def main(
@@ -131,18 +141,23 @@ def main(
     if is_worker:
         worker(model, is_worker, tokens)
         return
-    processes = [Decoder(name, model, tokens, llamacpp) for name in decoders.split(",")]
+    processes = {
+        name: Theirs(model, tokens, llamacpp)
+        if name == "llama.cpp"
+        else Decoder(name, model, tokens)
+        for name in decoders.split(",")
+    }
     for question in QUESTIONS[:WARM]:
-        for decoder in processes:
+        for decoder in processes.values():
             decoder.answer(question)
-    rates: dict[str, dict[str, list[float]]] = {one.name: {} for one in processes}
+    rates: dict[str, dict[str, list[float]]] = {name: {} for name in processes}
     counts = busy_processes.split(",")
     for count in counts:
         with busy(int(count)):
             for n in range(answers):
-                for decoder in processes:
+                for name, decoder in processes.items():
                     rate = decoder.answer(QUESTIONS[1 + n % (len(QUESTIONS) - 1)])
-                    rates[decoder.name].setdefault(count, []).append(rate)
+                    rates[name].setdefault(count, []).append(rate)
         for name, by_count in rates.items():
             found = by_count[count]
             relative = median(found) / median(by_count[counts[0]])
@@ -151,7 +166,7 @@ def main(
                 f" ({min(found):.1f} to {max(found):.1f})  {relative:.2f} of {counts[0]} busy",
                 flush=True,
             )
-    for decoder in processes:
+    for decoder in processes.values():
         decoder.process.kill()
     if out:
         out.write_text(json.dumps({"model": model.name, "rates": rates}, indent=1), "utf-8")

@@ -108,8 +108,8 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
     dtype, size, shape = inputs.dtype, inputs.shape[-1], inputs.shape[:-1]
     rows, threads = inputs.numel() // size, torch.get_num_threads()
     heights, w_stride = [layer.weight.shape[0] for layer in layers], layers[0].row_bytes
-    strip, share, pieces = linear_kernel.shares(form, rows, w_stride, heights, threads, gated)
-    numbers = [x.data_ptr(), stride, rows, size, len(layers), gated, strip, share]
+    *division, pieces = linear_kernel.shares(form, rows, w_stride, heights, threads, gated)
+    numbers = [x.data_ptr(), stride, rows, size, len(layers), gated, *division]
     outputs = []
     for layer, height in zip(layers, heights):
         output = empty((*shape, height), dtype)

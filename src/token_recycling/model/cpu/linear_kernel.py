@@ -60,10 +60,10 @@ PIECE, BUFFER = 2**19, 2**16
 BUFFER_FLOATS = BUFFER // 4
 
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
-X, X_STRIDE, ROWS, INPUTS, LAYERS, GATED, STRIP_ROWS, SHARE = range(8)
+X, X_STRIDE, ROWS, INPUTS, LAYERS, GATED, HEIGHT, STRIP_ROWS, SHARE = range(9)
 # The same for each of the layers that multiply x; bias may be 0.
 W, W_STRIDE, Y, BIAS, OUTPUTS = range(5)
-COMMON_FIELDS, LAYER_FIELDS = 8, 5
+COMMON_FIELDS, LAYER_FIELDS = 9, 5
 
 
 def fields_of(layers: int) -> int:
@@ -73,7 +73,7 @@ def fields_of(layers: int) -> int:
 
 def shares(
     form: int, rows: int, w_stride: int, outputs: Sequence[int], threads: int, gated: bool
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, int]:
     """Divide layers into pieces.
 
     Args:
@@ -85,7 +85,7 @@ def shares(
         gated: a piece has the same rows of both layers.
 
     Returns:
-        Rows of W in a strip and in a piece, and the number of pieces.
+        Rows of W in a tile, in a strip and in a piece, and the number of pieces.
     """
     heights = _heights(form)
     height = 2 * SIDE if form == AMX else heights[min(rows, len(heights)) - 1]
@@ -93,7 +93,7 @@ def shares(
     most = min(PIECE // w_stride, BUFFER // (rows * BYTES[_output(form)] * (2 if gated else 1)))
     count = max(1, min(sum(outputs) // (SHARES * threads), most) // strip)
     share = strip * count
-    return strip, share, sum(-(-n // share) for n in (outputs[:1] if gated else outputs))
+    return height, strip, share, sum(-(-n // share) for n in (outputs[:1] if gated else outputs))
 
 
 def _heights(form: int) -> tuple[int, ...]:
@@ -289,23 +289,6 @@ _largest = _known(lambda form: 2 * SIDE if form == AMX else len(_heights(form)))
 _is_amx = _known(lambda form: int(form == AMX))
 
 
-@intrinsic(prefer_literal=True)
-def _height(typing: Any, form: Any, rows: Any) -> Any:
-    """Return the rows of W in the tiles for this many rows of x."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if form.literal_value == AMX:
-            return I64(2 * SIDE)
-        heights = _heights(form.literal_value)
-        selected = I64(heights[-1])
-        for s, height in enumerate(heights, start=1):
-            is_s = builder.icmp_signed("==", arguments[1], I64(s))
-            selected = builder.select(is_s, I64(height), selected)
-        return selected
-
-    return types.int64(constant(form), types.int64), generate
-
-
 @numba.njit(error_model="numpy")
 def _field(fields: Any, layer: Any, name: Any) -> Any:
     """Return a number of one of the layers."""
@@ -363,7 +346,7 @@ def _strips(
         _field(fields, layer, W_STRIDE),
         _field(fields, layer, BIAS),
     )
-    amx, max_rows, height = _is_amx(form), _largest(form), _height(form, rows)
+    amx, max_rows, height = _is_amx(form), _largest(form), get(fields, HEIGHT)
     passes = (rows + max_rows - 1) // max_rows
     reading_passes = 1 if amx else READING_PASSES
     for row in range(begin, end, strip):

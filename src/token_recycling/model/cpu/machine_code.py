@@ -26,7 +26,7 @@ def source() -> int:
     return crc32(b"".join(path.read_bytes() for path in files)) or 1
 
 
-def compiled_as(signature: Any, function: Any, wrapper: Callable[..., Any], name: str = "") -> Any:
+def compiled_as(signature: Any, function: Any, wrapper: Callable[..., Any]) -> Any:
     """Compile ``wrapper``, which calls ``function`` as ``work``; machine code is kept.
 
     Numba finds it again by the name and by the values that are closed over, among which is a
@@ -36,7 +36,7 @@ def compiled_as(signature: Any, function: Any, wrapper: Callable[..., Any], name
     processor()  # prepares LLVM for instructions that have no name there
     names = {"__name__": __name__, "work": function, "claim": claim}
     code = FunctionType(wrapper.__code__, names, closure=wrapper.__closure__)
-    code.__qualname__ = name or f"{function.py_func.__module__}.{function.py_func.__name__}"
+    code.__qualname__ = f"{function.py_func.__module__}.{function.py_func.__name__}"
     return kept(numba.cfunc, signature)(code)
 
 

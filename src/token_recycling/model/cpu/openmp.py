@@ -10,13 +10,12 @@ started once, and sleeps for ever.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from token_recycling.util.cores import usable_cores
 
 ENTRY = "GOMP_parallel"
 
@@ -51,7 +50,7 @@ def shorten_waits() -> None:
     nothing = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_nothing)
 
     def sleep() -> None:
-        parallel(ctypes.cast(nothing, ctypes.c_void_p), None, usable_cores() + 1, 0)
+        parallel(ctypes.cast(nothing, ctypes.c_void_p), None, len(os.sched_getaffinity(0)) + 1, 0)
         begun.set()
         threading.Event().wait()  # a team ends with the thread that it belongs to
 

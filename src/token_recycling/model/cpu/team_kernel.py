@@ -121,6 +121,17 @@ def _now(team: Any) -> Any:
 
 
 @numba.njit(error_model="numpy")
+def _pause(team: Any, begin: Any) -> tuple[Any, Any]:
+    """Let a moment pass; return when the wait began, now if ``begin`` is 0, and its nanoseconds."""
+    for _ in range(LOOKS):
+        pause()
+    now = _now(team)
+    if not begin:
+        begin = now
+    return begin, now - begin
+
+
+@numba.njit(error_model="numpy")
 def _sleep(team: Any, word: Any, value: Any) -> None:
     """Sleep while the low half of a word is that of ``value``, until this thread is woken."""
     system_call(load(team + SYSCALL), FUTEX, word, FUTEX_WAIT, value & 0xFFFFFFFF)
@@ -298,19 +309,17 @@ def _work(team: Any, job: Any, me: Any) -> None:
         if me and _is_full(team):
             return
         launch = tape + FIRST_LAUNCH + LAUNCH_BYTES * index
-        piece = _next(launch, index, seat)
-        if piece and load(launch + PIECES) > 1:
-            begin = _now(team)
-            _compute(team, job, launch, index, piece, seat)
-            patience = PATIENCE * (_now(team) - begin)
+        is_timed = load(launch + PIECES) > 1  # the first piece, for all of them
+        while True:
             piece = _next(launch, index, seat)
-        while piece:
+            if not piece:
+                piece = _await(team, job, index, me, patience)
+            if not piece:
+                break
+            begin = _now(team) if is_timed else 0
             _compute(team, job, launch, index, piece, seat)
-            piece = _next(launch, index, seat)
-        piece = _await(team, job, index, me, patience)
-        while piece:
-            _compute(team, job, launch, index, piece, seat)
-            piece = _await(team, job, index, me, patience)
+            if is_timed:
+                patience, is_timed = PATIENCE * (_now(team) - begin), False
         index = load(job + DUE)
 
 
@@ -347,7 +356,6 @@ def run(team: Any, tape: Any, helpers: Any) -> None:
         publish(job + GATE, 0)
         helpers = 0
     publish(job + TAPE, tape)
-    publish(job + CORE, current_core(load(team + SCHED_GETCPU)))
     publish(job + DUE, 0)
     publish(job + DOZING, 0)
     for at in (CURRENT, NEXT):
@@ -356,6 +364,7 @@ def run(team: Any, tape: Any, helpers: Any) -> None:
         _work(team, job, 0)
         publish(job + GATE, 0)
         return
+    publish(job + CORE, current_core(load(team + SCHED_GETCPU)))
     publish(job + GATE, helpers * WANTED + OWNED + OPEN)
     fetch_add(team + POSTED, 1)
     if fetch_add(team + SLEEPERS, 0):
@@ -370,12 +379,8 @@ def _leave_alone(team: Any, job: Any) -> None:
     """Wait until no helper is in a job, which is closed."""
     begin = 0
     while load(job + GATE) & INSIDE:
-        for _ in range(LOOKS):
-            pause()
-        now = _now(team)
-        if not begin:
-            begin = now
-        if now - begin > DOZE:
+        begin, waited = _pause(team, begin)
+        if waited > DOZE:
             gate = fetch_or(job + GATE, AWAITED) | AWAITED
             if gate & INSIDE:
                 _sleep_for(team, job, 0, job + GATE, gate)
@@ -418,12 +423,8 @@ def help_forever(seat: Any) -> None:
         if worked:
             begin = 0
             continue
-        for _ in range(LOOKS):
-            pause()
-        now = _now(team)
-        if not begin:
-            begin = now
-        if now - begin > IDLE:
+        begin, waited = _pause(team, begin)
+        if waited > IDLE:
             fetch_add(team + SLEEPERS, 1)
             _sleep(team, team + POSTED, posted)
             fetch_add(team + SLEEPERS, -1)
