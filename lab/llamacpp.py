@@ -40,10 +40,7 @@ class LlamaCpp:
 
     def answer(self, prompt: str, tokens: int, ignore_eos: bool) -> dict[str, Any]:
         """Return tokens per second of prompt and answer, and bytes of memory."""
-        asked = {"prompt": prompt, "tokens": tokens, "ignore_eos": ignore_eos}
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        found = json.loads(self.process.stdout.readline())
+        found = self._ask(prompt=prompt, tokens=tokens, ignore_eos=ignore_eos)
         timings = found["timings"]
         return {
             "prompt_tokens": timings["prompt_n"],
@@ -53,6 +50,15 @@ class LlamaCpp:
             "memory": found["resident"],
             "text": found["text"],
         }
+
+    def best(self, ids: list[int], count: int) -> list[tuple[int, float]]:
+        """Return the most likely tokens after a text, best first, with their log probabilities."""
+        return self._ask(prompt=ids, tokens=1, best=count)
+
+    def _ask(self, **asked: Any) -> Any:
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
 
 
 def ours(recycler: TokenRecycling, prompt: str, tokens: int) -> dict[str, Any]:

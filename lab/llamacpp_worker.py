@@ -3,7 +3,9 @@
     python lab/llamacpp_worker.py FILE THREADS CONTEXT SPECULATION
 
 Reads lines of JSON (``prompt``, ``tokens``) and writes lines of JSON with the timings of the server
-in the package, and the resident memory of this process in bytes.
+in the package, and the resident memory of this process in bytes. With ``best`` it writes so many
+most likely tokens after the prompt instead, as pairs of token and log probability; what the prompt
+shares with the one before is not read again.
 """
 
 from __future__ import annotations
@@ -44,12 +46,21 @@ def main() -> None:
             "max_tokens": asked["tokens"],
             "temperature": 0,
             "ignore_eos": asked.get("ignore_eos", False),
-            "cache_prompt": False,
+            "cache_prompt": "best" in asked,
+            "logprobs": asked.get("best"),
         }
         found = server.handle_completions(request)
         found = found if isinstance(found, dict) else json.loads(found)
-        told = {"timings": found["timings"], "text": found["choices"][0]["text"]}
-        answers.write(json.dumps(told | {"resident": resident() - before}) + "\n")
+        choice = found["choices"][0]
+        told: object = {
+            "timings": found["timings"],
+            "text": choice["text"],
+            "resident": resident() - before,
+        }
+        if "best" in asked:
+            ranked = choice["logprobs"]["content"][0]["top_logprobs"]
+            told = [(one["id"], one["logprob"]) for one in ranked]
+        answers.write(json.dumps(told) + "\n")
         answers.flush()
 
 

@@ -1,27 +1,71 @@
-"""Perplexity of packed weights beside that of the dequantised ones, and how often both agree.
+"""What packed weights change beside dequantised ones: perplexity, KL divergence, best tokens.
 
     python lab/perplexity.py FILE --text books.txt.xz [--tokens 20000] [--kinds Q4_0,Q8_0]
+    python lab/perplexity.py FILE --text books.txt.xz --tokens 8192 --llamacpp VENV/bin/python
 
 Text is read 256 tokens at a time, of which the kernels get 128 at once. ``--kinds`` quantises the
-weights of the file anew, to types that the package gguf can write.
+weights of the file anew, to types that the package gguf can write. ``--llamacpp`` asks llama.cpp
+(see ``llamacpp.py``) about the same positions.
 """
 
 from __future__ import annotations
 
 import lzma
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import gguf
 import torch
 import typer
-from torch.nn.functional import cross_entropy
 
+from llamacpp import LlamaCpp
 from token_recycling.checkpoint.load import load_checkpoint
 from token_recycling.model.cpu.linear import MOST_TOKENS
 from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, dequantised
 
 LENGTH = 2 * MOST_TOKENS
+BEST = 1000  # tokens whose probabilities are compared one by one; all others count as one
+
+
+class Beside:
+    """Sums over positions of one model's figures beside those of the dequantised one."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count, self.agree = name, 0, 0
+        self.loss = self.right_loss = 0.0
+        self.divergences: list[float] = []
+
+    def add(self, right: torch.Tensor, ids: torch.Tensor, logs: torch.Tensor, after: int) -> None:
+        """Add a position.
+
+        Args:
+            right: log probabilities of the dequantised model, float32 [V].
+            ids: the ``BEST`` best tokens, best first.
+            logs: their log probabilities.
+            after: the token that follows in the text.
+        """
+        own = logs.double()
+        p, q = right[ids].double(), own
+        rest = [float((1 - x.exp().sum()).clamp(min=1e-12)) for x in (p, q)]
+        divergence = float((p.exp() * (p - q)).sum()) + rest[0] * math.log(rest[0] / rest[1])
+        self.divergences.append(divergence)
+        self.agree += int(right.argmax()) == int(ids[0])
+        self.count += 1
+        found = (ids == after).nonzero()
+        if len(found):  # perplexity over the positions whose token is among the best
+            self.loss -= float(own[found[0, 0]])
+            self.right_loss -= float(right[after])
+
+    def line(self) -> str:
+        """Return all figures."""
+        values = sorted(self.divergences)
+        ratio = 100 * (math.exp((self.loss - self.right_loss) / self.count) - 1)
+        return (
+            f"{self.name}: {self.count} tokens, perplexity {ratio:+.2f} %, same best token "
+            f"{100 * self.agree / self.count:.1f} %, KL mean {sum(values) / len(values):.4f}, "
+            f"median {values[len(values) // 2]:.4f}, 99 % {values[int(0.99 * len(values))]:.4f}"
+        )
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -72,6 +116,7 @@ def main(
     tokens: int = 20_000,
     kinds: str = "",
     threads: int = 2,
+    llamacpp: Annotated[Path | None, typer.Option(help="Python with xllamacpp")] = None,
 ) -> None:
     """Measure."""
     torch.set_num_threads(threads)
@@ -83,23 +128,27 @@ def main(
             requantised(model, gguf.GGMLQuantizationType[name])
         right = dense(model)
         ids = tokenizer(raw[: 8 * tokens], return_tensors="pt").input_ids[0][:tokens]
-        losses, agree, count = torch.zeros(2, dtype=torch.float64), 0, 0
+        besides = [Beside(name or file.name)]
+        foreign = (
+            None if llamacpp is None or name else LlamaCpp(llamacpp, file, threads, 512, "none")
+        )
+        if foreign is not None:
+            besides.append(Beside("llama.cpp"))
         with torch.inference_mode():
             for part in ids.split(LENGTH):
                 if len(part) < 2:
                     continue
-                both = [logits(one, part)[:-1].float() for one in (model, right)]
-                for i, found in enumerate(both):
-                    losses[i] += float(cross_entropy(found, part[1:], reduction="sum"))
-                agree += int((both[0].argmax(-1) == both[1].argmax(-1)).sum())
-                count += len(part) - 1
-        packed, unpacked = (losses / count).exp().tolist()
-        print(
-            f"{name or file.name}: {count} tokens, perplexity {packed:.4f} packed, {unpacked:.4f}"
-            f" dequantised ({100 * (packed / unpacked - 1):+.2f} %), same best token"
-            f" {100 * agree / count:.1f} %",
-            flush=True,
-        )
+                packed, rights = (logits(one, part).log_softmax(-1) for one in (model, right))
+                for i, after in enumerate(part[1:].tolist()):
+                    logs, best = packed[i].topk(BEST)
+                    besides[0].add(rights[i], best, logs, after)
+                    if foreign is not None:
+                        told = foreign.best(part[: i + 1].tolist(), BEST)
+                        best = torch.tensor([token for token, _ in told])
+                        logs = torch.tensor([log for _, log in told])
+                        besides[1].add(rights[i], best, logs, after)
+        for beside in besides:
+            print(beside.line(), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,41 +20,29 @@ wanted() {
     return 1
 }
 
-# run NAME OPTIONS...: a benchmark; its summary goes to lab/results
-run() {
+# real NAME OPTIONS...: a benchmark of the real model on Spec-Bench, GSM8K and MBPP; its summary
+# goes to lab/results
+real() {
     local name=$1
     shift
     wanted "$name" || return 0
     echo "== $name"
     [ -e "build/bench/$name/summary.json" ] ||
-        token-recycling bench "$@" --threads "$THREADS" --out "build/bench/$name"
+        token-recycling bench -m "$MODEL" --suite "$QUESTIONS" "$@" --threads "$THREADS" \
+            --out "build/bench/$name"
     cp "build/bench/$name/summary.json" "lab/results/$name.json"
-}
-
-# real NAME OPTIONS...: the real model on Spec-Bench, GSM8K and MBPP
-real() {
-    local name=$1
-    shift
-    run "$name" -m "$MODEL" --suite "$QUESTIONS" "$@"
 }
 
 # What a new user has: costs are measured at load; nothing is there before.
 export TOKEN_RECYCLING_CACHE=$PWD/build/bench/cache
 python lab/questions.py --data "$DATA" --out "$QUESTIONS"
 
-FIXED=adaptive@8,adaptive@16
-ALL=generate,generate-pld,paper,auto,$FIXED
-real real --per-kind 3 --decoders "$ALL"                             # 45 questions, greedy
-# What drafts bring, and what the loop and its kernels do without them.
-real real-loop --per-kind 3 --decoders generate,none,prompt-lookup,auto,adaptive@8
-real real-cold --cold --per-kind 1 --decoders generate,none,auto,adaptive@8
-real real-sampled --per-kind 1 --temp 0.8 --decoders generate,none,auto,adaptive@8
+real real --per-kind 3 --decoders generate,generate-pld,none,prompt-lookup,paper,auto,adaptive@8
+real real-cold --cold --per-kind 1 --decoders generate,none,auto
+real real-sampled --per-kind 1 --temp 0.8 --decoders generate,none,auto
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere
-    real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders generate,none,auto,adaptive@8
+    real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders generate,none,auto
 fi
-
-# The model in the package, which repeats itself
-run bundled --decoders "generate,generate-pld,paper,auto"
 
 if wanted demo; then
     echo "== demo"

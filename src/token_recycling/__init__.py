@@ -1,9 +1,9 @@
 """Token Recycling: lossless speculative decoding without training (arXiv 2408.08696).
 
-from token_recycling import TokenRecycling
+from token_recycling import TokenRecycling, fetch_model
 
-recycler = TokenRecycling.from_pretrained()
-print(recycler.generate("Once upon a time").text)
+recycler = TokenRecycling.from_pretrained(fetch_model())
+print(recycler.generate([{"role": "user", "content": "Why is the sky blue?"}]).text)
 """
 
 from importlib import import_module
@@ -13,6 +13,7 @@ from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError
 from token_recycling.version import __version__
 
 if TYPE_CHECKING:
+    from token_recycling.checkpoint.fetch import fetch_model
     from token_recycling.checkpoint.load import BUNDLED_MODEL, load_checkpoint
     from token_recycling.decoding.answers import Chunk, Generation
     from token_recycling.decoding.metrics import Stats, Step
@@ -41,6 +42,7 @@ _LAZY = {
     "TokenRecycling": "recycler",
     "TreeTemplate": "drafting.templates",
     "enable": "integrations.transformers",
+    "fetch_model": "checkpoint.fetch",
     "load_checkpoint": "checkpoint.load",
 }
 
@@ -62,6 +64,7 @@ __all__ = [
     "TreeTemplate",
     "__version__",
     "enable",
+    "fetch_model",
     "load_checkpoint",
 ]
 

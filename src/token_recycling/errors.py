@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 BAD_INPUT = 2  # exit code of the command line
+INTERRUPTED = 130  # exit code: 128 + SIGINT, as in a shell
 INSIDE = ("token_recycling.", "transformers.", "torch.", "contextlib")  # modules
 
 

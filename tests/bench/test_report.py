@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 import pytest
 
 from token_recycling import TokenRecyclingError
-from token_recycling.bench import report
+from token_recycling.bench import report, tables
 
 KINDS = ["mt_bench", "translation", "math"]
 SECTIONS = [
@@ -36,7 +36,6 @@ def measures(speedup, drafts=True):
         "phases": dict(draft=0.05, verify=0.85, accept=0.05, observe=0.04, commit=0.01)
         if drafts
         else None,
-        "spec_bench": {"tokens_per_second": 44 * speedup, "speedup": speedup, "mat": 1.5},
     }
 
 
@@ -52,6 +51,7 @@ def decoder(speedup, drafter="paper", kinds=KINDS):
         "kinds": {kind: measures(speedup, bool(drafter)) for kind in kinds},
         "rounds": [speedup, speedup],
         "spread": 0.02,
+        "spec_bench": {"tokens_per_second": 44 * speedup, "speedup": speedup, "mat": 1.5},
         "peak_memory_bytes": 3 << 30,
         "matrix_bytes": 196608 if drafter else None,
     }
@@ -84,6 +84,7 @@ def example(kinds=KINDS, **decoders):
             "pieces": [["One", False], [" two", True], [" three", True], [" four", False]],
         },
         "left_out": [],
+        "repeating": [],
         "questions": [
             {"suite": "builtin", "id": i, "kind": kinds[i % len(kinds)], "name": f"builtin/{i}"}
             for i in range(6)
@@ -150,8 +151,8 @@ def test_complete(whole):
     for kind in KINDS:
         assert f'<th scope="row"><span>{kind}</span></th>' in html
     for said in (
-        "The fastest of 2 recycled decoders, auto, decoded 1.90 times as fast as generate "
-        "(95 % interval 1.71 to 2.09). It was slower on 3 of 40 prompts, and 100 % of its answers",
+        "tiny: The default (auto) decodes 1.90 times as fast as generate (median of 40 questions; "
+        "quartiles 1.52 and 2.28; 95 % interval 1.71 to 2.09). It is slower on 3 of them",
         "tiny, widened: 134.5 M parameters, float32; A CPU, 2 threads; torch 2.13.0",
         "0.80x",
         "125 ms",
@@ -214,12 +215,29 @@ def test_a_run_without_drafts():
 
 @pytest.mark.parametrize(
     "speedup, verdict",
-    [(1.5, "(95 % interval 1.35 to 1.65). It"), (1.0, "no clear difference."), (0.5, ": slower.")],
+    [(1.5, "95 % interval 1.35 to 1.65). It"), (1.0, "no clear difference."), (0.5, ": slower.")],
 )
 def test_the_headline_is_honest(speedup, verdict):
-    text = report._headline(example(auto=speedup))
-    assert text.startswith(f"The decoder auto decoded {speedup:.2f} times as fast as generate")
+    text = tables.headline(example(auto=speedup))
+    assert text.startswith(f"tiny: The default (auto) decodes {speedup:.2f} times as fast as gen")
+    assert f"median of 40 questions; quartiles {0.8 * speedup:.2f} and {1.2 * speedup:.2f}" in text
     assert verdict in text
+    assert "So few" not in text
+
+
+def test_the_headline_is_of_the_default_where_it_was_measured():
+    assert "The default (auto) decodes 1.50" in tables.headline(example(auto=1.5, paper=1.9))
+    assert "The fastest of 2 recycled decoders (paper)" in tables.headline(
+        example(ranked=1.5, paper=1.9)
+    )
+
+
+def test_the_headline_says_how_little_it_is():
+    found = example(auto=1.5)
+    found["decoders"]["auto"]["overall"]["questions"] = 11
+    assert "So few questions say little about others." in tables.headline(found)
+    found["repeating"] = [question["name"] for question in found["questions"]]
+    assert "All answers only repeat themselves" in tables.headline(found)
 
 
 def test_one_decoder_one_kind():

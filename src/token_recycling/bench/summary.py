@@ -88,17 +88,22 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary of a run.
 
+    Questions whose answers only repeat themselves (see ``measures.repeats``) are listed, and not
+    counted in ``overall``, ``kinds`` and ``rounds``.
+
     Args:
         records: of all questions.
         decoders: by name, the baseline first.
         about: date, machine, model, settings, questions and omitted questions; copied unchanged.
     """
-    kinds = measures.by_kind(records)
+    # All of them if none is left.
+    counted = [record for record in records if not measures.repeating(record)] or records
+    kinds = measures.by_kind(counted)
     table: dict[str, Any] = {}
     for name, decoder in decoders.items():
         variant = decoder.variant
         repeated = [
-            measures.speedup(records, name, r) for r in range(measures.rounds(records[0], name))
+            measures.speedup(counted, name, r) for r in range(measures.rounds(records[0], name))
         ]
         peaks = [r["variants"][name].get("peak_memory_bytes") for r in records]
         recycles = variant.recycles and not isinstance(decoder.recycler.target, PlainTarget)
@@ -110,7 +115,8 @@ def summarise(
                 "k": variant.k if variant.recycles else None,
                 "temperature": variant.temperature,
             },
-            "overall": measures.measure(records, name),
+            "overall": measures.measure(counted, name),
+            "spec_bench": measures.spec_bench(records, name),
             "kinds": {kind: measures.measure(rows, name) for kind, rows in kinds.items()},
             "rounds": repeated,
             "spread": measures.spread(repeated),
@@ -126,6 +132,7 @@ def summarise(
         "kinds": list(kinds),
         "decoders": table,
         "losing": losing(records, drafting),
+        "repeating": [record["name"] for record in records if measures.repeating(record)],
         "sample": sample(records, drafting[-1], tokenizer) if drafting else None,
         "per_question": {
             name: [

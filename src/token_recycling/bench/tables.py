@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from token_recycling.bench.variants import AUTO, NOT_RECYCLED
 from token_recycling.decoding.metrics import PHASES
 
 NOTHING = "–"
+FEW = 20  # questions, below which the headline warns
 
 
 class Table(NamedTuple):
@@ -52,7 +54,7 @@ OVERALL: dict[str, Callable[[dict[str, Any]], str]] = {
     "matrix": lambda d: mebibytes(d["matrix_bytes"]),
     "peak memory": lambda d: mebibytes(d["peak_memory_bytes"]),
 }
-NARROW = ("tokens/s", "speedup", "slower on", "MAT", "c", "same text")  # fits 80 columns
+NARROW = ("tokens/s", "speedup", "quartiles", "slower on", "MAT", "same text")  # fits 80 columns
 
 
 def overall(summary: dict[str, Any]) -> Table:
@@ -62,6 +64,40 @@ def overall(summary: dict[str, Any]) -> Table:
         for name, entry in summary["decoders"].items()
     ]
     return Table(["decoder", *OVERALL], rows)
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """Return one paragraph on the default, or the fastest recycled decoder, faster or not."""
+    decoders, baseline = summary["decoders"], summary["baseline"]
+    recycled = [
+        name for name in compared(summary) if decoders[name]["about"]["drafter"] not in NOT_RECYCLED
+    ]
+    if not recycled:
+        return f"No recycled decoder was compared with {baseline}."
+    best = max(recycled, key=lambda name: float(decoders[name]["overall"]["speedup"]))
+    name = AUTO if AUTO in recycled else best
+    overall, repeating = decoders[name]["overall"], len(summary["repeating"])
+    count, (low, high) = overall["questions"], overall["speedup_interval"]
+    first, _, third = overall["speedup_quartiles"]
+    verdict = "" if low > 1 else ": slower" if high < 1 else ": no clear difference"
+    which = {AUTO: "The default"}.get(name, f"The fastest of {len(recycled)} recycled decoders")
+    text = (
+        f"{summary['model']['name']}: {which} ({name}) decodes {overall['speedup']:.2f} times as "
+        f"fast as {baseline} (median of {count} question{'s' * (count != 1)}; quartiles "
+        f"{first:.2f} and {third:.2f}; 95 % interval {low:.2f} to {high:.2f}){verdict}. It is "
+        f"slower on {overall['slower_than_baseline']} of them, and {percent(overall['identical'])} "
+        f"of its answers are those of {baseline}."
+    )
+    asked = len(summary["questions"])
+    if repeating == asked:
+        text += " All answers only repeat themselves: this says nothing about other text."
+    elif repeating:
+        text += (
+            f" {repeating} of {asked} questions are not counted: their answers repeat themselves."
+        )
+    if count < FEW:
+        text += " So few questions say little about others."
+    return text
 
 
 def compared(summary: dict[str, Any]) -> list[str]:
@@ -105,7 +141,7 @@ def spec_bench(summary: dict[str, Any]) -> Table:
     """Return Spec-Bench's aggregate."""
     rows = []
     for name, entry in summary["decoders"].items():
-        aggregate = entry["overall"]["spec_bench"]
+        aggregate = entry["spec_bench"]
         speed, ratio = aggregate["tokens_per_second"], aggregate["speedup"]
         rows.append([name, f"{speed:.1f}", f"{ratio:.2f}x", f"{aggregate['mat']:.2f}"])
     return Table(["Spec-Bench's aggregate", "mean tokens/s", "speedup", "MAT"], rows)

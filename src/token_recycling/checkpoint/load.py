@@ -139,6 +139,7 @@ def _dense(
     from transformers import AutoModelForCausalLM
 
     from_gguf = "gguf_file" in options
+    remote = is_remote(path)
     try:
         model, about = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **options
@@ -149,7 +150,11 @@ def _dense(
         reason = one_line(error, 300)
         if from_gguf:
             reason = f"{HINT} ({reason})"
-        raise TokenRecyclingError(f"cannot load the model {location}: {reason}") from error
+        line = f"cannot load the model {location}: {reason}"
+        if remote:  # the chain of what Transformers tried says no more
+            hint = "`token-recycling fetch-model` needs no Hub"
+            raise TokenRecyclingError(f"{line.rstrip('.')}; {hint}") from None
+        raise TokenRecyclingError(line) from error
     if from_gguf and about["missing_keys"]:  # Transformers would go on with random weights
         missing = sorted(about["missing_keys"])
         raise TokenRecyclingError(

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from token_recycling.errors import BAD_INPUT
+from token_recycling.errors import BAD_INPUT, INTERRUPTED
 
 # Packages of the extra "cli"; the library does not need them.
 NEEDED = ("typer", "rich", "jinja2")
@@ -26,6 +26,9 @@ def main(argv: list[str] | None = None) -> None:
             file=sys.stderr,
         )
         raise SystemExit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     try:
         run(argv)
     except SystemExit as end:

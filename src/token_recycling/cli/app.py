@@ -24,8 +24,8 @@ from token_recycling.cli import (
     serve,
     tree,
 )
-from token_recycling.cli.stdin import has_input, piped
-from token_recycling.errors import BAD_INPUT, TokenRecyclingError, printable
+from token_recycling.cli.stdin import piped
+from token_recycling.errors import BAD_INPUT, INTERRUPTED, TokenRecyclingError, printable
 from token_recycling.version import __version__
 
 app = typer.Typer(
@@ -45,6 +45,8 @@ app.add_typer(tree.app, name="tree")
 app.add_typer(matrix.app, name="matrix")
 SUBCOMMANDS = {str(command.name) for command in app.registered_commands}
 SUBCOMMANDS |= {str(group.name) for group in app.registered_groups}
+# Options before any subcommand.
+OPTIONS = {"--help", "--version", "--install-completion", "--show-completion"}
 # Subcommands of similar programs; unlikely to be meant as a prompt.
 FOREIGN = re.compile(
     "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|start|"
@@ -88,7 +90,7 @@ def run(argv: list[str] | None = None) -> None:
             raise TokenRecyclingError("stdout is closed; the output cannot be printed")
         if not argv:
             argv = ["generate"] if piped() else ["--help"]
-        elif argv[0] not in SUBCOMMANDS | {"--help", "--version"}:
+        elif argv[0].partition("=")[0] not in SUBCOMMANDS | OPTIONS:
             _refuse_mistyped(argv[0])
             _refuse_late_subcommand(argv)
             argv = ["generate", *argv]
@@ -99,12 +101,17 @@ def run(argv: list[str] | None = None) -> None:
                 raise SystemExit(_reader_gone()) from None
             raise
         sys.stdout.flush()
+        if code == INTERRUPTED:  # what Typer makes of an interrupt
+            raise KeyboardInterrupt
     except (TokenRecyclingError, UsageProblem) as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
-    except (KeyboardInterrupt, typer.Abort):
-        raise SystemExit(130) from None
+    except (KeyboardInterrupt, typer.Abort) as error:
+        # Older versions of Typer make an Abort of an interrupt.
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         raise SystemExit(_reader_gone()) from None
     except OSError as error:  # for example, the disk behind stdout is full
@@ -158,27 +165,30 @@ def _refuse_late_subcommand(argv: list[str]) -> None:
 
 
 def _refuse_mistyped(word: str) -> None:
-    """Reject a single word or path that is no subcommand; on a terminal, ask if it is a prompt.
+    """Reject what is more likely a mistyped subcommand or a file; on a terminal, ask.
 
-    With input on stdin a word is one, as in ``token-recycling Summarize < FILE``. Nobody is asked
-    about a word that resembles a subcommand of ours or of similar programs, or a path.
+    That is a single word like a subcommand of ours or of similar programs, or a path. Any other
+    word is a prompt.
 
     Raises:
         TokenRecyclingError: ``word`` is no prompt.
         typer.Abort: it was asked, and is none.
     """
-    if not (WORD.fullmatch(word) or PATH.fullmatch(word)):
-        return
-    near = get_close_matches(word.lower(), sorted(SUBCOMMANDS), n=1, cutoff=NEAR)
-    clear = near or FOREIGN.fullmatch(word.lower()) or PATH.fullmatch(word)
-    if not clear and sys.stdin.isatty() and sys.stderr.isatty():
-        typer.confirm(f"no such command: {word}; is it a prompt?", abort=True, err=True)
-        return
-    if not clear and piped() and has_input():
+    if PATH.fullmatch(word):
+        near = []
+    elif WORD.fullmatch(word):
+        near = get_close_matches(word.lower(), sorted(SUBCOMMANDS), n=1, cutoff=NEAR)
+        if not near and not FOREIGN.fullmatch(word.lower()):
+            return
+    else:
         return
     meant = (
         f"did you mean {near[0]}?"
         if near
         else f"the commands are {', '.join(sorted(SUBCOMMANDS))}."
     )
-    raise TokenRecyclingError(f"no such command: {word}; {meant} To use it as a prompt: -p {word}")
+    refusal = f"no such command: {word}; {meant}"
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        typer.confirm(f"{refusal} Use it as a prompt?", abort=True, err=True)
+        return
+    raise TokenRecyclingError(f"{refusal} To use it as a prompt: -p {word}")

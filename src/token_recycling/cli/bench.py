@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from token_recycling.cli import completion, progress, show
 from token_recycling.cli import options as o
-from token_recycling.cli import progress, show
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import INTERRUPTED, TokenRecyclingError
 
 if TYPE_CHECKING:
     from token_recycling.bench.suites import Question
@@ -43,6 +43,7 @@ def bench(
             "--decoders",
             help="generate, generate-pld, auto, DRAFTER, DRAFTER@NODES, DRAFTER@TREE, separated by "
             "commas; +graph at the end: captured.",
+            autocompletion=completion.decoders,
         ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Runs of each question per decoder.")] = 1,
@@ -68,10 +69,9 @@ def bench(
     from token_recycling.bench.variants import DEFAULT, select
     from token_recycling.util.files import make_folder
 
-    if rounds < 1 or max_tokens < 2:
-        raise TokenRecyclingError(
-            f"--rounds is {rounds} and -n is {max_tokens}; they must be at least 1 and 2"
-        )
+    for name, given, least in (("--rounds", rounds, 1), ("-n", max_tokens, 2)):
+        if given < least:
+            raise TokenRecyclingError(f"{name} is {given}; it must be {least} or more")
     questions = suites.load_all(suite or ["builtin"], per_kind)
     if decoders is not None and not decoders.strip(", "):
         raise TokenRecyclingError(f"--decoders is {decoders!r}; name at least one decoder")
@@ -101,8 +101,9 @@ def bench(
     summary = run.execute(out)
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
+    loading.note_toy()
     if run.interrupted:
-        raise typer.Exit(130)
+        raise SystemExit(INTERRUPTED)
 
 
 def _check_sampling(temperature: float, seed: int) -> None:
@@ -217,6 +218,7 @@ def _print(summary: dict[str, Any]) -> None:
 
     known = Console().is_terminal or "COLUMNS" in os.environ
     console = Console(width=None if known else 220)
+    print(tables.headline(summary))
     overall = tables.overall(summary)
     fitting = overall if console.width >= WIDE else overall.only(*tables.NARROW)
     for content in (fitting, tables.by_kind(summary), tables.spec_bench(summary)):

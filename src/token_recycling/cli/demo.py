@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import exp, log
-from statistics import median
+from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,6 +44,7 @@ def demo(
         raise TokenRecyclingError("-n must be 2 or more")
     source = _fetched() if model is None else None if model == BUNDLED else model
     from token_recycling.bench.compare import compare
+    from token_recycling.bench.measures import repeats
     from token_recycling.bench.prompts import CHAT, DEMO
 
     recycler = replace(loading, model=source, device="cpu").open()
@@ -67,10 +67,11 @@ def demo(
             f"{question[:34]:34} {result.plain_tokens_per_second:9.1f} "
             f"{result.tokens_per_second:9.1f} "
             f"{result.speedup:7.2f}x {result.stats.mat:5.2f} {len(result.tokens):7}"
-            f"{'' if result.identical else '  DIFFERENT'}",
+            f"{'' if result.identical else '  DIFFERENT'}"
+            f"{'  repeats itself' if repeats(result.tokens) else ''}",
             flush=True,
         )
-    print(f"\n{_summary(results)} ({recycler.options.size(recycler.template)})")
+    print(f"\n{_summary(results)}")
     if not all(result.identical for result in results):
         raise SystemExit(1)
 
@@ -88,14 +89,18 @@ def _fetched() -> str | None:
 
 
 def _summary(results: list[Comparison]) -> str:
-    """Return one line on all prompts."""
+    """Return a few sentences on all prompts; speeds of those whose answers say something."""
+    from token_recycling.bench.measures import repeats
+
     identical = sum(result.identical for result in results)
-    speedups = [result.speedup for result in results]
-    mean = exp(sum(map(log, speedups)) / len(speedups))
-    steps = sum(result.stats.steps for result in results)
-    mat = 1 + sum(result.stats.accepted for result in results) / max(steps, 1)
+    counted = [result for result in results if not repeats(result.tokens)] or results
+    speedups = [result.speedup for result in counted]
+    first, middle, third = quantiles(speedups, n=4, method="inclusive")
+    steps = sum(result.stats.steps for result in counted)
+    mat = 1 + sum(result.stats.accepted for result in counted) / max(steps, 1)
+    without = len(results) - len(counted)
     return (
-        f"{identical} of {len(results)} outputs identical to model.generate; MAT {mat:.2f}; "
-        f"speedup {mean:.2f}x (geometric mean; median {median(speedups):.2f}x, "
-        f"{min(speedups):.2f}x to {max(speedups):.2f}x, first prompt {speedups[0]:.2f}x)"
+        f"{identical} of {len(results)} outputs identical to model.generate. Speedup {middle:.2f}x "
+        f"(median of {len(counted)} prompts; quartiles {first:.2f} and {third:.2f}), MAT {mat:.2f}"
+        + (f"; not counted, as they repeat themselves: {without}." if without else ".")
     )

@@ -6,12 +6,18 @@ from typing import Annotated
 
 import typer
 
+from token_recycling.cli import completion
 from token_recycling.cli.progress import busy_shown
 
 
 def fetch_model(
     dtype: Annotated[
-        str, typer.Option("--dtype", help="float32, bfloat16 or q4_1 (the GGUF file).")
+        str,
+        typer.Option(
+            "--dtype",
+            help="float32, bfloat16 or q4_1 (the GGUF file).",
+            autocompletion=completion.fetched_dtype,
+        ),
     ] = "float32",
 ) -> None:
     """Fetch a real model and print its folder.

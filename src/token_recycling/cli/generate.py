@@ -12,7 +12,7 @@ import typer
 from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import progress, show, stdin
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.errors import INTERRUPTED, TokenRecyclingError
 
 if TYPE_CHECKING:
     from token_recycling.decoding.text import Prompt
@@ -61,9 +61,10 @@ def generate(
         else:
             _answer(recycler, as_prompt(recycler, question, raw), options, as_json)
     except (KeyboardInterrupt, OSError) as error:  # save what was learned so far
+        loading.save(recycler)
         if isinstance(error, KeyboardInterrupt):
             show.note("\ninterrupted: the answer is incomplete")
-        loading.save(recycler)
+            raise SystemExit(INTERRUPTED) from None
         raise
     loading.save(recycler)
     if not as_json:
@@ -130,8 +131,8 @@ def _compare(
 ) -> None:
     from token_recycling.bench.compare import compare
 
-    with progress.busy_shown("decoding with model.generate and with Token Recycling in turn"):
-        result = compare(recycler, prompt, options)
+    with progress.progress_shown("decoding in both ways") as on_progress:
+        result = compare(recycler, prompt, options, on_progress=on_progress)
     if as_json:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
         return

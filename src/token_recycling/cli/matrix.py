@@ -107,7 +107,6 @@ def teach(
         with progress.progress_shown("tokens of answers", seconds) as on_progress:
             recycler.teach(tokens, seconds=seconds, on_progress=on_progress)
     except KeyboardInterrupt:
-        show.note("\ninterrupted")
         save()
         raise
     save()

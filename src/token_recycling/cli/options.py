@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from token_recycling import defaults
-from token_recycling.cli import show
+from token_recycling.cli import completion, show
 from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError, printable
 from token_recycling.util.cores import usable_cores
@@ -44,7 +44,14 @@ Model = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, auto.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help=f"{', '.join(completion.DTYPES)}.",
+        autocompletion=completion.dtype,
+    ),
+]
 Dequantize = Annotated[
     bool, typer.Option("--dequantize", help="Convert the weights of a GGUF file to --dtype.")
 ]
@@ -54,10 +61,19 @@ Nodes = Annotated[
 Tree = Annotated[
     str | None,
     typer.Option(
-        "--tree", help="For --drafter paper: a shipped tree, chain-N or a file; see `tree`."
+        "--tree",
+        help="For --drafter paper: a shipped tree, chain-N or a file; see `tree`.",
+        autocompletion=completion.tree,
     ),
 ]
-Drafter = Annotated[str, typer.Option("--drafter", help="adaptive, paper, prompt-lookup or none.")]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        "--drafter",
+        help="adaptive, paper, prompt-lookup or none.",
+        autocompletion=completion.drafter,
+    ),
+]
 Candidates = Annotated[
     int | None,
     typer.Option(
@@ -128,15 +144,15 @@ class Loading:
             raise TokenRecyclingError(
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
-        with busy_shown(f"loading {self.model or 'the bundled model'}"):
+        with busy_shown(f"loading {self.model or 'the bundled model'}") as relabel:
             self._check()
-            remote = self.model is not None and self._is_remote()
+            self._note_remote()
             import torch
             from transformers.utils import logging
 
             from token_recycling.checkpoint.load import load_checkpoint
-            from token_recycling.decoding.prepare import compile_kernels, is_compiled
             from token_recycling.recycler import TokenRecycling
+            from token_recycling.util.compiled import noticed
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
@@ -144,44 +160,32 @@ class Loading:
             getLogger("huggingface_hub").setLevel("ERROR")
             # PyTorch does not know the limit of a container.
             torch.set_num_threads(self.threads or min(torch.get_num_threads(), cores))
-            try:
-                model, tokenizer = load_checkpoint(
-                    self.model, self.device, self.dtype, dequantize=self.dequantize
-                )
-            except TokenRecyclingError as error:
-                if remote:
-                    reason = str(error).rstrip(".")
-                    line = f"{reason}; `token-recycling fetch-model` needs no Hub"
-                    raise TokenRecyclingError(line) from error
-                raise
-        if not is_compiled():
-            with busy_shown("compiling the drafter (once per installation)"):
-                compile_kernels()
-        if self.graph and model.device.type != "cuda":
-            show.note(f"--graph: on {model.device.type} nothing is captured")
-        with busy_shown("checking the model (the first time, kernels are compiled)"):
-            return TokenRecycling(
-                model,
-                tokenizer,
-                drafter=self.drafter,
-                nodes=self.nodes,
-                tree=self.tree,
-                k=self.candidates,
-                matrix=self.matrix if self.matrix and self.matrix.exists() else None,
-                graph=self.graph,
-                float32_logits=self.float32_logits,
-                strict=self.strict,
+            model, tokenizer = load_checkpoint(
+                self.model, self.device, self.dtype, dequantize=self.dequantize
             )
+            if self.graph and model.device.type != "cuda":
+                show.note(f"--graph: on {model.device.type} nothing is captured")
+            with noticed(lambda: relabel("compiling kernels for this processor")):
+                return TokenRecycling(
+                    model,
+                    tokenizer,
+                    drafter=self.drafter,
+                    nodes=self.nodes,
+                    tree=self.tree,
+                    k=self.candidates,
+                    matrix=self.matrix if self.matrix and self.matrix.exists() else None,
+                    graph=self.graph,
+                    float32_logits=self.float32_logits,
+                    strict=self.strict,
+                )
 
-    def _is_remote(self) -> bool:
-        """Return, and say, that a checkpoint must be fetched, which may fail offline."""
+    def _note_remote(self) -> None:
+        """Say that a checkpoint must be fetched, which may fail offline."""
         from token_recycling.checkpoint.load import is_remote
 
-        remote = is_remote(self.model)
-        if remote:
+        if is_remote(self.model):
             name = printable(self.model)
             show.note(f"there is no folder {name} here; looking for it on the Hugging Face Hub")
-        return remote
 
     def note_toy(self) -> None:
         """Say on stderr that the bundled model is a toy, if it is the one that was loaded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Timer
 from time import monotonic
 from typing import Any
@@ -28,16 +28,29 @@ def line_after(seconds: float, line: str) -> Iterator[None]:
 
 
 @contextmanager
-def busy_shown(what: str) -> Iterator[None]:
-    """Show a spinner labelled ``what`` on stderr; a line after a while if it is no terminal."""
-    if not sys.stderr.isatty():
-        with line_after(PATIENCE, f"{what} …"):
-            yield
-        return
-    from rich.console import Console
+def busy_shown(what: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner labelled ``what`` on stderr; a line after a while if it is no terminal.
 
-    with Console(stderr=True).status(f"{what} …"):
-        yield
+    Yields:
+        A function that changes the label; a label that it has already does nothing.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(f"{what} …") as status:
+            yield lambda label: status.update(f"{label} …")
+        return
+    labels = [what]
+    with ExitStack() as stack:
+        stack.enter_context(line_after(PATIENCE, f"{what} …"))
+
+        def relabel(label: str) -> None:
+            if label != labels[-1]:
+                labels.append(label)
+                stack.close()
+                stack.enter_context(line_after(PATIENCE, f"{label} …"))
+
+        yield relabel
 
 
 @contextmanager

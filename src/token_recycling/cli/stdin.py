@@ -22,12 +22,6 @@ def piped() -> bool:
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
-def has_input() -> bool:
-    """Return whether there is anything on stdin; waits until this is known."""
-    peek = getattr(getattr(sys.stdin, "buffer", None), "peek", None)  # not of a replaced stdin
-    return peek is not None and bool(peek(1))
-
-
 def read() -> str:
     """Return all of stdin, or "" if it cannot be read."""
     with line_after(PATIENCE, WAITING) if sys.stderr.isatty() else nullcontext():

@@ -8,11 +8,15 @@ from typing import Annotated
 import typer
 
 from token_recycling import defaults
+from token_recycling.cli import completion
 from token_recycling.cli import options as o
 from token_recycling.errors import printable
 
 app = typer.Typer(help="List, show and check draft trees.", rich_markup_mode=None)
-Name = Annotated[str, typer.Argument(help="A shipped tree, chain-N or a JSON file.")]
+Name = Annotated[
+    str,
+    typer.Argument(help="A shipped tree, chain-N or a JSON file.", autocompletion=completion.tree),
+]
 
 
 @app.command("list")

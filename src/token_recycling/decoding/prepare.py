@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
@@ -14,7 +12,6 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.draft import root_only
-from token_recycling.drafting.kernels.host.tree import propose
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.paper import PaperDrafter
 from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
@@ -22,20 +19,11 @@ from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.util.modes import ordinary_tensors
 
 V, K = 8, 2
-logger = logging.getLogger(__name__)
-
-
-def is_compiled() -> bool:
-    """Return True if machine code of an earlier process is there to be loaded."""
-    folder = getattr(getattr(propose, "_cache", None), "cache_path", None)
-    return folder is not None and any(Path(folder).glob("*.propose-*.nbi"))
 
 
 @lru_cache
 def compile_kernels() -> None:
     """Compile the drafters and the acceptance: seconds at first, later 0.3 s per process."""
-    if not is_compiled():
-        logger.info("Token Recycling: compiling the drafter, once per installation")
     with ordinary_tensors():
         _take_steps(AdaptiveDrafter(AdjacencyMatrix(V, K), 3, pairs=3, triples=3))
         _take_steps(PaperDrafter(AdjacencyMatrix(V, K), TreeTemplate.chain(2)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,18 +15,22 @@ from zlib import crc32
 
 import numba
 import torch
+from numba.core import event
 from numba.core.caching import FunctionCache, NullCache
+from numba.misc.appdirs import AppDirs
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 CHECKSUM = ".crc"  # ending of a file beside each file of machine code
+logger = logging.getLogger(__name__)
 
 
 def kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
     """Return numba's ``compiler(*arguments, **options)`` that keeps machine code where it can.
 
     It is kept next to the source file, or in numba's folder for the user; where neither can be
-    written to, code is compiled in every process. Damaged and exchanged files are replaced.
+    written to, code is compiled in every process, and the log has one line about it. Damaged and
+    exchanged files are replaced.
     """
 
     def compile_it(function: Any) -> Any:
@@ -40,9 +45,47 @@ def kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
             else:
                 _survive_damage(jitted)
                 return jitted
+        beside = Path(function.__code__.co_filename).parent / "__pycache__"
+        user = AppDirs(appname="numba", appauthor=False).user_cache_dir
+        _note_unkept(f"neither {beside} nor {user} can be written to")
         return compiler(*arguments, **options)(function)
 
     return compile_it
+
+
+@lru_cache(maxsize=1)
+def _told() -> list[str]:
+    """Return why machine code was not kept in this process, if that has been logged."""
+    return []
+
+
+def _note_unkept(reason: str) -> None:
+    """Log, once in a process, that machine code is not kept."""
+    if not _told():
+        _told().append(reason)
+        logger.warning(
+            "compiled kernels are not kept, and are compiled at every start for half a minute: %s; "
+            "set NUMBA_CACHE_DIR to a folder with room",
+            reason,
+        )
+
+
+class _Listener(event.Listener):  # type: ignore[misc]
+    def __init__(self, told: Callable[[], object]) -> None:
+        self.told = told
+
+    def on_start(self, event: Any) -> None:
+        self.told()
+
+    def on_end(self, event: Any) -> None:
+        """Do nothing: every event has a start."""
+
+
+@contextmanager
+def noticed(told: Callable[[], object]) -> Iterator[None]:
+    """Call ``told`` whenever numba begins to compile something that no earlier process has kept."""
+    with event.install_listener("numba:run_pass", _Listener(told)):
+        yield
 
 
 def _emptied(function: Any) -> bool:
@@ -100,9 +143,11 @@ def _survive_damage(jitted: Any) -> None:
             return None
 
     def save_overload(signature: Any, data: Any) -> None:
-        with suppress(OSError):  # the disk is full
+        try:
             save(signature, data)
             _note_checksums(cache)
+        except OSError as error:  # the disk is full
+            _note_unkept(f"{cache.cache_path}: {error.strerror}")
 
     cache.load_overload, cache.save_overload = load_overload, save_overload
 
