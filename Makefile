@@ -7,7 +7,7 @@ REPOSITORY ?= your-name/token-recycling
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-slow test-real test-real-vllm test-models test-versions test-quantised
-.PHONY: test-clients test-server test-vllm test-sglang test-engines test-device-kernels test-gpu-smoke test-all
+.PHONY: test-clients test-examples test-server test-vllm test-sglang test-engines test-device-kernels test-gpu-smoke test-all
 .PHONY: lint format models train fit bench api hub clean
 
 help: ## Show this list.
@@ -52,7 +52,7 @@ test-real-vllm: build/vllm/ready .venv/ready
 # Everything; what a change can touch, before an issue is called resolved.
 test-all: ## Every test there is (well over an hour on two cores), with the seconds of each part.
 	.ci/parts lint test test-slow test-real test-models test-versions test-quantised \
-		test-device-kernels test-gpu-smoke test-clients test-server test-vllm test-sglang
+		test-device-kernels test-gpu-smoke test-clients test-examples test-server test-vllm test-sglang
 
 test-models: .venv/ready ## Examine every architecture of Transformers; fails if one is not as expected.
 	$(BIN)/python tests/conformance.py --jobs 2 --out build/models.md
@@ -103,6 +103,9 @@ test-clients: build/clients/ready ## Test with lm_eval, peft, transformers serve
 	PYTHONPATH=build/clients $(BIN)/python -m pytest -s -m clients \
 		tests/integrations/test_clients.py tests/integrations/test_transformers_serve.py \
 		tests/server/test_server_langchain.py tests/server/test_chat_page.py
+
+test-examples: ## Run the examples of README and docs/ in a fresh clone; read build/examples.
+	$(PYTHON) tests/docs/run_examples.py build/examples
 
 test-server: .venv/ready ## Send the server 2,000 random requests, and kill it while it saves.
 	$(BIN)/python -m pytest -s -m server tests/server

@@ -30,8 +30,7 @@ def command(name: str) -> str:
     """The command line of a run, with its machine."""
     summary = load(name)
     machine, model = summary["machine"], summary["model"]
-    # An option of earlier runs, which is gone: what it asked for is what happens now.
-    words = machine["command"].replace(" --resume", "").replace(" --no-tune", "")
+    words = machine["command"]
     shape = f", {model['note']}" if model["note"] else ""
     sets = f" with {', '.join(machine['instructions'])}" if machine.get("instructions") else ""
     return (
@@ -43,27 +42,52 @@ def command(name: str) -> str:
     )
 
 
-COLUMNS = ("decoder", "tokens/s", "speedup", "95 %", "slower on", "MAT", "c", "tokens a step")
-
-
-def overall(name: str, columns: tuple[str, ...] = (*COLUMNS, "first token", "same text")) -> str:
+def overall(name: str, columns: tuple[str, ...]) -> str:
     """Decoder by decoder, all questions."""
     return tables.markdown(tables.overall(load(name)).only(*columns[1:]))
 
 
-def has(name: str) -> bool:
-    """True if the run was made: some need a processor that not every machine has."""
-    return (RESULTS / f"{name}.json").exists()
-
-
-def kinds_with_mat(name: str, decoders: tuple[str, ...]) -> str:
-    """Kind by kind: the speedups of all decoders, and the MAT of some."""
+def repeating(name: str) -> str:
+    """The questions of a run that are not counted."""
     summary = load(name)
+    names = ", ".join(name.partition("/")[2] for name in summary["repeating"])
+    count = len(summary["repeating"])
+    return f"{count} of {len(summary['questions'])} ({names})" if count else "none here"
+
+
+def kinds(name: str) -> str:
+    """Kind by kind: the speedups of some decoders, and their MAT."""
+    decoders, summary = ("none", "prompt-lookup", "paper", "auto"), load(name)
     titles, rows = tables.by_kind(summary)
-    titles = [*titles, *(f"MAT {decoder.removeprefix('adaptive@')}" for decoder in decoders)]
-    for row in rows:
-        row += [f"{summary['decoders'][one]['kinds'][row[0]]['mat']:.2f}" for one in decoders]
+    places = [titles.index(title) for title in ("kind", "questions", *decoders)]
+    rows = [
+        [row[i] for i in places]
+        + [f"{summary['decoders'][one]['kinds'][row[0]]['mat']:.2f}" for one in decoders[2:]]
+        for row in rows
+    ]
+    titles = [*(titles[i] for i in places), *(f"MAT {decoder}" for decoder in decoders[2:])]
     return tables.markdown(Table(titles, rows))
+
+
+def settings(names: dict[str, str]) -> str:
+    """Several runs: ``generate``, the loop without drafts and the default."""
+    rows = []
+    for name, title in names.items():
+        if (RESULTS / f"{name}.json").exists():  # some need a processor that not all machines have
+            found = load(name)["decoders"]
+            auto = found["auto"]["overall"]
+            quartiles = "{:.2f} to {:.2f}".format(*auto["speedup_quartiles"][::2])
+            rows.append(
+                [
+                    *(title, str(auto["questions"])),
+                    f"{found['generate']['overall']['tokens_per_second']:.1f}",
+                    f"{found['none']['overall']['speedup']:.2f}x",
+                    f"{auto['speedup']:.2f}x ({quartiles})",
+                    *(f"{auto['mat']:.2f}", tables.percent(auto["identical"])),
+                ]
+            )
+    titles = ["", "questions", "`generate`, tokens/s", "none", "auto (quartiles)", "MAT"]
+    return tables.markdown(Table([*titles, "same text"], rows))
 
 
 def slowest(name: str, decoder: str, count: int) -> str:
@@ -111,12 +135,6 @@ def enabled() -> str:
     )
 
 
-def phases(name: str, *decoders: str) -> str:
-    """Shares of a step's time."""
-    found = tables.phases(load(name))
-    return tables.markdown(found._replace(rows=[row for row in found.rows if row[0] in decoders]))
-
-
 def served(name: str) -> str:
     """Tokens per second of the servers, by requests at once: median and range of the rounds."""
     found = load(name)["side_by_side"]
@@ -139,14 +157,14 @@ def render() -> str:
     )
     environment.globals.update(
         load=load,
-        has=has,
+        repeating=repeating,
         command=command,
         overall=overall,
-        kinds_with_mat=kinds_with_mat,
+        kinds=kinds,
+        settings=settings,
         slowest=slowest,
         demo=demo,
         enabled=enabled,
-        phases=phases,
         served=served,
     )
     return environment.get_template("results.md.j2").render()

@@ -1,5 +1,6 @@
 """The README's commands run, and its Python example too."""
 
+import importlib.util
 import io
 import re
 import shlex
@@ -7,21 +8,26 @@ from pathlib import Path
 
 import pytest
 
+import token_recycling
 from command import call
 from token_recycling import BUNDLED_MODEL
 from token_recycling.hf.prepare import REFUSED
 
 ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("run_examples", ROOT / "tests/docs/run_examples.py")
+run_examples = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(run_examples)
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [
     line
     for kind, block in BLOCKS
     if kind == "sh"
-    for line in block.splitlines()
+    for line in run_examples.commands(block)
     if line.startswith("token-recycling ")
     and not line.startswith("token-recycling serve")  # never ends: tests/server
 ]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_there_are_commands_and_an_example():
@@ -45,12 +51,31 @@ def test_a_command_of_the_readme(line, tmp_path, monkeypatch):
     assert result == 0, err
 
 
-def test_the_python_examples():
+def test_the_python_examples(monkeypatch, capsys):
+    # There may be no network: the bundled model instead of the one that is fetched.
+    monkeypatch.setattr(token_recycling, "fetch_model", lambda: BUNDLED_MODEL, raising=False)
     for kind, block in BLOCKS:
         if kind == "python":
-            # There may be no network: the bundled model instead of one of the Hub.
-            offline = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(BUNDLED_MODEL))
-            exec(compile(offline, "README.md", "exec"), {})
+            exec(compile(block, "README.md", "exec"), {})
+            assert "tokens per forward pass" in capsys.readouterr().out
+
+
+def test_a_command_may_have_several_lines():
+    text = "a 'b  # no comment\nc' d  # a comment\n# another\n\ne \\\n  f\n"
+    assert list(run_examples.commands(text)) == [
+        "a 'b  # no comment\nc' d  # a comment",
+        "e \\\n  f",
+    ]
+
+
+def test_what_is_not_run_is_named():
+    """``run_examples.py`` runs everything else; what it skips needs what it has not."""
+    for page in PAGES:
+        for block in run_examples.wanted(page):
+            for command in run_examples.commands(block.text) if block.language == "sh" else ():
+                word = command.split()[0]
+                runs = word in ("token-recycling", "make", "curl") or word.startswith("MODEL=")
+                assert runs or run_examples.skipped(command), (page.name, command)
 
 
 def test_the_first_screen_is_short():
