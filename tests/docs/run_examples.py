@@ -110,9 +110,9 @@ class Reader:
                     continue
                 for command in commands(block.text):
                     self._shell(file, command)
-        for server in self.servers:
-            server.terminate()
-            server.wait(60)
+            for server in self.servers:
+                server.terminate()
+                print(f"What the server printed:\n{server.communicate()[0]}", file=file)
         self.servers.clear()
 
     def _shell(self, file: TextIO, command: str) -> None:
@@ -129,8 +129,9 @@ class Reader:
 
     def _note(self, file: TextIO, command: list[str], shown: str) -> str:
         begin = time.monotonic()
+        typed = TYPED if " chat " in shown else ""
         done = subprocess.run(
-            command, input=TYPED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command, input=typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=self.environment, cwd=self.checkout, timeout=LIMIT,
         )  # fmt: skip
         seconds = time.monotonic() - begin
@@ -148,7 +149,7 @@ class Reader:
         self.servers.append(
             subprocess.Popen(
                 words, text=True, env=self.environment, cwd=self.checkout,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
         )  # fmt: skip
         for _ in range(240):

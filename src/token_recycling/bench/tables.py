@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from token_recycling.bench.variants import AUTO, NOT_RECYCLED
@@ -80,13 +81,14 @@ def headline(summary: dict[str, Any]) -> str:
     count, (low, high) = overall["questions"], overall["speedup_interval"]
     first, _, third = overall["speedup_quartiles"]
     verdict = "" if low > 1 else ": slower" if high < 1 else ": no clear difference"
+    model = Path(summary["model"]["name"]).name
     which = {AUTO: "The default"}.get(name, f"The fastest of {len(recycled)} recycled decoders")
     text = (
-        f"{summary['model']['name']}: {which} ({name}) decodes {overall['speedup']:.2f} times as "
-        f"fast as {baseline} (median of {count} question{'s' * (count != 1)}; quartiles "
-        f"{first:.2f} and {third:.2f}; 95 % interval {low:.2f} to {high:.2f}){verdict}. It is "
-        f"slower on {overall['slower_than_baseline']} of them, and {percent(overall['identical'])} "
-        f"of its answers are those of {baseline}."
+        f"{model}: {which} ({name}) decodes {overall['speedup']:.2f} times as fast as {baseline} "
+        f"(median of {count} question{'s' * (count != 1)}; quartiles {first:.2f} and {third:.2f}; "
+        f"95 % interval {low:.2f} to {high:.2f}){verdict}. It is slower on "
+        f"{overall['slower_than_baseline']} of them, and {percent(overall['identical'])} of its "
+        f"answers are those of {baseline}."
     )
     asked = len(summary["questions"])
     if repeating == asked:
