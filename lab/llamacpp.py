@@ -38,7 +38,7 @@ class LlamaCpp:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, text=True, **pipes)
 
-    def answer(self, prompt: str, tokens: int, ignore_eos: bool) -> dict[str, Any]:
+    def answer(self, prompt: str | list[int], tokens: int, ignore_eos: bool) -> dict[str, Any]:
         """Return tokens per second of prompt and answer, and bytes of memory."""
         found = self._ask(prompt=prompt, tokens=tokens, ignore_eos=ignore_eos)
         timings = found["timings"]

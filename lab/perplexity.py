@@ -5,7 +5,8 @@
 
 Text is read 256 tokens at a time, of which the kernels get 128 at once. ``--kinds`` quantises the
 weights of the file anew, to types that the package gguf can write. ``--llamacpp`` asks llama.cpp
-(see ``llamacpp.py``) about the same positions.
+(see ``llamacpp.py``) about the same positions. ``--questions`` says how many greedy answers are
+those of the dequantised weights.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ import torch
 import typer
 
 from llamacpp import LlamaCpp
+from token_recycling import TokenRecycling
+from token_recycling.bench.suites import load_all
 from token_recycling.checkpoint.load import load_checkpoint
+from token_recycling.decoding.text import encode
 from token_recycling.model.cpu.linear import MOST_TOKENS
 from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, dequantised
 
 LENGTH = 2 * MOST_TOKENS
+ANSWER = 64  # tokens of an answer
 BEST = 1000  # tokens whose probabilities are compared one by one; all others count as one
 
 
@@ -110,6 +115,23 @@ def dense(model: Any) -> Any:
     return found
 
 
+def answers(file: Path, questions: Path, foreign: LlamaCpp | None) -> str:
+    """Return how many answers of ``ANSWER`` tokens are those of the dequantised weights."""
+    right = TokenRecycling.from_pretrained(file, device="cpu", dequantize=True)
+    packed, same, count = TokenRecycling.from_pretrained(file, device="cpu"), [0, 0], 0
+    for question in load_all([str(questions)], 3):
+        chat = [{"role": "user", "content": question.turns[0]}]
+        ids = encode(right.tokenizer, chat)
+        expected = right.generate(ids, max_new_tokens=ANSWER)
+        found = packed.generate(ids, max_new_tokens=ANSWER)
+        same[0] += found.token_ids == expected.token_ids
+        if foreign is not None:
+            same[1] += foreign.answer(ids, ANSWER, False)["text"] == expected.text
+        count += 1
+    told = f", of llama.cpp {same[1]}" if foreign is not None else ""
+    return f"of {count} answers of {ANSWER} tokens the same: packed {same[0]}{told}"
+
+
 def main(
     file: Path,
     text: Annotated[Path, typer.Option(help="plain or .xz")],
@@ -117,6 +139,7 @@ def main(
     kinds: str = "",
     threads: int = 2,
     llamacpp: Annotated[Path | None, typer.Option(help="Python with xllamacpp")] = None,
+    questions: Annotated[Path | None, typer.Option(help="of lab/questions.py")] = None,
 ) -> None:
     """Measure."""
     torch.set_num_threads(threads)
@@ -130,7 +153,7 @@ def main(
         ids = tokenizer(raw[: 8 * tokens], return_tensors="pt").input_ids[0][:tokens]
         besides = [Beside(name or file.name)]
         foreign = (
-            None if llamacpp is None or name else LlamaCpp(llamacpp, file, threads, 512, "none")
+            None if llamacpp is None or name else LlamaCpp(llamacpp, file, threads, 8192, "none")
         )
         if foreign is not None:
             besides.append(Beside("llama.cpp"))
@@ -149,6 +172,8 @@ def main(
                         besides[1].add(rights[i], best, logs, after)
         for beside in besides:
             print(beside.line(), flush=True)
+        if questions is not None and not name:
+            print(answers(file, questions, foreign), flush=True)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,10 @@ def _summary(results: list[Comparison]) -> str:
     steps = sum(result.stats.steps for result in counted)
     mat = 1 + sum(result.stats.accepted for result in counted) / max(steps, 1)
     without = len(results) - len(counted)
+    marked = f"{without} answer{'s' * (without > 1)} that repeat{'s' * (without == 1)} "
+    marked += f"{'itself' if without == 1 else 'themselves'} left out"
     return (
         f"{identical} of {len(results)} outputs identical to model.generate. Speedup {middle:.2f}x "
         f"(median of {len(counted)} prompts; quartiles {first:.2f} and {third:.2f}), MAT {mat:.2f}"
-        + (f"; not counted, as they repeat themselves: {without}." if without else ".")
+        f"{'; ' + marked if without else ''}."
     )

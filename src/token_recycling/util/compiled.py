@@ -64,8 +64,8 @@ def _note_unkept(reason: str) -> None:
     if not _told():
         _told().append(reason)
         logger.warning(
-            "compiled kernels are not kept, and are compiled at every start for half a minute: %s; "
-            "set NUMBA_CACHE_DIR to a folder with room",
+            "compiled kernels cannot be kept, so that every start takes half a minute: %s; set "
+            "NUMBA_CACHE_DIR to another folder",
             reason,
         )
 
