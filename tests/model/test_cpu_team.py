@@ -177,6 +177,7 @@ def test_threads_that_have_nothing_to_do_sleep():
 
 
 INTERRUPT = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 def interrupt():
     for _ in range(300):
         time.sleep(0.002)
