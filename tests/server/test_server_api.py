@@ -268,7 +268,8 @@ def test_drafts_are_accepted_below_a_grammar(asked):
 def test_the_example_of_the_docs(server, capsys):
     docs = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", docs, re.S)
-    for old, new in (("http://127.0.0.1:8000", server.url), ("SmolLM2-135M-Instruct-float32", NAME)):
+    model = "SmolLM2-135M-Instruct-float32"
+    for old, new in (("http://127.0.0.1:8000", server.url), (model, NAME)):
         assert old in example
         example = example.replace(old, new)
     exec(example, {})
