@@ -174,13 +174,9 @@ def _refuse_mistyped(word: str) -> None:
         TokenRecyclingError: ``word`` is no prompt.
         typer.Abort: it was asked, and is none.
     """
-    if PATH.fullmatch(word):
-        near = []
-    elif WORD.fullmatch(word):
-        near = get_close_matches(word.lower(), sorted(SUBCOMMANDS), n=1, cutoff=NEAR)
-        if not near and not FOREIGN.fullmatch(word.lower()):
-            return
-    else:
+    near = get_close_matches(word.lower(), sorted(SUBCOMMANDS), n=1, cutoff=NEAR)
+    near = near if WORD.fullmatch(word) else []
+    if not (near or FOREIGN.fullmatch(word.lower()) or PATH.fullmatch(word)):
         return
     meant = (
         f"did you mean {near[0]}?"
