@@ -91,11 +91,22 @@ def test_the_table_of_packages_has_every_room_and_no_other():
     assert named - {"demo_model/"} == packages | flat
 
 
+def anchors(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text).strip().lower().replace(" ", "-") for text in headings}
+
+
 def test_links_between_documents():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text("utf-8")):
-            if not link.startswith("http"):
-                assert (page.parent / link).exists(), (page.name, link)
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "lab").glob("*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+            if link.startswith("http"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), (page.name, link)
+            assert not anchor or anchor in anchors(target), (page.name, link)
 
 
 def test_the_results_are_those_of_the_summaries():
