@@ -69,6 +69,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(f"token_recycling.{_LAZY[name]}"), name)

@@ -709,7 +709,7 @@ def test_a_folder_with_other_files_is_refused(finished, suite):
     code, _, err = call(*bench_of(suite, finished[0], "-n", 20, "--decoders", FIXED))
     assert code == 2
     assert err.count("\n") == 1
-    assert "contains other files; choose a new folder" in err
+    assert "is not empty; choose a new folder" in err
     assert {path: path.read_bytes() for path in finished[0].rglob("*") if path.is_file()} == before
 
 
@@ -861,7 +861,7 @@ def wrong_calls(folder):
         (["--device", "warp"], "warp"),
         (["--threads", 0], "--threads"),
         (["-n", 5000], "no question fits"),
-        (["-o", folder], "contains other files"),
+        (["-o", folder], "is not empty"),
         (["-o", folder / "high.json"], "high.json"),
     ]
 

@@ -232,6 +232,14 @@ def test_the_headline_is_of_the_default_where_it_was_measured():
     )
 
 
+def test_one_question_has_no_spread():
+    found = example(auto=1.5)
+    found["decoders"]["auto"]["overall"]["questions"] = 1
+    assert "as fast as generate (one question). It is" in tables.headline(found)
+    (row,) = [row for row in tables.overall(found).rows if row[0] == "auto"]
+    assert "1.35" not in " ".join(row)
+
+
 def test_the_headline_says_how_little_it_is():
     found = example(auto=1.5)
     found["decoders"]["auto"]["overall"]["questions"] = 11

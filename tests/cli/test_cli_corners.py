@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -261,6 +262,8 @@ def no_model(*arguments, **options):
         ("token-recycling generate --dtype bf", "bfloat16"),
         ("token-recycling fetch-model --dtype q", "q4_1"),
         ("token-recycling bench --decoders generate,au", "generate,auto"),
+        ("token-recycling Hello --drafter p", "paper\nprompt-lookup"),
+        ("token-recycling -m somewhere --max-t", "--max-tokens"),
     ],
 )
 def test_shell_completion(words, offered):
@@ -409,6 +412,41 @@ class TestInterrupted:
         assert b"interrupted" in err
         assert b"Traceback" not in err
         assert AdjacencyMatrix.load(file).rows_seen > 0
+
+    @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+    @pytest.mark.parametrize("seconds", [0.1, 0.4, pytest.param(1.5, marks=pytest.mark.slow)])
+    def test_before_a_model_is_loaded(self, seconds):
+        """Transformers' lazy imports would make another exception of it."""
+        with subprocess.Popen(
+            [*PROGRAM, "The king"], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, env=ENVIRONMENT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        ) as process:  # fmt: skip
+            time.sleep(seconds)
+            process.send_signal(signal.SIGINT)
+            begin = time.monotonic()
+            out, err = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 1
+        assert out == b""
+        if process.returncode > 0:  # else Python itself was not there yet
+            assert (process.returncode, err) == (130, b"interrupted\n")
+
+    def test_afterwards_it_raises(self):
+        code = """if True:
+            import os, signal
+            from token_recycling.cli import interrupts
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            interrupts.end_at_once()
+            try:
+                with interrupts.raising():
+                    os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                print("raised", flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+            print("not reached")
+        """
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "raised\n", "interrupted\n")
 
     def test_an_answer_cut_at_its_limit_is_marked(self, capsys):
         _, _, err = call(capsys, "Once upon a time", "-n", 7, "--raw")
@@ -596,3 +634,28 @@ def test_two_numbers_of_a_benchmark_are_told_apart(capsys):
         call(capsys, "bench", "--rounds", -1)[2] == "error: --rounds is -1; it must be 1 or more\n"
     )
     assert call(capsys, "bench", "-n", 1)[2] == "error: -n is 1; it must be 2 or more\n"
+
+
+def test_a_prompt_without_quotes(capsys):
+    code, out, err = call(capsys, "Tell", "me", "a", "story")
+    assert (code, out) == (2, "")
+    assert err.endswith("(me a story); put a prompt of several words in quotes\n")
+
+
+def test_folders_that_cannot_be_written_to_are_noticed_early(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(load, "load_checkpoint", no_model)
+    said = call(capsys, "The king", "--matrix", tmp_path / "m")[2]
+    assert said == f"error: the folder of the matrix file cannot be written to: {tmp_path}\n"
+    said = call(capsys, "bench", "-o", tmp_path / "a" / "b")[2]
+    assert said == f"error: cannot write to {tmp_path}; choose another folder for --out\n"
+
+
+def test_a_full_disk_behind_stdout(capsys, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("token_recycling.cli.show.stream", full)
+    code, _, err = call(capsys, "The king", "-n", 3)
+    assert code == 2
+    assert err.endswith("error: cannot write the output: No space left on device\n")

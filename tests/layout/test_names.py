@@ -14,6 +14,10 @@ from token_recycling.hf.call import GenerateArguments
 from token_recycling.options import OptionArguments
 
 
+def test_a_notebook_completes_the_public_names():
+    assert {"TokenRecycling", "enable", "fetch_model"} <= set(dir(token_recycling))
+
+
 def test_the_public_names():
     """Adding a name is a decision, and removing one breaks somebody's import."""
     assert token_recycling.__all__ == [

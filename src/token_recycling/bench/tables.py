@@ -37,13 +37,19 @@ def percent(fraction: float | None) -> str:
     return NOTHING if fraction is None else f"{int(1000 * fraction + 1e-6) / 10:g} %"
 
 
+def _of_several(entry: dict[str, Any], form: str, name: str) -> str:
+    """Format figures that need more than one question."""
+    overall = entry["overall"]
+    return form.format(*overall[name]) if overall["questions"] > 1 else NOTHING
+
+
 # column title -> function from a decoder's summary entry to its cell
 OVERALL: dict[str, Callable[[dict[str, Any]], str]] = {
     "tokens/s": lambda d: f"{d['overall']['tokens_per_second']:.1f}",
     "speedup": lambda d: f"{d['overall']['speedup']:.2f}x",
-    "95 %": lambda d: "{:.2f}–{:.2f}".format(*d["overall"]["speedup_interval"]),
+    "95 %": lambda d: _of_several(d, "{:.2f}–{:.2f}", "speedup_interval"),
     "rounds ±": lambda d: NOTHING if d["spread"] is None else f"{d['spread']:.1%}",
-    "quartiles": lambda d: "{:.2f} / {:.2f} / {:.2f}".format(*d["overall"]["speedup_quartiles"]),
+    "quartiles": lambda d: _of_several(d, "{:.2f} / {:.2f} / {:.2f}", "speedup_quartiles"),
     "slower on": lambda d: f"{d['overall']['slower_than_baseline']} of {d['overall']['questions']}",
     "MAT": lambda d: f"{d['overall']['mat']:.2f}",
     "c": lambda d: f"{d['overall']['c']:.2f}",
@@ -82,11 +88,14 @@ def headline(summary: dict[str, Any]) -> str:
     first, _, third = overall["speedup_quartiles"]
     verdict = "" if low > 1 else ": slower" if high < 1 else ": no clear difference"
     model = Path(summary["model"]["name"]).name
+    spread = f"median of {count} questions; quartiles {first:.2f} and {third:.2f}"
+    spread += f"; 95 % interval {low:.2f} to {high:.2f}"
+    if count == 1:
+        spread, verdict = "one question", ""
     which = {AUTO: "The default"}.get(name, f"The fastest of {len(recycled)} recycled decoders")
     text = (
         f"{model}: {which} ({name}) decodes {overall['speedup']:.2f} times as fast as {baseline} "
-        f"(median of {count} question{'s' * (count != 1)}; quartiles {first:.2f} and {third:.2f}; "
-        f"95 % interval {low:.2f} to {high:.2f}){verdict}. It is slower on "
+        f"({spread}){verdict}. It is slower on "
         f"{overall['slower_than_baseline']} of them, and {percent(overall['identical'])} of its "
         f"answers are those of {baseline}."
     )

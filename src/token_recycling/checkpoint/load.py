@@ -150,17 +150,32 @@ def _dense(
         reason = one_line(error, 300)
         if from_gguf:
             reason = f"{HINT} ({reason})"
+        elif damaged := _damaged(Path(path)):
+            reason = f"{damaged} is truncated or damaged; fetch it again ({reason})"
         line = f"cannot load the model {location}: {reason}"
         if remote:  # the chain of what Transformers tried says no more
             hint = "`token-recycling fetch-model` needs no Hub"
             raise TokenRecyclingError(f"{line.rstrip('.')}; {hint}") from None
         raise TokenRecyclingError(line) from error
-    if from_gguf and about["missing_keys"]:  # Transformers would go on with random weights
+    if about["missing_keys"]:  # Transformers would go on with random weights
         missing = sorted(about["missing_keys"])
         raise TokenRecyclingError(
             f"cannot load the model {location}: it lacks {len(missing)} tensors ({listed(missing)})"
         )
     return model
+
+
+def _damaged(folder: Path) -> str | None:
+    """Return the name of a file of weights that cannot be read; None if there is none."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return file.name
+    return None
 
 
 def load_tokenizer(name_or_path: str | Path | None, **options: Any) -> Any:

@@ -8,7 +8,8 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from token_recycling.errors import BAD_INPUT, INTERRUPTED
+from token_recycling.cli.interrupts import end_at_once
+from token_recycling.errors import BAD_INPUT
 
 # Packages of the extra "cli"; the library does not need them.
 NEEDED = ("typer", "rich", "jinja2")
@@ -16,6 +17,8 @@ NEEDED = ("typer", "rich", "jinja2")
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; bad input prints one line on stderr and exits with code 2."""
+    if argv is None:
+        end_at_once()
     try:
         from token_recycling.cli.app import run
     except ModuleNotFoundError as error:
@@ -26,9 +29,6 @@ def main(argv: list[str] | None = None) -> None:
             file=sys.stderr,
         )
         raise SystemExit(BAD_INPUT) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
     try:
         run(argv)
     except SystemExit as end:

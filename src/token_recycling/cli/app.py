@@ -52,6 +52,8 @@ FOREIGN = re.compile(
     "complete|completion|config|help|info|install|list|ls|models|ps|pull|run|start|"
     "stop|test|train|version"
 )
+# Variables of the scripts by which Typer completes.
+COMPLETE, WORDS = "_TOKEN_RECYCLING_COMPLETE", ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 WORD = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 PATH = re.compile(r"\S*[/\\_]\S*|\S+\.[a-z]\w{1,11}")
 NEAR = 0.75  # difflib similarity ratio
@@ -88,6 +90,8 @@ def run(argv: list[str] | None = None) -> None:
     try:
         if not writable:
             raise TokenRecyclingError("stdout is closed; the output cannot be printed")
+        if COMPLETE in os.environ:
+            _complete_generate()
         if not argv:
             argv = ["generate"] if piped() else ["--help"]
         elif argv[0].partition("=")[0] not in SUBCOMMANDS | OPTIONS:
@@ -105,6 +109,8 @@ def run(argv: list[str] | None = None) -> None:
             raise KeyboardInterrupt
     except (TokenRecyclingError, UsageProblem) as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
+        if message.startswith("Got unexpected extra argument"):
+            message += "; put a prompt of several words in quotes"
         print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     except (KeyboardInterrupt, typer.Abort) as error:
@@ -114,10 +120,22 @@ def run(argv: list[str] | None = None) -> None:
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         raise SystemExit(_reader_gone()) from None
-    except OSError as error:  # for example, the disk behind stdout is full
-        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        # Without a name it is stdout, on a full disk for example.
+        what = error if error.filename else f"cannot write the output: {error.strerror}"
+        print(f"error: {what}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _complete_generate() -> None:
+    """Let a shell complete the options of ``generate`` behind a prompt, where no subcommand is."""
+    for name in WORDS:  # what has been typed, by shell
+        words = re.split(r"(\s+)", os.environ.get(name, ""))
+        if len(words) > 3 and words[2] not in SUBCOMMANDS | OPTIONS:
+            os.environ[name] = "".join([*words[:2], "generate", words[1], *words[2:]])
+            if "COMP_CWORD" in os.environ:
+                os.environ["COMP_CWORD"] = str(int(os.environ["COMP_CWORD"]) + 1)
 
 
 def _reader_gone() -> int:

@@ -67,7 +67,6 @@ def bench(
     """
     from token_recycling.bench import suites
     from token_recycling.bench.variants import DEFAULT, select
-    from token_recycling.util.files import make_folder
 
     for name, given, least in (("--rounds", rounds, 1), ("-n", max_tokens, 2)):
         if given < least:
@@ -81,10 +80,11 @@ def bench(
     for variant in variants:
         if variant.drafter:  # report an invalid tree before loading a model
             variant.options().template(variant.k)
-    if out.exists():
-        make_folder(out)  # raises where it cannot be written to
-        if any(out.iterdir()):
-            raise TokenRecyclingError(f"{out} contains other files; choose a new folder")
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise TokenRecyclingError(f"cannot write to {existing}; choose another folder for --out")
+    if out.is_dir() and any(out.iterdir()):
+        raise TokenRecyclingError(f"{out} is not empty; choose a new folder")
     recycler = loading.open()
     run = _Run(recycler, loading.model or "the bundled model", questions, variants)
     run.settings = {

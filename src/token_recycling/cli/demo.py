@@ -11,6 +11,7 @@ import typer
 from token_recycling.cli import options as o
 from token_recycling.cli import show
 from token_recycling.cli.generate import as_prompt
+from token_recycling.cli.interrupts import raising
 from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError
 
@@ -81,7 +82,7 @@ def _fetched() -> str | None:
     from token_recycling.checkpoint.fetch import MODEL, fetch_model
 
     try:
-        with busy_shown(f"fetching {MODEL}, once"):
+        with busy_shown(f"fetching {MODEL}, once"), raising():
             return str(fetch_model())
     except TokenRecyclingError as error:
         show.note(f"{error}; using the bundled model, which repeats itself more than a real one")

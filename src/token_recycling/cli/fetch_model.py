@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from token_recycling.cli import completion
+from token_recycling.cli.interrupts import raising
 from token_recycling.cli.progress import busy_shown
 
 
@@ -36,5 +37,6 @@ def fetch_model(
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        path = fetch.fetch_model(dtype)
+        with raising():  # what is half there is removed
+            path = fetch.fetch_model(dtype)
     print(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -14,6 +15,7 @@ import typer
 
 from token_recycling import defaults
 from token_recycling.cli import completion, show
+from token_recycling.cli.interrupts import raise_again
 from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError, printable
 from token_recycling.util.cores import usable_cores
@@ -144,6 +146,10 @@ class Loading:
             raise TokenRecyclingError(
                 f"the folder of the matrix file does not exist: {self.matrix.parent}"
             )
+        if self.matrix is not None and not os.access(self.matrix.parent, os.W_OK):
+            raise TokenRecyclingError(
+                f"the folder of the matrix file cannot be written to: {self.matrix.parent}"
+            )
         with busy_shown(f"loading {self.model or 'the bundled model'}") as relabel:
             self._check()
             self._note_remote()
@@ -166,7 +172,7 @@ class Loading:
             if self.graph and model.device.type != "cuda":
                 show.note(f"--graph: on {model.device.type} nothing is captured")
             with noticed(lambda: relabel("compiling kernels for this processor")):
-                return TokenRecycling(
+                recycler = TokenRecycling(
                     model,
                     tokenizer,
                     drafter=self.drafter,
@@ -178,6 +184,8 @@ class Loading:
                     float32_logits=self.float32_logits,
                     strict=self.strict,
                 )
+        raise_again()
+        return recycler
 
     def _note_remote(self) -> None:
         """Say that a checkpoint must be fetched, which may fail offline."""
