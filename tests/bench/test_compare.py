@@ -54,6 +54,9 @@ def test_the_demo_does_not_count_such_answers():
     assert "Speedup 2.22x (median of 3 prompts; quartiles 1.67 and 2.78)" in summary
     assert summary.endswith("; 1 answer that repeats itself left out.")
     assert "left out" not in demo._summary(fresh)
+    alone = demo._summary([fresh[1], *[comparison([1, 2, 3] * 20)] * 7])
+    assert "(median of 1 prompts; quartiles 2.22 and 2.22)" in alone
+    assert alone.endswith("; 7 answers that repeat themselves left out.")
 
 
 def test_the_demo_marks_them(monkeypatch):

@@ -18,7 +18,7 @@ SPEC = importlib.util.spec_from_file_location("run_examples", ROOT / "tests/docs
 run_examples = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(run_examples)
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+BLOCKS = [(block.language, block.text) for block in run_examples.blocks(ROOT / "README.md")]
 COMMANDS = [
     line
     for kind, block in BLOCKS

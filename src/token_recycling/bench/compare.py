@@ -174,14 +174,13 @@ def compare(
     plain_seconds, seconds = [], []
     total = 2 * (rounds + warm_up)
     on_progress(0, total)
-    for round_ in range(1 - warm_up, rounds + 1):
+    for done in range(0, total, 2):
         plain_tokens, plain_time = timed(plain, recycler.target.device)
-        done = total - 2 * (rounds - round_) - 1
-        on_progress(done, total)
+        on_progress(done + 1, total)
         recycler.matrix.copy_(before)
         answer, time = timed(recycled, recycler.target.device)
-        on_progress(done + 1, total)
-        if round_:
+        on_progress(done + 2, total)
+        if done or not warm_up:
             plain_seconds.append(plain_time)
             seconds.append(time)
     return Comparison(

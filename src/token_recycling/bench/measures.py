@@ -76,7 +76,8 @@ def repeating(record: Record) -> bool:
     return any(repeats(turn["token_ids"]) for turn in turns(record, BASELINE, 0))
 
 
-def _quartiles(values: Sequence[float]) -> list[float]:
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the quartiles; of a single value, three times that."""
     return quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
@@ -119,7 +120,7 @@ def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
         "tokens_per_second": median(speed(record, name) for record in records),
         "speedup": ratio,
         "speedup_interval": interval(speedups),
-        "speedup_quartiles": _quartiles(speedups),
+        "speedup_quartiles": quartiles(speedups),
         "slower_than_baseline": sum(one < 1 for one in speedups),
         "mat": mat,
         "accepted_per_depth": [

@@ -96,8 +96,9 @@ def summarise(
         decoders: by name, the baseline first.
         about: date, machine, model, settings, questions and omitted questions; copied unchanged.
     """
+    repeating = [record["name"] for record in records if measures.repeating(record)]
     # All of them if none is left.
-    counted = [record for record in records if not measures.repeating(record)] or records
+    counted = [record for record in records if record["name"] not in repeating] or records
     kinds = measures.by_kind(counted)
     table: dict[str, Any] = {}
     for name, decoder in decoders.items():
@@ -132,7 +133,7 @@ def summarise(
         "kinds": list(kinds),
         "decoders": table,
         "losing": losing(records, drafting),
-        "repeating": [record["name"] for record in records if measures.repeating(record)],
+        "repeating": repeating,
         "sample": sample(records, drafting[-1], tokenizer) if drafting else None,
         "per_question": {
             name: [

@@ -92,7 +92,8 @@ def headline(summary: dict[str, Any]) -> str:
     spread += f"; 95 % interval {low:.2f} to {high:.2f}"
     if count == 1:
         spread, verdict = "one question", ""
-    which = {AUTO: "The default"}.get(name, f"The fastest of {len(recycled)} recycled decoders")
+    fastest = f"The fastest of {len(recycled)} recycled decoders"
+    which = "The default" if name == AUTO else fastest
     text = (
         f"{model}: {which} ({name}) decodes {overall['speedup']:.2f} times as fast as {baseline} "
         f"({spread}){verdict}. It is slower on "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,12 +90,12 @@ def _fetched() -> str | None:
 
 def _summary(results: list[Comparison]) -> str:
     """Return a few sentences on all prompts; speeds of those whose answers say something."""
-    from token_recycling.bench.measures import repeats
+    from token_recycling.bench.measures import quartiles, repeats
 
     identical = sum(result.identical for result in results)
     counted = [result for result in results if not repeats(result.tokens)] or results
     speedups = [result.speedup for result in counted]
-    first, middle, third = quantiles(speedups, n=4, method="inclusive")
+    first, middle, third = quartiles(speedups)
     steps = sum(result.stats.steps for result in counted)
     mat = 1 + sum(result.stats.accepted for result in counted) / max(steps, 1)
     without = len(results) - len(counted)

@@ -32,7 +32,7 @@ def busy_shown(what: str) -> Iterator[Callable[[str], None]]:
     """Show a spinner labelled ``what`` on stderr; a line after a while if it is no terminal.
 
     Yields:
-        A function that changes the label; a label that it has already does nothing.
+        A function that changes the label.
     """
     if sys.stderr.isatty():
         from rich.console import Console
@@ -40,15 +40,12 @@ def busy_shown(what: str) -> Iterator[Callable[[str], None]]:
         with Console(stderr=True).status(f"{what} …") as status:
             yield lambda label: status.update(f"{label} …")
         return
-    labels = [what]
     with ExitStack() as stack:
         stack.enter_context(line_after(PATIENCE, f"{what} …"))
 
         def relabel(label: str) -> None:
-            if label != labels[-1]:
-                labels.append(label)
-                stack.close()
-                stack.enter_context(line_after(PATIENCE, f"{label} …"))
+            stack.close()
+            stack.enter_context(line_after(PATIENCE, f"{label} …"))
 
         yield relabel
 

@@ -83,8 +83,8 @@ class _Listener(event.Listener):  # type: ignore[misc]
 
 @contextmanager
 def noticed(told: Callable[[], object]) -> Iterator[None]:
-    """Call ``told`` whenever numba begins to compile something that no earlier process has kept."""
-    with event.install_listener("numba:run_pass", _Listener(told)):
+    """Call ``told`` once, when numba begins to compile what no earlier process has kept."""
+    with event.install_listener("numba:run_pass", _Listener(lru_cache(told))):
         yield
 
 
