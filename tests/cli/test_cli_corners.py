@@ -428,8 +428,32 @@ class TestInterrupted:
             out, err = process.communicate(timeout=60)
         assert time.monotonic() - begin < 1
         assert out == b""
-        if process.returncode > 0:  # else Python itself was not there yet
+        if err or process.returncode > 0:  # else Python itself was not there yet
             assert (process.returncode, err) == (130, b"interrupted\n")
+
+    def test_an_import_cannot_swallow_it(self):
+        code = """if True:
+            import os, signal, sys
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            from token_recycling import cli
+            from token_recycling.checkpoint import load
+
+            def swallowing(*arguments, **options):
+                try:
+                    os.kill(os.getpid(), signal.SIGINT)
+                except KeyboardInterrupt as error:
+                    raise ModuleNotFoundError("Could not import module") from error
+
+            load.load_checkpoint = swallowing
+            sys.argv = ["token-recycling", "The king"]
+            cli.main()
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT
+        )
+        assert (done.returncode, done.stdout) == (130, "")
+        assert done.stderr.endswith("interrupted\n")
+        assert "Traceback" not in done.stderr
 
     def test_afterwards_it_raises(self):
         code = """if True:
