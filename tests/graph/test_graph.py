@@ -4,7 +4,6 @@ On a CPU nothing is captured: the operations of the step run one by one.
 """
 
 import gc
-import threading
 import warnings
 from dataclasses import dataclass, replace
 
@@ -28,8 +27,8 @@ from token_recycling.drafting.draft import chains
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.auto import COOLDOWN, GRAPH_SIZES, PATIENCE, AutoSize
 from token_recycling.drafting.size.costs import CostCurve
-from token_recycling.errors import GraphError
-from token_recycling.graph import captured_step, chooser, compilation, pool
+from token_recycling.errors import GraphError, StepError
+from token_recycling.graph import captured_step, chooser, pool
 from token_recycling.graph.captured_step import CapturedStep
 from token_recycling.graph.chooser import NodeChooser
 from token_recycling.graph.drafting import MOST_NODES, HostDrafting, drafts_on_device
@@ -378,19 +377,47 @@ def test_where_a_step_fails_there_is_a_warning_and_the_same_text(llama, monkeypa
         assert answer.token_ids == expected.token_ids
 
 
+class Kernels:
+    """Stands in for ``StepKernels``: nothing is compiled."""
+
+    drafts_pending, error = False, None
+
+    def __init__(self, *arguments):
+        pass
+
+    def wait_for_steps(self):
+        pass
+
+    def check_drafts(self):
+        if self.error:
+            raise StepError(self.error)
+
+
+def on_a_gpu(monkeypatch, kernels, step):
+    """Let the pool take this device for a GPU with Triton."""
+    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
+    monkeypatch.setattr(pool, "StepKernels", kernels)
+    monkeypatch.setattr(pool.StepPool, "_device_matrix", lambda self, spec: None)
+    monkeypatch.setattr(pool, "GraphStep", step)
+
+
+def on_the_host(target, drafter, spec, cache, matrix):
+    """The step without kernels, as there are none for a CPU."""
+    drafts = "host" if spec.drafts == "device" else spec.drafts
+    return GraphStep(target, drafter, replace(spec, kernels=False, drafts=drafts), cache)
+
+
 def test_kernels_that_fail_leave_drafting_to_the_host(llama, monkeypatch):
-    """The step is still a graph, and the kernels are not tried again."""
+    """The step is still a graph; only for its shape the kernels are not tried again."""
     tried = []
 
-    def step(target, drafter, spec, cache):
-        tried.append(spec.kernels)
-        if spec.kernels:
+    def step(target, drafter, spec, cache, matrix):
+        tried.append((spec.batch, spec.kernels, spec.drafts))
+        if spec.kernels and spec.batch == 1:
             raise RuntimeError("ptxas failed\nwith many lines")
-        return GraphStep(target, drafter, spec, cache)
+        return on_the_host(target, drafter, spec, cache, matrix)
 
-    monkeypatch.setattr(compilation.KernelCompiler, "ready", lambda self, *shape: True)
-    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
-    monkeypatch.setattr(pool, "GraphStep", step)
+    on_a_gpu(monkeypatch, Kernels, step)
     recycler = recycling(llama)
     with pytest.warns(UserWarning, match="without kernels for drafts: ptxas failed") as caught:
         answer = recycler.generate(PROMPTS[0], max_new_tokens=40)
@@ -401,47 +428,50 @@ def test_kernels_that_fail_leave_drafting_to_the_host(llama, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == answer.token_ids
-    assert tried == [True, False]
+        recycler.generate(PROMPTS[:2], max_new_tokens=10)
+    assert tried == [(1, True, "device"), (1, False, "host"), (2, True, "device")]
 
 
-def test_the_host_drafts_until_the_kernels_are_compiled(llama, monkeypatch):
-    """A thread compiles them; the answer does not wait for it."""
-    begun, may_end, used = threading.Event(), threading.Event(), []
+def test_steps_are_plain_until_the_kernels_are_compiled(llama, monkeypatch):
+    """The answer does not wait, and goes on with drafts if it may become long."""
+    used, length = [], 40
 
-    def compiles(self, *shape):
-        begun.set()
-        assert may_end.wait(60)
+    class Compiled(Kernels):
+        @property
+        def drafts_pending(self):
+            return len(used) < 2 and recycler.runs._graph is not None and not ready()
 
-    def step(target, drafter, spec, cache):
-        used.append(spec.kernels)
-        spec = replace(spec, kernels=False)  # there are none for a CPU
-        return GraphStep(target, drafter, spec, cache)
+    def ready():
+        return answered or (emitted and len(emitted) > 10 and length > 150)
 
-    monkeypatch.setattr(pool, "WAIT", 0.05)
-    monkeypatch.setattr(compilation.KernelCompiler, "_compile", compiles)
-    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
-    monkeypatch.setattr(pool, "GraphStep", step)
-    recycler = recycling(llama)
-    expected = plain(llama, PROMPTS[0], 40)
-    assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
-    assert used == [False]
-    assert begun.is_set()
-    may_end.set()
-    monkeypatch.setattr(pool, "WAIT", 60)
-    assert recycler.generate(PROMPTS[0], max_new_tokens=40).token_ids == expected
-    assert used == [False, True]
+    def step(target, drafter, spec, cache, matrix):
+        used.append((spec.size, spec.drafts))
+        return on_the_host(target, drafter, spec, cache, matrix)
+
+    on_a_gpu(monkeypatch, Compiled, step)
+    for length, expected in ((40, [(1, "none")]), (200, [(1, "none"), (NODES + 1, "device")])):
+        answered, emitted = False, []
+        used.clear()
+        recycler = recycling(llama)
+        answer = recycler.generate(PROMPTS[0], max_new_tokens=length, on_step=emitted.append)
+        assert answer.token_ids == plain(llama, PROMPTS[0], length)
+        assert used == expected
+        assert (answer.stats.accepted > 0) == (length == 200)
+    answered = True
+    assert recycler.generate(PROMPTS[0], max_new_tokens=40).stats.accepted > 0
 
 
 def test_kernels_that_do_not_compile_leave_drafting_to_the_host(llama, monkeypatch):
-    def fails(self, *shape):
-        raise RuntimeError("no assembler")
+    class Failing(Kernels):
+        error = "no assembler"
 
-    monkeypatch.setattr(compilation.KernelCompiler, "_compile", fails)
-    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
+    on_a_gpu(monkeypatch, Failing, on_the_host)
     recycler = recycling(llama)
-    with pytest.warns(UserWarning, match="without kernels for drafts: no assembler"):
+    with pytest.warns(UserWarning, match="without kernels for drafts: no assembler") as caught:
         answer = recycler.generate(PROMPTS[0], max_new_tokens=40)
+    assert len(caught) == 1
     assert answer.token_ids == plain(llama, PROMPTS[0], 40)
+    assert answer.stats.accepted > 0
     assert [runner.step.drafting.lag for runner in runners(recycler)] == [0]
 
 
@@ -450,7 +480,7 @@ def test_when_the_next_cache_fails_the_eager_loop_continues(llama, monkeypatch):
     made = CapturedStep.__init__
     count = []
 
-    def once(self, step):
+    def once(self, step, memory):
         count.append(step)
         if len(count) > 1:
             raise GraphError("out of memory")
@@ -620,7 +650,7 @@ def test_layers_that_share_entries(name):
 def test_what_failed_is_not_tried_again(llama, monkeypatch):
     tried = []
 
-    def failing(self, step):
+    def failing(self, step, memory):
         tried.append(step)
         raise GraphError("no")
 
@@ -740,7 +770,7 @@ def test_breaking_a_part_turns_this_red(llama, monkeypatch, what):
 
         monkeypatch.setattr(HostDrafting, "learn", forgets)
     elif what == "commit":
-        spec = StepSpec(1, 256, 16, kernels=False)
+        spec = StepSpec(1, 256, 16, kernels=False, drafts="host")
         around = GraphStep(recycler.target, recycler.drafter, spec)._operations
         monkeypatch.setattr(around, "commit", _commits_nothing)
     else:

@@ -27,6 +27,7 @@ class Sequence:
         tokens: prompt and answer, without padding.
         prompt_length: number of prompt tokens.
         cached: number of prompt tokens that the target had read before.
+        longest: tokens of prompt and answer at most, as far as known.
         text: the answer's text, or None if it is not needed token by token.
         finish_reason: "eos", "stop" or "length" after the row has ended, else None.
         stats: statistics of the answer.
@@ -42,6 +43,7 @@ class Sequence:
         text: TextStream | None = None,
         on_append: Callable[[Sequence], None] | None = None,
         given: Tensor | None = None,
+        longest: int | None = None,
     ) -> None:
         """Create the row of ``prompt``.
 
@@ -56,10 +58,12 @@ class Sequence:
             on_append: called after every token, once ``finish_reason`` is set.
             given: padding and prompt as the caller's tensor int64 [1, t], which processors may
                 write to.
+            longest: tokens of prompt and answer at most, for which a cache may have room at once;
+                None: not known.
         """
         self.tokens = list(prompt)
         self.prompt_length = len(self.tokens)
-        self.cached = 0
+        self.cached, self.longest = 0, longest
         self.rules, self.text, self.on_append = list(rules), text, on_append
         self.finish_reason: str | None = None
         self.stats = Stats()

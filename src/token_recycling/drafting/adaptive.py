@@ -168,6 +168,11 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         self._acceptance = tuple(0.34 * node**-0.95 for node in range(1, nodes + 1))
 
     @property
+    def full_size(self) -> int:
+        """Nodes of a whole draft, root included."""
+        return self.nodes + 1
+
+    @property
     def acceptance(self) -> tuple[float, ...]:
         """What text and model bring on average, used until drafts have scores.
 

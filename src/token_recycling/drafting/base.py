@@ -92,6 +92,12 @@ class Drafter(ABC, Generic[R]):
         """
         return ()
 
+    @property
+    def full_size(self) -> int:
+        """Nodes of a whole draft, root included; here, of a draft below a text of one token."""
+        rows = self.new_rows(1, 256)
+        return self.propose(rows, torch.zeros(1, dtype=torch.long, device="cpu")).size
+
     def new_rows(self, batch: int, capacity: int | None = None) -> R:
         """Return new state for ``batch`` rows.
 

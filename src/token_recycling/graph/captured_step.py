@@ -18,7 +18,18 @@ from token_recycling.graph.step import GraphStep
 from token_recycling.graph.trial import problem
 from token_recycling.util.modes import ordinary_tensors
 
-WARM_UP = 3  # runs before the capture
+WARM_UP = 2  # runs before the capture: the first one chooses kernels, the second one uses them
+
+
+def graph_memory(device: torch.device) -> Any:
+    """Return a pool of memory for the intermediate results of several graphs of a device.
+
+    They can share it, since only one runs at a time and its output is read before another one.
+    """
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        return torch.cuda.graph_pool_handle()
 
 
 @contextmanager
@@ -55,9 +66,14 @@ class CapturedStep:
         lag: steps by which the host may be behind.
     """
 
-    def __init__(self, step: GraphStep) -> None:
-        """Warm up, with no active rows, so that nothing is learnt or committed, and capture."""
-        self.step = step
+    def __init__(self, step: GraphStep, memory: Any = None) -> None:
+        """Warm up, with no active rows, so that nothing is learnt or committed, and capture.
+
+        Args:
+            step: what runs.
+            memory: of ``graph_memory``; None: the step's own.
+        """
+        self.step, self._memory = step, memory
         device = step.target.device
         cuda = device.type == "cuda"
         # Streams, captures and events use the current device, so select ours.
@@ -67,9 +83,9 @@ class CapturedStep:
         with self._on_device():
             self._output = output = self._capture() if cuda else self._run()
         # Host buffers of outputs and inputs, one set per step in flight.
-        memory: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
-        self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **memory)
-        self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **memory)
+        host: dict[str, Any] = {"device": "cpu", "pin_memory": cuda}
+        self._rows = torch.empty((LAG + 1, *output.shape), dtype=torch.long, **host)
+        self._active = torch.empty((LAG + 1, len(output)), dtype=torch.bool, **host)
         self._turn = 0
         self._checked = False
         self._problem: str | None = None  # why it is not used, once it was checked
@@ -88,7 +104,12 @@ class CapturedStep:
         current.wait_stream(side)
         for attempt in range(2):
             self._graph = torch.cuda.CUDAGraph()
-            capture = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
+            capture = torch.cuda.graph(
+                self._graph,
+                pool=self._memory,
+                stream=side,
+                capture_error_mode="thread_local",
+            )
             try:
                 # A capture that fails does not leave its stream.
                 with uncollected(), torch.cuda.stream(current), capture:

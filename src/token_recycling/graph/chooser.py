@@ -73,6 +73,11 @@ class TokenChoice:
         )
         return cls(settings, sampler is not None, rows, seeded)
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the argmax of the logits is chosen, without processors."""
+        return self.processors is None
+
     def generators(self, device: torch.device) -> list[torch.Generator]:
         """Return the generator of every row; none where the argmax is taken."""
         return [generator or default_generator(device) for generator in self.seeded]

@@ -1,65 +1,234 @@
-"""Compiling a drafter's kernels in a thread, so that no answer waits long for them."""
+"""Compiling what captured steps launch, in threads, so that no answer waits long for it."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotReady
-from contextlib import nullcontext
+import atexit
+import os
+from collections import defaultdict
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
 
 import torch
 
+from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.draft import chains
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import StepError, one_line
 from token_recycling.graph.drafting import drafts_on_device
+from token_recycling.model.limits import attention_windows, text_config
+from token_recycling.util.launch import Launch, collected
 
-WAIT = 1.0  # most seconds that an answer waits; kernels in Triton's cache on disk take less
+MOST_THREADS = 4  # that compile at once; more than one only where there are two cores for each
+# Shapes of the tensors whose launches are collected; none is compiled in.
+NODES, SLOTS = 16, 256
+META = torch.device("meta")
 
 
-class KernelCompiler:
-    """Compiles the drafter's kernels for the shapes that are asked for, one after another."""
+class Compilers:
+    """Threads that compile kernels, in the order in which they were asked for.
 
-    def __init__(self, drafter: AnyDrafter, device: torch.device, dtype: torch.dtype) -> None:
-        """Compile for logits of ``dtype``."""
-        self.drafter, self.device, self.dtype = drafter, device, dtype
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kernels")
-        self._asked: dict[tuple[int, int, int], Future[None]] = {}
+    Triton releases the interpreter's lock while it compiles, so that others go on. Unlike those of
+    ``concurrent.futures``, these threads end with the process: they finish the kernels at which
+    they are, since LLVM must not be left in the middle, and drop the others.
+    """
 
-    def ask(self, batch: int, slots: int, size: int) -> Future[None]:
-        """Compile the kernels after those that were asked for before.
+    def __init__(self, threads: int) -> None:
+        """Start no thread before there is something to compile."""
+        self._most = threads
+        self._queue: SimpleQueue[tuple[Future[None], Launch] | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._locks: defaultdict[Any, Lock] = defaultdict(Lock)  # one variant at a time, by kernel
+        self._ended = False
+
+    def submit(self, launches: list[Launch]) -> list[Future[None]]:
+        """Compile the kernels of ``launches``; an error is that of its future."""
+        futures: list[Future[None]] = []
+        for launch in launches:
+            futures.append(Future())
+            self._queue.put((futures[-1], launch))
+        if launches and not self._threads:
+            atexit.register(self.end)
+            for number in range(self._most):
+                self._threads.append(
+                    Thread(target=self._work, name=f"kernels-{number}", daemon=True)
+                )
+                self._threads[-1].start()
+        return futures
+
+    def end(self) -> None:
+        """Begin no other kernel, and wait for those that are being compiled."""
+        self._ended = True
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None and not self._ended:
+            future, launch = job
+            try:
+                with self._locks[launch.kernel]:
+                    launch.compile()
+            except BaseException as error:  # compilers may raise anything
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+
+compilers = Compilers(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
+
+
+def launches_of_layers(config: Any, dtype: torch.dtype) -> list[Launch]:
+    """Return what the layers of a model launch in a step, by its configuration.
+
+    Args:
+        config: of a model; layers of another form than Llama's launch less, or something else.
+        dtype: of its weights.
+    """
+    from token_recycling.model.gpu import attention_launch, elementwise_kernel
+
+    config = text_config(config)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or hidden // heads
+    inner = getattr(config, "intermediate_size", None) or hidden
+    x = torch.empty((1, NODES, hidden), dtype=dtype, device=META)
+    query = torch.empty((1, NODES, heads, size), dtype=dtype, device=META).transpose(1, 2)
+    new = torch.empty((1, NODES, shared, size), dtype=dtype, device=META).transpose(1, 2)
+    keys = torch.empty((1, shared, SLOTS, size), dtype=dtype, device=META)
+    angles = torch.empty((1, NODES, size), dtype=dtype, device=META)
+    gate = torch.empty((1, NODES, inner), dtype=dtype, device=META)
+    positions = torch.zeros((1, NODES), dtype=torch.long, device=META)
+    draft = chains(positions)
+    with collected() as launches:
+        elementwise_kernel.rms_norm(x, x[0, 0], getattr(config, "rms_norm_eps", 1e-6))
+        elementwise_kernel.rotary(query, new, angles, angles)
+        elementwise_kernel.gated(gate, gate)
+        seen = (positions[:, 0], positions, draft.ancestors)
+        for view in attention_launch.view_tree(*seen, set(attention_windows(config).values())):
+            attention_launch.attend(query, keys, keys, view, size**-0.5)
+    return launches
+
+
+def launches_around_layers(config: Any, dtype: torch.dtype) -> list[Launch]:
+    """Return what a step launches for masks, acceptance and commit (see ``launches_of_layers``)."""
+    from token_recycling.graph import kernels
+
+    windows = attention_windows(config)
+    config = text_config(config)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    most = getattr(config, "max_position_embeddings", None)
+    tokens = torch.zeros((1, NODES), dtype=torch.long, device=META)
+    draft, roots = chains(tokens), tokens[:, 0]
+    entries = torch.empty((1, heads, SLOTS, size), dtype=dtype, device=META)
+    with collected() as launches:
+        kernels.layout(windows, roots, draft, SLOTS, most, dtype)
+        kernels.accept(draft, tokens, roots)
+        kernels.commit_entries([entries], roots, roots, tokens, roots)
+    return launches
+
+
+def launches_of_drafts(
+    drafter: AdaptiveDrafter, vocab_size: int, dtype: torch.dtype
+) -> list[Launch]:
+    """Return what drafting and learning on the device launch.
+
+    Args:
+        drafter: whose number of candidates and longest chain count.
+        vocab_size: V.
+        dtype: of the logits.
+    """
+    from token_recycling.drafting.kernels.device.top_k import device_top_k
+    from token_recycling.graph.device_drafting import DeviceDrafting, DeviceMatrix
+
+    drafting = DeviceDrafting(drafter, 1, SLOTS, NODES, DeviceMatrix(drafter, META))
+    roots = torch.zeros(1, dtype=torch.long, device=META)
+    path = torch.zeros((1, drafting.max_depth + 1), dtype=torch.long, device=META)
+    logits = torch.empty((1, drafting.size, vocab_size), dtype=dtype, device=META)
+    with collected() as launches:
+        draft = drafting.propose(roots)
+        drafting.learn_from(
+            draft, *device_top_k(logits, drafter.k), Accepted(path, torch.zeros_like(path), roots)
+        )
+    return launches
+
+
+class StepKernels:
+    """The kernels of the captured steps of one model and drafter, compiled in threads."""
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        drafter: AnyDrafter,
+        vocab_size: int,
+        logits: torch.dtype | None = None,
+    ) -> None:
+        """Begin to compile.
 
         Args:
-            batch: B.
-            slots: most tokens of a row.
-            size: nodes of a draft, root included.
+            config: of the model.
+            dtype: of its weights.
+            drafter: of any kind.
+            vocab_size: V.
+            logits: dtype of the logits; None: ``dtype``.
         """
-        shape = (batch, slots, size)
-        if shape not in self._asked:
-            self._asked[shape] = self._pool.submit(self._compile, *shape)
-        return self._asked[shape]
+        steps, drafts = launches_around_layers(config, dtype), []
+        if drafts_on_device(drafter, 1):
+            drafts = launches_of_drafts(drafter, vocab_size, logits or dtype)
+            drafts.sort(key=lambda launch: launch.coalesce)  # those that take longest first
+        self._layers = compilers.submit(launches_of_layers(config, dtype))
+        self._steps = compilers.submit(steps)
+        self._drafts = compilers.submit(drafts)
 
-    def ready(self, batch: int, slots: int, size: int, seconds: float) -> bool:
-        """Return True if the kernels are compiled; wait for that for at most ``seconds``.
+    def wait_for_steps(self) -> None:
+        """Wait for what plain steps launch: about two seconds, once on a machine.
 
         Raises:
-            StepError: they cannot be compiled.
+            StepError: what a step launches around the layers cannot be compiled.
         """
-        try:
-            self.ask(batch, slots, size).result(seconds)
-        except NotReady:
-            return False
-        except Exception as error:  # compilers may raise anything
+        wait(self._layers)  # where one of these fails, PyTorch's own is used
+        _check(self._steps)
+
+    @property
+    def drafts_pending(self) -> bool:
+        """Whether kernels for drafts are still being compiled."""
+        return not all(future.done() for future in self._drafts)
+
+    def check_drafts(self) -> None:
+        """Wait for the kernels that draft and learn.
+
+        Raises:
+            StepError: one of them cannot be compiled.
+        """
+        _check(self._drafts)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for all kernels, for at most so many seconds."""
+        wait([*self._layers, *self._steps, *self._drafts], seconds)
+
+
+def _check(futures: list[Future[None]]) -> None:
+    """Wait for futures; raise the first error as a ``StepError`` of one line."""
+    wait(futures)
+    for future in futures:
+        if (error := future.exception()) is not None:
             raise StepError(one_line(error, 200)) from error
-        return True
 
-    def _compile(self, batch: int, slots: int, size: int) -> None:
-        drafter = self.drafter
-        if not drafts_on_device(drafter, size):
-            return  # there are none
-        from token_recycling.graph.device_drafting import DeviceDrafting  # imports Triton
 
-        cuda = self.device.type == "cuda"
-        # Not the default stream, which would wait for a capture in another thread.
-        stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.device) if cuda else nullcontext(), torch.cuda.stream(stream):
-            drafting = DeviceDrafting(drafter, batch, slots, size, self.device)
-            drafting.compile(self.dtype)
+def compile_ahead(config: Any, dtype: torch.dtype, k: int) -> None:
+    """Begin to compile for a model whose weights are not loaded yet, by its configuration.
+
+    Args:
+        config: of the model.
+        dtype: of its weights, as far as known.
+        k: candidates per entry of the matrix.
+    """
+    vocab_size = int(text_config(config).vocab_size)
+    drafter = AdaptiveDrafter(AdjacencyMatrix(vocab_size, min(k, vocab_size)))
+    StepKernels(config, dtype, drafter, vocab_size)

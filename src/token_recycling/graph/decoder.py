@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from time import perf_counter
 
 import torch
@@ -14,13 +14,24 @@ from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import DraftSize
-from token_recycling.errors import GraphError, StepError, TokenRecyclingError, warn_caller
+from token_recycling.errors import GraphError, TokenRecyclingError, warn_caller
 from token_recycling.graph.captured_step import CapturedStep
 from token_recycling.graph.chooser import TokenChoice
-from token_recycling.graph.pool import SMALLEST, StepPool
+from token_recycling.graph.pool import StepPool, padded_rows
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
+
+# Tokens that an answer must still be allowed to have, so that to capture another step pays: that
+# takes as long as some 50 steps.
+WORTH_CAPTURE = 128
+
+
+def ended() -> Sequence:
+    """Return a row that only pads a step."""
+    sequence = Sequence([0])
+    sequence.finish_reason = "length"
+    return sequence
 
 
 def can_capture(accept: Acceptor) -> bool:
@@ -50,9 +61,7 @@ class GraphDecoder:
         self.pool = StepPool(target, drafter)
         self.target, self.drafter, self.size = target, drafter, size
         with ordinary_tensors():
-            roots = torch.zeros(1, dtype=torch.long, device="cpu")
-            rows = drafter.new_rows(1, SMALLEST)
-            self._full_size = drafter.propose(rows, roots).size
+            self._full_size = drafter.full_size
         if self._full_size == 1 and not isinstance(drafter, NoDrafter):
             raise GraphError(f"the drafter {drafter.name} drafts nothing below a text of one token")
         self._draft_size = 0  # nodes, root included; chosen when an answer begins
@@ -60,7 +69,36 @@ class GraphDecoder:
     @property
     def next_size(self) -> int:
         """Tokens that the next step should verify, including the root."""
-        return self._draft_size if self.size.pays else 1
+        return self._draft_size if self.size.pays and not self.pool.pending else 1
+
+    def _choose_size(self, rows: int) -> None:
+        """Look at the draft-size policy before an answer of so many rows."""
+        self.size.begin(rows)
+        # A drafter may propose fewer nodes than it is asked for.
+        size = self.size.typical(self._draft_size) or self._full_size
+        self._draft_size = min(size, self._full_size)
+
+    def warm(self, rows: Iterable[int], seconds: float) -> None:
+        """Wait for kernels, and capture the steps with which answers will begin.
+
+        The target's context is dropped.
+
+        Args:
+            rows: numbers of rows that will be decoded together.
+            seconds: that kernels are waited for at most; until they are there, steps are plain.
+
+        Raises:
+            GraphError: a step cannot be captured.
+        """
+        self.pool.wait(seconds)
+        for count in rows:
+            sequences = [Sequence([0, 0]) for _ in range(padded_rows(count))]
+            self._choose_size(count)
+            try:
+                self.target.prefill([[0]] * count)
+                self.pool.get(sequences, [], self.next_size, TokenChoice())
+            finally:
+                self.target.reset()
 
     def steps(
         self, sequences: list[Sequence], accept: Acceptor, check: Callable[[], None]
@@ -76,52 +114,64 @@ class GraphDecoder:
             accept: the acceptor that chose the first tokens; must satisfy ``can_capture``.
             check: raises when the target has been used for something else.
         """
+        rows = len(sequences)
         choice = TokenChoice.of(accept)
         assert choice is not None
+        if not choice.is_argmax:
+            padded = sequences  # a row that is not there has no processors
+        else:
+            padded = [*sequences, *(ended() for _ in range(padded_rows(rows) - rows))]
         generators = choice.generators(self.target.device)
-        self.size.begin(len(sequences))
-        self.pool.begin()
-        # A drafter may propose fewer nodes than it is asked for.
-        size = self.size.typical(self._draft_size) or self._full_size
-        self._draft_size = min(size, self._full_size)
+        self._choose_size(rows)
         while any(sequence.active for sequence in sequences):
-            longest = max(len(sequence.tokens) for sequence in sequences)
-            shape = (len(sequences), longest, self.next_size, self._draft_size)
             try:
-                captured = self.pool.get(*shape, choice)
-                captured.try_once(sequences, generators)
+                captured = self.pool.get(padded, generators, self.next_size, choice)
             except GraphError as reason:
-                if self.pool.kernels and isinstance(reason, StepError):
-                    self.pool.kernels = False
-                    warn_caller(f"decoding without kernels for drafts: {reason}")
-                    continue
                 warn_caller(f"decoding without a graph: {reason}")
                 return  # Python shows a repeated warning once
-            if not (yield from self._run(captured, sequences, generators, check)):
+            if not (yield from self._run(captured, padded, rows, generators, check)):
                 return
+
+    def _continues(self, captured: CapturedStep, sequences: list[Sequence]) -> bool:
+        """Return whether this step is still the one for these rows."""
+        spec = captured.step.spec
+        if spec.drafts == "none" and not isinstance(self.drafter, NoDrafter):
+            # It was to bridge the time until kernels are compiled.
+            left = [(one.longest or len(one.tokens)) - len(one.tokens) for one in sequences]
+            return self.pool.pending or max(left) < WORTH_CAPTURE
+        return spec.size == self.next_size
 
     def _run(
         self,
         captured: CapturedStep,
-        sequences: list[Sequence],
+        padded: list[Sequence],
+        rows: int,
         generators: list[torch.Generator],
         check: Callable[[], None],
     ) -> Generator[Step, None, bool]:
         """Decode until all rows have ended, the cache is full, or the draft size changes.
+
+        Args:
+            captured: takes the steps.
+            padded: the rows, and behind them those that only pad the step.
+            rows: number of the former.
+            generators: see ``StepPool.get``.
+            check: see ``steps``.
 
         Returns:
             True if another captured step can go on; False if a forward overflowed, so that the
             eager loop must.
         """
         cache, step = self.target.cache, captured.step
-        first = [len(sequence.tokens) for sequence in sequences]
+        sequences = padded[:rows]
+        first = [len(sequence.tokens) for sequence in padded]
 
         def emitted() -> list[int]:
-            return [len(sequence.tokens) - start for sequence, start in zip(sequences, first)]
+            return [len(sequence.tokens) - start for sequence, start in zip(padded, first)]
 
         on_device = list(first)  # lengths on the device, where ended rows may have continued
         with ordinary_tensors():
-            step.begin(sequences, generators)
+            step.begin(padded, generators)
         in_flight: deque[Callable[[], list[list[int]]]] = deque()
         begun = perf_counter()
         overflowed = False
@@ -130,15 +180,15 @@ class GraphDecoder:
                 check()
                 unknown = step.most * len(in_flight)  # upper bound of tokens in flight
                 fits = max(on_device) + unknown + step.size <= step.cache.slots
-                launches = fits and step.size == self.next_size
+                launches = fits and self._continues(captured, sequences)
                 if launches:
                     step.chooser.draw([count + unknown + step.most for count in emitted()])
-                    in_flight.append(captured.launch([sequence.active for sequence in sequences]))
+                    in_flight.append(captured.launch([sequence.active for sequence in padded]))
                 elif not in_flight:
                     return True
                 if launches and len(in_flight) <= captured.lag:
                     continue
-                output = in_flight.popleft()()
+                output = in_flight.popleft()()[:rows]
                 active = [sequence.active for sequence in sequences]
                 appended = append_emitted(output, sequences)
                 overflowed = any(on and not new for on, new in zip(active, appended.tokens))
@@ -148,7 +198,6 @@ class GraphDecoder:
                     on_device[row] += sum(token != NO_TOKEN for token in chosen)
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
                 done = Step(*appended, step.size, seconds)
-                rows = len(output)
                 self.size.record(rows, rows * (step.size - 1), done.mean_emitted, sum(seconds))
                 # Whoever takes the step may draw from the same generators: for them these are where
                 # plain sampling would have left them.

@@ -20,36 +20,26 @@ from token_recycling.drafting.kernels.host.rates import BIN_OF, expected_rates
 from token_recycling.drafting.kernels.host.state import LEVELS
 from token_recycling.drafting.matrix import STATE
 from token_recycling.graph.drafting import LAG, Drafting
-from token_recycling.util.launch import only_compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 
-class DeviceDrafting(Drafting):
-    """Drafts like an ``AdaptiveDrafter``, with tensors at fixed addresses on the device.
+class DeviceMatrix:
+    """A drafter's matrix and what was learnt with it, on the device; steps share it.
 
-    The drafter's matrix is copied to the device when decoding begins, and back when it ends.
+    It is copied there when an answer begins, and back when it ends.
+
+    Attributes:
+        tables: rows, weights and log odds.
+        evidence: what weights and log odds are learnt from.
     """
 
-    lag = LAG
-    drafter: AdaptiveDrafter
-
-    def __init__(
-        self,
-        drafter: AdaptiveDrafter,
-        batch: int,
-        capacity: int,
-        size: int | None,
-        device: torch.device,
-    ) -> None:
-        """Make rows (see ``HostDrafting``)."""
-        self.drafter = drafter
-        self.size = min(size or drafter.nodes + 1, drafter.nodes + 1)
-        self.max_depth = min(drafter.max_depth, self.size - 1)
-        matrix = drafter.matrix
+    def __init__(self, drafter: AdaptiveDrafter, device: torch.device) -> None:
+        """Allocate it."""
+        self._drafter, matrix = drafter, drafter.matrix
         self._learnt = {name: getattr(matrix, name).to(device, copy=True) for name in STATE}
         rates = torch.from_numpy(expected_rates(matrix.k)).to(device, torch.float32)
         learnt = self._learnt
-        self._tables = DeviceTables(
+        self.tables = DeviceTables(
             learnt["all_candidates"],
             learnt["all_probabilities"].view(torch.int16),
             learnt["keys"],
@@ -60,7 +50,40 @@ class DeviceDrafting(Drafting):
             matrix.pairs,
             matrix.triples,
         )
-        self._evidence = Evidence(learnt["evidence"], learnt["weights"], rates)
+        self.evidence = Evidence(learnt["evidence"], learnt["weights"], rates)
+
+    def load(self) -> None:
+        """Copy it to the device."""
+        for name, tensor in self._learnt.items():
+            tensor.copy_(getattr(self._drafter.matrix, name))
+        self.tables.weights.copy_(self._learnt["weights"])
+        self.tables.logits.copy_(torch.from_numpy(self._drafter.logits))
+
+    def store(self) -> None:
+        """Copy it back."""
+        for name, tensor in self._learnt.items():
+            getattr(self._drafter.matrix, name).copy_(tensor)
+
+
+class DeviceDrafting(Drafting):
+    """Drafts like an ``AdaptiveDrafter``, with tensors at fixed addresses on the device."""
+
+    lag = LAG
+    drafter: AdaptiveDrafter
+
+    def __init__(
+        self,
+        drafter: AdaptiveDrafter,
+        batch: int,
+        capacity: int,
+        size: int | None,
+        matrix: DeviceMatrix,
+    ) -> None:
+        """Make rows (see ``HostDrafting``) for a matrix that is on the device."""
+        self.drafter, self._matrix = drafter, matrix
+        self.size = min(size or drafter.nodes + 1, drafter.nodes + 1)
+        self.max_depth = min(drafter.max_depth, self.size - 1)
+        device = matrix.evidence.counts.device
         lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self._texts = Texts(
             torch.full((batch, capacity), NO_TOKEN, device=device),
@@ -69,7 +92,7 @@ class DeviceDrafting(Drafting):
             torch.zeros_like(lengths),
             torch.zeros_like(lengths),
         )
-        none = RootRows.none(batch, matrix.k)
+        none = RootRows.none(batch, drafter.matrix.k)
         self._roots = RootCandidates(
             none.candidates.to(device),
             none.probabilities.view(torch.int16).to(device),
@@ -86,10 +109,7 @@ class DeviceDrafting(Drafting):
         self._texts.context.copy_(rows.context.tokens)
         self._texts.lengths.copy_(rows.context.lengths)
         self.set_root_rows(rows.root_rows)
-        for name, tensor in self._learnt.items():
-            tensor.copy_(getattr(self.drafter.matrix, name))
-        self._tables.weights.copy_(self._learnt["weights"])
-        self._tables.logits.copy_(torch.from_numpy(self.drafter.logits))
+        self._matrix.load()
 
     def set_root_rows(self, rows: RootRows) -> None:
         """Copy root rows to the device."""
@@ -99,21 +119,7 @@ class DeviceDrafting(Drafting):
 
     def end(self) -> None:
         """Copy the matrix back."""
-        for name, tensor in self._learnt.items():
-            getattr(self.drafter.matrix, name).copy_(tensor)
-
-    def compile(self, dtype: torch.dtype) -> None:
-        """Compile the kernels for logits of ``dtype``, which takes seconds; run none of them."""
-        device, (batch, n) = self._slots.device, self._slots.shape[:2]
-        roots = torch.zeros(batch, dtype=torch.long, device=device)
-        path = torch.zeros((batch, self.max_depth + 1), dtype=torch.long, device=device)
-        shape = (batch, n, self.drafter.matrix.vocab_size)
-        with only_compiled():
-            draft = self.propose(roots)
-            logits = torch.zeros(shape, dtype=dtype, device=device)
-            device_top_k(logits, self.drafter.matrix.k)
-            self._by_blocks = False
-            self.observe(draft, logits, Accepted(path, torch.zeros_like(path), roots))
+        self._matrix.store()
 
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
@@ -122,7 +128,7 @@ class DeviceDrafting(Drafting):
             self._texts,
             roots,
             self._roots,
-            self._tables,
+            self._matrix.tables,
             self._slots,
             self._slot_keys,
             drafter.chain_length,
@@ -141,19 +147,23 @@ class DeviceDrafting(Drafting):
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> Tensor | None:
         """Learn from a step (see ``Drafter.observe``)."""
-        drafter, tables = self.drafter, self._tables
-        values, ids = self._top_k(logits[..., : tables.vocab_size])
+        vocab_size = self._matrix.tables.vocab_size
+        self.learn_from(draft, *self._top_k(logits[..., :vocab_size]), accepted)
+        return None
+
+    def learn_from(self, draft: DraftTree, values: Tensor, ids: Tensor, accepted: Accepted) -> None:
+        """Learn from a step with the k best logits and tokens behind each node, [B, n, k]."""
+        tables = self._matrix.tables
         count.count(
             self._texts,
             self._roots,
             tables,
-            self._evidence,
+            self._matrix.evidence,
             draft.valid,
             accepted.emitted,
-            drafter.learning_rate,
+            self.drafter.learning_rate,
         )
         learn.remember(self._roots, draft, values, ids, accepted)
         learn.learn(
-            tables, self._slots, self._slot_keys, draft.valid, values, ids, drafter.old_weight
+            tables, self._slots, self._slot_keys, draft.valid, values, ids, self.drafter.old_weight
         )
-        return None

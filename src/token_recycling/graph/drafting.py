@@ -12,11 +12,11 @@ from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import Candidates
-from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.util.tokens import NO_TOKEN
 
-# Nodes of a draft that the kernels can grow: on an H100, trees of 128 and 256 were wrong, which the
-# same code in Triton's interpreter was not.
+# Nodes of a draft that the kernels grow: on an H100, trees of 128 and 256 had nodes twice, which
+# those of the same code in Triton's interpreter do not have; those of 4 to 64 were the host's.
 MOST_NODES = 64
 LAG = 1  # steps by which the host may be behind
 
@@ -66,6 +66,27 @@ def drafts_on_device(drafter: AnyDrafter, size: int | None) -> TypeGuard[Adaptiv
         return False
     full_size = drafter.nodes + 1
     return min(size or full_size, full_size) <= MOST_NODES
+
+
+class PlainDrafting(Drafting):
+    """No drafts: every step verifies the root alone, and nothing is learnt from it."""
+
+    size, max_depth, lag = 1, 0, LAG
+
+    def __init__(self, drafter: AnyDrafter) -> None:
+        """Stand in for ``drafter``."""
+        self.drafter = drafter
+
+    def begin(self, texts: list[list[int]], roots: Tensor) -> None:
+        """Do nothing: the step has the roots."""
+
+    def propose(self, roots: Tensor) -> DraftTree:
+        """Return the roots."""
+        return root_only(roots)
+
+    def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> Tensor | None:
+        """Learn nothing."""
+        return None
 
 
 class HostDrafting(Drafting):

@@ -16,14 +16,14 @@ from token_recycling.model.gpu.attention_launch import RULES
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.util.launch import launch
-from token_recycling.util.vector import at
+from token_recycling.util.vector import LEAST_NODES, LEAST_STEPS, at, lanes, longest
 
-SLOTS_AT_ONCE = 1024
+SLOTS_AT_ONCE = ENTRIES_AT_ONCE = 1024
 
 # Layout
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "n", "most", "size"])
 def _layout(
     lengths,
     depths,
@@ -38,14 +38,12 @@ def _layout(
     size,
     lowest,
     RULE: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the position, the slot and the mask of one node (see ``masks.additive_masks``)."""
     row = tl.program_id(0)
     query = tl.program_id(1)
-    rows = tl.arange(0, ROWS)
-    end = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0)
+    end = longest(lengths, batch)
     length = tl.load(lengths + row)
     position = tl.minimum(length + tl.load(depths + row * n + query), most)
     tl.store(positions_out + row * n + query, position)
@@ -72,7 +70,8 @@ def _layout(
 # Accept
 
 
-@triton.jit
+# A draft that was made on the host is part of a tensor, so that its parts may begin anywhere.
+@triton.jit(do_not_specialize=["tokens", "parents", "depths", "valid", "n", "p"])
 def _accept(
     tokens,
     parents,
@@ -132,7 +131,7 @@ def _accept(
 # Commit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "p", "heads", "s"])
 def _commit(
     pointers,
     path,
@@ -144,7 +143,6 @@ def _commit(
     heads,
     s,
     size,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copy the accepted nodes of one row and one tensor [B, heads, s, size] to its end.
@@ -153,8 +151,7 @@ def _commit(
     """
     entries = tl.load(pointers + tl.program_id(0)).to(like.dtype)
     row = tl.program_id(1)
-    rows = tl.arange(0, ROWS)
-    end = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0)
+    end = longest(lengths, batch)
     length = tl.load(lengths + row)
     count = tl.load(counts + row)
     place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -203,8 +200,7 @@ def layout(
             window.size,
             torch.finfo(dtype).min,
             RULE=RULES[window.rule],
-            ROWS=triton.next_power_of_2(batch),
-            BLOCK=min(triton.next_power_of_2(slots), SLOTS_AT_ONCE),
+            BLOCK=SLOTS_AT_ONCE,
             num_warps=4,
         )
         masks[kind] = mask[:, None]
@@ -214,10 +210,10 @@ def layout(
 def accept(draft: DraftTree, choices: Tensor, roots: Tensor) -> tuple[Accepted, Tensor]:
     """Accept the longest path of each row (see ``tensors.accept``)."""
     batch, n = draft.tokens.shape
-    longest = draft.max_depth + 1
+    deepest = draft.max_depth + 1
     parts = (draft.tokens, draft.parents, draft.depths, draft.valid, choices)
-    path, emitted = roots.new_empty((batch, longest)), roots.new_empty((batch, longest))
-    counts, summary = roots.new_empty(batch), roots.new_empty((batch, longest + 1))
+    path, emitted = roots.new_empty((batch, deepest)), roots.new_empty((batch, deepest))
+    counts, summary = roots.new_empty(batch), roots.new_empty((batch, deepest + 1))
     launch(
         _accept,
         (batch,),
@@ -228,9 +224,9 @@ def accept(draft: DraftTree, choices: Tensor, roots: Tensor) -> tuple[Accepted, 
         counts,
         summary,
         n,
-        longest,
-        NODES=triton.next_power_of_2(n),
-        STEPS=triton.next_power_of_2(longest),
+        deepest,
+        NODES=lanes(n, LEAST_NODES),
+        STEPS=lanes(deepest, LEAST_STEPS),
         num_warps=1,
     )
     return Accepted(path, emitted, counts), summary
@@ -239,23 +235,36 @@ def accept(draft: DraftTree, choices: Tensor, roots: Tensor) -> tuple[Accepted, 
 def commit(cache: FixedCache, path: Tensor, counts: Tensor) -> None:
     """Keep the draft's entries on the accepted paths (see ``tensors.commit``)."""
     for entries, pointers in cache.same_shapes:
-        batch, heads, slots, size = entries[0].shape
-        block = min(triton.next_power_of_2(heads * size), 1024)
-        launch(
-            _commit,
-            (len(entries), batch, triton.cdiv(heads * size, block)),
-            pointers,
-            path,
-            counts,
-            cache.lengths,
-            entries[0],
-            batch,
-            path.shape[1],
-            heads,
-            slots,
-            size,
-            ROWS=triton.next_power_of_2(batch),
-            BLOCK=block,
-            num_warps=4,
-        )
+        commit_entries(entries, pointers, cache.lengths, path, counts)
     cache.lengths.add_(counts)
+
+
+def commit_entries(
+    entries: list[Tensor], pointers: Tensor, lengths: Tensor, path: Tensor, counts: Tensor
+) -> None:
+    """Keep the draft's entries on the accepted paths in tensors of one shape.
+
+    Args:
+        entries: [B, heads, s, size] each.
+        pointers: int64, their addresses.
+        lengths: int64 [B], committed entries.
+        path: see ``commit``.
+        counts: likewise.
+    """
+    batch, heads, slots, size = entries[0].shape
+    launch(
+        _commit,
+        (len(entries), batch, triton.cdiv(heads * size, ENTRIES_AT_ONCE)),
+        pointers,
+        path,
+        counts,
+        lengths,
+        entries[0],
+        batch,
+        path.shape[1],
+        heads,
+        slots,
+        size,
+        BLOCK=ENTRIES_AT_ONCE,
+        num_warps=4,
+    )

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from time import perf_counter
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import STATE
-from token_recycling.errors import GraphError, StepError, one_line
-from token_recycling.graph.captured_step import CapturedStep
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.errors import GraphError, StepError, one_line, warn_caller
+from token_recycling.graph.captured_step import CapturedStep, graph_memory
 from token_recycling.graph.chooser import TokenChoice
-from token_recycling.graph.compilation import WAIT, KernelCompiler
-from token_recycling.graph.step import GraphStep, StepSpec
+from token_recycling.graph.compilation import StepKernels
+from token_recycling.graph.drafting import drafts_on_device
+from token_recycling.graph.step import Drafts, GraphStep, StepSpec
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.lm_head import Float32Head
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.modes import ordinary_tensors
 
 SMALLEST = 256  # slots of the smallest cache
-# The same on a GPU, of all rows together: to capture a step for more slots takes a second, and
-# attention reads no empty ones.
-SMALLEST_CUDA = 2048
+# On a GPU a step for more slots is another one to capture, and attention reads no empty ones. So a
+# row gets 2,048 slots, of several rows each its part, but at least 512; and up to as many as its
+# answer may fill, within ``MOST_RESERVED`` for all rows together.
+SMALLEST_CUDA, SMALLEST_ROW = 2048, 512
+MOST_RESERVED = 8192
 SPARE_SLOTS = 64  # spare slots of a new cache beyond the first step
-MOST_STEPS = 4  # that are kept; those for as many rows and slots share a cache
+# Steps that are kept: all sizes for two or three numbers of rows. Those for as many rows and slots
+# share a cache, and all share the drafter's matrix and the memory of intermediate results.
+MOST_STEPS = 16
+MOST_ROWS = 16  # that are padded to a power of two, so that few numbers of rows are captured
 
 
 def slots_for(length: int, size: int, smallest: int = SMALLEST) -> int:
@@ -41,12 +49,13 @@ def slots_for(length: int, size: int, smallest: int = SMALLEST) -> int:
     return slots
 
 
-class StepPool:
-    """Captured steps by what they are made for; those that were used last are kept.
+def padded_rows(rows: int) -> int:
+    """Return the rows of a step that serves so many; the others are never active."""
+    return 1 << (rows - 1).bit_length() if rows <= MOST_ROWS else rows
 
-    Attributes:
-        kernels: whether steps may use Triton kernels; the caller ends that when they fail.
-    """
+
+class StepPool:
+    """Captured steps by what they are made for; those that were used last are kept."""
 
     def __init__(self, target: TreeTarget, drafter: AnyDrafter) -> None:
         """Make steps of ``target`` with ``drafter``.
@@ -63,57 +72,114 @@ class StepPool:
         if not target.takes_positions:
             raise GraphError("the model takes no position ids")
         self.target, self.drafter = target, drafter
-        self.kernels = has_device_kernels(target.device)
-        dtype = torch.float32 if isinstance(target.lm_head, Float32Head) else target.dtype
-        self._compiler = KernelCompiler(drafter, target.device, dtype)
-        self._patience = 0.0  # seconds that this answer may still wait for kernels
         self._steps: dict[StepSpec, CapturedStep] = {}
         self._failed: dict[StepSpec, GraphError] = {}
         self._addresses: list[Any] = []
-        if self.kernels and target.device.type == "cuda" and drafter.matrix is not None:
+        self._matrix: Any = None  # the drafter's, on the device
+        self._memory = graph_memory(target.device)
+        self._kernels: StepKernels | None = None
+        if has_device_kernels(target.device):
+            dtype = torch.float32 if isinstance(target.lm_head, Float32Head) else target.dtype
+            self._kernels = StepKernels(
+                model.config, target.dtype, drafter, target.vocab_size, dtype
+            )
+        self._drafts_on_device = self._kernels is not None and drafts_on_device(drafter, 1)
+        if self._drafts_on_device and target.device.type == "cuda" and drafter.matrix is not None:
             # Every answer copies it to the device and back.
             with ordinary_tensors(), suppress(RuntimeError):
                 drafter.matrix.pin_memory()
 
-    def begin(self) -> None:
-        """Begin an answer, which may wait for kernels."""
-        self._patience = WAIT
+    @property
+    def pending(self) -> bool:
+        """Whether kernels that draft are still being compiled; steps are plain meanwhile."""
+        return self._drafts_on_device and self._kernels is not None and self._kernels.drafts_pending
+
+    def wait(self, seconds: float) -> None:
+        """Wait until kernels are compiled, for at most so many seconds."""
+        if self._kernels is not None:
+            self._kernels.wait(seconds)
 
     def get(
-        self, batch: int, length: int, size: int, draft_size: int, choice: TokenChoice
+        self,
+        sequences: list[Sequence],
+        generators: list[torch.Generator],
+        size: int,
+        choice: TokenChoice,
     ) -> CapturedStep:
-        """Return the step for texts of up to ``length`` tokens, with spare slots.
+        """Return a step for rows, with spare slots, which has been tried (see ``trial``).
 
         Args:
-            batch: B.
-            length: tokens of the longest text.
-            size: tokens that the step verifies per row.
-            draft_size: those of a step with a draft, whose kernels are compiled first, even where
-                this step has none.
+            sequences: the rows, as many as ``padded_rows`` returns; the last token of each has not
+                been read yet.
+            generators: of the sampled rows; empty: the argmax is taken.
+            size: tokens that the step verifies per row; while ``pending``, steps are plain.
             choice: of tokens.
 
         Raises:
-            GraphError: it cannot be created.
+            GraphError: it cannot be captured, or gives wrong results.
         """
         if (addresses := self._captured_addresses()) != self._addresses:
             self._steps, self._failed, self._addresses = {}, {}, addresses
-        slots = self._slots(batch, length, size)
-        kernels = self.kernels
-        if kernels:
-            self._compiler.ask(batch, self._slots(batch, length, draft_size), draft_size)
-            begun = perf_counter()
-            kernels = self._compiler.ready(batch, slots, size, self._patience)
-            self._patience = max(0.0, self._patience - (perf_counter() - begun))
-        spec = StepSpec(batch, slots, size, kernels, choice)
+            self._matrix = None
+        slots = self._slots(sequences, size)
+        spec = StepSpec(
+            len(sequences), slots, size, self._kernels_ready(), self._drafts(size), choice
+        )
+        while True:
+            known = spec in self._failed
+            try:
+                step = self._step(spec)
+                step.try_once(sequences, generators)
+                return step
+            except GraphError as reason:
+                self._failed[spec] = reason
+                if not (spec.kernels and isinstance(reason, StepError)):
+                    raise
+                if not known:
+                    warn_caller(f"decoding without kernels for drafts: {reason}")
+            # Only this step goes without: a kernel that fails for one shape may serve others.
+            drafts = "host" if spec.drafts == "device" else spec.drafts
+            spec = replace(spec, kernels=False, drafts=drafts)
+
+    def _kernels_ready(self) -> bool:
+        """Wait for the kernels of plain steps; return whether there are any."""
+        if self._kernels is None:
+            return False
+        try:
+            self._kernels.wait_for_steps()
+        except StepError as reason:
+            self._give_up(reason)
+            self._kernels = None
+        return self._kernels is not None
+
+    def _drafts(self, size: int) -> Drafts:
+        """Return where a step of ``size`` tokens drafts (see ``StepSpec``)."""
+        if isinstance(self.drafter, NoDrafter):
+            return "none"
+        if not (self._drafts_on_device and drafts_on_device(self.drafter, size)):
+            return "host"
+        assert self._kernels is not None
+        if self._kernels.drafts_pending:
+            return "none"
+        try:
+            self._kernels.check_drafts()
+        except StepError as reason:
+            self._give_up(reason)
+            return "host"
+        return "device"
+
+    def _give_up(self, reason: StepError) -> None:
+        """Draft on the host from now on."""
+        self._drafts_on_device = False
+        warn_caller(f"decoding without kernels for drafts: {reason}")
+
+    def _step(self, spec: StepSpec) -> CapturedStep:
+        """Return a kept step, or a new one."""
         if spec in self._failed:
             raise self._failed[spec]
         step = self._steps.pop(spec, None)
         if step is None:
-            try:
-                step = self._make(spec)
-            except GraphError as reason:
-                self._failed[spec] = reason
-                raise
+            step = self._make(spec)
         self._steps[spec] = step  # most recently used last
         while len(self._steps) > MOST_STEPS:
             del self._steps[next(iter(self._steps))]
@@ -126,11 +192,18 @@ class StepPool:
         copied = getattr(self.target.lm_head, "weight", None)  # float32 copy of the LM head
         return [learnt, self.target.generation, None if copied is None else copied.data_ptr()]
 
-    def _slots(self, batch: int, length: int, size: int) -> int:
-        """Return the slots of the smallest cache on this device (see ``slots_for``)."""
-        cuda = self.target.device.type == "cuda"
-        smallest = max(SMALLEST, SMALLEST_CUDA // batch) if cuda else SMALLEST
-        return slots_for(length, size, smallest)
+    def _slots(self, sequences: list[Sequence], size: int) -> int:
+        """Return the slots of a cache for these rows (see ``slots_for``).
+
+        On a GPU, there is room for what answers may become (see ``MOST_RESERVED``).
+        """
+        length = max(len(sequence.tokens) for sequence in sequences)
+        if self.target.device.type != "cuda":
+            return slots_for(length, size, SMALLEST)
+        longest = max(sequence.longest or 0 for sequence in sequences)
+        rows = len(sequences)
+        length = max(length, min(longest, MOST_RESERVED // rows))
+        return slots_for(length, size, max(SMALLEST_ROW, SMALLEST_CUDA // rows))
 
     def _cache_of(self, batch: int, slots: int) -> FixedCache | None:
         """Return the cache of a kept step for as many rows and slots, or None."""
@@ -144,7 +217,10 @@ class StepPool:
             for _ in range(2):
                 cache = self._cache_of(spec.batch, spec.slots)
                 try:
-                    return CapturedStep(GraphStep(self.target, self.drafter, spec, cache))
+                    step = GraphStep(
+                        self.target, self.drafter, spec, cache, self._device_matrix(spec)
+                    )
+                    return CapturedStep(step, self._memory)
                 except torch.OutOfMemoryError:
                     self._steps = {}  # free their caches, then retry
                     del cache
@@ -153,3 +229,11 @@ class StepPool:
                 except Exception as error:  # Triton's compiler may raise anything
                     raise StepError(one_line(error, 200)) from error
         raise GraphError(f"not enough memory for a cache of {spec.batch} x {spec.slots} tokens")
+
+    def _device_matrix(self, spec: StepSpec) -> Any:
+        """Return the drafter's matrix on the device, for steps that draft there."""
+        if spec.drafts == "device" and self._matrix is None and drafts_on_device(self.drafter, 1):
+            from token_recycling.graph.device_drafting import DeviceMatrix  # imports Triton
+
+            self._matrix = DeviceMatrix(self.drafter, self.target.device)
+        return self._matrix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +15,21 @@ from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.graph import tensors
 from token_recycling.graph.chooser import TokenChoice
-from token_recycling.graph.drafting import LAG, Drafting, HostDrafting, drafts_on_device
+from token_recycling.graph.drafting import (
+    LAG,
+    Drafting,
+    HostDrafting,
+    PlainDrafting,
+    drafts_on_device,
+)
 from token_recycling.model.attention import add_views, pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
+
+if TYPE_CHECKING:
+    from token_recycling.graph.device_drafting import DeviceMatrix
+
+Drafts = Literal["device", "host", "none"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,9 @@ class StepSpec:
         batch: B.
         slots: of the cache.
         size: most tokens that a step verifies per row, root included.
-        kernels: use Triton kernels, which draft on the device if the drafter has some.
+        kernels: use Triton kernels around the forward.
+        drafts: "device": kernels draft and learn; "host": the drafter itself does; "none": steps
+            are plain, and nothing is learnt from them.
         choice: of tokens.
     """
 
@@ -37,6 +50,7 @@ class StepSpec:
     slots: int
     size: int
     kernels: bool
+    drafts: Drafts
     choice: TokenChoice = field(default_factory=TokenChoice)
 
 
@@ -58,6 +72,7 @@ class GraphStep:
         drafter: AnyDrafter,
         spec: StepSpec,
         cache: FixedCache | None = None,
+        matrix: DeviceMatrix | None = None,
     ) -> None:
         """Allocate the tensors of the step.
 
@@ -67,6 +82,7 @@ class GraphStep:
             spec: what it is made for.
             cache: that of another step for as many rows and slots, of which only one is in use
                 between ``begin`` and the end of its texts; None: a new one.
+            matrix: the drafter's on the device, likewise; None: a new one.
         """
         batch, slots, kernels = spec.batch, spec.slots, spec.kernels
         self.spec = spec
@@ -74,10 +90,13 @@ class GraphStep:
         device = target.device
         # The step has its own rows; the drafter with its matrix is shared.
         self.drafting: Drafting
-        if kernels and drafts_on_device(drafter, spec.size):
-            from token_recycling.graph.device_drafting import DeviceDrafting  # imports Triton
+        if spec.drafts == "none":
+            self.drafting = PlainDrafting(drafter)
+        elif spec.drafts == "device" and drafts_on_device(drafter, spec.size):
+            from token_recycling.graph import device_drafting  # imports Triton
 
-            self.drafting = DeviceDrafting(drafter, batch, slots, spec.size, device)
+            matrix = device_drafting.DeviceMatrix(drafter, device) if matrix is None else matrix
+            self.drafting = device_drafting.DeviceDrafting(drafter, batch, slots, spec.size, matrix)
         else:
             self.drafting = HostDrafting(drafter, batch, slots, spec.size, device)
         self.size, self.most = self.drafting.size, self.drafting.max_depth + 1

@@ -18,6 +18,7 @@ from token_recycling.util.machine import median_seconds
 from token_recycling.util.tokens import NO_TOKEN
 
 TIES = 4  # roundings of the largest logit within which tokens are all but tied
+TIMED = 3  # steps of each kind
 Run = Callable[[], Tensor]
 
 
@@ -108,9 +109,10 @@ def _slower(step: GraphStep, replay: Run, sequences: list[Sequence]) -> str | No
     """Return in one line that a step takes longer than an eager plain one, or None."""
     target = step.target
     step.active.zero_()  # nothing is committed or learnt
-    roots = root_only(torch.tensor([sequence.tokens[-1] for sequence in sequences], device="cpu"))
-    captured = median_seconds(lambda: step.take(replay), target.device)
-    plain = median_seconds(lambda: target.verify(roots), target.device)
+    read = sequences[: len(target.cache.lengths)]  # without those that only pad the step
+    roots = root_only(torch.tensor([sequence.tokens[-1] for sequence in read], device="cpu"))
+    captured = median_seconds(lambda: step.take(replay), target.device, TIMED)
+    plain = median_seconds(lambda: target.verify(roots), target.device, TIMED)
     if captured <= plain:
         return None
     return (

@@ -212,7 +212,8 @@ def prepare_call(
         if stream or stop:
             text = TextStream(tokenizer, stop, special_tokens=special_tokens)
         rules = _rules(request, target, given["max_new_tokens"], special)
-        sequences.append(Sequence(prompt, rules, text=text))
+        longest = len(prompt) + given["max_new_tokens"]
+        sequences.append(Sequence(prompt, rules, text=text, longest=longest))
     return Call(options, sequences, accept)
 
 

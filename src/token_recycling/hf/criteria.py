@@ -65,6 +65,11 @@ class CriteriaRule:
             else:
                 self._called.append(criterion)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of padding, prompt and answer after which rows end; None: no limit is known."""
+        return None if self._limit == float("inf") else int(self._limit)
+
     def __call__(self, sequence: Sequence) -> str | None:
         """Return "eos", "stop" or "length" if the row ends with its last token, else None."""
         stopped = False

@@ -316,5 +316,6 @@ def _make_sequences(request: Request, across: list[Any], scores: _Scores, output
             unknown=max(0, len(prompt) - len(ids)),
             on_append=None if across else on_append(row),
             given=request.input_ids[row : row + 1],
+            longest=row_rule.most_tokens,
         )
         output.sequences.append(sequence)

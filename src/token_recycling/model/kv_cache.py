@@ -396,21 +396,22 @@ class FixedCache(Cache):  # type: ignore[misc]
         self.lengths.fill_(self.slots - size)
 
     def load(self, cache: RecyclingCache) -> None:
-        """Copy the committed entries from ``cache``."""
-        end = cache.end
+        """Copy the committed entries from ``cache``; rows that it does not have are empty."""
+        rows, end = len(cache.lengths), cache.end
         for layer, given in self._pairs(cache):
-            layer.keys[:, :, :end] = given.keys[:, :, :end]
-            layer.values[:, :, :end] = given.values[:, :, :end]
-        self.lengths.copy_(torch.tensor(cache.lengths, device="cpu"))
+            layer.keys[:rows, :, :end] = given.keys[:, :, :end]
+            layer.values[:rows, :, :end] = given.values[:, :, :end]
+        lengths = cache.lengths + [0] * (self.batch - rows)
+        self.lengths.copy_(torch.tensor(lengths, device="cpu"))
 
     def store(self, cache: RecyclingCache, lengths: list[int]) -> None:
-        """Copy the first ``lengths[b]`` entries of each row back to ``cache``."""
-        end = max(lengths)
-        cache.rewind([0] * self.batch)
+        """Copy the first ``lengths[b]`` entries of the first rows back to ``cache``."""
+        rows, end = len(lengths), max(lengths)
+        cache.rewind([0] * rows)
         cache.reserve(end)
         for layer, taken in self._pairs(cache):
-            taken.keys[:, :, :end] = layer.keys[:, :, :end]
-            taken.values[:, :, :end] = layer.values[:, :, :end]
+            taken.keys[:, :, :end] = layer.keys[:rows, :, :end]
+            taken.values[:, :, :end] = layer.values[:rows, :, :end]
         cache.lengths = list(lengths)
 
     def clear(self) -> None:

@@ -22,11 +22,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from token_recycling.util.vector import longest
+
 # Arguments whose values no variant of a kernel is compiled for
 VARYING = ["n", "batch", "spans", "tiles"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ancestors", "n"])
 def paths_kernel(ancestors, paths, depths, n, NODES: tl.constexpr):
     """Write the ancestors of one node as a list, and their number."""
     row = tl.program_id(0) * n
@@ -229,7 +231,6 @@ def attend_kernel(
     value_slot,
     GROUP: tl.constexpr,
     RULE: tl.constexpr,
-    ROWS: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -267,8 +268,7 @@ def attend_kernel(
         )  # fmt: skip
     else:
         node = number - tiles * spans
-        rows = tl.arange(0, ROWS)
-        draft = tl.max(tl.load(lengths + rows, mask=rows < batch, other=0), 0).to(tl.int32)
+        draft = longest(lengths, batch).to(tl.int32)
         depth = tl.load(depths + row * n + node)
         _attend_path(
             node, draft, query, query_head, query_node, keys, values, key_slot, value_slot,

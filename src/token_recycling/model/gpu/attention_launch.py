@@ -15,6 +15,7 @@ from token_recycling.model.gpu.attention import TreeView
 from token_recycling.model.gpu.attention_kernel import attend_kernel, combine_kernel, paths_kernel
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.util.launch import launch
+from token_recycling.util.vector import LEAST_NODES, lanes
 
 RULES = {"full": 0, "sliding": 1, "chunked": 2}  # of windows, as constants of kernels
 QUERIES, KEYS = 64, 64  # of a program at once, at most; KEYS divides BLOCK
@@ -84,7 +85,6 @@ def view_tree(
     batch, n, _ = ancestors.shape
     paths = torch.zeros(batch, n, n, dtype=torch.int32, device=ancestors.device)
     depths = torch.empty(batch, n, dtype=torch.int32, device=ancestors.device)
-    nodes = max(2, triton.next_power_of_2(n))
     launch(
         paths_kernel,
         (batch * n,),
@@ -92,7 +92,7 @@ def view_tree(
         paths,
         depths,
         n,
-        NODES=nodes,
+        NODES=lanes(n, LEAST_NODES),
         num_warps=1,
     )
     return [TreeView(lengths, positions, paths, depths, window) for window in windows]
@@ -143,7 +143,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
         *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
         **constants,
         RULE=RULES[view.window.rule],
-        ROWS=triton.next_power_of_2(batch),
         QUERIES=how.queries,
         KEYS=how.keys,
         PATH_QUERIES=max(16, triton.next_power_of_2(group)),

@@ -21,7 +21,7 @@ from token_recycling.drafting.kernels.device.state import (
 )
 from token_recycling.drafting.kernels.host import learn, rates
 from token_recycling.util.launch import REGISTERS, launch
-from token_recycling.util.vector import at
+from token_recycling.util.vector import LEAST_STEPS, at, lanes
 
 PRIOR = tl.constexpr(rates.PRIOR)
 PATTERN_RATE = tl.constexpr(learn.PATTERN_RATE)
@@ -57,7 +57,8 @@ def _move(weights, exact, index, change):
     tl.store(weights + index, weight.to(tl.float32))
 
 
-@triton.jit
+# Nothing but tables' widths is compiled in: numbers of rows, nodes and slots share one kernel.
+@triton.jit(do_not_specialize=["batch", "V", "P", "T", "w", "c", "n", "t", "features"])
 def _count(
     context,
     lengths,
@@ -243,7 +244,8 @@ def count(
         learning_rate,
         K=tables.k,
         WIDTH=lanes_per_row(tables.candidates),
-        STEPS=triton.next_power_of_2(emitted.shape[1]),
+        STEPS=lanes(emitted.shape[1], LEAST_STEPS),
         num_warps=COUNT_WARPS,
+        coalesce=False,
         **REGISTERS,
     )

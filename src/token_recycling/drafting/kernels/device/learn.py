@@ -13,11 +13,12 @@ from token_recycling.drafting.kernels.device.state import DeviceTables, RootCand
 from token_recycling.drafting.kernels.host import entries, state
 from token_recycling.drafting.kernels.host import learn as host_learn
 from token_recycling.util.launch import REGISTERS, launch
+from token_recycling.util.vector import LEAST_NODES, lanes
 
 SIBLINGS = tl.constexpr(host_learn.SIBLINGS)
 RUNNERS_SHARE, TINY = tl.constexpr(host_learn.RUNNERS_SHARE), tl.constexpr(entries.TINY)
 REMEMBER_WARPS, LEARN_WARPS = 8, 1
-MOST_AT_ONCE = 256  # nodes whose rows are compared at once
+AT_ONCE = 256  # nodes whose rows are compared at once
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _average(old, old_p, new, new_p, old_weight, WIDTH: tl.constexpr, K: tl.cons
     return best_ids, tl.sum(tl.where(here, mixed[None, :], 0.0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "V"])
 def _learn(
     slots,
     slot_keys,
@@ -175,7 +176,7 @@ def learn(
         old_weight,
         K=tables.k,
         WIDTH=lanes_per_row(tables.candidates),
-        BLOCK=min(triton.next_power_of_2(total), MOST_AT_ONCE),
+        BLOCK=AT_ONCE,
         num_warps=LEARN_WARPS,
         **REGISTERS,
     )
@@ -184,7 +185,7 @@ def learn(
 # Root rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "p", "t"])
 def _remember(
     ids,
     values,
@@ -297,7 +298,7 @@ def remember(
         emitted.stride(0),
         K=k,
         WIDTH=triton.next_power_of_2(k),
-        NODES=triton.next_power_of_2(n),
+        NODES=lanes(n, LEAST_NODES),
         num_warps=REMEMBER_WARPS,
         **REGISTERS,
     )

@@ -12,6 +12,7 @@ from token_recycling.drafting.kernels.device.sources import gather, lanes_per_ro
 from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates, Texts
 from token_recycling.drafting.kernels.host import context, tree
 from token_recycling.util.launch import REGISTERS, launch
+from token_recycling.util.vector import LEAST_NODES, lanes
 
 FLOOR = tl.constexpr(tree.FLOOR)
 WINDOW = tl.constexpr(context.WINDOW)
@@ -161,8 +162,10 @@ def _write(
     tl.store(ancestors_out + out * n, node >= 0, mask=inside)
 
 
-# Triton 3.6 cannot compile it for one node if it compiles the number in.
-@triton.jit(do_not_specialize=["n"])
+# All numbers of nodes up to ``LEAST_NODES`` share one kernel.
+@triton.jit(
+    do_not_specialize=["V", "P", "T", "w", "c", "longest_chain", "n", "max_depth"],
+)
 def _propose(
     context,
     lengths,
@@ -326,13 +329,12 @@ def _propose(
     )
 
 
-def nodes_per_round(n: int, width: int) -> int:
-    """Return the nodes that ``_propose`` expands at once.
+def nodes_per_round(nodes: int, width: int) -> int:
+    """Return how many of ``nodes``, a power of two, ``_propose`` expands at once.
 
     8; fewer for many candidates, whose comparison needs registers, and more for few, as the
     candidates of a round must be as many as nodes.
     """
-    nodes = int(triton.next_power_of_2(n))
     at_once = min(max(nodes // 2, 1), 8, 8192 // (4 * width * width))
     return max(at_once, nodes // (4 * width), 1)
 
@@ -366,7 +368,7 @@ def propose(
     scores = roots.new_empty((batch, n), dtype=torch.float32)
     deepest = min(max_depth, n - 1)
     draft = DraftTree(tokens, parents, depths, ancestors, valid, deepest, scores)
-    width = lanes_per_row(tables.candidates)
+    width, nodes = lanes_per_row(tables.candidates), lanes(n, LEAST_NODES)
     launch(
         _propose,
         (batch,),
@@ -385,10 +387,11 @@ def propose(
         max_depth,
         K=tables.k,
         WIDTH=width,
-        NODES=max(triton.next_power_of_2(n), 2),
-        ROUND=nodes_per_round(n, width),
+        NODES=nodes,
+        ROUND=nodes_per_round(nodes, width),
         CHAIN=triton.next_power_of_2(max(texts.chains.shape[1], 1)),
         num_warps=PROPOSE_WARPS,
+        coalesce=False,
         **REGISTERS,
     )
     return draft
