@@ -32,7 +32,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import wait
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -125,7 +124,7 @@ class Smoke:
             graph = recycler.runs._graph
             if graph is None:
                 return {"graph": None}
-            wait(list(graph.pool._compiler._asked.values()), timeout=30)
+            graph.pool.wait(30)
             runners = [(key, one.step.drafting.lag) for key, one in graph.pool._steps.items()]
             return {"graph": repr(runners), "kernels": graph.pool.kernels}
 

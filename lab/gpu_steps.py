@@ -92,7 +92,11 @@ class Steps:
         target.prefill([tokens[:context]])
         slots = slots_for(context, nodes)
         kernels = has_device_kernels(self.device)
-        step = GraphStep(target, drafter, StepSpec(1, slots, nodes, kernels=kernels))
+        step = GraphStep(
+            target,
+            drafter,
+            StepSpec(1, slots, nodes, kernels=kernels, drafts="device" if kernels else "host"),
+        )
         runner = CapturedStep(step)
         with ordinary_tensors():
             step.begin([Sequence(tokens)], [])

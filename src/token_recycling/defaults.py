@@ -8,6 +8,7 @@ LARGEST_DRAFT = 256  # nodes below the root
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 1024  # prompt tokens per forward, over all rows of a batch
 CACHE_CHUNK = 256  # the KV cache grows by at least this many slots
+WARM_SECONDS = 12.0  # most seconds for which a GPU's kernels are waited for after loading
 TAUGHT_TOKENS = 30_000  # of the answers that ``token-recycling matrix teach`` learns from
 
 

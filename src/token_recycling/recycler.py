@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
 from token_recycling import defaults
-from token_recycling.checkpoint.load import load_checkpoint
+from token_recycling.checkpoint.load import load_checkpoint, planned
 from token_recycling.decoding.accept import Acceptor
 from token_recycling.decoding.answers import Chunk, Generation
 from token_recycling.decoding.loop import OnDraft
@@ -28,6 +30,7 @@ from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, unknown_option
+from token_recycling.graph.compilation import compile_ahead
 from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve, warn_plain
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+logger = logging.getLogger(__name__)
 WHOLE_CHECK = 16  # steps of a stream after which the whole model is compared
 
 
@@ -203,6 +207,9 @@ class TokenRecycling(DecodingMethod):
             TokenRecyclingError: the checkpoint cannot be loaded, or as in ``__init__``.
         """
         recycling_options = {name: options.pop(name) for name in Options.names() if name in options}
+        plan = planned(name_or_path, device, dtype, **options)
+        if plan is not None and Options.of(recycling_options).graphs_on(plan.device):
+            compile_ahead(plan.config, plan.dtype, recycling_options.get("k"))
         try:
             model, tokenizer = load_checkpoint(
                 name_or_path, device, dtype, dequantize=dequantize, **options
@@ -212,7 +219,29 @@ class TokenRecycling(DecodingMethod):
                 if f"unexpected keyword argument '{name}'" in str(error):
                     raise unknown_option(name, Options.names()) from error
             raise
-        return cls(model, tokenizer, **recycling_options)
+        recycler = cls(model, tokenizer, **recycling_options)
+        recycler.warm()
+        return recycler
+
+    def warm(self, rows: Iterable[int] = (1,), *, seconds: float = defaults.WARM_SECONDS) -> None:
+        """Prepare what answers on a GPU will need, so that the first ones are fast.
+
+        Waits for kernels, which Triton compiles once on a machine, and captures the steps with
+        which answers begin. ``from_pretrained`` does so for one row. On other devices, and without
+        graphs, there is nothing to prepare. The context is dropped.
+
+        Args:
+            rows: numbers of prompts that will be decoded as one batch.
+            seconds: that kernels are waited for at most; answers are decoded by captured plain
+                steps until they are there.
+
+        Raises:
+            TokenRecyclingError: another answer is in progress and the option ``queue`` is False.
+        """
+        begun = perf_counter()
+        with self._locked(), ordinary_tensors():
+            if self.refusal() is None and self.runs.warm(rows, seconds):
+                logger.info("kernels and steps prepared in %.1f s", perf_counter() - begun)
 
     def reset(self) -> None:
         """Empty the matrix, and forget the context (cold start)."""

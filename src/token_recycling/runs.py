@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,6 +137,18 @@ class Runs:
         """Let the next answer continue ``sequence``, decoded alone by answer number ``run``."""
         if self.latest == run and isinstance(self.target, TreeTarget):
             self._prefix = PrefixCache(self.target, sequence.tokens[:-1])
+
+    def warm(self, rows: Iterable[int], seconds: float) -> bool:
+        """Prepare the first steps on a GPU (see ``TokenRecycling.warm``); return whether it did."""
+        graph = self.graph_decoder()
+        if graph is None or self.target.device.type != "cuda":
+            return False
+        self.forget()
+        try:
+            graph.warm(rows, seconds)
+        except GraphError:
+            return False  # the first answer says why
+        return True
 
     def graph_decoder(self) -> GraphDecoder | None:
         """Return the decoder that runs steps as graphs, or None for the eager loop."""

@@ -36,7 +36,7 @@ from token_recycling.drafting.kernels.device import count, propose, sources
 from token_recycling.drafting.kernels.device.top_k import device_top_k
 from token_recycling.drafting.kernels.host.tree import FLOOR
 from token_recycling.graph import kernels
-from token_recycling.graph.device_drafting import DeviceDrafting
+from token_recycling.graph.device_drafting import DeviceDrafting, DeviceMatrix
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 V = 23
@@ -44,6 +44,11 @@ LEAST_SCORE = math.exp(FLOOR)
 # To make an example smaller takes minutes in the interpreter.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 slow = settings(max_examples=12, phases=PHASES, suppress_health_check=list(HealthCheck))
+
+
+def on_device(drafter, *shape):
+    """Rows and the matrix of a drafter on the device."""
+    return DeviceDrafting(drafter, *shape, DeviceMatrix(drafter, DEVICE))
 
 
 def on_host(draft):
@@ -65,7 +70,7 @@ class Both:
         self.texts = [self.tokens(self.rng.integers(1, 9)) for _ in range(batch)]
         self.rows = self.host.new_rows(batch, capacity)
         self.host.load(self.rows, self.texts)
-        self.device = DeviceDrafting(self.host, batch, capacity, nodes, DEVICE)
+        self.device = on_device(self.host, batch, capacity, nodes)
 
     def tokens(self, count):
         return self.rng.integers(0, 4, count).tolist()
@@ -163,13 +168,13 @@ class Both:
 
     def compare_learnt(self):
         matrix = self.host.matrix
-        learnt = {name: tensor.cpu() for name, tensor in self.device._learnt.items()}
+        learnt = {name: tensor.cpu() for name, tensor in self.device._matrix._learnt.items()}
         assert matrix.keys.equal(learnt["keys"])
         assert matrix.evidence.equal(learnt["evidence"])
         assert torch.allclose(matrix.weights, learnt["weights"], rtol=1e-4, atol=1e-5)
-        assert self.device._tables.weights.cpu().equal(learnt["weights"].float())
+        assert self.device._matrix.tables.weights.cpu().equal(learnt["weights"].float())
         logits = torch.from_numpy(self.host.logits).float()
-        assert torch.allclose(logits, self.device._tables.logits.cpu(), rtol=1e-4, atol=1e-4)
+        assert torch.allclose(logits, self.device._matrix.tables.logits.cpu(), rtol=1e-4, atol=1e-4)
         p, its = matrix.all_probabilities.float(), learnt["all_probabilities"].float()
         assert torch.allclose(p, its, rtol=2e-3, atol=1e-6)
         different = matrix.all_candidates != learnt["all_candidates"]
@@ -220,7 +225,7 @@ def test_the_device_drafts_what_the_oracle_drafts(seed, k, nodes, pairs, triples
     """Node by node; the matrix has learnt a text, so that rows are empty, partly full and full."""
     both = WithOracle(seed, min(k, 11), nodes, pairs, triples, 0.4, chain, 0.02)
     run(both, 12)
-    drafting = DeviceDrafting(both.drafter, 1, 200, nodes + 1, DEVICE)
+    drafting = on_device(both.drafter, 1, 200, nodes + 1)
     drafting.begin([both.text], torch.tensor([1]))
     drafting.set_root_rows(both.rows.root_rows)
     both.text.append(1)
@@ -254,7 +259,7 @@ def test_nodes_of_equal_scores(k):
     rows = drafter.new_rows(2, 50)
     texts = [[1, 2, 3], [4]]
     drafter.load(rows, texts)
-    drafting = DeviceDrafting(AdaptiveDrafter(matrix, 40), 2, 50, 41, DEVICE)
+    drafting = on_device(AdaptiveDrafter(matrix, 40), 2, 50, 41)
     roots = torch.tensor([7, 9])
     drafting.begin(texts, roots)
     expected = drafter.propose(rows, roots, 41)
@@ -303,7 +308,7 @@ def test_larger_rounds_change_no_draft_and_read_memory_less_often(monkeypatch, n
             return load(*args)
 
         monkeypatch.setattr(builder, "create_masked_load", counted)
-        drafting = DeviceDrafting(drafter, 1, 400, nodes, DEVICE)
+        drafting = on_device(drafter, 1, 400, nodes)
         drafting.begin([text], torch.tensor([7]))
         drafts[size] = on_host(drafting.propose(torch.tensor([7], device=DEVICE)))
     first = drafts.pop(2)

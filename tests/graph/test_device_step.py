@@ -38,7 +38,9 @@ def test_a_step_launches_few_kernels_around_the_forward(architecture, batch):
     recycler = TokenRecycling(model, nodes=15, graph=False)
     prompts = random_prompts([9, 5, 12][:batch])
     recycler.generate(prompts, max_new_tokens=3)
-    step = GraphStep(recycler.target, recycler.drafter, StepSpec(batch, 256, 16, kernels=True))
+    step = GraphStep(
+        recycler.target, recycler.drafter, StepSpec(batch, 256, 16, kernels=True, drafts="device")
+    )
     recycler.target.prefill([prompt[:-1] for prompt in prompts])
     with ordinary_tensors():
         step.begin([Sequence(prompt) for prompt in prompts], [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,14 +25,8 @@ logger = logging.getLogger(__name__)
 DEQUANTISED = "4 bytes for every weight, since they are converted to float32"
 PACKED_OPTIONS = ("gguf_file", "attn_implementation")  # of a model with packed weights
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-TOKENIZER_OPTIONS = (
-    "revision",
-    "subfolder",
-    "token",
-    "cache_dir",
-    "trust_remote_code",
-    "gguf_file",
-)
+CONFIG_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "trust_remote_code")
+TOKENIZER_OPTIONS = (*CONFIG_OPTIONS, "gguf_file")
 
 
 def load_checkpoint(
@@ -84,6 +78,53 @@ def load_checkpoint(
             if on_cpu:
                 huge_pages.move(model.parameters())
         return model.eval(), load_tokenizer(name_or_path, **options)
+
+
+class Planned(NamedTuple):
+    """What ``load_checkpoint`` is going to load to a GPU.
+
+    Attributes:
+        config: of the model.
+        device: where its weights will be.
+        dtype: of these.
+    """
+
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+
+
+def planned(
+    name_or_path: str | Path | None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    **model_options: Any,
+) -> Planned | None:
+    """Return what ``load_checkpoint`` is going to load with the same arguments.
+
+    Returns:
+        None if that is not a checkpoint in Transformers' format whose weights all go to a GPU, or
+        if it cannot be read, which ``load_checkpoint`` reports.
+    """
+    try:
+        where = torch.device(device or _best_device())
+        if where.type != "cuda" or "device_map" in model_options:
+            return None
+        from transformers import AutoConfig
+
+        path, resolved = resolve(name_or_path)
+        if resolved:
+            return None
+        used = {name: model_options[name] for name in CONFIG_OPTIONS if name in model_options}
+        config = AutoConfig.from_pretrained(path, **used)
+        if dtype is None:
+            dtype = torch.float32 if name_or_path is None else "auto"
+        if dtype == "auto":
+            dtype = getattr(config, "dtype", None) or torch.float32
+        return Planned(config, where, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    except Exception as error:  # a broken checkpoint may raise anything
+        logger.debug("what will be loaded is not known: %s", one_line(error, 200))
+        return None
 
 
 def check_device(device: str | torch.device | None) -> None:

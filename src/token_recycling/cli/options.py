@@ -156,7 +156,6 @@ class Loading:
             import torch
             from transformers.utils import logging
 
-            from token_recycling.checkpoint.load import load_checkpoint
             from token_recycling.recycler import TokenRecycling
             from token_recycling.util.compiled import noticed
 
@@ -166,15 +165,12 @@ class Loading:
             getLogger("huggingface_hub").setLevel("ERROR")
             # PyTorch does not know the limit of a container.
             torch.set_num_threads(self.threads or min(torch.get_num_threads(), cores))
-            model, tokenizer = load_checkpoint(
-                self.model, self.device, self.dtype, dequantize=self.dequantize
-            )
-            if self.graph and model.device.type != "cuda":
-                show.note(f"--graph: on {model.device.type} nothing is captured")
             with noticed(lambda: relabel("compiling kernels for this processor")):
-                recycler = TokenRecycling(
-                    model,
-                    tokenizer,
+                recycler = TokenRecycling.from_pretrained(
+                    self.model,
+                    device=self.device,
+                    dtype=self.dtype,
+                    dequantize=self.dequantize,
                     drafter=self.drafter,
                     nodes=self.nodes,
                     tree=self.tree,
@@ -184,6 +180,8 @@ class Loading:
                     float32_logits=self.float32_logits,
                     strict=self.strict,
                 )
+            if self.graph and recycler.target.device.type != "cuda":
+                show.note(f"--graph: on {recycler.target.device.type} nothing is captured")
         raise_again()
         return recycler
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections import defaultdict
 from concurrent.futures import Future, wait
@@ -12,16 +13,19 @@ from typing import Any
 
 import torch
 
+from token_recycling import defaults
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import chains
+from token_recycling.drafting.kernels.choice import interpreted
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import StepError, one_line
 from token_recycling.graph.drafting import drafts_on_device
-from token_recycling.model.limits import attention_windows, text_config
-from token_recycling.util.launch import Launch, collected
+from token_recycling.model.limits import attention_windows, position_limit, text_config
+from token_recycling.util.launch import KernelLaunch, collected
 
+logger = logging.getLogger(__name__)
 MOST_THREADS = 4  # that compile at once; more than one only where there are two cores for each
 # Shapes of the tensors whose launches are collected; none is compiled in.
 NODES, SLOTS = 16, 256
@@ -39,12 +43,12 @@ class Compilers:
     def __init__(self, threads: int) -> None:
         """Start no thread before there is something to compile."""
         self._most = threads
-        self._queue: SimpleQueue[tuple[Future[None], Launch] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future[None], KernelLaunch] | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._locks: defaultdict[Any, Lock] = defaultdict(Lock)  # one variant at a time, by kernel
         self._ended = False
 
-    def submit(self, launches: list[Launch]) -> list[Future[None]]:
+    def submit(self, launches: list[KernelLaunch]) -> list[Future[None]]:
         """Compile the kernels of ``launches``; an error is that of its future."""
         futures: list[Future[None]] = []
         for launch in launches:
@@ -82,7 +86,7 @@ class Compilers:
 compilers = Compilers(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
 
 
-def launches_of_layers(config: Any, dtype: torch.dtype) -> list[Launch]:
+def launches_of_layers(config: Any, dtype: torch.dtype) -> list[KernelLaunch]:
     """Return what the layers of a model launch in a step, by its configuration.
 
     Args:
@@ -114,15 +118,14 @@ def launches_of_layers(config: Any, dtype: torch.dtype) -> list[Launch]:
     return launches
 
 
-def launches_around_layers(config: Any, dtype: torch.dtype) -> list[Launch]:
+def launches_around_layers(config: Any, dtype: torch.dtype) -> list[KernelLaunch]:
     """Return what a step launches for masks, acceptance and commit (see ``launches_of_layers``)."""
     from token_recycling.graph import kernels
 
-    windows = attention_windows(config)
+    windows, most = attention_windows(config), position_limit(config)
     config = text_config(config)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    most = getattr(config, "max_position_embeddings", None)
     tokens = torch.zeros((1, NODES), dtype=torch.long, device=META)
     draft, roots = chains(tokens), tokens[:, 0]
     entries = torch.empty((1, heads, SLOTS, size), dtype=dtype, device=META)
@@ -135,7 +138,7 @@ def launches_around_layers(config: Any, dtype: torch.dtype) -> list[Launch]:
 
 def launches_of_drafts(
     drafter: AdaptiveDrafter, vocab_size: int, dtype: torch.dtype
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """Return what drafting and learning on the device launch.
 
     Args:
@@ -178,13 +181,16 @@ class StepKernels:
             vocab_size: V.
             logits: dtype of the logits; None: ``dtype``.
         """
-        steps, drafts = launches_around_layers(config, dtype), []
-        if drafts_on_device(drafter, 1):
-            drafts = launches_of_drafts(drafter, vocab_size, logits or dtype)
-            drafts.sort(key=lambda launch: launch.coalesce)  # those that take longest first
-        self._layers = compilers.submit(launches_of_layers(config, dtype))
-        self._steps = compilers.submit(steps)
-        self._drafts = compilers.submit(drafts)
+        layers: list[KernelLaunch] = []
+        steps: list[KernelLaunch] = []
+        drafts: list[KernelLaunch] = []
+        if not interpreted():
+            layers = launches_of_layers(config, dtype)
+            steps = launches_around_layers(config, dtype)
+            if drafts_on_device(drafter, 1):
+                drafts = launches_of_drafts(drafter, vocab_size, logits or dtype)
+                drafts.sort(key=lambda launch: launch.coalesce)  # those that take longest first
+        self._layers, self._steps, self._drafts = map(compilers.submit, (layers, steps, drafts))
 
     def wait_for_steps(self) -> None:
         """Wait for what plain steps launch: about two seconds, once on a machine.
@@ -221,14 +227,19 @@ def _check(futures: list[Future[None]]) -> None:
             raise StepError(one_line(error, 200)) from error
 
 
-def compile_ahead(config: Any, dtype: torch.dtype, k: int) -> None:
+def compile_ahead(config: Any, dtype: torch.dtype, k: int | None = None) -> None:
     """Begin to compile for a model whose weights are not loaded yet, by its configuration.
+
+    What this turns out not to be compiled for is compiled when the model is there.
 
     Args:
         config: of the model.
         dtype: of its weights, as far as known.
-        k: candidates per entry of the matrix.
+        k: candidates per entry of the matrix; None: the default.
     """
-    vocab_size = int(text_config(config).vocab_size)
-    drafter = AdaptiveDrafter(AdjacencyMatrix(vocab_size, min(k, vocab_size)))
-    StepKernels(config, dtype, drafter, vocab_size)
+    try:
+        vocab_size = int(text_config(config).vocab_size)
+        k = min(defaults.CANDIDATES if k is None else k, vocab_size)
+        StepKernels(config, dtype, AdaptiveDrafter(AdjacencyMatrix(vocab_size, k)), vocab_size)
+    except Exception as error:  # a model of an unknown kind, which may be refused later
+        logger.debug("nothing is compiled ahead: %s", one_line(error, 200))

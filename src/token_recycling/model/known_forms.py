@@ -100,7 +100,7 @@ def replace_rotary(
     call: Callable[..., Any],
     rotary: Callable[..., tuple[Tensor, ...]],
     known: dict[Any, Any],
-    device: torch.device | str = "cpu",
+    like: Tensor | None = None,
 ) -> None:
     """Let an attention layer of a shadow use a kernel for rotary embeddings, if it is the same.
 
@@ -111,14 +111,16 @@ def replace_rotary(
         call: called with the module's own function and its arguments.
         rotary: the kernel, called with query, key, cosines and sines, for the comparison.
         known: results of comparisons by function.
-        device: of the kernel.
+        like: of the kernel's device and dtype; None: float32 on a CPU.
     """
     code = sys.modules.get(stock_class(attention).__module__)
     stock = getattr(code, ROTARY, None)
     if stock is None:
         return
     if stock not in known:
-        known[stock] = _is_rotary(stock, rotary, device)
+        # With the size of the model's heads, as a GPU's kernels are compiled for each size.
+        size = getattr(attention, "head_dim", None) or 8
+        known[stock] = _is_rotary(stock, rotary, size, torch.empty(0) if like is None else like)
     if known[stock]:
         replace_globals(attention, {ROTARY: partial(call, stock)})
 
@@ -126,15 +128,18 @@ def replace_rotary(
 def _is_rotary(
     stock: Callable[..., Any],
     rotary: Callable[..., tuple[Tensor, ...]],
-    device: torch.device | str,
+    size: int,
+    like: Tensor,
 ) -> bool:
     """Return whether a kernel's results are those of a Python module's own function."""
     query, key = (
-        sample(heads * 8, torch.float32, device).view(1, 2, heads, 8).transpose(1, 2)
+        sample(heads * size, like.dtype, like.device).view(1, 2, heads, size).transpose(1, 2)
         for heads in (4, 2)
     )
-    angles = sample(4, torch.float32, device)
-    cos, sin = (torch.cat([half, half], dim=-1) for half in (angles.cos(), angles.sin()))
+    angles = sample(size // 2, torch.float32, like.device)
+    cos, sin = (
+        torch.cat([half, half], dim=-1).to(like.dtype) for half in (angles.cos(), angles.sin())
+    )
     try:
         right = stock(query, key, cos, sin)
     except Exception:  # whatever unknown code raises

@@ -17,7 +17,7 @@ _thread = threading.local()
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """A launch, whose arguments are those of ``launch``."""
 
     kernel: Any
@@ -55,13 +55,13 @@ class Launch:
 
 
 @contextmanager
-def collected() -> Iterator[list[Launch]]:
+def collected() -> Iterator[list[KernelLaunch]]:
     """Collect the launches of this thread in a list, and run none of them.
 
     Tensors may be on the device "meta": only dtypes, and numbers that Triton compiles in, count.
     """
     before = getattr(_thread, "launches", None)
-    launches: list[Launch] = []
+    launches: list[KernelLaunch] = []
     _thread.launches = launches
     try:
         yield launches
@@ -83,8 +83,8 @@ def launch(
             compile four times as fast without it, and have half as many barriers.
         **options: constants of the kernel, and how it is compiled.
     """
-    one = Launch(kernel, grid, args, options, coalesce)
-    launches: list[Launch] | None = getattr(_thread, "launches", None)
+    one = KernelLaunch(kernel, grid, args, options, coalesce)
+    launches: list[KernelLaunch] | None = getattr(_thread, "launches", None)
     if launches is None:
         one.run()
     else:

@@ -14,7 +14,11 @@ def _installed() -> bool:
     return find_spec("triton") is not None
 
 
+def interpreted() -> bool:
+    """Return whether Triton interprets kernels instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def has_device_kernels(device: torch.device) -> bool:
     """Return True on CUDA and ROCm with Triton; with its interpreter also on the CPU."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type == "cuda" or (interpreted and device.type == "cpu")) and _installed()
+    return (device.type == "cuda" or (interpreted() and device.type == "cpu")) and _installed()

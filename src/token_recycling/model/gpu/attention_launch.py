@@ -47,9 +47,13 @@ class Blocks(NamedTuple):
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a device; 0: not known."""
-    if device.type != "cuda":
+    """Return the bytes of shared memory that a program may have on a device; 0: not known.
+
+    For tensors without memory, whose launches are only compiled, that of the current GPU.
+    """
+    if not torch.cuda.is_available() or device.type not in ("cuda", "meta"):
         return 0
+    device = torch.device("cuda") if device.type == "meta" else device
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 0))
 

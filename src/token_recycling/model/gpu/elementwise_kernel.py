@@ -61,7 +61,13 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
     return out
 
 
-@triton.jit(do_not_specialize=["tokens"])  # prompts of all lengths share what is compiled
+STRIDES = [f"{a}_{b}" for a in ("query", "key") for b in ("row", "head", "token")]
+STRIDES += [f"{a}_out_{b}" for a in ("query", "key") for b in ("row", "head", "token")]
+STRIDES += [f"{a}_{b}" for a in ("cos", "sin") for b in ("row", "token")]
+
+
+# Prompts of all lengths and drafts share what is compiled; strides of one token are of any size.
+@triton.jit(do_not_specialize=["tokens", "heads", *STRIDES])
 def _rotary(
     query,
     key,

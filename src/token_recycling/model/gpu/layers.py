@@ -78,7 +78,7 @@ def _cover(module: nn.Module, known: dict[Any, Any]) -> None:
     elif layers := linear_children(module, PROJECTIONS):
         weight = layers[0]._parameters["weight"]
         if weight is not None and _is_ours(weight):
-            replace_rotary(module, _rotary, _kernels().rotary, known, weight.device)
+            replace_rotary(module, _rotary, _kernels().rotary, known, weight)
 
 
 def _is_ours(tensor: Tensor) -> bool:
