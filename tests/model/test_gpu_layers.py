@@ -13,6 +13,7 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model.gpu import elementwise_kernel, layers
+from token_recycling.model.gpu.adjacent import JointProduct, move
 from token_recycling.model.gpu.layers import cover
 from token_recycling.model.shadow import replacement, shadow_of
 
@@ -82,9 +83,12 @@ def fused(model):
     return shadow
 
 
+@pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
-def test_a_model_computes_the_same_by_kernels(name, monkeypatch):
+def test_a_model_computes_the_same_by_kernels(name, adjacent, monkeypatch):
     model = make(name).to(DEVICE).eval()
+    if adjacent:
+        move(model)
     ids = torch.tensor(random_prompts([9]), device=DEVICE)
     called = []
     for kernel in ("rms_norm", "rotary", "gated"):
@@ -113,14 +117,18 @@ def test_a_model_computes_the_same_by_kernels(name, monkeypatch):
     assert set(called) == expected[name]
 
 
-@pytest.mark.parametrize("broken", [None, "rms_norm", "rotary", "gated"])
+@pytest.mark.parametrize("broken", [None, "rms_norm", "rotary", "gated", "product"])
 def test_the_text_of_a_recycler(broken, monkeypatch):
     """Each kernel that goes wrong after it was compared turns this red."""
     model, (prompt,) = make("llama").to(DEVICE).eval(), random_prompts([12])
+    move(model)
     expected = plain(model, prompt, 30)
     recycler = TokenRecycling(model, nodes=5, graph=False)
     recycler.target.shadow, recycler.target.recordings = fused(model), None
-    if broken is not None:
+    if broken == "product":
+        output = JointProduct.output
+        monkeypatch.setattr(JointProduct, "output", lambda self, n, x: output(self, min(n, 1), x))
+    elif broken is not None:
         own = getattr(elementwise_kernel, broken)
         turned = {
             "rms_norm": lambda x, weight, epsilon, added: own(x.sin(), weight, epsilon, added),

@@ -18,6 +18,7 @@ from token_recycling.checkpoint.gguf import (
     read_once,
 )
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.model.gpu import adjacent
 from token_recycling.util import huge_pages
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -40,7 +41,8 @@ def load_checkpoint(
     """Return a model in evaluation mode, and its tokenizer.
 
     The weights of a GGUF file stay packed on a CPU, unless another dtype than float32 is asked for
-    (see ``packed``). On a CPU, weights are copied into huge pages where Linux has them.
+    (see ``packed``). On a CPU, weights are copied into huge pages where Linux has them;
+    on a GPU, those that are multiplied by the same inputs become adjacent (see ``gpu.adjacent``).
 
     Args:
         name_or_path: a checkpoint's name or folder, a GGUF file, or a folder with one GGUF file
@@ -77,6 +79,8 @@ def load_checkpoint(
             model = _dense(location, path, device, dtype, options)
             if on_cpu:
                 huge_pages.move(model.parameters())
+            elif model.device.type == "cuda":
+                adjacent.move(model)
         return model.eval(), load_tokenizer(name_or_path, **options)
 
 

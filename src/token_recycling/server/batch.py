@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from token_recycling.decoding.accept import Acceptor, RowAcceptor
+from token_recycling.decoding.accept import Acceptor, GreedyAcceptor, RowAcceptor
 from token_recycling.decoding.loop import Decoding, Hooks, read_prompts
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.sequence import Sequence
@@ -15,6 +15,7 @@ from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.grouped import GroupedDrafter
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.graph.decoder import GraphDecoder, can_capture
+from token_recycling.graph.pool import MOST_ROWS
 from token_recycling.model.base import OnProgress, Target
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
@@ -53,7 +54,7 @@ class ContinuousBatch(Generic[R]):
         Args:
             target: used by nothing else while the batch has rows.
             size: the draft-size policy.
-            graph: runs the steps of a single row; None: the eager loop.
+            graph: runs the steps of a single row, and of several greedy ones; None: the eager loop.
         """
         self._target, self._size, self._graph = target, size, graph
         self.rows: list[R] = []
@@ -149,18 +150,26 @@ class ContinuousBatch(Generic[R]):
         """Return the steps of the present rows."""
         first = self.rows[0]
         accept: Acceptor = RowAcceptor([row.accept for row in self.rows])
+        if all(isinstance(row.accept, GreedyAcceptor) for row in self.rows) or len(self.rows) == 1:
+            accept = first.accept
         drafter = first.drafter
         if any(row.drafter is not drafter for row in self.rows):
             drafter = GroupedDrafter([row.drafter for row in self.rows])
-        graph = None
-        if len(self.rows) == 1 and can_capture(first.accept):
-            accept = first.accept
-            if self._graph is not None and self._graph.drafter is drafter:
-                graph = self._graph
+        graph = self._graph
+        if graph is not None and not (graph.drafter is drafter and self._can_capture(accept)):
+            graph = None
         sequences = [row.sequence for row in self.rows]
         decoding = Decoding(self._target, drafter, self._size, accept, sequences, graph, Hooks())
         decoding.load([sequence.tokens[:-1] for sequence in sequences])
         return decoding.decode()
+
+    def _can_capture(self, accept: Acceptor) -> bool:
+        """Return whether captured steps can serve the present rows.
+
+        Rows that are sampled together would need a step of their own for every combination of
+        their settings.
+        """
+        return len(self.rows) <= MOST_ROWS and can_capture(accept)
 
     def _stop(self) -> None:
         """End the steps; a graph then gives the keys and values back."""

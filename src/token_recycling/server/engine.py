@@ -18,6 +18,7 @@ from token_recycling.decoding.slowness import Reminder, why_slow
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import FixedSize
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.graph.pool import MOST_ROWS, padded_rows
 from token_recycling.hf.call import prepare_call
 from token_recycling.hf.serve import warn_plain
 from token_recycling.model.fallback import PlainTarget
@@ -110,6 +111,8 @@ class Engine:
         self._on_tick, self._reminder = on_tick, Reminder()
         self.most_jobs = self._most_rows + most_waiting
         self._generation = getattr(recycler.target, "generation", 0)
+        most = padded_rows(min(self._most_rows, MOST_ROWS))
+        recycler.warm(1 << power for power in range(most.bit_length()))
         self._batch = self._new_batch()
         self._paused: deque[Running] = deque()  # rows that left the full batch, the oldest first
         self._deadline = inf  # ``monotonic()`` seconds at which answers in progress are ended

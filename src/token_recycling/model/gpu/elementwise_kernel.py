@@ -164,20 +164,34 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 @triton.jit
-def _gated(gate, up, out, count, BLOCK: tl.constexpr):
-    """Multiply the SiLU of some numbers by others."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+def _gated(gate, up, out, size, gate_row, up_row, BLOCK: tl.constexpr):
+    """Multiply the SiLU of some numbers of a row by others."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
     kind = out.dtype.element_ty
-    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(gate + row * gate_row + at, mask=inside, other=0.0).to(tl.float32)
     activated = (x / (1.0 + tl.exp(-x))).to(kind).to(tl.float32)
-    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (activated * other).to(kind), mask=inside)
+    other = tl.load(up + row * up_row + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, (activated * other).to(kind), mask=inside)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` of two contiguous tensors of the same shape and dtype."""
-    out = torch.empty_like(gate)
-    blocks = triton.cdiv(gate.numel(), GATED_BLOCK)
-    launch(_gated, (blocks,), gate, up, out, gate.numel(), BLOCK=GATED_BLOCK, num_warps=4)
+    """Compute ``silu(gate) * up``.
+
+    Args:
+        gate: [..., size], whose rows may be parts of longer ones.
+        up: likewise, of the same shape and dtype.
+
+    Returns:
+        A contiguous tensor of this shape.
+    """
+    size = gate.shape[-1]
+    rows = gate.numel() // size
+    gates, ups = gate.reshape(rows, size), up.reshape(rows, size)
+    out = gate.new_empty(gate.shape)
+    launch(
+        _gated, (rows, triton.cdiv(size, GATED_BLOCK)), gates, ups, out, size,
+        gates.stride(0), ups.stride(0), BLOCK=GATED_BLOCK, num_warps=4,
+    )  # fmt: skip
     return out

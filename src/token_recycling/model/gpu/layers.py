@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import one_line
+from token_recycling.model.gpu.adjacent import JointProduct
 from token_recycling.model.known_forms import (
     GATED,
     PROJECTIONS,
@@ -74,11 +75,14 @@ def _cover(module: nn.Module, known: dict[Any, Any]) -> None:
             if key not in known:
                 known[key] = _is_gated_mlp(module, weight)
             if known[key]:
-                replace_forward(module, _mlp)
+                replace_forward(module, _mlp, JointProduct.of(layers[:2]))
     elif layers := linear_children(module, PROJECTIONS):
         weight = layers[0]._parameters["weight"]
         if weight is not None and _is_ours(weight):
             replace_rotary(module, _rotary, _kernels().rotary, known, weight)
+            product = JointProduct.of(layers)
+            for number, layer in enumerate(layers if product is not None else ()):
+                replace_forward(layer, _projection, product, number)
 
 
 def _is_ours(tensor: Tensor) -> bool:
@@ -90,11 +94,15 @@ def _is_ours(tensor: Tensor) -> bool:
     )
 
 
-def _is_used(*tensors: Tensor) -> bool:
-    """Return whether the kernels compute with these contiguous tensors now."""
+def _is_used(*tensors: Tensor | None) -> bool:
+    """Return whether the kernels compute with these tensors now."""
     first = tensors[0]
     return (
-        all(_is_ours(tensor) and tensor.dtype == first.dtype for tensor in tensors)
+        first is not None
+        and all(
+            tensor is not None and _is_ours(tensor) and tensor.dtype == first.dtype
+            for tensor in tensors
+        )
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(first.device.type)
         and first.numel() > 0
@@ -112,16 +120,25 @@ def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     return unchanged
 
 
-def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+def _projection(
+    product: JointProduct, number: int, layer: nn.Module, stock: Any, inputs: Tensor
+) -> Tensor:
+    """``forward`` of a linear layer whose weights are adjacent to those of others."""
+    if _is_used(inputs, layer._parameters["weight"]):
+        return product.output(number, inputs)
+    unchanged: Tensor = stock(inputs)
+    return unchanged
+
+
+def _mlp(joint: JointProduct | None, mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of ``down(silu(gate(x)) * up(x))``."""
     if _is_used(inputs):
         gate, up, down = (mlp._modules[name] for name in GATED)
-        gate_output, up_output = gate(inputs), up(inputs)  # type: ignore[misc]
-        if (
-            gate_output.is_contiguous()
-            and up_output.is_contiguous()
-            and _is_used(gate_output, up_output)
-        ):
+        if joint is None:
+            gate_output, up_output = gate(inputs), up(inputs)  # type: ignore[misc]
+        else:
+            gate_output, up_output = joint.outputs(inputs)
+        if gate_output.stride(-1) == up_output.stride(-1) == 1 and _is_used(gate_output, up_output):
             product: Tensor = down(_kernels().gated(gate_output, up_output))  # type: ignore[misc]
             return product
     unchanged: Tensor = stock(inputs)
