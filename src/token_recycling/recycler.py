@@ -31,6 +31,7 @@ from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.graph.compilation import compile_ahead
+from token_recycling.graph.drafting import MOST_NODES as MOST_DRAFTED
 from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve, warn_plain
@@ -129,8 +130,10 @@ class TokenRecycling(DecodingMethod):
 
         The logits of a drafted token then have the bits of a step of its own, whatever else the
         forward contains: other nodes, other rows of a batch. It is found out when the model is
-        loaded and when an answer begins after it has changed, and is False on GPUs, for steps as
-        graphs, for drafts of more than 128 tokens, and between such a change and that answer.
+        loaded and when an answer begins after it has changed, and is False between such a change
+        and that answer. On a CPU it is False for steps as graphs and for drafts of more than 128
+        tokens. On a GPU each size of an automatic draft is tried, alone and in batches of 4 and 16
+        (see ``probe.SHAPES``); it is False for drafts of more than 64 tokens.
         """
         target = self.target
         changed = isinstance(target, TreeTarget) and (
@@ -142,7 +145,11 @@ class TokenRecycling(DecodingMethod):
         """Return ``batch_invariant`` of a model that has not changed."""
         nodes = defaults.MOST_NODES if self.options.nodes is None else self.options.nodes
         largest = nodes + 1 if self.template is None else self.template.size
-        return self.target.batch_invariant and not self.runs.graphs and largest <= MOST_TOKENS
+        if self.target.device.type == "cuda":  # captured steps run the kernels of eager ones
+            fits = self.options.nodes is None or largest <= MOST_DRAFTED
+        else:
+            fits = largest <= MOST_TOKENS and not self.runs.graphs
+        return self.target.batch_invariant and fits
 
     def __copy__(self) -> TokenRecycling:
         """Share the model and nothing else."""

@@ -55,7 +55,7 @@ def test_the_model_is_the_same_to_its_owner(moved, tmp_path):
 
 
 def test_no_memory_is_used_twice(moved):
-    model, before = moved
+    model, _ = moved
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
                 for one in model.parameters()}  # fmt: skip
     parameters = {id(one): one.nbytes for one in model.parameters()}

@@ -10,11 +10,11 @@ from models import random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import chains, root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.model import attention
+from token_recycling.model import attention, probe
 from token_recycling.model.cpu import layers, team
 from token_recycling.model.cpu.attention_kernel import KEYS
 from token_recycling.model.cpu.rounding import RoundingWatch
-from token_recycling.model.probe import open_target
+from token_recycling.model.probe import has_bits_of_plain_steps, open_target
 from token_recycling.model.target import TreeTarget
 
 pytestmark = pytest.mark.skipif(
@@ -115,6 +115,26 @@ def test_broken_variants_are_noticed(fault, monkeypatch):
             )
         with pytest.raises(AssertionError):
             test_rows_of_a_batch_are_what_they_are_alone(torch.float32, 30)
+
+
+def test_what_a_gpu_is_asked_finds_other_roundings(monkeypatch):
+    """On a CPU: our kernels have the bits of plain steps, and PyTorch's have not."""
+    model = make("llama")
+    prefix, path = random_prompts([20, 3])
+    assert has_bits_of_plain_steps(open_target(model), prefix, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "_is_ours", lambda x, most=128: False)
+        assert not has_bits_of_plain_steps(open_target(model), prefix, path)
+    # A draft in which a node sees others is not taken for one of the same bits.
+    scattered = probe._scattered
+
+    def mixed(*shape):
+        draft = scattered(*shape)
+        draft.ancestors[:, -1] = True
+        return draft
+
+    monkeypatch.setattr(probe, "_scattered", mixed)
+    assert not has_bits_of_plain_steps(open_target(model), prefix, path)
 
 
 def together(target, read, prompts, **options):

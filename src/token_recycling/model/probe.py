@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
+from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line, warn_caller
 from token_recycling.model.base import Target
@@ -30,6 +31,8 @@ WINDOW = 9  # largest window while probing, so that the prefix exceeds every win
 TEMPLATE = TreeTemplate.from_paths("probe", [[0], [1], [0, 0], [0, 1], [1, 0]])
 LEAVES = ((0, 1, 3), (0, 1, 4), (0, 2, 5))  # node indices of the root-to-leaf paths
 COMMITTED = (0, 1, 4)
+# Rows and tokens of drafts whose bits are compared on a GPU: those of automatic sizes (``auto``).
+SHAPES = [*((1, size) for size in (2, 4, 8, 16, 32, 48, 64)), (4, 16), (4, 32), (16, 8), (16, 16)]
 # Largest allowed difference, in standard deviations of the logits.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
@@ -94,9 +97,10 @@ def probe(target: TreeTarget) -> str | None:
 
     Verifies a small tree after a prefix longer than every window, then commits one path and
     continues it. The reference is the model's own forward over each whole path, without our cache
-    and mask. A negative control, the same tree under a causal mask, must differ from it. On a CPU,
-    also sets ``target.batch_invariant``: whether steps of one token give the same bits as the tree,
-    and contain no operation of PyTorch that might round differently in other drafts and batches.
+    and mask. A negative control, the same tree under a causal mask, must differ from it. Also sets
+    ``target.batch_invariant``: on a CPU, whether steps of one token give the same bits as the tree,
+    and contain no operation of PyTorch that might round differently in other drafts and batches; on
+    a GPU, whether they give the same bits in drafts of all ``SHAPES``.
     """
     rng = torch.Generator().manual_seed(0)
     count = PREFIX + TEMPLATE.size + 1
@@ -126,8 +130,8 @@ def _compare(
     """Return the largest errors of tree and control, and the logits' standard deviation.
 
     Returns:
-        In addition, on a CPU: whether a path of the tree has the bits of steps of one token, and
-        would in any draft.
+        In addition, on CPUs and GPUs: whether a path of the tree has the bits of steps of one
+        token, and would in any draft (see ``probe``).
     """
     rows = [[*prefix, *(nodes[i] for i in leaf), after] for leaf in LEAVES]
     ids = torch.tensor(rows, device=target.device)
@@ -164,6 +168,9 @@ def _compare(
     tree = target.verify(draft)[0]
     row_by_row = bool(steps) and watch.operation is None
     same_bits = row_by_row and torch.equal(tree[list(COMMITTED)], torch.cat(steps))
+    if target.device.type == "cuda":
+        same_bits = has_bits_of_plain_steps(target, prefix, [nodes[node] for node in COMMITTED])
+        target.prefill([prefix])
     worst = max(worst, difference(tree.float()))
 
     path = torch.tensor([COMMITTED], device=target.device)
@@ -173,6 +180,49 @@ def _compare(
     logits = target.verify(last.draft(pair, torch.ones_like(pair, dtype=torch.bool)))[0, 0].float()
     worst = max(worst, _distance(logits, right[LEAVES.index(COMMITTED), -1]))
     return worst, control, float(right[right.isfinite()].std()), same_bits
+
+
+def has_bits_of_plain_steps(target: TreeTarget, prefix: list[int], path: list[int]) -> bool:
+    """Return whether tokens have the bits of plain steps in drafts of all ``SHAPES``.
+
+    Which kernel a GPU's library multiplies with depends on the number of tokens and is not known,
+    so that each number is tried that steps will have. The context is dropped.
+
+    Args:
+        target: the model.
+        prefix: tokens before the root.
+        path: a root, its child, and a child of that.
+    """
+    for rows in sorted({rows for rows, _ in SHAPES}):
+        target.prefill([prefix] * rows)
+        plain = []
+        for token in path:
+            plain.append(target.verify(root_only(torch.tensor([token] * rows, device="cpu")))[:, 0])
+            target.commit(torch.zeros((rows, 1), dtype=torch.long, device="cpu"), [1] * rows)
+        for size in (size for many, size in SHAPES if many == rows):
+            target.cache.rewind([len(prefix)] * rows)
+            logits = target.verify(_scattered(path, size, rows))
+            for at, right in zip((0, size // 2, size - 1) if size > 2 else (0, 1), plain):
+                if not logits[:, at].equal(right):
+                    return False
+    return True
+
+
+def _scattered(path: list[int], size: int, rows: int) -> DraftTree:
+    """Return drafts whose first, middle and last node are a path; the others are beside it."""
+    tokens = torch.full((rows, size), path[0], dtype=torch.long, device="cpu")
+    parents, depths = torch.zeros_like(tokens), torch.ones_like(tokens)
+    depths[:, 0] = 0
+    middle = size // 2
+    tokens[:, middle] = path[1]
+    ancestors = torch.eye(size, dtype=torch.bool, device="cpu").repeat(rows, 1, 1)
+    ancestors[:, :, 0] = True
+    if size > 2:
+        tokens[:, -1], parents[:, -1], depths[:, -1] = path[2], middle, 2
+        ancestors[:, -1, middle] = True
+    return DraftTree(
+        tokens, parents, depths, ancestors, torch.ones_like(tokens, dtype=torch.bool), 2
+    )
 
 
 def _distance(found: Tensor, right: Tensor) -> float:
