@@ -22,6 +22,7 @@ from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.draft import chains
+from token_recycling.drafting.kernels.device import learn, propose
 from token_recycling.graph import kernels, tensors
 from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.limits import AttentionWindow
@@ -29,6 +30,13 @@ from token_recycling.util.modes import ordinary_tensors
 
 MOST_LAUNCHES = 20
 TOKENS = 14
+
+
+@pytest.fixture(autouse=True)
+def few_lanes(monkeypatch):
+    """As few lanes as nodes, which the interpreter computes in less time than 64."""
+    for module in (propose, learn, kernels):
+        monkeypatch.setattr(module, "LEAST_NODES", 2)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
