@@ -91,7 +91,7 @@ def test_a_model_computes_the_same_by_kernels(name, adjacent, monkeypatch):
         move(model)
     ids = torch.tensor(random_prompts([9]), device=DEVICE)
     called = []
-    for kernel in ("rms_norm", "rotary", "gated"):
+    for kernel in ("rms_norm", "add_rms_norm", "rotary", "gated"):
         own = getattr(elementwise_kernel, kernel)
 
         def counted(*args, own=own, kernel=kernel):
@@ -102,6 +102,7 @@ def test_a_model_computes_the_same_by_kernels(name, adjacent, monkeypatch):
     with torch.inference_mode():
         right = model(ids).logits
         shadow = fused(model)
+        shadow(ids)  # layers are compared with their classes
         called.clear()
         outside = model(ids).logits
         assert not called
@@ -109,15 +110,15 @@ def test_a_model_computes_the_same_by_kernels(name, adjacent, monkeypatch):
     assert torch.equal(outside, right)
     assert close(found, right, torch.float32, 64)
     expected = {
-        "llama": {"rms_norm", "rotary", "gated"},
-        "qwen3": {"rms_norm", "rotary", "gated"},
+        "llama": {"rms_norm", "add_rms_norm", "rotary", "gated"},
+        "qwen3": {"rms_norm", "add_rms_norm", "rotary", "gated"},
         "gemma3": {"rms_norm", "rotary"},  # its MLPs take GELU
         "phi3": {"rms_norm"},  # one layer for gate and up, one for query, key and value
     }
     assert set(called) == expected[name]
 
 
-@pytest.mark.parametrize("broken", [None, "rms_norm", "rotary", "gated", "product"])
+@pytest.mark.parametrize("broken", [None, "rms_norm", "add_rms_norm", "rotary", "gated", "product"])
 def test_the_text_of_a_recycler(broken, monkeypatch):
     """Each kernel that goes wrong after it was compared turns this red."""
     model, (prompt,) = make("llama").to(DEVICE).eval(), random_prompts([12])
@@ -125,6 +126,8 @@ def test_the_text_of_a_recycler(broken, monkeypatch):
     expected = plain(model, prompt, 30)
     recycler = TokenRecycling(model, nodes=5, graph=False)
     recycler.target.shadow, recycler.target.recordings = fused(model), None
+    with torch.inference_mode():
+        recycler.target.shadow(torch.tensor([prompt], device=DEVICE))
     if broken == "product":
         output = JointProduct.output
         monkeypatch.setattr(JointProduct, "output", lambda self, n, x: output(self, min(n, 1), x))
@@ -132,12 +135,49 @@ def test_the_text_of_a_recycler(broken, monkeypatch):
         own = getattr(elementwise_kernel, broken)
         turned = {
             "rms_norm": lambda x, weight, epsilon, added: own(x.sin(), weight, epsilon, added),
+            "add_rms_norm": lambda x, residual, *norm: own(x, residual.sin(), *norm),
             "rotary": lambda query, key, cos, sin: own(query, key, sin, cos),
             "gated": lambda gate, up: own(up, gate),
         }
         monkeypatch.setattr(elementwise_kernel, broken, turned[broken])
     answers = [recycler.generate(prompt, max_new_tokens=30) for _ in range(2)]
     assert ([one.token_ids for one in answers] == [expected] * 2) == (broken is None)
+
+
+def test_sums_computed_with_norms_have_the_same_bits(monkeypatch):
+    """As sums and norms one after the other: every result is rounded where it was."""
+    for dtype in DTYPES[:2]:
+        model = make("llama").to(DEVICE, dtype).eval()
+        ids = torch.tensor(random_prompts([9]), device=DEVICE)
+        with torch.inference_mode(), monkeypatch.context() as patch:
+            shadow = fused(model)
+            shadow(ids)
+            found = shadow(ids).logits
+            patch.setattr(layers, "following_norms", lambda shadow: [])
+            assert torch.equal(found, fused(model)(ids).logits)
+
+
+@pytest.mark.parametrize("fault", ["sum", "norm"])
+def test_wrong_sums_are_not_used(monkeypatch, fault):
+    """Layers are compared with their classes, and keep their own code if these differ."""
+    model = make("llama").to(DEVICE).eval()
+    ids = torch.tensor(random_prompts([9]), device=DEVICE)
+    add = elementwise_kernel.add_rms_norm
+    called = []
+
+    def broken(x, residual, *norm):
+        called.append(fault)
+        total, normalised = add(x, residual, *norm)
+        return (total + x, normalised) if fault == "sum" else (total, normalised + total)
+
+    monkeypatch.setattr(elementwise_kernel, "add_rms_norm", broken)
+    with torch.inference_mode():
+        shadow = fused(model)
+        shadow(ids)
+        assert called
+        called.clear()
+        assert close(shadow(ids).logits, model(ids).logits, torch.float32, 64)
+    assert not called
 
 
 def test_what_computes_something_else_keeps_its_code(monkeypatch):

@@ -17,26 +17,49 @@ from token_recycling.util.launch import launch
 GATED_BLOCK = 1024
 
 
-@triton.jit
-def _rms_norm(x, weight, out, size, epsilon, ADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Normalise one row."""
+# Whether something is added first is no constant, so that one kernel serves all norms.
+@triton.jit(do_not_specialize=["adds"])
+def _rms_norm(
+    x, residual, weight, sum_out, out, size, epsilon, adds, ADDED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Normalise one row, or the sum of two."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, BLOCK)
     inside = entry < size
-    values = tl.load(x + row * size + entry, mask=inside, other=0.0).to(tl.float32)
+    place = row * size + entry
+    kind = out.dtype.element_ty
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if adds != 0:
+        values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        values = values.to(kind).to(tl.float32)
+        tl.store(sum_out + place, values.to(kind), mask=inside)
     scale = tl.rsqrt(tl.sum(values * values, 0) / size + epsilon)
     weights = tl.load(weight + entry, mask=inside, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
     normalised = values * scale
     if ADDED == 0.0:
         normalised = normalised.to(kind).to(tl.float32)
     normalised = normalised * (weights + ADDED)
-    tl.store(out + row * size + entry, normalised.to(kind), mask=inside)
+    tl.store(out + place, normalised.to(kind), mask=inside)
 
 
 def norm_warps(block: int) -> int:
     """Return the warps of a norm over ``block`` numbers."""
     return min(16, max(1, block // 512))
+
+
+def _normalise(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, added: float
+) -> tuple[Tensor, Tensor]:
+    """Return a sum, if there is a residual, and its norm."""
+    size, out = x.shape[-1], torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    launch(
+        _rms_norm, (x.numel() // size,), x, x if residual is None else residual, weight, total, out,
+        size, epsilon, int(residual is not None), ADDED=added, BLOCK=block,
+        num_warps=norm_warps(block),
+    )  # fmt: skip
+    return total, out
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> Tensor:
@@ -51,14 +74,14 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
     Returns:
         Like ``x``. With ``added`` 0, it is rounded before it is multiplied by the weights.
     """
-    size, out = x.shape[-1], torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    rows = x.numel() // size
-    launch(
-        _rms_norm, (rows,), x, weight, out, size, epsilon, ADDED=added, BLOCK=block,
-        num_warps=norm_warps(block),
-    )  # fmt: skip
-    return out
+    return _normalise(x, None, weight, epsilon, added)[1]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, added: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return ``x + residual``, rounded, and its norm (see ``rms_norm``), both like ``x``."""
+    return _normalise(x, residual, weight, epsilon, added)
 
 
 STRIDES = [f"{a}_{b}" for a in ("query", "key") for b in ("row", "head", "token")]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import one_line
 from token_recycling.model.gpu.adjacent import JointProduct
+from token_recycling.model.gpu.residual import Sums, following_norms, layer_forward
 from token_recycling.model.known_forms import (
     GATED,
     PROJECTIONS,
@@ -27,7 +28,7 @@ from token_recycling.model.known_forms import (
     rotates,
     sample,
 )
-from token_recycling.model.shadow import replace_forward
+from token_recycling.model.shadow import BOUND, replace_forward, replacement
 from token_recycling.util.modes import without_autocast
 
 logger = logging.getLogger(__name__)
@@ -49,16 +50,23 @@ def cover(shadow: nn.Module) -> None:
     """
     device = next(shadow.parameters()).device
     known: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
+    sums = Sums()
     try:
         with torch.inference_mode(), without_autocast(device):
             for module in shadow.modules():
-                _cover(module, known)
+                _cover(module, known, sums)
+        for layer, following in following_norms(shadow):
+            behind = layer._modules["post_attention_layernorm"]
+            if (added := _added(behind)) is not None:
+                more = _added(following)
+                after = None if following is None or more is None else (following, more)
+                replace_forward(layer, _layer, sums, added, after)
     except Exception as error:  # Triton's compiler may raise anything
         reason = one_line(error, 200)
         logger.warning("Token Recycling: layers are computed by PyTorch: %s", reason)
 
 
-def _cover(module: nn.Module, known: dict[Any, Any]) -> None:
+def _cover(module: nn.Module, known: dict[Any, Any], sums: Sums) -> None:
     """Replace ``forward`` of a module of a known form; ``known``: results by class and shape."""
     weight = module._parameters.get("weight")
     if "Norm" in type(module).__name__ and weight is not None and _is_ours(weight):
@@ -67,7 +75,7 @@ def _cover(module: nn.Module, known: dict[Any, Any]) -> None:
             fits = weight.numel() <= LARGEST_NORM
             known[key] = added_to_weights(module, _kernels().rms_norm) if fits else None
         if known[key] is not None:
-            replace_forward(module, _norm, known[key])
+            replace_forward(module, _norm, known[key], sums)
     elif layers := linear_children(module, GATED):
         weight = layers[0]._parameters["weight"]
         if weight is not None and _is_ours(weight):
@@ -109,8 +117,33 @@ def _is_used(*tensors: Tensor | None) -> bool:
     )
 
 
-def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+def _added(norm: nn.Module | None) -> float | None:
+    """Return what is added to the weights of a norm that the kernel computes; None: it does not."""
+    if norm is None or replacement(norm) is not _norm:
+        return None
+    added: float = norm.__dict__[BOUND][0]
+    return added
+
+
+def _layer(
+    sums: Sums,
+    added: float,
+    following: tuple[nn.Module, float] | None,
+    layer: nn.Module,
+    stock: Any,
+    hidden_states: Tensor,
+    **others: Any,
+) -> Any:
+    """``forward`` of a layer whose sums are computed with norms (see ``residual``)."""
+    if _is_used(hidden_states):
+        return layer_forward(sums, added, following, layer, stock, hidden_states, **others)
+    return stock(hidden_states, **others)
+
+
+def _norm(added: float, sums: Sums, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of an RMS norm."""
+    if (known := sums.take(norm, inputs)) is not None:
+        return known
     weight = norm._parameters["weight"]
     if weight is not None and _is_used(inputs, weight):
         inputs = inputs.contiguous()  # heads and tokens may have changed places
