@@ -88,7 +88,8 @@ build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and compiled.
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -n 2 --dist worksteal \
 		tests/drafting/test_device_kernels.py tests/graph/test_device_step.py \
-		tests/model/test_gpu_attention.py tests/model/test_gpu_layers.py
+		tests/graph/test_compiled_kernels.py \
+		tests/model/test_gpu_attention.py tests/model/test_gpu_layers.py tests/model/test_cache_kernel.py
 	PYTHONPATH=build/triton:tests $(BIN)/python tests/drafting/compile_device_kernels.py
 
 test-gpu-smoke: .venv/ready ## The GPU smoke test (lab/gpu_smoke.py), dry: on a CPU.

@@ -25,6 +25,7 @@ from token_recycling.drafting.draft import chains
 from token_recycling.drafting.kernels.device import learn, propose
 from token_recycling.graph import kernels, tensors
 from token_recycling.graph.step import GraphStep, StepSpec
+from token_recycling.model.gpu.attention import paths_of
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.util.modes import ordinary_tensors
 
@@ -66,8 +67,13 @@ def test_drafts_may_share_their_rows_memory():
     assert not any(part.is_contiguous() for part in (draft.tokens, draft.depths, draft.ancestors))
     lengths = torch.tensor([6, 4])
     inputs = ({"full": AttentionWindow("full")}, lengths, draft, 16, None, torch.float32)
-    for found, expected in zip(kernels.layout(*inputs), tensors.layout(*inputs), strict=True):
+    *laid_out, (paths, depths) = kernels.layout(*inputs)
+    for found, expected in zip(laid_out, tensors.layout(*inputs)[:3], strict=True):
         assert found.equal(expected)
+    expected, path_depths = paths_of(draft.ancestors)
+    assert depths.equal(path_depths)
+    on_path = torch.arange(draft.size) < depths[:, :, None]
+    assert paths[on_path].equal(expected[on_path])
     choices = torch.tensor([[7, 9, 1], [8, 2, 1]])
     roots = [draft.tokens[:, 0].clone() for _ in range(2)]
     accepted, found = kernels.accept(draft, choices, roots[0])
@@ -118,8 +124,8 @@ def test_breaking_a_part_turns_this_red(monkeypatch, what):
     def broken_layout(windows, lengths, draft, *others):
         if what == "mask":
             draft = replace(draft, ancestors=torch.ones_like(draft.ancestors))
-        positions, slots, masks = layout(windows, lengths, draft, *others)
-        return positions + (what == "positions") * draft.depths, slots, masks
+        positions, slots, masks, paths = layout(windows, lengths, draft, *others)
+        return positions + (what == "positions") * draft.depths, slots, masks, paths
 
     def broken_commit(cache, path, counts):
         commit(cache, path * 0 if what == "commit" else path, counts)

@@ -19,11 +19,17 @@ from token_recycling import TokenRecycling
 from token_recycling.model import attention as packing
 from token_recycling.model.gpu import attention as gpu
 from token_recycling.model.gpu import attention_launch
-from token_recycling.model.gpu.attention_launch import attend, view_tree
+from token_recycling.model.gpu.attention_launch import attend
 from token_recycling.model.limits import AttentionWindow
 from token_recycling.model.masks import additive_masks
 
 WINDOWS = (AttentionWindow("full"), AttentionWindow("sliding", 9), AttentionWindow("chunked", 7))
+
+
+def view_tree(lengths, positions, ancestors, windows):
+    """What nodes see, for each of the windows."""
+    paths = gpu.paths_of(ancestors)
+    return [gpu.TreeView(lengths, positions, *paths, window) for window in windows]
 
 
 def a_tree(rng, batch, n):

@@ -22,6 +22,7 @@ from token_recycling.drafting.kernels.choice import interpreted
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import StepError, one_line
 from token_recycling.graph.drafting import drafts_on_device
+from token_recycling.model.gpu.attention import TreeView, paths_of
 from token_recycling.model.limits import attention_windows, position_limit, text_config
 from token_recycling.util.launch import KernelLaunch, collected
 
@@ -93,7 +94,7 @@ def launches_of_layers(config: Any, dtype: torch.dtype) -> list[KernelLaunch]:
         config: of a model; layers of another form than Llama's launch less, or something else.
         dtype: of its weights.
     """
-    from token_recycling.model.gpu import attention_launch, elementwise_kernel
+    from token_recycling.model.gpu import attention_launch, cache_kernel, elementwise_kernel
 
     config = text_config(config)
     heads, hidden = config.num_attention_heads, config.hidden_size
@@ -112,8 +113,10 @@ def launches_of_layers(config: Any, dtype: torch.dtype) -> list[KernelLaunch]:
         elementwise_kernel.rms_norm(x, x[0, 0], getattr(config, "rms_norm_eps", 1e-6))
         elementwise_kernel.rotary(query, new, angles, angles)
         elementwise_kernel.gated(gate, gate)
-        seen = (positions[:, 0], positions, draft.ancestors)
-        for view in attention_launch.view_tree(*seen, set(attention_windows(config).values())):
+        cache_kernel.write(keys, keys, query[:, :shared], query[:, :shared], positions[0])
+        paths = paths_of(draft.ancestors)
+        for window in set(attention_windows(config).values()):
+            view = TreeView(positions[:, 0], positions, *paths, window)
             attention_launch.attend(query, keys, keys, view, size**-0.5)
     return launches
 

@@ -31,6 +31,8 @@ def _layout(
     positions_out,
     slots_out,
     mask_out,
+    paths_out,
+    path_depths_out,
     batch,
     n,
     s,
@@ -38,9 +40,10 @@ def _layout(
     size,
     lowest,
     RULE: tl.constexpr,
+    NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the position, the slot and the mask of one node (see ``masks.additive_masks``)."""
+    """Write the position, slot, mask and path of one node (see ``masks``, ``gpu.paths_of``)."""
     row = tl.program_id(0)
     query = tl.program_id(1)
     end = longest(lengths, batch)
@@ -49,6 +52,11 @@ def _layout(
     tl.store(positions_out + row * n + query, position)
     if row == 0:
         tl.store(slots_out + query, end + query)
+    this = row * n + query
+    nodes = tl.arange(0, NODES)
+    on_path = tl.load(ancestors + this * n + nodes, mask=nodes < n, other=0).to(tl.int32)
+    tl.store(paths_out + this * n + tl.cumsum(on_path, 0) - 1, nodes, mask=on_path != 0)
+    tl.store(path_depths_out + this, tl.sum(on_path, 0))
     for begin in range(0, s, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
         inside = slot < s
@@ -174,13 +182,15 @@ def layout(
     slots: int,
     most: int | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor | dict[str, Tensor]]:
-    """Place a draft behind the longest row (see ``tensors.layout``)."""
+) -> tuple[Tensor, Tensor, Tensor | dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Place a draft behind the longest row (see ``tensors.layout``); return its paths too."""
     last = torch.iinfo(torch.int64).max if most is None else most - 1
     batch, n = draft.depths.shape
     # A drafter may return expanded tensors; the kernel steps from row to row.
     depths, ancestors = draft.depths.contiguous(), draft.ancestors.contiguous()
     positions, draft_slots = depths.new_empty((batch, n)), depths.new_empty(n)
+    paths = torch.zeros((batch, n, n), dtype=torch.int32, device=depths.device)
+    path_depths = depths.new_empty((batch, n), dtype=torch.int32)
     masks = {}
     for kind, window in windows.items():
         mask = depths.new_empty((batch, n, slots), dtype=dtype)
@@ -193,6 +203,8 @@ def layout(
             positions,
             draft_slots,
             mask,
+            paths,
+            path_depths,
             batch,
             n,
             slots,
@@ -200,11 +212,13 @@ def layout(
             window.size,
             torch.finfo(dtype).min,
             RULE=RULES[window.rule],
+            NODES=lanes(n, LEAST_NODES),
             BLOCK=SLOTS_AT_ONCE,
             num_warps=4,
         )
         masks[kind] = mask[:, None]
-    return positions, draft_slots, masks if len(masks) > 1 else next(iter(masks.values()))
+    mask_or_masks = masks if len(masks) > 1 else next(iter(masks.values()))
+    return positions, draft_slots, mask_or_masks, (paths, path_depths)
 
 
 def accept(draft: DraftTree, choices: Tensor, roots: Tensor) -> tuple[Accepted, Tensor]:

@@ -179,7 +179,7 @@ class GraphStep:
     def _verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node; the draft's slots follow the longest row."""
         target = self.target
-        positions, self.cache.writes_to.slots, masks = self._operations.layout(
+        positions, self.cache.writes_to.slots, masks, paths = self._operations.layout(
             target.windows,
             self.cache.lengths,
             draft,
@@ -188,5 +188,5 @@ class GraphStep:
             target.dtype,
         )
         pack_queries(masks)
-        add_views(masks, target.windows, self.cache.lengths, positions, draft.ancestors)
+        add_views(masks, target.windows, self.cache.lengths, positions, draft.ancestors, paths)
         return target.compute(draft.tokens, masks, positions, self.cache)

@@ -23,7 +23,7 @@ def layout(
     slots: int,
     most: int | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor | dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor | dict[str, Tensor], None]:
     """Place a draft of n nodes behind the longest row of a cache.
 
     Args:
@@ -36,7 +36,7 @@ def layout(
 
     Returns:
         Positions int64 [B, n], slots int64 [n], and additive masks [B, 1, n, s], a dict of these
-        by layer type if the model has several.
+        by layer type if the model has several; and None for paths (see ``kernels.layout``).
     """
     n = draft.size
     every = torch.arange(slots, device=lengths.device)
@@ -51,7 +51,7 @@ def layout(
     visible = torch.where(drafted[:, None], above, (every < lengths[:, None])[:, None])
     key_positions = torch.where(drafted, positions.gather(1, node), every)
     masks = additive_masks(windows, visible, positions, key_positions, dtype)
-    return positions, end + every[:n], masks
+    return positions, end + every[:n], masks, None
 
 
 def accept(draft: DraftTree, choices: Tensor, roots: Tensor) -> tuple[Accepted, Tensor]:

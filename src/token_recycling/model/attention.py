@@ -228,6 +228,7 @@ def add_views(
     lengths: Tensor,
     positions: Tensor,
     ancestors: Tensor,
+    paths: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Let packed queries be served by the kernel for GPUs, which reads no mask.
 
@@ -237,12 +238,10 @@ def add_views(
         lengths: int64 [B], committed entries; the draft follows the longest row.
         positions: int64 [B, n], of the nodes.
         ancestors: bool [B, n, n].
+        paths: the result of ``gpu.paths_of``, if it is known.
     """
     if not gpu.is_here(positions):
         return
-    from token_recycling.model.gpu.attention_launch import view_tree  # imports Triton
-
-    by_kind = _by_kind(masks, windows)
-    views = view_tree(lengths, positions, ancestors, [windows[kind] for kind in by_kind])
-    for mask, view in zip(by_kind.values(), views):
-        setattr(mask, VIEW, view)
+    paths = gpu.paths_of(ancestors) if paths is None else paths
+    for kind, mask in _by_kind(masks, windows).items():
+        setattr(mask, VIEW, gpu.TreeView(lengths, positions, *paths, windows[kind]))

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from token_recycling import defaults
+from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.model.cpu.elementwise import copy_heads
 from token_recycling.model.cpu.launch import recording
 
@@ -298,6 +299,14 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths)]
 
 
+def _fits(keys: Tensor, *states: Tensor) -> bool:
+    """Return whether the kernel can write the states of a step."""
+    return not torch.compiler.is_compiling() and all(
+        one.dtype == keys.dtype and one.stride(3) == 1 and one.shape[:3] == states[0].shape[:3]
+        for one in states
+    )
+
+
 class _FixedSlots:
     """Where a forward writes; common to all layers, which must not refer to their cache.
 
@@ -336,8 +345,14 @@ class _FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the states of one forward to the draft slots; return all entries."""
-        self.keys.index_copy_(2, self.writes_to.slots, key_states)
-        self.values.index_copy_(2, self.writes_to.slots, value_states)
+        slots = self.writes_to.slots
+        if has_device_kernels(self.keys.device) and _fits(self.keys, key_states, value_states):
+            from token_recycling.model.gpu.cache_kernel import write  # imports Triton
+
+            write(self.keys, self.values, key_states, value_states, slots)
+        else:
+            self.keys.index_copy_(2, slots, key_states)
+            self.values.index_copy_(2, slots, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

@@ -43,6 +43,16 @@ class TreeView(NamedTuple):
     window: AttentionWindow
 
 
+def paths_of(ancestors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the paths and depths of a ``TreeView``.
+
+    Args:
+        ancestors: bool [B, n, n]; each node is its own ancestor, and follows its parent.
+    """
+    paths = ancestors.logical_not().to(torch.int8).argsort(dim=2, stable=True)
+    return paths.int(), ancestors.sum(dim=2).int()
+
+
 def is_here(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is on a GPU that runs our kernel."""
     return (

@@ -28,16 +28,6 @@ from token_recycling.util.vector import longest
 VARYING = ["n", "batch", "spans", "tiles"]
 
 
-@triton.jit(do_not_specialize=["ancestors", "n"])
-def paths_kernel(ancestors, paths, depths, n, NODES: tl.constexpr):
-    """Write the ancestors of one node as a list, and their number."""
-    row = tl.program_id(0) * n
-    node = tl.arange(0, NODES)
-    above = tl.load(ancestors + row + node, mask=node < n, other=0).to(tl.int32)
-    tl.store(paths + row + tl.cumsum(above, 0) - 1, node, mask=above != 0)
-    tl.store(depths + tl.program_id(0), tl.sum(above, 0))
-
-
 @triton.jit
 def _add_keys(
     q,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
@@ -12,10 +11,8 @@ import triton
 from torch import Tensor
 
 from token_recycling.model.gpu.attention import TreeView
-from token_recycling.model.gpu.attention_kernel import attend_kernel, combine_kernel, paths_kernel
-from token_recycling.model.limits import AttentionWindow
+from token_recycling.model.gpu.attention_kernel import attend_kernel, combine_kernel
 from token_recycling.util.launch import launch
-from token_recycling.util.vector import LEAST_NODES, lanes
 
 RULES = {"full": 0, "sliding": 1, "chunked": 2}  # of windows, as constants of kernels
 QUERIES, KEYS = 64, 64  # of a program at once, at most; KEYS divides BLOCK
@@ -73,33 +70,6 @@ def blocks(size: int, dtype: torch.dtype, memory: int = 0) -> Blocks:
     if size > 128:
         return Blocks(QUERIES // 4, keys, 4, 2)
     return Blocks(QUERIES, KEYS if memory >= LARGE_MEMORY else keys, 4, 3)
-
-
-def view_tree(
-    lengths: Tensor, positions: Tensor, ancestors: Tensor, windows: Iterable[AttentionWindow]
-) -> list[TreeView]:
-    """Return what the nodes of drafts see, for each of ``windows``.
-
-    Args:
-        lengths: int64 [B], committed entries; the draft follows the longest sequence.
-        positions: int64 [B, n], of the nodes.
-        ancestors: bool [B, n, n]; each node is its own ancestor, and follows its parent.
-        windows: of the layers.
-    """
-    batch, n, _ = ancestors.shape
-    paths = torch.zeros(batch, n, n, dtype=torch.int32, device=ancestors.device)
-    depths = torch.empty(batch, n, dtype=torch.int32, device=ancestors.device)
-    launch(
-        paths_kernel,
-        (batch * n,),
-        ancestors.contiguous(),
-        paths,
-        depths,
-        n,
-        NODES=lanes(n, LEAST_NODES),
-        num_warps=1,
-    )
-    return [TreeView(lengths, positions, paths, depths, window) for window in windows]
 
 
 def span_begin(span: int) -> int:
