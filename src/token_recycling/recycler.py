@@ -214,9 +214,11 @@ class TokenRecycling(DecodingMethod):
             TokenRecyclingError: the checkpoint cannot be loaded, or as in ``__init__``.
         """
         recycling_options = {name: options.pop(name) for name in Options.names() if name in options}
+        given = Options.of(recycling_options)
         plan = planned(name_or_path, device, dtype, **options)
-        if plan is not None and Options.of(recycling_options).graphs_on(plan.device):
-            compile_ahead(plan.config, plan.dtype, recycling_options.get("k"))
+        if plan is not None and given.graphs_on(plan.device):
+            drafts = given.drafter == AdaptiveDrafter.name
+            compile_ahead(*plan, given.k or defaults.CANDIDATES if drafts else None)
         try:
             model, tokenizer = load_checkpoint(
                 name_or_path, device, dtype, dequantize=dequantize, **options
@@ -230,7 +232,13 @@ class TokenRecycling(DecodingMethod):
         recycler.warm()
         return recycler
 
-    def warm(self, rows: Iterable[int] = (1,), *, seconds: float = defaults.WARM_SECONDS) -> None:
+    def warm(
+        self,
+        rows: Iterable[int] = (1,),
+        sizes: Iterable[int] = (),
+        *,
+        seconds: float = defaults.WARM_SECONDS,
+    ) -> None:
         """Prepare what answers on a GPU will need, so that the first ones are fast.
 
         Waits for kernels, which Triton compiles once on a machine, and captures the steps with
@@ -239,6 +247,7 @@ class TokenRecycling(DecodingMethod):
 
         Args:
             rows: numbers of prompts that will be decoded as one batch.
+            sizes: tokens that steps verify per prompt; none: the size with which answers begin.
             seconds: that kernels are waited for at most; answers are decoded by captured plain
                 steps until they are there.
 
@@ -247,7 +256,7 @@ class TokenRecycling(DecodingMethod):
         """
         begun = perf_counter()
         with self._locked(), ordinary_tensors():
-            if self.refusal() is None and self.runs.warm(rows, seconds):
+            if self.refusal() is None and self.runs.warm(rows, sizes, seconds):
                 logger.info("kernels and steps prepared in %.1f s", perf_counter() - begun)
 
     def reset(self) -> None:

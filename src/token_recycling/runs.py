@@ -138,14 +138,14 @@ class Runs:
         if self.latest == run and isinstance(self.target, TreeTarget):
             self._prefix = PrefixCache(self.target, sequence.tokens[:-1])
 
-    def warm(self, rows: Iterable[int], seconds: float) -> bool:
+    def warm(self, rows: Iterable[int], sizes: Iterable[int], seconds: float) -> bool:
         """Prepare the first steps on a GPU (see ``TokenRecycling.warm``); return whether it did."""
         graph = self.graph_decoder()
         if graph is None or self.target.device.type != "cuda":
             return False
         self.forget()
         try:
-            graph.warm(rows, seconds)
+            graph.warm(rows, sizes, seconds)
         except GraphError:
             return False  # the first answer says why
         return True

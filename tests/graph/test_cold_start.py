@@ -102,7 +102,7 @@ def answers(loaded, clock, rows, count, *, warm, **options):
         size = AutoSize(recycler.drafter.acceptance, CostCurve.assumed("cuda"), captured=True)
         recycler.runs.size = size
     if warm:
-        recycler.runs.graph_decoder().warm([rows], LOADING)
+        recycler.runs.graph_decoder().warm([rows], [], LOADING)
     asked = [[{"role": "user", "content": ask.format(of)}] for ask in ASKED for of in SUBJECTS]
     found = []
     for number in range(count):

@@ -7,19 +7,20 @@ import logging
 import os
 from collections import defaultdict
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
 import torch
 
-from token_recycling import defaults
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import chains
 from token_recycling.drafting.kernels.choice import interpreted
 from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.none import NoDrafter
 from token_recycling.errors import StepError, one_line
 from token_recycling.graph.drafting import drafts_on_device
 from token_recycling.model.gpu.attention import TreeView, paths_of
@@ -44,17 +45,18 @@ class Compilers:
     def __init__(self, threads: int) -> None:
         """Start no thread before there is something to compile."""
         self._most = threads
-        self._queue: SimpleQueue[tuple[Future[None], KernelLaunch] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future[None], KernelLaunch, torch.device] | None]
+        self._queue = SimpleQueue()
         self._threads: list[Thread] = []
         self._locks: defaultdict[Any, Lock] = defaultdict(Lock)  # one variant at a time, by kernel
         self._ended = False
 
-    def submit(self, launches: list[KernelLaunch]) -> list[Future[None]]:
-        """Compile the kernels of ``launches``; an error is that of its future."""
+    def submit(self, launches: list[KernelLaunch], device: torch.device) -> list[Future[None]]:
+        """Compile the kernels of ``launches`` for a GPU; an error is that of its future."""
         futures: list[Future[None]] = []
         for launch in launches:
             futures.append(Future())
-            self._queue.put((futures[-1], launch))
+            self._queue.put((futures[-1], launch, device))
         if launches and not self._threads:
             atexit.register(self.end)
             for number in range(self._most):
@@ -74,9 +76,10 @@ class Compilers:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None and not self._ended:
-            future, launch = job
+            future, launch, device = job
+            on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
             try:
-                with self._locks[launch.kernel]:
+                with on_device, self._locks[launch.kernel]:
                     launch.compile()
             except BaseException as error:  # compilers may raise anything
                 future.set_exception(error)
@@ -170,6 +173,7 @@ class StepKernels:
     def __init__(
         self,
         config: Any,
+        device: torch.device,
         dtype: torch.dtype,
         drafter: AnyDrafter,
         vocab_size: int,
@@ -179,7 +183,8 @@ class StepKernels:
 
         Args:
             config: of the model.
-            dtype: of its weights.
+            device: where its weights are.
+            dtype: of these.
             drafter: of any kind.
             vocab_size: V.
             logits: dtype of the logits; None: ``dtype``.
@@ -193,7 +198,9 @@ class StepKernels:
             if drafts_on_device(drafter, 1):
                 drafts = launches_of_drafts(drafter, vocab_size, logits or dtype)
                 drafts.sort(key=lambda launch: launch.coalesce)  # those that take longest first
-        self._layers, self._steps, self._drafts = map(compilers.submit, (layers, steps, drafts))
+        self._layers, self._steps, self._drafts = (
+            compilers.submit(launches, device) for launches in (layers, steps, drafts)
+        )
 
     def wait_for_steps(self) -> None:
         """Wait for what plain steps launch: about two seconds, once on a machine.
@@ -230,19 +237,22 @@ def _check(futures: list[Future[None]]) -> None:
             raise StepError(one_line(error, 200)) from error
 
 
-def compile_ahead(config: Any, dtype: torch.dtype, k: int | None = None) -> None:
+def compile_ahead(config: Any, device: torch.device, dtype: torch.dtype, k: int | None) -> None:
     """Begin to compile for a model whose weights are not loaded yet, by its configuration.
 
     What this turns out not to be compiled for is compiled when the model is there.
 
     Args:
         config: of the model.
-        dtype: of its weights, as far as known.
-        k: candidates per entry of the matrix; None: the default.
+        device: where its weights will be.
+        dtype: of these, as far as known.
+        k: candidates per entry of the default drafter's matrix; None: another drafter is used.
     """
     try:
         vocab_size = int(text_config(config).vocab_size)
-        k = min(defaults.CANDIDATES if k is None else k, vocab_size)
-        StepKernels(config, dtype, AdaptiveDrafter(AdjacencyMatrix(vocab_size, k)), vocab_size)
+        drafter: AnyDrafter = NoDrafter()
+        if k is not None:
+            drafter = AdaptiveDrafter(AdjacencyMatrix(vocab_size, min(k, vocab_size)))
+        StepKernels(config, device, dtype, drafter, vocab_size)
     except Exception as error:  # a model of an unknown kind, which may be refused later
         logger.debug("nothing is compiled ahead: %s", one_line(error, 200))

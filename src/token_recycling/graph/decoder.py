@@ -78,25 +78,28 @@ class GraphDecoder:
         size = self.size.typical(self._draft_size) or self._full_size
         self._draft_size = min(size, self._full_size)
 
-    def warm(self, rows: Iterable[int], seconds: float) -> None:
+    def warm(self, rows: Iterable[int], sizes: Iterable[int], seconds: float) -> None:
         """Wait for kernels, and capture the steps with which answers will begin.
 
         The target's context is dropped.
 
         Args:
             rows: numbers of rows that will be decoded together.
+            sizes: tokens that steps verify per row; none: the size with which answers begin.
             seconds: that kernels are waited for at most; until they are there, steps are plain.
 
         Raises:
             GraphError: a step cannot be captured.
         """
         self.pool.wait(seconds)
+        given = tuple(sizes)
         for count in rows:
             sequences = [Sequence([0, 0]) for _ in range(padded_rows(count))]
             self._choose_size(count)
             try:
                 self.target.prefill([[0]] * count)
-                self.pool.get(sequences, [], self.next_size, TokenChoice())
+                for size in given or (self.next_size,):
+                    self.pool.get(sequences, [], size, TokenChoice())
             finally:
                 self.target.reset()
 

@@ -81,7 +81,7 @@ class StepPool:
         if has_device_kernels(target.device):
             dtype = torch.float32 if isinstance(target.lm_head, Float32Head) else target.dtype
             self._kernels = StepKernels(
-                model.config, target.dtype, drafter, target.vocab_size, dtype
+                model.config, target.device, target.dtype, drafter, target.vocab_size, dtype
             )
         self._drafts_on_device = self._kernels is not None and drafts_on_device(drafter, 1)
         if self._drafts_on_device and target.device.type == "cuda" and drafter.matrix is not None:
@@ -121,10 +121,10 @@ class StepPool:
         if (addresses := self._captured_addresses()) != self._addresses:
             self._steps, self._failed, self._addresses = {}, {}, addresses
             self._matrix = None
+        kernels, drafts = self._kernels_ready(), self._drafts(size)
+        size = 1 if drafts == "none" else size
         slots = self._slots(sequences, size)
-        spec = StepSpec(
-            len(sequences), slots, size, self._kernels_ready(), self._drafts(size), choice
-        )
+        spec = StepSpec(len(sequences), slots, size, kernels, drafts, choice)
         while True:
             known = spec in self._failed
             try:
