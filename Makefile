@@ -7,7 +7,7 @@ REPOSITORY ?= your-name/token-recycling
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-slow test-real test-real-vllm test-models test-versions test-quantised
-.PHONY: test-clients test-examples test-server test-vllm test-sglang test-engines test-device-kernels test-gpu-smoke test-all
+.PHONY: test-clients test-examples test-server test-vllm test-sglang test-engines test-device-kernels test-compiled-kernels test-gpu-smoke test-all
 .PHONY: lint format models train fit bench api hub clean
 
 help: ## Show this list.
@@ -91,6 +91,10 @@ test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and
 		tests/graph/test_compiled_kernels.py \
 		tests/model/test_gpu_attention.py tests/model/test_gpu_layers.py tests/model/test_cache_kernel.py
 	PYTHONPATH=build/triton:tests $(BIN)/python tests/drafting/compile_device_kernels.py
+
+test-compiled-kernels: build/triton/ready ## How many kernels a GPU needs, and the seconds to compile them.
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -n 2 --dist worksteal \
+		tests/graph/test_compiled_kernels.py tests/model/test_cache_kernel.py
 
 test-gpu-smoke: .venv/ready ## The GPU smoke test (lab/gpu_smoke.py), dry: on a CPU.
 	rm -f build/gpu-smoke.json

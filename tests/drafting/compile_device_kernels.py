@@ -5,8 +5,8 @@ python tests/drafting/compile_device_kernels.py [NAME…]    (make test-device-k
 NAME…: only kernels whose names contain one of them.
 
 What is compiled is what steps launch, with the arguments that these have, for several models and
-numbers of candidates. Exits with 1 if a kernel does not compile or keeps registers in memory
-(spills).
+numbers of candidates. Exits with 1 if a kernel does not compile or keeps more than ``FEW`` bytes of
+its registers in memory (spills).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 VOCABULARY = 128_256
+# Of a thread: NVIDIA's assembler keeps a few values in memory to use fewer registers.
+FEW = 32
 
 
 class NoGPU:
@@ -140,14 +142,14 @@ def main():
             launch.compile()
             for compiled in variants(kernel)[len(before) :]:
                 registers, spilled = resources(compiled, target)
-                failed += spilled > 0
+                failed += spilled > FEW
                 print(
                     f"{kernel.__name__:15} {name:25} {target.backend + ' ' + str(target.arch):11} "
                     f"{registers:9} {compiled.metadata.shared:7} {spilled:7}",
                     flush=True,
                 )
     if failed:
-        print(f"{failed} kernels keep registers in memory")
+        print(f"{failed} kernels keep more than {FEW} bytes of their registers in memory")
     return failed > 0
 
 
