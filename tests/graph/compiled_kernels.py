@@ -6,6 +6,7 @@ configuration, then what was launched. Without TRITON_INTERPRET; one thread.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import pickle
@@ -56,19 +57,37 @@ def pickled(kernel: Any, grid: Any, args: Any, options: Any, coalesce: bool) -> 
     return kernel.fn.__module__, kernel.fn.__name__, grid, known, options, coalesce
 
 
-def main() -> None:
-    """Compile, and count."""
-    recorded: Recorded = pickle.load(sys.stdin.buffer)
+def no_gpu() -> None:
+    """Compile for an H100 that is not here."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from drafting.compile_device_kernels import NoGPU, variants
+    from drafting.compile_device_kernels import NoGPU
+
+    driver.set_active(NoGPU(GPUTarget("cuda", 90, 32)))
+
+
+def leave() -> None:
+    """Begin to compile in threads, and end the process; print the seconds until then."""
+    recorded: Recorded = pickle.load(sys.stdin.buffer)
+    no_gpu()
+    from token_recycling.graph import compilation
+
+    compilation.compile_ahead(recorded.config, torch.device("cpu"), recorded.dtype, recorded.k)
+    print(len(compilation.compilers._threads), flush=True)
+    atexit.register(lambda: print(compilation.compilers._queue.qsize()))
+
+
+def main() -> None:
+    """Compile, and count."""
+    recorded: Recorded = pickle.load(sys.stdin.buffer)
+    no_gpu()
+    from drafting.compile_device_kernels import variants
     from token_recycling import AdjacencyMatrix
     from token_recycling.drafting.adaptive import AdaptiveDrafter
     from token_recycling.graph import compilation
     from token_recycling.util.launch import KernelLaunch
 
-    driver.set_active(NoGPU(GPUTarget("cuda", 90, 32)))
     torch.set_num_threads(1)
     vocabulary = recorded.config.vocab_size
     drafter = AdaptiveDrafter(AdjacencyMatrix(vocabulary, recorded.k))

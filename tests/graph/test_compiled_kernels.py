@@ -38,20 +38,22 @@ STEPS = [(1, 1, 33), (1, 2, 16), (1, 33, 7), (1, 48, 32), (1, 64, 33), (4, 1, 7)
 STEPS += [(16, 1, 16), (16, 4, 3)]
 
 
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=4096,
+)
+
+
 def recorded(monkeypatch):
     """What a model launches that reads prompts and takes steps."""
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-    )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(CONFIG).eval()
     recycler = TokenRecycling(model, graph=False)
     target = recycler.target
     target.recordings = None
@@ -76,18 +78,18 @@ def recorded(monkeypatch):
         with ordinary_tensors(), torch.no_grad():
             step.begin([Sequence(prompt) for prompt in prompts], [])
             step()
-    return Recorded(config, model.dtype, recycler.drafter.k, launches)
+    return Recorded(CONFIG, model.dtype, recycler.drafter.k, launches)
 
 
-def compiled(recorded, folder):
-    """What ``compiled_kernels`` says of it, with an empty cache."""
+def compiled(recorded, folder, what="main"):
+    """What ``compiled_kernels`` prints about it, with an empty cache."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     del environment["TRITON_INTERPRET"]
     tests = Path(__file__).parents[1]
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(tests), str(tests / "graph"), environment["PYTHONPATH"]]
     )
-    script = "import compiled_kernels; compiled_kernels.main()"
+    script = f"import compiled_kernels; compiled_kernels.{what}()"
     process = subprocess.run(
         [sys.executable, "-c", script],
         input=pickle.dumps(recorded),
@@ -95,14 +97,24 @@ def compiled(recorded, folder):
         env=environment,
     )
     assert process.returncode == 0, process.stderr.decode()[-2000:]
-    return json.loads(process.stdout.splitlines()[-1])
+    return process.stdout.decode().splitlines()
 
 
 def test_all_steps_share_kernels_that_are_compiled_ahead(monkeypatch, tmp_path):
-    found = compiled(recorded(monkeypatch), tmp_path)
+    found = json.loads(compiled(recorded(monkeypatch), tmp_path)[-1])
     print(found)
     assert set(found["used"]) == set(found["ahead"])  # nothing is compiled in vain
     assert found["all"] == found["ahead"]  # and nothing later
     assert sum(found["all"].values()) <= MOST_KERNELS
     assert sum(found["seconds"].values()) <= MOST_SECONDS
     assert max(found["seconds"].values()) <= LONGEST
+
+
+def test_a_process_that_ends_does_not_wait_for_kernels(tmp_path):
+    """It finishes those that are being compiled, and drops the others."""
+    threads, waiting = map(
+        int, compiled(Recorded(CONFIG, torch.float32, 12, []), tmp_path, "leave")
+    )
+    assert threads >= 1
+    assert waiting >= 5
+    assert len(list(tmp_path.rglob("*.cubin"))) <= MOST_KERNELS - waiting
