@@ -111,6 +111,8 @@ class TokenRecycling(DecodingMethod):
             drafter, size = drafter_and_size(given, self.target, matrix, self.template)
         device = self.target.device
         self.runs = Runs(self.target, drafter, size, given.graphs_on(device))
+        if device.type == "cuda":
+            self.runs.graph_decoder()  # kernels begin to be compiled
         self.stats = Stats()
         self.warned: set[str] = set()
         self.disabled = False

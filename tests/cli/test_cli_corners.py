@@ -16,7 +16,7 @@ import time
 import pytest
 
 from command import ENVIRONMENT
-from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
+from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError, recycler
 from token_recycling.bench.prompts import DEMO
 from token_recycling.checkpoint import load
 from token_recycling.cli import completion, main, progress, show
@@ -214,7 +214,7 @@ class TestProgress:
         assert err == ("" if cached else looks) + said
 
     def test_a_folder_is_not_looked_for(self, capsys, monkeypatch, tmp_path):
-        monkeypatch.setattr(load, "load_checkpoint", no_model)
+        monkeypatch.setattr(recycler, "load_checkpoint", no_model)
         (tmp_path / "config.json").write_text("{}")
         assert call(capsys, "-p", "Hello", "-m", tmp_path)[2] == "error: no model\n"
 
@@ -231,7 +231,7 @@ class TestProgress:
     ],
 )
 def test_a_wrong_option_is_reported_before_a_model_is_loaded(capsys, monkeypatch, options, error):
-    monkeypatch.setattr(load, "load_checkpoint", no_model)
+    monkeypatch.setattr(recycler, "load_checkpoint", no_model)
     code, _, err = call(capsys, "-p", "Hello", *options)
     assert code == 2
     assert err.startswith(f"error: {error}")
@@ -383,7 +383,7 @@ class TestInterrupted:
         def interrupted(*arguments, **options):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(load, "load_checkpoint", interrupted)
+        monkeypatch.setattr(recycler, "load_checkpoint", interrupted)
         assert call(capsys, *arguments) == (130, "", "interrupted\n")
 
     def test_generate_saves_what_was_learnt(self, capsys, monkeypatch, tmp_path):
@@ -435,8 +435,7 @@ class TestInterrupted:
         code = """if True:
             import os, signal, sys
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            from token_recycling import cli
-            from token_recycling.checkpoint import load
+            from token_recycling import cli, recycler
 
             def swallowing(*arguments, **options):
                 try:
@@ -444,7 +443,7 @@ class TestInterrupted:
                 except KeyboardInterrupt as error:
                     raise ModuleNotFoundError("Could not import module") from error
 
-            load.load_checkpoint = swallowing
+            recycler.load_checkpoint = swallowing
             sys.argv = ["token-recycling", "The king"]
             cli.main()
         """
@@ -668,7 +667,7 @@ def test_a_prompt_without_quotes(capsys):
 
 def test_folders_that_cannot_be_written_to_are_noticed_early(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    monkeypatch.setattr(load, "load_checkpoint", no_model)
+    monkeypatch.setattr(recycler, "load_checkpoint", no_model)
     said = call(capsys, "The king", "--matrix", tmp_path / "m")[2]
     assert said == f"error: the folder of the matrix file cannot be written to: {tmp_path}\n"
     said = call(capsys, "bench", "-o", tmp_path / "a" / "b")[2]

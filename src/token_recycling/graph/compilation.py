@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from queue import SimpleQueue
@@ -193,8 +194,8 @@ class StepKernels:
         steps: list[KernelLaunch] = []
         drafts: list[KernelLaunch] = []
         if not interpreted():
-            layers = launches_of_layers(config, dtype)
-            steps = launches_around_layers(config, dtype)
+            layers = _if_known(launches_of_layers, config, dtype)
+            steps = _if_known(launches_around_layers, config, dtype)
             if drafts_on_device(drafter, 1):
                 drafts = launches_of_drafts(drafter, vocab_size, logits or dtype)
                 drafts.sort(key=lambda launch: launch.coalesce)  # those that take longest first
@@ -227,6 +228,17 @@ class StepKernels:
     def wait(self, seconds: float) -> None:
         """Wait for all kernels, for at most so many seconds."""
         wait([*self._layers, *self._steps, *self._drafts], seconds)
+
+
+def _if_known(
+    launches: Callable[[Any, torch.dtype], list[KernelLaunch]], config: Any, dtype: torch.dtype
+) -> list[KernelLaunch]:
+    """Return launches; none, as they are compiled when needed, if a configuration lacks shapes."""
+    try:
+        return launches(config, dtype)
+    except Exception as error:  # whatever unknown configurations raise
+        logger.debug("kernels are not compiled ahead: %s", one_line(error, 200))
+        return []
 
 
 def _check(futures: list[Future[None]]) -> None:

@@ -34,6 +34,7 @@ SPARE_SLOTS = 64  # spare slots of a new cache beyond the first step
 # Steps that are kept: all sizes for two or three numbers of rows. Those for as many rows and slots
 # share a cache, and all share the drafter's matrix and the memory of intermediate results.
 MOST_STEPS = 16
+MOST_SLOTS = 65_536  # of the caches of kept steps, rows times slots; more only for a single step
 MOST_ROWS = 16  # that are padded to a power of two, so that few numbers of rows are captured
 
 
@@ -181,9 +182,15 @@ class StepPool:
         if step is None:
             step = self._make(spec)
         self._steps[spec] = step  # most recently used last
-        while len(self._steps) > MOST_STEPS:
+        while len(self._steps) > 1 and not self._fits():
             del self._steps[next(iter(self._steps))]
         return step
+
+    def _fits(self) -> bool:
+        """Return whether the kept steps are few, and their caches small."""
+        caches = {id(step.step.cache): step.step.cache for step in self._steps.values()}
+        slots = sum(cache.batch * cache.slots for cache in caches.values())
+        return len(self._steps) <= MOST_STEPS and slots <= MOST_SLOTS
 
     def _captured_addresses(self) -> list[Any]:
         """Return what captured steps were made for, which a replay would not notice."""

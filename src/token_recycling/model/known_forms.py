@@ -120,7 +120,8 @@ def replace_rotary(
     if stock not in known:
         # With the size of the model's heads, as a GPU's kernels are compiled for each size.
         size = getattr(attention, "head_dim", None) or 8
-        known[stock] = _is_rotary(stock, rotary, size, torch.empty(0) if like is None else like)
+        like = torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like
+        known[stock] = _is_rotary(stock, rotary, size, like)
     if known[stock]:
         replace_globals(attention, {ROTARY: partial(call, stock)})
 
