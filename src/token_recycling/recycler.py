@@ -28,10 +28,10 @@ from token_recycling.decoding.text import Batch, Prompt, is_batch
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
+from token_recycling.drafting.size.auto import GRAPH_SIZES
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.graph.compilation import compile_ahead
-from token_recycling.graph.drafting import MOST_NODES as MOST_DRAFTED
 from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepare_call
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve, warn_plain
@@ -134,8 +134,8 @@ class TokenRecycling(DecodingMethod):
         forward contains: other nodes, other rows of a batch. It is found out when the model is
         loaded and when an answer begins after it has changed, and is False between such a change
         and that answer. On a CPU it is False for steps as graphs and for drafts of more than 128
-        tokens. On a GPU each size of an automatic draft is tried, alone and in batches of 4 and 16
-        (see ``probe.SHAPES``); it is False for drafts of more than 64 tokens.
+        tokens. On a GPU the sizes of captured steps are tried, alone and in batches of up to 16
+        prompts and 256 tokens (see ``probe.SHAPES``); it is False for steps of other sizes.
         """
         target = self.target
         changed = isinstance(target, TreeTarget) and (
@@ -148,7 +148,7 @@ class TokenRecycling(DecodingMethod):
         nodes = defaults.MOST_NODES if self.options.nodes is None else self.options.nodes
         largest = nodes + 1 if self.template is None else self.template.size
         if self.target.device.type == "cuda":  # captured steps run the kernels of eager ones
-            fits = self.options.nodes is None or largest <= MOST_DRAFTED
+            fits = self.runs.graphs and (self.options.nodes is None or largest in GRAPH_SIZES)
         else:
             fits = largest <= MOST_TOKENS and not self.runs.graphs
         return self.target.batch_invariant and fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.base import DraftSize, FixedSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
-from token_recycling.errors import GraphError, TokenRecyclingError
+from token_recycling.errors import GraphError, TokenRecyclingError, one_line
 from token_recycling.graph.decoder import GraphDecoder, can_capture
 from token_recycling.model.base import OnProgress, Target
 from token_recycling.model.cpu.layers import MULTIPLE
@@ -30,6 +31,7 @@ from token_recycling.model.prefix_cache import PrefixCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.options import Options
 
+logger = logging.getLogger(__name__)
 Steps = Generator[Step, None, None]
 
 
@@ -146,8 +148,9 @@ class Runs:
         self.forget()
         try:
             graph.warm(rows, sizes, seconds)
-        except GraphError:
-            return False  # the first answer says why
+        except Exception as error:  # of the device; the first answer says why
+            logger.debug("steps are not prepared: %s", one_line(error, 200))
+            return False
         return True
 
     def graph_decoder(self) -> GraphDecoder | None:

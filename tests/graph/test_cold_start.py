@@ -142,7 +142,7 @@ def test_patience_for_every_answer_turns_this_red(loaded, monkeypatch):
     cold(monkeypatch, clock)
     found = answers(loaded, clock, 1, 25, warm=False)
     assert not is_fast(found)
-    assert sum(one.against_plain < 0.95 for one in found[1:8]) > 3
+    assert sum(one.against_plain < 0.95 for one in found[1:8]) >= 3
 
 
 def test_without_warming_answers_are_plain_until_kernels_are_there(loaded, monkeypatch):

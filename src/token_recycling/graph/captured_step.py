@@ -21,15 +21,31 @@ from token_recycling.util.modes import ordinary_tensors
 WARM_UP = 2  # runs before the capture: the first one chooses kernels, the second one uses them
 
 
-def graph_memory(device: torch.device) -> Any:
-    """Return a pool of memory for the intermediate results of several graphs of a device.
+class GraphMemory:
+    """The stream on which steps of a device are captured, and the memory of their graphs.
 
-    They can share it, since only one runs at a time and its output is read before another one.
+    Graphs can share the memory of intermediate results, since only one runs at a time and its
+    output is read before another one. PyTorch uses freed memory again on the same stream only.
+
+    Attributes:
+        stream: None where nothing is captured.
+        handle: of a pool of memory.
     """
-    if device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        return torch.cuda.graph_pool_handle()
+
+    def __init__(self, device: torch.device) -> None:
+        """Make a stream, if the device is a GPU."""
+        self._device = device
+        self.stream: Any = None
+        self.handle: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.renew()
+
+    def renew(self) -> None:
+        """Use another pool from now on: one whose capture has failed cannot be used again."""
+        if self.stream is not None:
+            with torch.cuda.device(self._device):
+                self.handle = torch.cuda.graph_pool_handle()
 
 
 @contextmanager
@@ -66,15 +82,16 @@ class CapturedStep:
         lag: steps by which the host may be behind.
     """
 
-    def __init__(self, step: GraphStep, memory: Any = None) -> None:
+    def __init__(self, step: GraphStep, memory: GraphMemory | None = None) -> None:
         """Warm up, with no active rows, so that nothing is learnt or committed, and capture.
 
         Args:
             step: what runs.
-            memory: of ``graph_memory``; None: the step's own.
+            memory: what it shares with others; None: its own.
         """
-        self.step, self._memory = step, memory
+        self.step = step
         device = step.target.device
+        self._memory = GraphMemory(device) if memory is None else memory
         cuda = device.type == "cuda"
         # Streams, captures and events use the current device, so select ours.
         self._on_device = partial(torch.cuda.device, device) if cuda else nullcontext
@@ -95,18 +112,19 @@ class CapturedStep:
             return self.step.run()
 
     def _capture(self) -> Tensor:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        memory, side = self._memory, self._memory.stream
         current = torch.cuda.current_stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
                 self._run()
         current.wait_stream(side)
-        for attempt in range(2):
+        first: RuntimeError | None = None
+        for _ in range(2):
             self._graph = torch.cuda.CUDAGraph()
             capture = torch.cuda.graph(
                 self._graph,
-                pool=self._memory,
+                pool=memory.handle,
                 stream=side,
                 capture_error_mode="thread_local",
             )
@@ -115,12 +133,14 @@ class CapturedStep:
                 with uncollected(), torch.cuda.stream(current), capture:
                     return self._run()
             except torch.OutOfMemoryError:
+                memory.renew()
                 raise
-            except RuntimeError:
-                if attempt:
-                    raise
+            except RuntimeError as error:
+                memory.renew()
+                first = first or error
                 torch.cuda.synchronize()
-        raise AssertionError("the second attempt returns or raises")
+        assert first is not None
+        raise first
 
     def replay(self) -> Tensor:
         """Run the step; return its output on the device."""

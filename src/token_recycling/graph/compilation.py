@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -49,15 +50,23 @@ class Compilers:
         self._queue: SimpleQueue[tuple[Future[None], KernelLaunch, torch.device] | None]
         self._queue = SimpleQueue()
         self._threads: list[Thread] = []
+        self._known: dict[Any, Future[None]] = {}
         self._locks: defaultdict[Any, Lock] = defaultdict(Lock)  # one variant at a time, by kernel
         self._ended = False
 
     def submit(self, launches: list[KernelLaunch], device: torch.device) -> list[Future[None]]:
         """Compile the kernels of ``launches`` for a GPU; an error is that of its future."""
-        futures: list[Future[None]] = []
+        if device.type == "cuda" and device.index is None:  # another one may be current in a thread
+            device = torch.device("cuda", torch.cuda.current_device())
+        futures = []
         for launch in launches:
-            futures.append(Future())
-            self._queue.put((futures[-1], launch, device))
+            key = launch.signature, device
+            if key not in self._known:
+                self._known[key] = Future()
+                if self._ended:
+                    self._known[key].cancel()
+                self._queue.put((self._known[key], launch, device))
+            futures.append(self._known[key])
         if launches and not self._threads:
             atexit.register(self.end)
             for number in range(self._most):
@@ -74,12 +83,14 @@ class Compilers:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        for future in self._known.values():
+            future.cancel()  # of those that were not begun
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None and not self._ended:
             future, launch, device = job
-            on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
             try:
+                on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
                 with on_device, self._locks[launch.kernel]:
                     launch.compile()
             except BaseException as error:  # compilers may raise anything
@@ -197,7 +208,8 @@ class StepKernels:
             layers = _if_known(launches_of_layers, config, dtype)
             steps = _if_known(launches_around_layers, config, dtype)
             if drafts_on_device(drafter, 1):
-                drafts = launches_of_drafts(drafter, vocab_size, logits or dtype)
+                collect = partial(launches_of_drafts, drafter, vocab_size)
+                drafts = _if_known(lambda _, kind: collect(kind), config, logits or dtype)
                 drafts.sort(key=lambda launch: launch.coalesce)  # those that take longest first
         self._layers, self._steps, self._drafts = (
             compilers.submit(launches, device) for launches in (layers, steps, drafts)

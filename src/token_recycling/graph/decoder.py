@@ -95,7 +95,7 @@ class GraphDecoder:
         given = tuple(sizes)
         for count in rows:
             sequences = [Sequence([0, 0]) for _ in range(padded_rows(count))]
-            self._choose_size(count)
+            self._choose_size(len(sequences))
             try:
                 self.target.prefill([[0]] * count)
                 for size in given or (self.next_size,):
@@ -125,8 +125,9 @@ class GraphDecoder:
         else:
             padded = [*sequences, *(ended() for _ in range(padded_rows(rows) - rows))]
         generators = choice.generators(self.target.device)
-        self._choose_size(rows)
+        self._choose_size(len(padded))
         while any(sequence.active for sequence in sequences):
+            self.pool.wait_for_steps()  # before the size is looked at, which depends on kernels
             try:
                 captured = self.pool.get(padded, generators, self.next_size, choice)
             except GraphError as reason:
@@ -201,7 +202,8 @@ class GraphDecoder:
                     on_device[row] += sum(token != NO_TOKEN for token in chosen)
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
                 done = Step(*appended, step.size, seconds)
-                self.size.record(rows, rows * (step.size - 1), done.mean_emitted, sum(seconds))
+                count = len(padded)  # what a step costs, it costs for these
+                self.size.record(count, count * (step.size - 1), done.mean_emitted, sum(seconds))
                 # Whoever takes the step may draw from the same generators: for them these are where
                 # plain sampling would have left them.
                 step.chooser.rewind(emitted())

@@ -14,7 +14,7 @@ from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import STATE
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.errors import GraphError, StepError, one_line, warn_caller
-from token_recycling.graph.captured_step import CapturedStep, graph_memory
+from token_recycling.graph.captured_step import CapturedStep, GraphMemory
 from token_recycling.graph.chooser import TokenChoice
 from token_recycling.graph.compilation import StepKernels
 from token_recycling.graph.drafting import drafts_on_device
@@ -34,7 +34,7 @@ SPARE_SLOTS = 64  # spare slots of a new cache beyond the first step
 # Steps that are kept: all sizes for two or three numbers of rows. Those for as many rows and slots
 # share a cache, and all share the drafter's matrix and the memory of intermediate results.
 MOST_STEPS = 16
-MOST_SLOTS = 65_536  # of the caches of kept steps, rows times slots; more only for a single step
+MOST_BYTES = 1 << 32  # of the caches of kept steps; more only for a single one
 MOST_ROWS = 16  # that are padded to a power of two, so that few numbers of rows are captured
 
 
@@ -77,7 +77,7 @@ class StepPool:
         self._failed: dict[StepSpec, GraphError] = {}
         self._addresses: list[Any] = []
         self._matrix: Any = None  # the drafter's, on the device
-        self._memory = graph_memory(target.device)
+        self._memory = GraphMemory(target.device)
         self._kernels: StepKernels | None = None
         if has_device_kernels(target.device):
             dtype = torch.float32 if isinstance(target.lm_head, Float32Head) else target.dtype
@@ -120,20 +120,25 @@ class StepPool:
             GraphError: it cannot be captured, or gives wrong results.
         """
         if (addresses := self._captured_addresses()) != self._addresses:
-            self._steps, self._failed, self._addresses = {}, {}, addresses
-            self._matrix = None
-        kernels, drafts = self._kernels_ready(), self._drafts(size)
+            self._forget()
+            self._failed, self._addresses, self._matrix = {}, addresses, None
+        self.wait_for_steps()
+        drafts = self._drafts(size)
         size = 1 if drafts == "none" else size
-        slots = self._slots(sequences, size)
-        spec = StepSpec(len(sequences), slots, size, kernels, drafts, choice)
+        now = self._slots(sequences, size, reserve=False)
+        spec = StepSpec(len(sequences), now, size, self._kernels is not None, drafts, choice)
+        spec = self._kept(spec) or replace(spec, slots=self._slots(sequences, size, reserve=True))
         while True:
             known = spec in self._failed
             try:
-                step = self._step(spec)
-                step.try_once(sequences, generators)
-                return step
+                return self._tried(spec, sequences, generators)
             except GraphError as reason:
-                self._failed[spec] = reason
+                # Without what it refers to: frames of the failed step, and all of its memory.
+                self._failed[spec] = type(reason)(str(reason))
+                self._steps.pop(spec, None)
+                if spec.slots > now and not isinstance(reason, StepError):  # too much was reserved
+                    spec = replace(spec, slots=now)
+                    continue
                 if not (spec.kernels and isinstance(reason, StepError)):
                     raise
                 if not known:
@@ -142,16 +147,40 @@ class StepPool:
             drafts = "host" if spec.drafts == "device" else spec.drafts
             spec = replace(spec, kernels=False, drafts=drafts)
 
-    def _kernels_ready(self) -> bool:
-        """Wait for the kernels of plain steps; return whether there are any."""
-        if self._kernels is None:
-            return False
+    def _tried(
+        self, spec: StepSpec, sequences: list[Sequence], generators: list[torch.Generator]
+    ) -> CapturedStep:
+        """Return a step that has been tried (see ``get``)."""
+        step = self._step(spec)
         try:
-            self._kernels.wait_for_steps()
-        except StepError as reason:
-            self._give_up(reason)
-            self._kernels = None
-        return self._kernels is not None
+            step.try_once(sequences, generators)
+        except torch.OutOfMemoryError as error:
+            self._forget()
+            raise GraphError("not enough memory to try a step") from error
+        return step
+
+    def _kept(self, spec: StepSpec) -> StepSpec | None:
+        """Return what a kept step was made for that serves as ``spec`` would, with more slots."""
+        alike = [
+            kept
+            for kept in self._steps
+            if kept.slots >= spec.slots and replace(kept, slots=spec.slots) == spec
+        ]
+        return min(alike, key=lambda kept: kept.slots, default=None)
+
+    def _forget(self) -> None:
+        """Free all steps and their caches."""
+        self._steps = {}
+        self._memory.renew()
+
+    def wait_for_steps(self) -> None:
+        """Wait for the kernels of plain steps."""
+        if self._kernels is not None:
+            try:
+                self._kernels.wait_for_steps()
+            except StepError as reason:
+                self._give_up(reason)
+                self._kernels = None
 
     def _drafts(self, size: int) -> Drafts:
         """Return where a step of ``size`` tokens drafts (see ``StepSpec``)."""
@@ -176,8 +205,8 @@ class StepPool:
 
     def _step(self, spec: StepSpec) -> CapturedStep:
         """Return a kept step, or a new one."""
-        if spec in self._failed:
-            raise self._failed[spec]
+        if (reason := self._failed.get(spec)) is not None:
+            raise type(reason)(str(reason))
         step = self._steps.pop(spec, None)
         if step is None:
             step = self._make(spec)
@@ -189,8 +218,8 @@ class StepPool:
     def _fits(self) -> bool:
         """Return whether the kept steps are few, and their caches small."""
         caches = {id(step.step.cache): step.step.cache for step in self._steps.values()}
-        slots = sum(cache.batch * cache.slots for cache in caches.values())
-        return len(self._steps) <= MOST_STEPS and slots <= MOST_SLOTS
+        used = sum(cache.nbytes for cache in caches.values())
+        return len(self._steps) <= MOST_STEPS and used <= MOST_BYTES
 
     def _captured_addresses(self) -> list[Any]:
         """Return what captured steps were made for, which a replay would not notice."""
@@ -199,17 +228,22 @@ class StepPool:
         copied = getattr(self.target.lm_head, "weight", None)  # float32 copy of the LM head
         return [learnt, self.target.generation, None if copied is None else copied.data_ptr()]
 
-    def _slots(self, sequences: list[Sequence], size: int) -> int:
+    def _slots(self, sequences: list[Sequence], size: int, *, reserve: bool) -> int:
         """Return the slots of a cache for these rows (see ``slots_for``).
 
-        On a GPU, there is room for what answers may become (see ``MOST_RESERVED``).
+        Args:
+            sequences: the rows.
+            size: tokens that a step verifies per row.
+            reserve: on a GPU, make room for what answers may become (see ``MOST_RESERVED``).
         """
         length = max(len(sequence.tokens) for sequence in sequences)
         if self.target.device.type != "cuda":
             return slots_for(length, size, SMALLEST)
-        longest = max(sequence.longest or 0 for sequence in sequences)
         rows = len(sequences)
-        length = max(length, min(longest, MOST_RESERVED // rows))
+        if reserve:
+            longest = max(sequence.longest or 0 for sequence in sequences)
+            spare = size + max(SPARE_SLOTS, 2 * size)
+            length = max(length, min(longest, MOST_RESERVED // rows - spare))
         return slots_for(length, size, max(SMALLEST_ROW, SMALLEST_CUDA // rows))
 
     def _cache_of(self, batch: int, slots: int) -> FixedCache | None:
@@ -222,6 +256,7 @@ class StepPool:
     def _make(self, spec: StepSpec) -> CapturedStep:
         with ordinary_tensors():  # the caller may be in inference mode
             for _ in range(2):
+                step: GraphStep | None = None
                 cache = self._cache_of(spec.batch, spec.slots)
                 try:
                     step = GraphStep(
@@ -229,8 +264,8 @@ class StepPool:
                     )
                     return CapturedStep(step, self._memory)
                 except torch.OutOfMemoryError:
-                    self._steps = {}  # free their caches, then retry
-                    del cache
+                    step = cache = None
+                    self._forget()  # free all caches, then retry
                 except GraphError:
                     raise
                 except Exception as error:  # Triton's compiler may raise anything

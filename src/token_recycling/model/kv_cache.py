@@ -400,6 +400,11 @@ class FixedCache(Cache):  # type: ignore[misc]
         layers = [self.layers[n] for n in self._filled]
         return [entries for layer in layers for entries in (layer.keys, layer.values)]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(entries.nbytes for entries in self.entries)
+
     def _pairs(self, cache: RecyclingCache) -> list[tuple[Any, Any]]:
         return [(self.layers[n], cache.layers[n]) for n in self._filled]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from token_recycling.drafting.draft import DraftTree, root_only
+from token_recycling.drafting.size.auto import GRAPH_SIZES
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line, warn_caller
 from token_recycling.model.base import Target
@@ -31,8 +32,13 @@ WINDOW = 9  # largest window while probing, so that the prefix exceeds every win
 TEMPLATE = TreeTemplate.from_paths("probe", [[0], [1], [0, 0], [0, 1], [1, 0]])
 LEAVES = ((0, 1, 3), (0, 1, 4), (0, 2, 5))  # node indices of the root-to-leaf paths
 COMMITTED = (0, 1, 4)
-# Rows and tokens of drafts whose bits are compared on a GPU: those of automatic sizes (``auto``).
-SHAPES = [*((1, size) for size in (2, 4, 8, 16, 32, 48, 64)), (4, 16), (4, 32), (16, 8), (16, 16)]
+# Rows and tokens of drafts whose bits are compared on a GPU: those of captured steps.
+SHAPES = [
+    (rows, size)
+    for rows in (1, 2, 4, 8, 16)
+    for size in GRAPH_SIZES
+    if size > 1 and rows * size <= 256
+]
 # Largest allowed difference, in standard deviations of the logits.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 

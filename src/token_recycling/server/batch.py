@@ -80,6 +80,13 @@ class ContinuousBatch(Generic[R]):
             TokenRecyclingError: the prompt is empty or longer than the context.
         """
         self._stop()
+
+        def progress(done: int, of: int) -> None:
+            if on_progress is not None:
+                on_progress(done, of)
+                # A graph has a copy of the matrix, which must not overwrite what prompts teach.
+                self._stop()
+
         row.sequence.cached = 0 if prefix is None else prefix.end
         before = self._exchange(prefix)
         try:
@@ -89,7 +96,7 @@ class ContinuousBatch(Generic[R]):
                 row.accept,
                 [row.sequence],
                 learns=self._size.pays,
-                on_progress=on_progress,
+                on_progress=progress,
             )
         finally:
             row_cache = self._exchange(before)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # For kernels of few programs, none of which has to leave registers to others: without this,
 # NVIDIA's assembler keeps a few values in memory to use fewer registers. For at most 8 warps.
@@ -26,9 +27,15 @@ class KernelLaunch:
     options: dict[str, Any]
     coalesce: bool
 
+    @property
+    def signature(self) -> Any:
+        """All that a kernel is compiled for."""
+        values = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in self.args)
+        return self.kernel, values, tuple(sorted(self.options.items())), self.coalesce
+
     def run(self) -> None:
         """Launch the kernel; compile it first if that has not been done."""
-        with self._passes():
+        with self._passes(), self._device():
             self.kernel[self.grid](*self.args, **self.options)
 
     def compile(self) -> None:
@@ -41,6 +48,13 @@ class KernelLaunch:
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.options)
         if compiled is not None and torch.cuda.is_available():
             compiled._init_handles()  # some versions compile the launcher only here
+
+    def _device(self) -> AbstractContextManager[Any]:
+        """Select the GPU of the first tensor; Triton launches on the current one."""
+        first = next(arg for arg in self.args if isinstance(arg, Tensor))
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return nullcontext()
+        return torch.cuda.device(first.device)
 
     @contextmanager
     def _passes(self) -> Iterator[None]:

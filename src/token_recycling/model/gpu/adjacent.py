@@ -48,6 +48,8 @@ def move(model: nn.Module) -> None:
                     end = begin + len(tensor)
                     tensor.data = together[begin:end]
                     begin = end
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of the old places
 
 
 def _is_movable(tensors: list[nn.Parameter | None]) -> bool:

@@ -132,12 +132,13 @@ def _layer(
     layer: nn.Module,
     stock: Any,
     hidden_states: Tensor,
+    *positional: Any,
     **others: Any,
 ) -> Any:
     """``forward`` of a layer whose sums are computed with norms (see ``residual``)."""
-    if _is_used(hidden_states):
+    if not positional and _is_used(hidden_states):
         return layer_forward(sums, added, following, layer, stock, hidden_states, **others)
-    return stock(hidden_states, **others)
+    return stock(hidden_states, *positional, **others)
 
 
 def _norm(added: float, sums: Sums, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:

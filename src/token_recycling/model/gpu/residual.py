@@ -28,7 +28,7 @@ class Sums:
         self._total: Tensor | None = None
         self._normalised: Tensor | None = None
         self._norm: nn.Module | None = None
-        self.same: dict[Any, bool] = {}  # by class and dtype: whether layers are of this form
+        self.same: dict[Any, bool] = {}  # by dtype and classes: whether layers are of this form
 
     def add(self, x: Tensor, residual: Tensor, norm: nn.Module, added: float) -> Tensor:
         """Return ``x + residual``, and keep its ``norm``, whose weights have ``added``."""
@@ -85,7 +85,7 @@ def layer_forward(
         hidden_states: [B, n, size].
         **others: of the attention.
     """
-    kind = type(layer), hidden_states.dtype
+    kind = hidden_states.dtype, type(layer), *map(type, layer.children())
     if kind not in sums.same and not _is_capturing(hidden_states):
         # Both write the same keys and values to the same slots.
         right = stock(hidden_states, **others)
