@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from architectures import make
+from few import first_of
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model import attention as packing
@@ -206,6 +207,7 @@ def in_another_process(fault="", **env):
     return run.stdout.strip()
 
 
+@pytest.mark.slow  # kernels are compiled anew
 @pytest.mark.parametrize("name", NARROWER)
 def test_narrower_vectors(name):
     from token_recycling.util.machine import instructions
@@ -216,7 +218,7 @@ def test_narrower_vectors(name):
     assert in_another_process(NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features) == f"{lanes} 0"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", first_of(FAULTS))
 def test_faults_show(fault):
     assert not in_another_process(FAULTS[fault]).endswith(" 0")
 

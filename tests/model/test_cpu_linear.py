@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from architectures import make
+from few import first_of
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model.cpu import layers, linear, team
@@ -160,6 +161,7 @@ NARROWER = {
 }
 
 
+@pytest.mark.slow  # kernels are compiled anew
 @pytest.mark.parametrize("name", NARROWER)
 def test_narrower_vectors(name):
     from token_recycling.util.machine import instructions
@@ -231,7 +233,7 @@ def test_code_for_amx():
     assert code.count("prefetcht1") == 32
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", first_of(FAULTS))
 def test_faults_show(fault):
     assert not in_another_process(FAULTS[fault]).endswith(" 0")
 
