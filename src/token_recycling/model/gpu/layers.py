@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import one_line
 from token_recycling.model.gpu.adjacent import JointProduct
 from token_recycling.model.gpu.residual import Sums, following_norms, layer_forward
+from token_recycling.model.gpu.usable import is_ours, is_used
 from token_recycling.model.known_forms import (
     GATED,
     PROJECTIONS,
@@ -32,7 +32,6 @@ from token_recycling.model.shadow import BOUND, replace_forward, replacement
 from token_recycling.util.modes import without_autocast
 
 logger = logging.getLogger(__name__)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_NORM = 16384  # numbers of one norm, which one program keeps in registers
 
 
@@ -60,7 +59,7 @@ def cover(shadow: nn.Module) -> None:
             if (added := _added(behind)) is not None:
                 more = _added(following)
                 after = None if following is None or more is None else (following, more)
-                replace_forward(layer, _layer, sums, added, after)
+                replace_forward(layer, layer_forward, sums, added, after)
     except Exception as error:  # Triton's compiler may raise anything
         reason = one_line(error, 200)
         logger.warning("Token Recycling: layers are computed by PyTorch: %s", reason)
@@ -69,7 +68,7 @@ def cover(shadow: nn.Module) -> None:
 def _cover(module: nn.Module, known: dict[Any, Any], sums: Sums) -> None:
     """Replace ``forward`` of a module of a known form; ``known``: results by class and shape."""
     weight = module._parameters.get("weight")
-    if "Norm" in type(module).__name__ and weight is not None and _is_ours(weight):
+    if "Norm" in type(module).__name__ and weight is not None and is_ours(weight):
         key = type(module), weight.shape, weight.dtype
         if key not in known:
             fits = weight.numel() <= LARGEST_NORM
@@ -78,7 +77,7 @@ def _cover(module: nn.Module, known: dict[Any, Any], sums: Sums) -> None:
             replace_forward(module, _norm, known[key], sums)
     elif layers := linear_children(module, GATED):
         weight = layers[0]._parameters["weight"]
-        if weight is not None and _is_ours(weight):
+        if weight is not None and is_ours(weight):
             key = type(module), weight.shape, weight.dtype
             if key not in known:
                 known[key] = _is_gated_mlp(module, weight)
@@ -86,35 +85,11 @@ def _cover(module: nn.Module, known: dict[Any, Any], sums: Sums) -> None:
                 replace_forward(module, _mlp, JointProduct.of(layers[:2]))
     elif layers := linear_children(module, PROJECTIONS):
         weight = layers[0]._parameters["weight"]
-        if weight is not None and _is_ours(weight):
+        if weight is not None and is_ours(weight):
             replace_rotary(module, _rotary, _kernels().rotary, known, weight)
             product = JointProduct.of(layers)
             for number, layer in enumerate(layers if product is not None else ()):
                 replace_forward(layer, _projection, product, number)
-
-
-def _is_ours(tensor: Tensor) -> bool:
-    """Return whether the kernels take such a tensor; not quantised ones, which are subclasses."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.dtype in DTYPES
-        and has_device_kernels(tensor.device)
-    )
-
-
-def _is_used(*tensors: Tensor | None) -> bool:
-    """Return whether the kernels compute with these tensors now."""
-    first = tensors[0]
-    return (
-        first is not None
-        and all(
-            tensor is not None and _is_ours(tensor) and tensor.dtype == first.dtype
-            for tensor in tensors
-        )
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(first.device.type)
-        and first.numel() > 0
-    )
 
 
 def _added(norm: nn.Module | None) -> float | None:
@@ -125,28 +100,12 @@ def _added(norm: nn.Module | None) -> float | None:
     return added
 
 
-def _layer(
-    sums: Sums,
-    added: float,
-    following: tuple[nn.Module, float] | None,
-    layer: nn.Module,
-    stock: Any,
-    hidden_states: Tensor,
-    *positional: Any,
-    **others: Any,
-) -> Any:
-    """``forward`` of a layer whose sums are computed with norms (see ``residual``)."""
-    if not positional and _is_used(hidden_states):
-        return layer_forward(sums, added, following, layer, stock, hidden_states, **others)
-    return stock(hidden_states, *positional, **others)
-
-
 def _norm(added: float, sums: Sums, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of an RMS norm."""
     if (known := sums.take(norm, inputs)) is not None:
         return known
     weight = norm._parameters["weight"]
-    if weight is not None and _is_used(inputs, weight):
+    if weight is not None and is_used(inputs, weight):
         inputs = inputs.contiguous()  # heads and tokens may have changed places
         normalised: Tensor = _kernels().rms_norm(inputs, weight, epsilon(norm), added)
         return normalised
@@ -158,7 +117,7 @@ def _projection(
     product: JointProduct, number: int, layer: nn.Module, stock: Any, inputs: Tensor
 ) -> Tensor:
     """``forward`` of a linear layer whose weights are adjacent to those of others."""
-    if _is_used(inputs, layer._parameters["weight"]):
+    if is_used(inputs, layer._parameters["weight"]):
         return product.output(number, inputs)
     unchanged: Tensor = stock(inputs)
     return unchanged
@@ -166,13 +125,13 @@ def _projection(
 
 def _mlp(joint: JointProduct | None, mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of ``down(silu(gate(x)) * up(x))``."""
-    if _is_used(inputs):
+    if is_used(inputs):
         gate, up, down = (mlp._modules[name] for name in GATED)
         if joint is None:
             gate_output, up_output = gate(inputs), up(inputs)  # type: ignore[misc]
         else:
             gate_output, up_output = joint.outputs(inputs)
-        if gate_output.stride(-1) == up_output.stride(-1) == 1 and _is_used(gate_output, up_output):
+        if gate_output.stride(-1) == up_output.stride(-1) == 1 and is_used(gate_output, up_output):
             product: Tensor = down(_kernels().gated(gate_output, up_output))  # type: ignore[misc]
             return product
     unchanged: Tensor = stock(inputs)
@@ -190,6 +149,6 @@ def _rotary(
     stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any
 ) -> Any:
     """``apply_rotary_pos_emb`` of a Python module of Transformers."""
-    if not (a or k) and _is_used(query, key, cos, sin) and rotates(query, key, cos, sin):
+    if not (a or k) and is_used(query, key, cos, sin) and rotates(query, key, cos, sin):
         return _kernels().rotary(query, key, cos, sin)
     return stock(query, key, cos, sin, *a, **k)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from token_recycling.model.gpu.usable import is_used
 from token_recycling.model.known_forms import epsilon, is_same
 
 # Children of a layer ``x + attention(norm(x))``, then the same with the MLP.
@@ -72,6 +73,7 @@ def layer_forward(
     layer: nn.Module,
     stock: Any,
     hidden_states: Tensor,
+    *positional: Any,
     **others: Any,
 ) -> Any:
     """``forward`` of a layer; at first compared with that of its class.
@@ -83,8 +85,11 @@ def layer_forward(
         layer: the module.
         stock: its class's forward.
         hidden_states: [B, n, size].
+        *positional: arguments that Llama's layers are called with by name.
         **others: of the attention.
     """
+    if positional or not is_used(hidden_states):
+        return stock(hidden_states, *positional, **others)
     kind = hidden_states.dtype, type(layer), *map(type, layer.children())
     if kind not in sums.same and not _is_capturing(hidden_states):
         # Both write the same keys and values to the same slots.
