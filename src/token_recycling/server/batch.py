@@ -85,7 +85,8 @@ class ContinuousBatch(Generic[R]):
             if on_progress is not None:
                 on_progress(done, of)
                 # A graph has a copy of the matrix, which must not overwrite what prompts teach.
-                self._stop()
+                if self._graph is not None:
+                    self._stop()
 
         row.sequence.cached = 0 if prefix is None else prefix.end
         before = self._exchange(prefix)
