@@ -123,6 +123,8 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not (arguments.dry_run or (arguments.prompts and arguments.prompts.is_file())):
+        parser.error("give a checkpoint and the file of its prompts, or --dry-run")
     if arguments.dry_run and arguments.prompts is None:
         arguments.answers, arguments.new_tokens = 2, 8
         arguments.prompts = Path(mkdtemp()) / "prompts.json"

@@ -5,16 +5,16 @@ steps on an H200 (64 nodes and one), compilation on one core of a slow Xeon. Eve
 real loop, on a CPU.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from as_on_a_gpu import on_a_gpu
 
 from token_recycling import TokenRecycling
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.graph import decoder, pool
 from token_recycling.graph.captured_step import CapturedStep
-from token_recycling.graph.step import GraphStep
 
 PLAIN, DRAFTED, CAPTURE = 0.0070, 0.0083, 0.5  # seconds
 FOR_STEPS, FOR_DRAFTS = 4.0, 7.0  # seconds that one core needs for both groups of kernels
@@ -63,16 +63,9 @@ def cold(monkeypatch, clock):
             clock.now += DRAFTED if self.step.size > 1 else PLAIN
             return super().launch(active)
 
-    def on_the_host(target, drafter, spec, cache, matrix):
-        drafts = "host" if spec.drafts == "device" else spec.drafts
-        return GraphStep(target, drafter, replace(spec, kernels=False, drafts=drafts), cache)
-
+    on_a_gpu(monkeypatch, Kernels)
     monkeypatch.setattr(decoder, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
-    monkeypatch.setattr(pool, "StepKernels", Kernels)
     monkeypatch.setattr(pool, "CapturedStep", Captured)
-    monkeypatch.setattr(pool, "GraphStep", on_the_host)
-    monkeypatch.setattr(pool.StepPool, "_device_matrix", lambda self, spec: None)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from as_on_a_gpu import on_a_gpu, on_the_host
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -391,20 +392,6 @@ class Kernels:
     def check_drafts(self):
         if self.error:
             raise StepError(self.error)
-
-
-def on_a_gpu(monkeypatch, kernels, step):
-    """Let the pool take this device for a GPU with Triton."""
-    monkeypatch.setattr(pool, "has_device_kernels", lambda device: True)
-    monkeypatch.setattr(pool, "StepKernels", kernels)
-    monkeypatch.setattr(pool.StepPool, "_device_matrix", lambda self, spec: None)
-    monkeypatch.setattr(pool, "GraphStep", step)
-
-
-def on_the_host(target, drafter, spec, cache, matrix):
-    """The step without kernels, as there are none for a CPU."""
-    drafts = "host" if spec.drafts == "device" else spec.drafts
-    return GraphStep(target, drafter, replace(spec, kernels=False, drafts=drafts), cache)
 
 
 def test_kernels_that_fail_leave_drafting_to_the_host(llama, monkeypatch):

@@ -276,12 +276,12 @@ def _check_scope(scope: str, matrix: Path | None, keys: list[str]) -> None:
 
 def _room(recycler: TokenRecycling) -> int:
     """Return the default number of bytes for contexts."""
-    from token_recycling.model.limits import text_config
+    from token_recycling.model.limits import head_shapes, text_config
 
-    config = text_config(recycler.model.config)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * size * recycler.model.dtype.itemsize
+    config = recycler.model.config
+    _, heads, size = head_shapes(config)
+    layers = text_config(config).num_hidden_layers
+    per_token = 2 * layers * heads * size * recycler.model.dtype.itemsize
     return int(min(MOST_MIB * MIB, CONTEXTS * (recycler.target.max_context or 4096) * per_token))
 
 

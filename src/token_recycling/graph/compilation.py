@@ -26,7 +26,7 @@ from token_recycling.drafting.none import NoDrafter
 from token_recycling.errors import StepError, one_line
 from token_recycling.graph.drafting import drafts_on_device
 from token_recycling.model.gpu.attention import TreeView, paths_of
-from token_recycling.model.limits import attention_windows, position_limit, text_config
+from token_recycling.model.limits import attention_windows, head_shapes, position_limit, text_config
 from token_recycling.util.launch import KernelLaunch, collected
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ class Compilers:
             key = launch.signature, device
             if key not in self._known:
                 self._known[key] = Future()
-                if self._ended:
-                    self._known[key].cancel()
                 self._queue.put((self._known[key], launch, device))
             futures.append(self._known[key])
+        if self._ended:
+            self._drop()
         if launches and not self._threads:
             atexit.register(self.end)
             for number in range(self._most):
@@ -83,8 +83,13 @@ class Compilers:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Give up the kernels that were not begun; who waits for one would wait for ever."""
         for future in self._known.values():
-            future.cancel()  # of those that were not begun
+            if not future.done():
+                future.set_exception(RuntimeError("the process ends"))
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None and not self._ended:
@@ -111,10 +116,9 @@ def launches_of_layers(config: Any, dtype: torch.dtype) -> list[KernelLaunch]:
     """
     from token_recycling.model.gpu import attention_launch, cache_kernel, elementwise_kernel
 
+    heads, shared, size = head_shapes(config)
     config = text_config(config)
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    shared = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or hidden // heads
+    hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or hidden
     x = torch.empty((1, NODES, hidden), dtype=dtype, device=META)
     query = torch.empty((1, NODES, heads, size), dtype=dtype, device=META).transpose(1, 2)
@@ -141,9 +145,7 @@ def launches_around_layers(config: Any, dtype: torch.dtype) -> list[KernelLaunch
     from token_recycling.graph import kernels
 
     windows, most = attention_windows(config), position_limit(config)
-    config = text_config(config)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    _, heads, size = head_shapes(config)
     tokens = torch.zeros((1, NODES), dtype=torch.long, device=META)
     draft, roots = chains(tokens), tokens[:, 0]
     entries = torch.empty((1, heads, SLOTS, size), dtype=dtype, device=META)
@@ -205,11 +207,11 @@ class StepKernels:
         steps: list[KernelLaunch] = []
         drafts: list[KernelLaunch] = []
         if not interpreted():
-            layers = _if_known(launches_of_layers, config, dtype)
-            steps = _if_known(launches_around_layers, config, dtype)
+            layers = _if_known(partial(launches_of_layers, config, dtype))
+            steps = _if_known(partial(launches_around_layers, config, dtype))
             if drafts_on_device(drafter, 1):
-                collect = partial(launches_of_drafts, drafter, vocab_size)
-                drafts = _if_known(lambda _, kind: collect(kind), config, logits or dtype)
+                collect = partial(launches_of_drafts, drafter, vocab_size, logits or dtype)
+                drafts = _if_known(collect)
                 drafts.sort(key=lambda launch: launch.coalesce)  # those that take longest first
         self._layers, self._steps, self._drafts = (
             compilers.submit(launches, device) for launches in (layers, steps, drafts)
@@ -242,12 +244,10 @@ class StepKernels:
         wait([*self._layers, *self._steps, *self._drafts], seconds)
 
 
-def _if_known(
-    launches: Callable[[Any, torch.dtype], list[KernelLaunch]], config: Any, dtype: torch.dtype
-) -> list[KernelLaunch]:
+def _if_known(launches: Callable[[], list[KernelLaunch]]) -> list[KernelLaunch]:
     """Return launches; none, as they are compiled when needed, if a configuration lacks shapes."""
     try:
-        return launches(config, dtype)
+        return launches()
     except Exception as error:  # whatever unknown configurations raise
         logger.debug("kernels are not compiled ahead: %s", one_line(error, 200))
         return []

@@ -92,6 +92,7 @@ class GraphDecoder:
             GraphError: a step cannot be captured.
         """
         self.pool.wait(seconds)
+        self.pool.wait_for_steps()
         given = tuple(sizes)
         for count in rows:
             sequences = [Sequence([0, 0]) for _ in range(padded_rows(count))]

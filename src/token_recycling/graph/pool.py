@@ -109,6 +109,8 @@ class StepPool:
     ) -> CapturedStep:
         """Return a step for rows, with spare slots, which has been tried (see ``trial``).
 
+        To be called after ``wait_for_steps``.
+
         Args:
             sequences: the rows, as many as ``padded_rows`` returns; the last token of each has not
                 been read yet.
@@ -122,7 +124,6 @@ class StepPool:
         if (addresses := self._captured_addresses()) != self._addresses:
             self._forget()
             self._failed, self._addresses, self._matrix = {}, addresses, None
-        self.wait_for_steps()
         drafts = self._drafts(size)
         size = 1 if drafts == "none" else size
         now = self._slots(sequences, size, reserve=False)

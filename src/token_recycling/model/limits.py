@@ -28,6 +28,14 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def head_shapes(config: Any) -> tuple[int, int, int]:
+    """Return the heads of queries, those of keys and values, and the entries of a head."""
+    config = text_config(config)
+    heads = int(config.num_attention_heads)
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    return heads, int(shared), int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
 def config_digest(config: Any) -> str:
     """Return a hash of the text configuration without names, versions and the dtype."""
     values = text_config(config).to_dict()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,11 @@ def move(model: nn.Module) -> None:
             tensors = [layer._parameters[name] for layer in layers]
             if _is_movable(tensors) and all(uses[id(tensor)] == 1 for tensor in tensors):
                 try:
-                    together = torch.cat([tensor.data for tensor in tensors if tensor is not None])
+                    together = torch.cat([tensor.data for tensor in tensors])
                 except torch.OutOfMemoryError:
                     return
                 begin = 0
                 for tensor in tensors:
-                    assert tensor is not None
                     end = begin + len(tensor)
                     tensor.data = together[begin:end]
                     begin = end
@@ -52,7 +52,7 @@ def move(model: nn.Module) -> None:
         torch.cuda.empty_cache()  # of the old places
 
 
-def _is_movable(tensors: list[nn.Parameter | None]) -> bool:
+def _is_movable(tensors: list[nn.Parameter | None]) -> TypeGuard[list[nn.Parameter]]:
     """Return whether tensors are plain ones of one kind, and not quantised ones, for example."""
     first = tensors[0]
     return first is not None and all(
@@ -82,11 +82,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 class JointProduct:
-    """One product for layers that are called one after the other with the same inputs.
-
-    Attributes:
-        last: number of the last layer.
-    """
+    """One product for layers that are called one after the other with the same inputs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> None:
         """Multiply by the weights of all layers.
@@ -97,7 +93,6 @@ class JointProduct:
             sizes: outputs of each layer.
         """
         self._weight, self._bias, self._sizes = weight, bias, sizes
-        self.last = len(sizes) - 1
         self._inputs: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
 
@@ -122,6 +117,6 @@ class JointProduct:
         if number == 0 or self._inputs is not inputs:
             self._inputs, self._outputs = inputs, self.outputs(inputs)
         output = self._outputs[number]
-        if number == self.last:
+        if number == len(self._sizes) - 1:
             self._inputs, self._outputs = None, ()
         return output
