@@ -263,26 +263,25 @@ class PlainDrafter:
     def count(self, text, emitted):
         chain, run = match(text, self.chain)
         on_chain = True
+        counted = []  # (feature, whether its candidate was right)
+        step = {}  # by weight set and source; True: the set of a node
         for depth, truth in enumerate(emitted):
             below = chain[depth] if on_chain and depth < len(chain) else None
             found, which = self.candidates(text, below, run, depth, depth == 0)
-            step = {}  # by weight set and source
             for token, features, odds in found:
                 error = (token == truth) - 1 / (1 + exp(-odds))
-                for one in (which, self.pattern(features)):
+                for one in ((which, True), (self.pattern(features), False)):
                     for source, feature in features.items():
                         slope = error * self.logit(feature)
                         step[one, source] = step.get((one, source), 0) + slope
                     step[one, "constant"] = step.get((one, "constant"), 0) + error
-            for (one, source), value in step.items():
-                old = (
-                    self.weight(one, source) if one == which else self.weights.get((one, source), 0)
-                )
-                rate = self.learning_rate * (1 if one == which else 0.5)
-                self.weights[one, source] = old + rate * value
-            for token, features, _ in found:
-                for feature in features.values():
-                    self.trials[feature] = self.trials.get(feature, 0) + 1
-                    self.hits[feature] = self.hits.get(feature, 0) + (token == truth)
+                counted += [(feature, token == truth) for feature in features.values()]
             on_chain = on_chain and below == truth
             text = [*text, truth]
+        rate = self.learning_rate * min(1, 16 / max(len(emitted), 1))
+        for ((one, of_node), source), value in step.items():
+            old = self.weight(one, source) if of_node else self.weights.get((one, source), 0)
+            self.weights[one, source] = old + rate * (1 if of_node else 0.5) * value
+        for feature, right in counted:
+            self.trials[feature] = self.trials.get(feature, 0) + 1
+            self.hits[feature] = self.hits.get(feature, 0) + right

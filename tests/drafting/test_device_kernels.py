@@ -32,11 +32,12 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
+from token_recycling.drafting.device import DeviceMatrix
 from token_recycling.drafting.kernels.device import count, learn, propose, sources
 from token_recycling.drafting.kernels.device.top_k import device_top_k
 from token_recycling.drafting.kernels.host.tree import FLOOR
 from token_recycling.graph import kernels
-from token_recycling.graph.device_drafting import DeviceDrafting, DeviceMatrix
+from token_recycling.graph.device_drafting import DeviceDrafting
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 V = 23
@@ -101,10 +102,10 @@ class Both:
         found = on_host(self.device.propose(roots.to(DEVICE, copy=True)))
         same = [self.compare_tree(draft, found, row) for row in range(self.batch)]
         for mine, its in [
-            (self.rows.chains.counts, self.device._texts.chain_lengths),
-            (self.rows.chains.runs, self.device._texts.match_lengths),
-            (self.rows.context.tokens, self.device._texts.context),
-            (self.rows.context.lengths, self.device._texts.lengths),
+            (self.rows.chains.counts, self.device.states.texts.chain_lengths),
+            (self.rows.chains.runs, self.device.states.texts.match_lengths),
+            (self.rows.context.tokens, self.device.states.texts.context),
+            (self.rows.context.lengths, self.device.states.texts.lengths),
         ]:
             assert mine.equal(its.cpu()) or (mine is self.rows.chains.runs and self.nodes == 1)
         if not all(same):
@@ -121,8 +122,8 @@ class Both:
         moved = Accepted(*(part.to(DEVICE) for part in parts))
         self.device.observe(draft.to(DEVICE), logits.to(DEVICE), moved)
         self.compare_learnt()
-        assert self.rows.context.tokens.equal(self.device._texts.context.cpu())
-        assert self.rows.context.lengths.equal(self.device._texts.lengths.cpu())
+        assert self.rows.context.tokens.equal(self.device.states.texts.context.cpu())
+        assert self.rows.context.lengths.equal(self.device.states.texts.lengths.cpu())
         self.compare_root_rows()
         for row, (_, *emitted) in enumerate(step_summary(draft, accepted).tolist()):
             emitted = [token for token in emitted if token != NO_TOKEN]
@@ -165,10 +166,13 @@ class Both:
 
     def compare_root_rows(self):
         mine, k = self.rows.root_rows, self.host.k
-        assert mine.rejected.equal(self.device._roots.rejected.cpu())
-        p, its = mine.probabilities, self.device._roots.probabilities.view(torch.float16).cpu()
+        assert mine.rejected.equal(self.device.states.roots.rejected.cpu())
+        p, its = (
+            mine.probabilities,
+            self.device.states.roots.probabilities.view(torch.float16).cpu(),
+        )
         assert torch.allclose(p.float(), its.float(), rtol=2e-3, atol=1e-6)
-        different = mine.candidates != self.device._roots.candidates.cpu()
+        different = mine.candidates != self.device.states.roots.candidates.cpu()
         for row, rank in different.nonzero().tolist():
             others = p[row].float()
             others[rank] = 2.0

@@ -208,6 +208,10 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         rows.context.load(texts)
         rows.chains.clear()
         rows.root_rows.clear()
+        self.calibrate()
+
+    def calibrate(self) -> None:
+        """Compute the log odds of all features; a matrix without weights gets the first ones."""
         if not bool(self.matrix.weights.any()):
             self.matrix.weights.copy_(torch.from_numpy(initial_weights()))
         refresh_logits(self._tables())

@@ -166,8 +166,9 @@ def launches_of_drafts(
         vocab_size: V.
         dtype: of the logits.
     """
+    from token_recycling.drafting.device import DeviceMatrix
     from token_recycling.drafting.kernels.device.top_k import device_top_k
-    from token_recycling.graph.device_drafting import DeviceDrafting, DeviceMatrix
+    from token_recycling.graph.device_drafting import DeviceDrafting
 
     drafting = DeviceDrafting(drafter, 1, SLOTS, NODES, DeviceMatrix(drafter, META))
     roots = torch.zeros(1, dtype=torch.long, device=META)

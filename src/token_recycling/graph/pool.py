@@ -276,7 +276,7 @@ class StepPool:
     def _device_matrix(self, spec: StepSpec) -> Any:
         """Return the drafter's matrix on the device, for steps that draft there."""
         if spec.drafts == "device" and self._matrix is None and drafts_on_device(self.drafter, 1):
-            from token_recycling.graph.device_drafting import DeviceMatrix  # imports Triton
+            from token_recycling.drafting.device import DeviceMatrix  # imports Triton
 
             self._matrix = DeviceMatrix(self.drafter, self.target.device)
         return self._matrix

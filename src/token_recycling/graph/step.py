@@ -27,7 +27,7 @@ from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
 
 if TYPE_CHECKING:
-    from token_recycling.graph.device_drafting import DeviceMatrix
+    from token_recycling.drafting.device import DeviceMatrix
 
 Drafts = Literal["device", "host", "none"]
 
@@ -93,10 +93,11 @@ class GraphStep:
         if spec.drafts == "none":
             self.drafting = PlainDrafting(drafter)
         elif spec.drafts == "device" and drafts_on_device(drafter, spec.size):
-            from token_recycling.graph import device_drafting  # imports Triton
+            from token_recycling.drafting import device as kernels_of  # imports Triton
+            from token_recycling.graph.device_drafting import DeviceDrafting
 
-            matrix = device_drafting.DeviceMatrix(drafter, device) if matrix is None else matrix
-            self.drafting = device_drafting.DeviceDrafting(drafter, batch, slots, spec.size, matrix)
+            matrix = kernels_of.DeviceMatrix(drafter, device) if matrix is None else matrix
+            self.drafting = DeviceDrafting(drafter, batch, slots, spec.size, matrix)
         else:
             self.drafting = HostDrafting(drafter, batch, slots, spec.size, device)
         self.size, self.most = self.drafting.size, self.drafting.max_depth + 1

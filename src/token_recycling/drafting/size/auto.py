@@ -75,6 +75,7 @@ class AutoSize(DraftSize):
         multiple: int = 1,
         *,
         captured: bool = False,
+        learning: float = LEARNING,
     ) -> None:
         """Choose sizes by ``costs``.
 
@@ -86,6 +87,7 @@ class AutoSize(DraftSize):
                 where something is prepared anew for every number of tokens.
             captured: steps are captured, so that the first plain one takes seconds: none is taken
                 before ``CAPTURED_AFTER`` steps with drafts.
+            learning: see ``LEARNING``; 0: nodes that are rejected are worth nothing.
 
         Raises:
             TokenRecyclingError: ``acceptance`` is empty, so drafts cannot be truncated.
@@ -95,6 +97,7 @@ class AutoSize(DraftSize):
                 "drafts of this drafter cannot be truncated; choose a fixed tree"
             )
         self.costs, self.multiple, self._captured = costs, multiple, captured
+        self._learning = learning
         self.most = len(acceptance) + 1
         self._step_costs = StepCosts(costs)
         self._mean = np.array(acceptance)  # decayed mean of the scores of each node
@@ -134,11 +137,11 @@ class AutoSize(DraftSize):
         nodes = -(-int(self._reach) // self.multiple) * self.multiple
         return min(self.most, nodes) if self.pays else 1
 
-    def typical(self, now: int = 0) -> int:
-        """Return the best of ``GRAPH_SIZES`` for an average draft; ``now`` if nearly as good."""
+    def typical(self, now: int = 0, sizes: tuple[int, ...] = GRAPH_SIZES) -> int:
+        """Return the best of ``sizes`` for an average draft; ``now`` if nearly as good."""
         promised = self._mean.cumsum()
         speeds = self._speeds(promised, self._rows * np.arange(1, len(promised) + 1))
-        best = max((n for n in GRAPH_SIZES if n <= self.most), key=lambda n: float(speeds[n - 1]))
+        best = max((n for n in sizes if n <= self.most), key=lambda n: float(speeds[n - 1]))
         return now if now and speeds[best - 1] < CHANGE * speeds[now - 1] else best
 
     def why_plain(self) -> str | None:
@@ -167,7 +170,7 @@ class AutoSize(DraftSize):
             promised: sum of the scores per row of each choice.
             at: its index into prices.
         """
-        learnt = LEARNING * self._gain * self._doublings[at]
+        learnt = self._learning * self._gain * self._doublings[at]
         worth = 1 + self._accepted / self._expected * promised + learnt
         return np.concatenate([[1.0], worth]) / self._prices[np.concatenate([[0], at])]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,45 +22,36 @@ from token_recycling.drafting.kernels.device.state import (
 )
 from token_recycling.drafting.kernels.host import learn, rates
 from token_recycling.util.launch import REGISTERS, launch
-from token_recycling.util.vector import LEAST_STEPS, at, lanes
+from token_recycling.util.vector import LEAST_STEPS, lanes
 
 PRIOR = tl.constexpr(rates.PRIOR)
 PATTERN_RATE = tl.constexpr(learn.PATTERN_RATE)
+FULL_TOKENS = tl.constexpr(learn.FULL_TOKENS)
 LOWEST, HIGHEST = tl.constexpr(rates.LOWEST), tl.constexpr(rates.HIGHEST)
+COLUMNS = tl.constexpr(8)  # of a gradient, INPUTS of which are used
+FEATURES = 256  # whose log odds one program computes
+AT_ONCE = tl.constexpr(32)  # tokens whose gradients are added at once
 COUNT_WARPS = 4
 
 
 @triton.jit
-def _store_evidence(feature, hits, trials, evidence, rates, logits, features, counted):
-    """Store the counts of features and the log odds of their rates (see ``refresh_logit``)."""
-    tl.store(evidence + feature, hits, mask=counted)
-    tl.store(evidence + features + feature, trials, mask=counted)
-    expected = tl.load(rates + feature, mask=counted, other=0.5)
-    rate = (tl.minimum(hits, trials) + PRIOR * expected) / (trials + PRIOR)
-    rate = tl.minimum(tl.maximum(rate, LOWEST), HIGHEST)
-    tl.store(logits + feature, tl.log(rate / (1.0 - rate)), mask=counted)
+def _add(evidence, features, feature, right, others, there):
+    """Add to hits and trials of a feature; whole numbers, so that the order does not matter."""
+    tl.atomic_add(evidence + feature, right, mask=there)
+    tl.atomic_add(evidence + features + feature, others, mask=there)
 
 
 @triton.jit
-def _count_lack(lack, there, others, right, evidence, rates, logits, features):
-    """Count ``others`` candidates that a source lacks, of which ``right`` are right."""
-    counted = there & (others > 0)
-    hits = tl.load(evidence + lack, mask=counted, other=0.0) + right
-    trials = tl.load(evidence + features + lack, mask=counted, other=0.0) + others
-    _store_evidence(lack, hits, trials, evidence, rates, logits, features, counted)
-
-
-@triton.jit
-def _move(weights, exact, index, change):
-    """Change weights in float64, and their copy in float32."""
-    weight = tl.load(exact + index) + change
-    tl.store(exact + index, weight)
-    tl.store(weights + index, weight.to(tl.float32))
+def _token(text, emitted, length, slot):
+    """Return the token of a slot of a text that goes on with ``emitted``; -1: before the text."""
+    before = tl.load(text + slot, mask=(slot >= 0) & (slot < length), other=-1).to(tl.int64)
+    return tl.where(slot < length, before, tl.load(emitted + slot - length, mask=slot >= length))
 
 
 # Nothing but tables' widths is compiled in: numbers of rows, nodes and slots share one kernel.
-@triton.jit(do_not_specialize=["batch", "V", "P", "T", "w", "c", "n", "t", "features"])
+@triton.jit(do_not_specialize=["V", "P", "T", "w", "c", "n", "t", "features"])
 def _count(
+    states,
     context,
     lengths,
     chain,
@@ -77,9 +69,8 @@ def _count(
     logits,
     classes,
     evidence,
-    exact,
-    rates,
-    batch,
+    moves,
+    counted,
     V,
     P,
     T,
@@ -88,124 +79,140 @@ def _count(
     n,
     t,
     features,
-    learning_rate,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Compare candidates along the emitted tokens with these; extend the contexts.
+    """Compare the candidates for one emitted token of one row with it (see ``host.count``).
 
-    One program for all rows, in order, so that results do not depend on timing (see
-    ``host.count``).
+    Every program adds to the evidence, and writes the gradient of its token.
     """
-    step = tl.arange(0, STEPS)
-    zero_tile = tl.zeros([1], tl.int64)  # a tile of one node
+    row, depth = tl.program_id(0), tl.program_id(1)
+    state = tl.load(states + row)
+    text, new = context + state * w, emitted + row * t
+    length = tl.load(lengths + state)
+    chained = tl.load(counts + state)
+    truth = tl.load(new + depth)
+    used = (truth >= 0) & (tl.load(valid + row * n) != 0) & (chained >= 0)
+    tl.store(counted + row * t + depth, tl.where(used, 1.0, 0.0))
     V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
-    for row in range(0, batch):
-        text = context + row * w
-        length = tl.load(lengths + row)
-        active = tl.load(valid + row * n) != 0
-        chained = tl.load(counts + row)
-        run = tl.load(runs + row)
-        emitted_tokens = tl.load(emitted + row * t + step, mask=step < t, other=-1)
-        number = tl.sum((emitted_tokens >= 0).to(tl.int32), 0)
-        steps = tl.where(active & (chained >= 0), number, 0)
-        token = tl.load(text + length - 1, mask=length > 0, other=0)
-        last = tl.load(text + length - 2, mask=length > 1, other=-1)
-        before = tl.load(text + length - 3, mask=length > 2, other=-1)
-        on_chain = length >= 0
-        for number_before in range(0, steps):
-            depth = tl.full([], 0, tl.int32) + number_before
-            truth = at(emitted_tokens, step, depth)
-            linked = on_chain & (depth < chained)
-            below = tl.load(chain + row * c + depth, mask=linked, other=-1)
-            (
-                ids,
-                first,
-                odds,
-                kind,
-                logit,
-                source,
-                pattern,
-                lacks,
-                lack_logits,
-                sources_present,
-                which,
-            ) = gather(
-                zero_tile + before,
-                zero_tile + last,
-                zero_tile + token,
-                zero_tile + below,
-                run,
-                zero_tile.to(tl.int32) + depth,
-                zero_tile == number_before,
-                root_ids + row * (K - 1),
-                root_p + row * (K - 1),
-                rejected + row,
-                V,
-                P,
-                T,
-                candidates,
-                probabilities,
-                keys,
-                weights,
-                logits,
-                classes,
-                1,
-                K,
-                WIDTH,
-            )
-            present = ids >= 0
-            right = (ids == truth) & present
-            error = right.to(tl.float32) - 1.0 / (1.0 + tl.exp(-odds))
-            own_error = tl.where(first, error, 0.0)
-            all_errors = tl.sum(own_error, 1)
-            number_found = tl.sum(first.to(tl.float32), 1)
-            is_found = tl.sum((right & first).to(tl.float32), 1)
-            sets = SETS + tl.arange(0, PATTERNS)
-            of_pattern = sets[:, None] == pattern
-            errors = tl.sum(tl.where(of_pattern, own_error, 0.0), 1)
-            tl.debug_barrier()  # everything is read before anything is written
-            for index in tl.static_range(5):
-                from_source = source == index
-                lack_logit = lack_logits[index]
-                slope = tl.where(from_source, (logit - lack_logit[:, None]) * error, 0.0)
-                gradient = lack_logit * all_errors + tl.sum(slope, 1)
-                _move(weights, exact, which * INPUTS + index, learning_rate * gradient)
-                gradients = tl.sum(tl.where(of_pattern, slope, 0.0), 1)
-                gradients += lack_logit * errors
-                change = learning_rate * PATTERN_RATE * gradients
-                _move(weights, exact, sets * INPUTS + index, change)
-                has = tl.sum(from_source.to(tl.float32), 1)
-                hit = tl.sum((from_source & right).to(tl.float32), 1)
-                _count_lack(
-                    lacks[index],
-                    sources_present[index],
-                    number_found - has,
-                    is_found - hit,
-                    evidence,
-                    rates,
-                    logits,
-                    features,
-                )
-            _move(weights, exact, which * INPUTS + 5, learning_rate * all_errors)
-            _move(weights, exact, sets * INPUTS + 5, learning_rate * PATTERN_RATE * errors)
-            hits = tl.load(evidence + kind, mask=present, other=0.0) + right.to(tl.float32)
-            trials = tl.load(evidence + features + kind, mask=present, other=0.0) + 1.0
-            _store_evidence(kind, hits, trials, evidence, rates, logits, features, present)
-            tl.debug_barrier()
-            on_chain = linked & (below == truth)
-            before = last
-            last = token
-            token = truth
-        tl.debug_barrier()  # all warps have read the length
-        # The last emitted token is the next root.
-        more = tl.minimum(number - 1, w - length.to(tl.int32))
-        tl.store(text + length + step, emitted_tokens, mask=step < more)
-        tl.store(lengths + row, length + tl.maximum(more, 0))
+    if used:
+        zero_tile = tl.zeros([1], tl.int64)  # a tile of one node
+        # The chain holds until it differs from the emitted tokens.
+        step = tl.arange(0, STEPS)
+        above = step < depth
+        linked = tl.load(chain + state * c + step, mask=above & (step < chained), other=-2)
+        differs = above & (linked != tl.load(new + step, mask=above, other=-1))
+        on_chain = (depth < chained) & (tl.sum(differs.to(tl.int32), 0) == 0)
+        below = tl.load(chain + state * c + depth, mask=on_chain, other=-1)
+        end = length + depth
+        ids, first, odds, kind, logit, source, pattern, lacks, lack_logits, present, which = gather(
+            zero_tile + _token(text, new, length, end - 3),
+            zero_tile + _token(text, new, length, end - 2),
+            zero_tile + _token(text, new, length, end - 1),
+            zero_tile + below,
+            tl.load(runs + state),
+            zero_tile.to(tl.int32) + depth,
+            zero_tile == depth,
+            root_ids + state * (K - 1),
+            root_p + state * (K - 1),
+            rejected + state,
+            V,
+            P,
+            T,
+            candidates,
+            probabilities,
+            keys,
+            weights,
+            logits,
+            classes,
+            1,
+            K,
+            WIDTH,
+        )
+        there = ids >= 0
+        right = (ids == truth) & there
+        error = right.to(tl.float32) - 1.0 / (1.0 + tl.exp(-odds))
+        own_error = tl.where(first, error, 0.0)
+        all_errors = tl.sum(own_error, 1)
+        number_found = tl.sum(first.to(tl.float32), 1)
+        is_found = tl.sum((right & first).to(tl.float32), 1)
+        sets = SETS + tl.arange(0, PATTERNS)
+        of_pattern = sets[:, None] == pattern
+        errors = tl.sum(tl.where(of_pattern, own_error, 0.0), 1)
+        gradient = moves + (row * t + depth).to(tl.int64) * (SETS + PATTERNS) * COLUMNS
+        of_set = tl.arange(0, triton.next_power_of_2(SETS))
+        is_set = of_set < SETS
+        chosen = of_set == which
+        for index in tl.static_range(5):
+            from_source = source == index
+            lack_logit = lack_logits[index]
+            slope = tl.where(from_source, (logit - lack_logit[:, None]) * error, 0.0)
+            total = lack_logit * all_errors + tl.sum(slope, 1)
+            tl.store(gradient + of_set * COLUMNS + index, tl.where(chosen, total, 0.0), mask=is_set)
+            totals = tl.sum(tl.where(of_pattern, slope, 0.0), 1) + lack_logit * errors
+            tl.store(gradient + sets * COLUMNS + index, totals * PATTERN_RATE)
+            has = tl.sum(from_source.to(tl.float32), 1)
+            hit = tl.sum((from_source & right).to(tl.float32), 1)
+            others = number_found - has
+            lacking = present[index] & (others > 0)
+            _add(evidence, features, lacks[index], is_found - hit, others, lacking)
+        constant = tl.where(chosen, all_errors, 0.0)
+        tl.store(gradient + of_set * COLUMNS + 5, constant, mask=is_set)
+        tl.store(gradient + sets * COLUMNS + 5, errors * PATTERN_RATE)
+        _add(evidence, features, kind, right.to(tl.float32), there.to(tl.float32), there)
+
+
+@triton.jit(do_not_specialize=["tokens", "features"])
+def _calibrate(
+    moves,
+    counted,
+    weights,
+    logits,
+    evidence,
+    exact,
+    rates,
+    tokens,
+    features,
+    learning_rate,
+    BLOCK: tl.constexpr,
+):
+    """Move one weight set along the gradients of ``tokens`` tokens, or compute log odds.
+
+    Gradients are added in a fixed order, so that results do not depend on timing.
+    """
+    number = tl.program_id(0)
+    if number < SETS + PATTERNS:
+        lane = tl.arange(0, COLUMNS)
+        total = tl.zeros([COLUMNS], tl.float64)
+        seen = tl.zeros([], tl.float32)
+        for begin in range(0, tokens, AT_ONCE):
+            token = begin + tl.arange(0, AT_ONCE)
+            used = tl.load(counted + token, mask=token < tokens, other=0.0)
+            seen += tl.sum(used, 0)
+            place = (token.to(tl.int64) * (SETS + PATTERNS) + number) * COLUMNS
+            mask = (used[:, None] > 0) & (lane[None, :] < INPUTS)
+            part = tl.load(moves + place[:, None] + lane[None, :], mask=mask, other=0.0)
+            total += tl.sum(part.to(tl.float64), 0)
+        step = learning_rate * (FULL_TOKENS / tl.maximum(seen, FULL_TOKENS))
+        inside = lane < INPUTS
+        weight = tl.load(exact + number * INPUTS + lane, mask=inside, other=0.0)
+        weight += step.to(tl.float64) * total
+        tl.store(exact + number * INPUTS + lane, weight, mask=inside)
+        tl.store(weights + number * INPUTS + lane, weight.to(tl.float32), mask=inside)
+    else:
+        feature = (number - SETS - PATTERNS) * BLOCK + tl.arange(0, BLOCK)
+        there = feature < features
+        hits = tl.load(evidence + feature, mask=there, other=0.0)
+        trials = tl.load(evidence + features + feature, mask=there, other=0.0)
+        expected = tl.load(rates + feature, mask=there, other=0.5)
+        rate = (tl.minimum(hits, trials) + PRIOR * expected) / (trials + PRIOR)
+        rate = tl.minimum(tl.maximum(rate, LOWEST), HIGHEST)
+        tl.store(logits + feature, tl.log(rate / (1.0 - rate)), mask=there)
 
 
 def count(
+    states: Tensor,
     texts: Texts,
     own: RootCandidates,
     tables: DeviceTables,
@@ -214,10 +221,11 @@ def count(
     emitted: Tensor,
     learning_rate: float,
 ) -> None:
-    """Append the emitted tokens to the texts, and count which candidates came.
+    """Count which candidates came, and move the weights.
 
     Args:
-        texts: changed.
+        states: int64 [B], of the rows of the batch.
+        texts: without the emitted tokens.
         own: the candidates that the roots had.
         tables: weights and log odds are changed.
         evidence: changed.
@@ -225,27 +233,47 @@ def count(
         emitted: int64 [B, t], ``NO_TOKEN`` behind the last one.
         learning_rate: of the weights.
     """
+    batch, t = emitted.shape
+    features = evidence.counts.shape[1]
+    sets = len(evidence.weights)
+    moves = emitted.new_empty((batch, t, sets, COLUMNS.value), dtype=torch.float32)
+    counted = emitted.new_empty((batch, t), dtype=torch.float32)
     launch(
         _count,
-        (1,),
+        (batch, t),
+        states,
         *texts,
         *own,
         valid,
         emitted,
         *tables[:6],
-        *evidence,
-        len(texts.lengths),
+        evidence.counts,
+        moves,
+        counted,
         *tables.sizes,
         texts.context.shape[1],
         texts.chains.shape[1],
         valid.shape[1],
-        emitted.shape[1],
-        evidence.counts.shape[1],
-        learning_rate,
+        t,
+        features,
         K=tables.k,
         WIDTH=lanes_per_row(tables.candidates),
-        STEPS=lanes(emitted.shape[1], LEAST_STEPS),
+        STEPS=lanes(t, LEAST_STEPS),
         num_warps=COUNT_WARPS,
         coalesce=False,
         **REGISTERS,
+    )
+    launch(
+        _calibrate,
+        (sets + triton.cdiv(features, FEATURES),),
+        moves,
+        counted,
+        tables.weights,
+        tables.logits,
+        *evidence,
+        batch * t,
+        features,
+        learning_rate,
+        BLOCK=FEATURES,
+        num_warps=1,
     )

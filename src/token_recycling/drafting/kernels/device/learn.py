@@ -7,13 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.device.sources import lanes_per_row
-from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates
+from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates, Texts
 from token_recycling.drafting.kernels.host import entries, state
 from token_recycling.drafting.kernels.host import learn as host_learn
 from token_recycling.util.launch import REGISTERS, launch
-from token_recycling.util.vector import LEAST_NODES, lanes
+from token_recycling.util.vector import LEAST_NODES, LEAST_STEPS, lanes
 
 SIBLINGS = tl.constexpr(host_learn.SIBLINGS)
 RUNNERS_SHARE, TINY = tl.constexpr(host_learn.RUNNERS_SHARE), tl.constexpr(entries.TINY)
@@ -67,8 +66,42 @@ def _average(old, old_p, new, new_p, old_weight, WIDTH: tl.constexpr, K: tl.cons
     return best_ids, tl.sum(tl.where(here, mixed[None, :], 0.0), 1)
 
 
-@triton.jit(do_not_specialize=["total", "V"])
+@triton.jit
+def _first_after(
+    begin,
+    end,
+    line,
+    states,
+    starts,
+    lines,
+    valid,
+    values,
+    n,
+    level,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the first node from ``begin`` on that teaches a line; ``end``: none before it."""
+    found = tl.full([], 0, tl.int32) + end
+    for block in range(begin, end, BLOCK):
+        at = block + tl.arange(0, BLOCK)
+        usable = at < end
+        usable = usable & (tl.load(valid + at, mask=usable, other=0) != 0)
+        row, node = at // n, at % n
+        state = tl.load(states + row, mask=usable, other=0)
+        place = (state * n + node) * 3 + level
+        usable = usable & (tl.load(lines + place, mask=usable, other=-1) == line)
+        first = tl.load(starts + row, mask=usable, other=0)
+        best = tl.load(values + (first + node) * K, mask=usable, other=float("nan"))
+        usable = usable & _finite(best.to(tl.float32))
+        found = tl.minimum(found, tl.min(tl.where(usable, at, end), 0))
+    return found
+
+
+@triton.jit(do_not_specialize=["total", "n", "V"])
 def _learn(
+    states,
+    starts,
     slots,
     slot_keys,
     valid,
@@ -78,6 +111,7 @@ def _learn(
     probabilities,
     keys,
     total,
+    n,
     V,
     old_weight,
     K: tl.constexpr,
@@ -91,18 +125,16 @@ def _learn(
     """
     this_node = tl.program_id(0)
     level = tl.program_id(1)
-    slot = tl.load(slots + this_node * 3 + level)
-    node = tl.arange(0, BLOCK)
     rank = tl.arange(0, WIDTH)
     is_first = tl.full([], 0, tl.int32)
+    slot = tl.full([], -1, tl.int64)
+    if tl.load(valid + this_node) != 0:
+        state = tl.load(states + this_node // n)
+        slot = tl.load(slots + (state * n + this_node % n) * 3 + level)
     if slot >= 0:
-        first = tl.full([], 0, tl.int32) + total
-        for begin in range(0, this_node + 1, BLOCK):
-            at = begin + node
-            same = tl.load(slots + at * 3 + level, mask=at <= this_node, other=-1) == slot
-            best = tl.load(values + at * K, mask=same, other=float("nan"))
-            usable = same & (tl.load(valid + at, mask=same, other=0) != 0) & _finite(best)
-            first = tl.minimum(first, tl.min(tl.where(usable, at, total), 0))
+        first = _first_after(
+            0, this_node + 1, slot, states, starts, slots, valid, values, n, level, K, BLOCK
+        )
         is_first = (first == this_node).to(tl.int32)
     if is_first != 0:
         row = candidates + slot * K
@@ -114,12 +146,15 @@ def _learn(
             key = tl.load(keys + slot - V)
         current = this_node
         while current < total:
-            new = tl.load(ids + current * K + rank, mask=rank < K, other=-1).to(tl.int32)
-            logit = tl.load(values + current * K + rank, mask=rank < K, other=-float("inf"))
+            node = current % n
+            place = (tl.load(starts + current // n) + node) * K + rank
+            new = tl.load(ids + place, mask=rank < K, other=-1).to(tl.int32)
+            logit = tl.load(values + place, mask=rank < K, other=-float("inf"))
             logit = logit.to(tl.float32)
             p = tl.exp(logit - tl.max(logit, 0))
             p = p / tl.sum(p, 0)
-            new_key = tl.load(slot_keys + current * 3 + level)
+            state = tl.load(states + current // n)
+            new_key = tl.load(slot_keys + (state * n + node) * 3 + level)
             known = (tl.max(old, 0) >= 0) & ((level == 0) | (key == new_key)) & (old_weight > 0)
             mixed, mixed_p = _average(old, old_p, new, p, old_weight, WIDTH, K)
             old = tl.where(known, mixed, new)
@@ -127,14 +162,9 @@ def _learn(
             old_p = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             key = new_key
             # The next node of the same row
-            following = tl.full([], 0, tl.int32) + total
-            for begin in range(current + 1, total, BLOCK):
-                at = begin + node
-                same = tl.load(slots + at * 3 + level, mask=at < total, other=-1) == slot
-                best = tl.load(values + at * K, mask=same, other=float("nan"))
-                usable = same & (tl.load(valid + at, mask=same, other=0) != 0) & _finite(best)
-                following = tl.minimum(following, tl.min(tl.where(usable, at, total), 0))
-            current = following
+            current = _first_after(
+                current + 1, total, slot, states, starts, slots, valid, values, n, level, K, BLOCK
+            )
         tl.store(row + rank, old, mask=rank < K)
         tl.store(probabilities + slot * K + rank, bits.to(tl.int16), mask=rank < K)
         if level > 0:
@@ -142,6 +172,8 @@ def _learn(
 
 
 def learn(
+    states: Tensor,
+    starts: Tensor,
     tables: DeviceTables,
     slots: Tensor,
     slot_keys: Tensor,
@@ -153,18 +185,22 @@ def learn(
     """Mix the candidates behind verified nodes into the tables.
 
     Args:
+        states: int64 [B], of the rows of the batch.
+        starts: int64 [B], index of each row's root in values and ids.
         tables: candidates, probabilities and keys are changed.
-        slots: see ``propose.propose``.
-        slot_keys: likewise.
+        slots: int64 [S, n, 3], the lines that each node of a state teaches; -1: none.
+        slot_keys: int64 [S, n, 3], their keys.
         valid: bool [B, n], nodes that were verified.
-        values: [B, n, k], the best logits behind each node.
-        ids: int64 [B, n, k], their tokens.
-        old_weight: of the probabilities that were there.
+        values: [m, k], the best logits behind each node.
+        ids: int64 [m, k], their tokens.
+        old_weight: of the rows that were there.
     """
     total = valid.numel()
     launch(
         _learn,
         (total, state.LEVELS),
+        states,
+        starts,
         slots,
         slot_keys,
         valid,
@@ -172,6 +208,7 @@ def learn(
         ids,
         *tables[:3],
         total,
+        valid.shape[1],
         tables.vocab_size,
         old_weight,
         K=tables.k,
@@ -185,8 +222,12 @@ def learn(
 # Root rows
 
 
-@triton.jit(do_not_specialize=["n", "p", "t"])
+@triton.jit(do_not_specialize=["w", "n", "p", "t"])
 def _remember(
+    states,
+    starts,
+    context,
+    lengths,
     ids,
     values,
     parents,
@@ -197,30 +238,46 @@ def _remember(
     root_ids,
     root_p,
     rejected,
+    w,
     n,
     p,
     t,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     NODES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """Make the root row of one row of the batch (see ``host.remember``).
+    """Make the root row of one row of the batch (see ``host.remember``), and extend its text.
 
     ``SIBLINGS`` + 1 groups of ``WIDTH`` lanes: the candidates behind rejected nodes, then the
     runners-up.
     """
     row = tl.program_id(0)
+    state = tl.load(states + row)
+    start = tl.load(starts + row)
     count = tl.load(counts + row)
     active = count > 0
-    last = tl.load(path + row * p + count - 1, mask=active, other=0)
-    token = tl.load(emitted + row * t + count - 1, mask=active, other=-1)
-    finite = _finite(tl.load(values + (row * n + last) * K).to(tl.float32))
+    # The text; the last emitted token is the next root.
+    step = tl.arange(0, STEPS)
+    length = tl.load(lengths + state)
+    more = tl.minimum(count - 1, w - length)
+    new = tl.load(emitted + row * t + step, mask=step < more, other=-1)
+    tl.store(context + state * w + length + step, new, mask=step < more)
+    tl.debug_barrier()  # all warps have read the length
+    tl.store(lengths + state, length + tl.maximum(more, 0))
+    # The root row
+    along = tl.load(path + row * p + step, mask=step < count, other=-1)
+    known = tl.sum((along >= 0).to(tl.int32), 0)
+    last = tl.load(path + row * p + known - 1, mask=active, other=0)
+    token = tl.load(emitted + row * t + known - 1, mask=active, other=-1)
+    best = tl.load(values + (start + last) * K, mask=active, other=float("nan"))
+    finite = _finite(best.to(tl.float32))
     # Rejected nodes, in order
     node = tl.arange(0, NODES)
     inside = node < n
-    best = tl.load(values + (row * n + node) * K, mask=inside, other=float("nan")).to(tl.float32)
-    sibling = (tl.load(parents + row * n + node, mask=inside, other=-1) == last) & (node > last)
-    sibling = sibling & (tl.load(valid + row * n + node, mask=inside, other=0) != 0)
+    inside = inside & (tl.load(valid + row * n + node, mask=inside, other=0) != 0)
+    best = tl.load(values + (start + node) * K, mask=inside, other=float("nan")).to(tl.float32)
+    sibling = (tl.load(parents + state * n + node, mask=inside, other=-1) == last) & (node > last)
     sibling = sibling & _finite(best)
     place = tl.cumsum(sibling.to(tl.int32), 0) - 1
     number = tl.minimum(tl.sum(sibling.to(tl.int32), 0), SIBLINGS)
@@ -232,7 +289,7 @@ def _remember(
     used *= tl.where(finite & active, 1, 0)  # as an integer: Triton's interpreter needs it
     # Their candidates
     rank = tl.arange(0, WIDTH)
-    at = (row * n + source[:, None]) * K + rank[None, :]
+    at = (start + source[:, None]) * K + rank[None, :]
     mask = (used[:, None] != 0) & (rank[None, :] < K)
     tokens = tl.load(ids + at, mask=mask, other=-1)
     logit = tl.load(values + at, mask=mask, other=-float("inf")).to(tl.float32)
@@ -257,7 +314,7 @@ def _remember(
         (mixed[None, :] == mixed[:, None]) & (lane[None, :] < lane[:, None])
     )
     place = tl.sum((better & first[None, :]).to(tl.int32), 1)
-    own_ids, own_p = root_ids + row * (K - 1), root_p + row * (K - 1)
+    own_ids, own_p = root_ids + state * (K - 1), root_p + state * (K - 1)
     empty = tl.full([WIDTH], -1, tl.int32)
     tl.store(own_ids + rank, empty, mask=(rank < K - 1) & active)
     tl.store(own_p + rank, empty.to(tl.int16) + 1, mask=(rank < K - 1) & active)
@@ -265,40 +322,57 @@ def _remember(
     in_row = first & (place < K - 1)
     tl.store(own_ids + place, tokens.to(tl.int32), mask=in_row)
     tl.store(own_p + place, _to_half(tl.minimum(mixed, 1.0)).to(tl.int16), mask=in_row)
-    tl.store(rejected + row, (number > 0) & finite, mask=active)
+    tl.store(rejected + state, (number > 0) & finite, mask=active)
 
 
 def remember(
-    own: RootCandidates, draft: DraftTree, values: Tensor, ids: Tensor, accepted: Accepted
+    states: Tensor,
+    starts: Tensor,
+    texts: Texts,
+    own: RootCandidates,
+    parents: Tensor,
+    valid: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    accepted: Accepted,
 ) -> None:
     """Find candidates for the next roots: runners-up, and what follows rejected nodes.
 
     Args:
+        states: int64 [B], of the rows of the batch.
+        starts: int64 [B], index of each row's root in values and ids.
+        texts: get the emitted tokens, but for the last one, which is the next root.
         own: changed.
-        draft: what was verified.
-        values: [B, n, k], the best logits behind each node.
-        ids: int64 [B, n, k], their tokens.
-        accepted: the accepted paths.
+        parents: int64 [S, n], of the nodes of each state.
+        valid: bool [B, n], nodes that were verified.
+        values: [m, k], the best logits behind each node.
+        ids: int64 [m, k], their tokens.
+        accepted: the accepted paths; a node of -1 is not of the draft.
     """
-    batch, n, k = ids.shape
+    n, k = valid.shape[1], ids.shape[-1]
     path, emitted = accepted.path, accepted.emitted
     launch(
         _remember,
-        (batch,),
+        (len(states),),
+        states,
+        starts,
+        *texts[:2],
         ids,
         values,
-        draft.parents.contiguous(),  # a draft that came from the host is a part of a tensor
-        draft.valid.contiguous(),
+        parents,
+        valid,
         path,
         emitted,
         accepted.counts,
         *own,
+        texts.context.shape[1],
         n,
         path.stride(0),
         emitted.stride(0),
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NODES=lanes(n, LEAST_NODES),
+        STEPS=lanes(emitted.shape[1], LEAST_STEPS),
         num_warps=REMEMBER_WARPS,
         **REGISTERS,
     )

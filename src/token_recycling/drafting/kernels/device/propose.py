@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,7 +43,7 @@ def _match(tokens, length, root):
             run += agrees.to(tl.int32)
             shift += 1
             more = (shift < WINDOW) & (shift < length) & (tl.sum(agrees.to(tl.int32), 0) > 0)
-            expected = tl.load(tokens + length - 1 - shift, mask=more, other=-1)
+            expected = tl.load(tokens + length - 1 - shift, mask=more, other=-1).to(tl.int64)
         best = tl.maximum(best, tl.where(run > 0, (run.to(tl.int64) << 32) + end, 0))
     best = tl.max(best, 0)  # the longest match, and of equally long ones the last
     return best >> 32, best & 0xFFFFFFFF
@@ -52,35 +51,51 @@ def _match(tokens, length, root):
 
 @triton.jit
 def _begin(
-    row, context, lengths, roots, chain, counts, runs, w, c, longest_chain, n, CHAIN: tl.constexpr
+    state,
+    context,
+    lengths,
+    roots,
+    chain,
+    counts,
+    runs,
+    w,
+    reach,
+    c,
+    longest_chain,
+    n,
+    CHAIN: tl.constexpr,
 ):
-    """Append the root to the context, and search the chain.
+    """Append the root to the context, and search the last ``reach`` tokens for the chain.
 
     Returns:
         The root, the two tokens before it, the later one last; the tokens that agree; the number
         of tokens of the chain, and these, [CHAIN].
     """
     # The context: in a full row, the root replaces the last token.
-    text = context + row * w
-    root = tl.load(roots + row)
-    last = tl.minimum(tl.load(lengths + row), w - 1)
-    length = last + 1
-    first = tl.load(text + last - 1, mask=last > 0, other=-1)
-    second = tl.load(text + last - 2, mask=last > 1, other=-1)
+    whole_text = context + state * w
+    root = tl.load(roots + state)
+    before = tl.load(lengths + state)
+    is_there = before >= 0
+    whole = tl.minimum(tl.maximum(before, 0), w - 1) + 1
+    text = whole_text + tl.maximum(whole - reach, 0)
+    length = tl.minimum(whole, reach)
+    last = length - 1
+    first = tl.load(text + last - 1, mask=last > 0, other=-1).to(tl.int64)
+    second = tl.load(text + last - 2, mask=last > 1, other=-1).to(tl.int64)
     # The chain
     run, after = _match(text, length, root)
     count = tl.where(run > 0, tl.minimum(length - after, longest_chain), 0)
     link = tl.arange(0, CHAIN)
     slot = after + link
     linked = link < count
-    links = tl.load(text + slot, mask=linked & (slot < last), other=0)
+    links = tl.load(text + slot, mask=linked & (slot < last), other=0).to(tl.int64)
     links = tl.where(slot == last, root, links)
-    tl.store(chain + row * c + link, links, mask=linked)
+    tl.store(chain + state * c + link, links, mask=linked)
     tl.debug_barrier()  # all warps have read the length and the context
-    tl.store(text + last, root)
-    tl.store(lengths + row, length)
-    tl.store(counts + row, tl.where(n > 1, count, -1))
-    tl.store(runs + row, run)
+    tl.store(text + last, root, mask=is_there)
+    tl.store(lengths + state, whole, mask=is_there)
+    tl.store(counts + state, tl.where(n > 1, count, -1))
+    tl.store(runs + state, run)
     return root, second, first, run, count, links
 
 
@@ -107,7 +122,7 @@ def _link_below(links, on_chain, count, CHAIN: tl.constexpr):
 
 @triton.jit
 def _write(
-    row,
+    state,
     tokens,
     parents,
     depths,
@@ -133,7 +148,7 @@ def _write(
     inside = node < n
     valid = logs > NONE / 2
     tokens = tokens.to(tl.int64)
-    out = row * n + node
+    out = state * n + node
     tl.store(tokens_out + out, tokens, mask=inside)
     tl.store(parents_out + out, parents.to(tl.int64), mask=inside)
     tl.store(depths_out + out, depths.to(tl.int64), mask=inside)
@@ -153,7 +168,7 @@ def _write(
     tl.store(keys_out + out * 3 + 2, triple, mask=inside)
     # Ancestors: first none, then the nodes on each path to the root.
     for i in range(0, n):
-        tl.store(ancestors_out + (row * n + i) * n + node, node < 0, mask=inside)
+        tl.store(ancestors_out + (state * n + i) * n + node, node < 0, mask=inside)
     tl.debug_barrier()
     path = node
     for _ in range(0, tl.max(depths, 0) + 1):
@@ -164,9 +179,10 @@ def _write(
 
 # All numbers of nodes up to ``LEAST_NODES`` share one kernel.
 @triton.jit(
-    do_not_specialize=["V", "P", "T", "w", "c", "longest_chain", "n", "max_depth"],
+    do_not_specialize=["V", "P", "T", "w", "reach", "c", "longest_chain", "n", "max_depth"],
 )
 def _propose(
+    states,
     context,
     lengths,
     roots,
@@ -194,6 +210,7 @@ def _propose(
     P,
     T,
     w,
+    reach,
     c,
     longest_chain,
     n,
@@ -210,15 +227,27 @@ def _propose(
     that have not been, and keeps the best of old and new ones. No child is better than its parent:
     so the tree is the same once no node but the last is left to expand.
     """
-    row = tl.program_id(0)
+    state = tl.load(states + tl.program_id(0))
     node = tl.arange(0, NODES)
     turn = tl.arange(0, ROUND)
     tile: tl.constexpr = ROUND * 4 * WIDTH
     V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
     root, second, first, run, count, links = _begin(
-        row, context, lengths, roots, chain, counts, runs, w, c, longest_chain, n, CHAIN
+        state,
+        context,
+        lengths,
+        roots,
+        chain,
+        counts,
+        runs,
+        w,
+        reach,
+        c,
+        longest_chain,
+        n,
+        CHAIN,
     )
-    own_ids, own_p = root_ids + row * (K - 1), root_p + row * (K - 1)
+    own_ids, own_p = root_ids + state * (K - 1), root_p + state * (K - 1)
     # The best nodes so far, best first
     tokens = tl.where(node == 0, root, 0).to(tl.int32)  # few registers
     parents = tl.zeros([NODES], tl.int32)
@@ -256,7 +285,7 @@ def _propose(
             used & (above == 0),
             own_ids,
             own_p,
-            rejected + row,
+            rejected + state,
             V,
             P,
             T,
@@ -306,7 +335,7 @@ def _propose(
         waiting = tl.sum(tl.where((closed == 0) & (node < n - 1), 1, 0), 0)
         rounds_left = tl.where(waiting > 0, rounds_left - 1, 0)
     _write(
-        row,
+        state,
         tokens,
         parents,
         depths,
@@ -340,47 +369,49 @@ def nodes_per_round(nodes: int, width: int) -> int:
 
 
 def propose(
+    states: Tensor,
     texts: Texts,
     roots: Tensor,
     own: RootCandidates,
     tables: DeviceTables,
+    draft: DraftTree,
     slots: Tensor,
     slot_keys: Tensor,
     longest_chain: int,
     max_depth: int,
-) -> DraftTree:
-    """Append ``roots`` int64 [B] to the texts; return the best draft of each, of n nodes.
+    reach: int,
+) -> None:
+    """Append roots to the texts, and write the best draft below each, of n nodes.
 
     Args:
-        texts: changed.
-        roots: the last tokens.
+        states: int64 [B], those that get a draft, each of them once.
+        texts: changed; one of a negative length stays as it is, and its draft means nothing.
+        roots: int64 [S], the last tokens.
         own: candidates for the roots.
         tables: where other candidates come from.
-        slots: int64 [B, n, 3]; gets the lines of the tables that each node will teach.
-        slot_keys: int64 [B, n, 3]; gets their keys.
+        draft: [S, n], changed.
+        slots: int64 [S, n, 3]; gets the lines of the tables that each node will teach.
+        slot_keys: int64 [S, n, 3]; gets their keys.
         longest_chain: most tokens of a chain to draft.
         max_depth: of a draft.
+        reach: how many tokens of a text are searched, from its end.
     """
-    batch, n = slots.shape[:2]
-    tokens, parents, depths = (roots.new_empty((batch, n)) for _ in range(3))
-    ancestors = roots.new_empty((batch, n, n), dtype=torch.bool)
-    valid = roots.new_empty((batch, n), dtype=torch.bool)
-    scores = roots.new_empty((batch, n), dtype=torch.float32)
-    deepest = min(max_depth, n - 1)
-    draft = DraftTree(tokens, parents, depths, ancestors, valid, deepest, scores)
-    width, nodes = lanes_per_row(tables.candidates), lanes(n, LEAST_NODES)
+    n, width = draft.size, lanes_per_row(tables.candidates)
+    nodes = lanes(n, LEAST_NODES)
     launch(
         _propose,
-        (batch,),
+        (len(states),),
+        states,
         *texts[:2],
         roots,
         *texts[2:],
         *own,
         *tables[:6],
-        *(tokens, parents, depths, ancestors, valid, scores),
+        *(draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid, draft.scores),
         *(slots, slot_keys),
         *tables.sizes,
         texts.context.shape[1],
+        reach,
         texts.chains.shape[1],
         longest_chain,
         n,
@@ -394,4 +425,88 @@ def propose(
         coalesce=False,
         **REGISTERS,
     )
-    return draft
+
+
+@triton.jit(do_not_specialize=["n", "m"])
+def _likeliest(
+    states,
+    parents,
+    valid,
+    tokens,
+    scores,
+    slots,
+    slot_keys,
+    tokens_out,
+    valid_out,
+    scores_out,
+    slots_out,
+    keys_out,
+    n,
+    m,
+    NODES: tl.constexpr,
+):
+    """Follow the first child from one root down (see ``host.likeliest``)."""
+    state = tl.load(states + tl.program_id(0))
+    node = tl.arange(0, NODES)
+    level = tl.arange(0, 4)
+    inside = node < n
+    place = state * n + node
+    parent = tl.load(parents + place, mask=inside, other=-1)
+    inside = inside & (node > 0) & (tl.load(valid + place, mask=inside, other=0) != 0)
+    last = tl.full([], 0, tl.int32)
+    there = last == 0
+    for i in range(0, m):
+        out = state * m + i
+        at = state * n + tl.where(there, last, 0)
+        tl.store(tokens_out + out, tl.load(tokens + at, mask=there, other=0))
+        tl.store(scores_out + out, tl.load(scores + at, mask=there, other=0.0))
+        tl.store(valid_out + out, there)
+        taught = there & (level < 3)
+        line = tl.load(slots + at * 3 + level, mask=taught, other=-1)
+        tl.store(slots_out + out * 3 + level, line, mask=level < 3)
+        key = tl.load(slot_keys + at * 3 + level, mask=taught, other=0)
+        tl.store(keys_out + out * 3 + level, key, mask=level < 3)
+        last = tl.min(tl.where(inside & (parent == last), node, NODES), 0)
+        there = there & (last < NODES)
+
+
+def likeliest(
+    states: Tensor,
+    draft: DraftTree,
+    slots: Tensor,
+    slot_keys: Tensor,
+    branch: DraftTree,
+    branch_slots: Tensor,
+    branch_keys: Tensor,
+) -> None:
+    """Copy the most likely branch of each draft, of at most m nodes.
+
+    Args:
+        states: int64 [B], those whose draft is new.
+        draft: [S, n].
+        slots: int64 [S, n, 3], the lines that its nodes teach.
+        slot_keys: int64 [S, n, 3], their keys.
+        branch: chains [S, m], whose tokens, validity and scores are changed.
+        branch_slots: int64 [S, m, 3], changed.
+        branch_keys: int64 [S, m, 3], changed.
+    """
+    launch(
+        _likeliest,
+        (len(states),),
+        states,
+        draft.parents,
+        draft.valid,
+        draft.tokens,
+        draft.scores,
+        slots,
+        slot_keys,
+        branch.tokens,
+        branch.valid,
+        branch.scores,
+        branch_slots,
+        branch_keys,
+        draft.size,
+        branch.size,
+        NODES=lanes(draft.size, LEAST_NODES),
+        num_warps=1,
+    )

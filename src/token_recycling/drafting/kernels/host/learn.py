@@ -27,28 +27,34 @@ SIBLINGS = 7  # most rejected nodes that a root row is made of
 RUNNERS_SHARE = 0.1  # of the runners-up in a root row from rejected nodes
 LEARNING_RATE = 0.02  # of the weights
 PATTERN_RATE = 0.5  # of the weights of patterns, as a share of it
+# Tokens of a step whose gradients count in full. The gradients of a step are taken at the same
+# weights, so that those of many rows would move the weights too far: more count as many together.
+FULL_TOKENS = 16.0
 
 
 @compiled
-def count(row: int, state: State, emitted: Array, tables: Tables, learning_rate: float) -> None:
+def count(
+    row: int, state: State, emitted: Array, tables: Tables, moves: Array, counted: Array
+) -> None:
     """Compare the candidates along the emitted tokens of one row with these tokens.
 
-    Counts hits and trials per feature, and moves the weights along the gradient of the log
-    likelihood: w += rate · (hit - score) · log odds of the source (Mahoney, as in ``gather``).
-    Candidates count whether or not they were drafted.
+    Counts hits and trials per feature, and sums the gradient of the log likelihood of the weights:
+    (hit - score) · log odds of the source (Mahoney, as in ``gather``). Candidates count whether or
+    not they were drafted. Log odds and weights stay as they are, so that all rows and tokens of a
+    step are compared by the same ones, and a GPU can compare them at once.
 
     Args:
         row: its index.
         state: of the rows; the last token of a context is the root.
         emitted: int64 [t], padded with ``NO_TOKEN``.
-        tables: what has been learnt.
-        learning_rate: of the weights.
+        tables: what has been learnt; the evidence is changed.
+        moves: float64 [SETS + PATTERNS, INPUTS], the sum of gradients, changed.
+        counted: bool [f], gets True for every feature that was counted.
     """
     context, length, chain = state.context[row], state.lengths[row], state.chains[row]
     nothing = len(tables.rates) - 1
     gathered = new_gathered(tables.candidates.shape[1])
     candidates, kinds, odds = gathered
-    step = np.empty(INPUTS)
     token = context[length - 1]
     before, last = ending(context, length)
     on_chain = True
@@ -69,32 +75,24 @@ def count(row: int, state: State, emitted: Array, tables: Tables, learning_rate:
             tables,
             gathered,
         )
-        step[:] = 0.0
         for i in range(candidate_count):
             error = -1.0 / (1.0 + math.exp(-odds[i]))
             if candidates[i] == truth:
                 error += 1.0
             pattern = SETS + kinds[i, LEVELS + 2]
             for source in range(LEVELS + 2):
-                slope = error * tables.logits[kinds[i, source]]
-                step[source] += slope
-                tables.weights[pattern, source] += learning_rate * PATTERN_RATE * slope
-            step[INPUTS - 1] += error
-            tables.weights[pattern, INPUTS - 1] += learning_rate * PATTERN_RATE * error
-        for source in range(INPUTS):
-            tables.weights[which, source] += learning_rate * step[source]
-        for i in range(candidate_count):
-            for source in range(LEVELS + 2):
                 feature = kinds[i, source]
+                slope = error * tables.logits[feature]
+                moves[which, source] += slope
+                moves[pattern, source] += PATTERN_RATE * slope
                 if feature == nothing:
                     continue
+                counted[feature] = True
                 tables.evidence[1, feature] += 1
                 if candidates[i] == truth:
                     tables.evidence[0, feature] += 1
-        for i in range(candidate_count):
-            for source in range(LEVELS + 2):
-                if kinds[i, source] != nothing:
-                    refresh_logit(kinds[i, source], tables)
+            moves[which, INPUTS - 1] += error
+            moves[pattern, INPUTS - 1] += PATTERN_RATE * error
         on_chain = on_chain and below == truth
         before, last, token = last, token, truth
 
@@ -120,9 +118,20 @@ def observe(
         learning_rate: of the weights.
     """
     tokens, parents, valid, ids, p, finite, emitted = verified
+    moves = np.zeros(tables.weights.shape)
+    counted = np.zeros(len(tables.rates), np.bool_)
+    tokens_counted = 0
     for row in range(len(valid)):
         if valid[row, 0] and state.chain_lengths[row] >= 0:
-            count(row, state, emitted[row], tables, learning_rate)
+            count(row, state, emitted[row], tables, moves, counted)
+            tokens_counted += (emitted[row] >= 0).sum()
+    learning_rate *= min(1.0, FULL_TOKENS / max(tokens_counted, 1))
+    for weights in range(len(moves)):
+        for source in range(INPUTS):
+            tables.weights[weights, source] += learning_rate * moves[weights, source]
+    for feature in range(len(counted)):
+        if counted[feature]:
+            refresh_logit(feature, tables)
     for row in range(len(valid)):
         second, first = ending(state.context[row], state.lengths[row])
         for node in range(tokens.shape[1]):
