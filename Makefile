@@ -88,7 +88,7 @@ build/quantised/ready: tests/requirements/quantised.txt .venv/ready
 test-device-kernels: build/triton/ready ## The kernels for GPUs, interpreted and compiled.
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest -n 2 --dist worksteal \
 		tests/drafting/test_device_kernels.py tests/graph/test_device_step.py \
-		tests/graph/test_compiled_kernels.py \
+		tests/graph/test_compiled_kernels.py tests/integrations/test_device_requests.py \
 		tests/model/test_gpu_attention.py tests/model/test_gpu_layers.py tests/model/test_cache_kernel.py
 	PYTHONPATH=build/triton:tests $(BIN)/python tests/drafting/compile_device_kernels.py
 
@@ -132,15 +132,20 @@ VLLM = LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so OMP_NUM_THREADS=2 \
 SGLANG = PYTHONPATH=$(CURDIR)/tests/engines/sgl_kernel_on_cpu:$(CURDIR)/tests/engines OMP_NUM_THREADS=2 \
 	build/sglang/bin/python -m pytest -p no:cacheprovider -s
 
-test-vllm: build/vllm/ready ## Test the plug-in for vLLM, on a CPU.
+# Model Runner V2, whose kernels Triton's interpreter runs
+VLLM_V2 = TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/triton $(VLLM) tests/engines/test_vllm_v2.py
+
+test-vllm: build/vllm/ready build/triton/ready ## Test the plug-in for vLLM, on a CPU.
 	$(VLLM) tests/engines/test_vllm.py
+	$(VLLM_V2)
 
 test-sglang: build/sglang/ready ## Test the plug-in for SGLang, on a CPU with stand-ins for its kernels.
 	$(SGLANG) tests/engines/test_sglang.py
 
 # The same text, drafts that are accepted, and one fault that shows.
-test-engines: build/vllm/ready build/sglang/ready ## One short pass of both engines.
+test-engines: build/vllm/ready build/sglang/ready build/triton/ready ## One short pass of both engines.
 	$(VLLM) tests/engines/test_vllm.py -k '(test_the_text_is_the_same or test_sampled_text or test_a_few_mixed) and chain or test_faults_show and commit'
+	$(VLLM_V2) -k 'test_the_text_is_the_same or wait'
 	$(SGLANG) tests/engines/test_sglang.py -k 'test_the_text_is_the_same and not options or test_faults_show and commit'
 
 lint: .venv/ready ## Check style and types.

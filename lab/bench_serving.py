@@ -33,7 +33,9 @@ def main(
     model: o.Model = None,
     modes: Annotated[
         str,
-        typer.Option("--modes", help="plain, ngram, chain (vLLM only), tree; with commas."),
+        typer.Option(
+            "--modes", help="plain, ngram, ngram_gpu and chain (vLLM only), tree; with commas."
+        ),
     ] = "plain,ngram,tree",
     concurrency: Annotated[
         str, typer.Option("--concurrency", help="Requests at once; several with commas.")

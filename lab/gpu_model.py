@@ -145,6 +145,15 @@ def build(folder: Path, shape: str | None, dtype: str, device: torch.device) -> 
     return model, manifest["prompts"]
 
 
+def save_widened(packed: str, shape: str) -> None:
+    """Write the widened checkpoint and its prompts to /dev/shm, for engines to load."""
+    model, prompts = build(Path(packed), shape, "bfloat16", torch.device("cuda"))
+    model.config.eos_token_id, model.config.bos_token_id = 2, 1
+    model.save_pretrained("/dev/shm/wide", max_shard_size="4GB")
+    tokens = [one if isinstance(one, list) else one["tokens"] for one in prompts]
+    Path("/dev/shm/prompts.json").write_text(json.dumps(tokens))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)

@@ -26,20 +26,7 @@ if [ "$packed" = --dry-run ]; then
     exit
 fi
 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader
-part widen 120 "$python" - "$packed" "$shape" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-import torch
-from gpu_model import build
-
-model, prompts = build(Path(sys.argv[1]), sys.argv[2], "bfloat16", torch.device("cuda"))
-model.config.eos_token_id, model.config.bos_token_id = 2, 1
-model.save_pretrained("/dev/shm/wide", max_shard_size="4GB")
-tokens = [one if isinstance(one, list) else one["tokens"] for one in prompts]
-Path("/dev/shm/prompts.json").write_text(json.dumps(tokens))
-PYTHON
+part widen 120 "$python" -c 'import sys; from gpu_model import save_widened; save_widened(*sys.argv[1:])' "$packed" "$shape"
 part first 420 "$python" lab/gpu_first_answers.py "$out/first.json" /dev/shm/wide /dev/shm/prompts.json --answers 12
 part tests 240 "$python" -m pytest -q -x tests/graph/test_cuda.py tests/model/test_gpu_layers.py tests/model/test_cache_kernel.py
 part drafts 120 "$python" -m pytest -q tests/drafting/test_device_kernels.py -k "many_rows or oracle"

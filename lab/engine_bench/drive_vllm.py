@@ -20,15 +20,19 @@ from engine_bench.load import Arrivals, Load, Pass
 
 def arguments(load: Load) -> dict[str, Any]:
     """Return vLLM's engine arguments."""
-    ours = {
-        "method": "custom_class",
-        "model": "token_recycling.integrations.vllm.Proposer",
-    }
+    ours = {"method": "token_recycling", "mode": load.mode, **load.options}
     speculative: dict[str, dict[str, Any]] = {
         "ngram": {
             "method": "ngram",
             "num_speculative_tokens": load.chain,
             "prompt_lookup_max": 4,
+        },
+        # On the device, in Model Runner V2
+        "ngram_gpu": {
+            "method": "ngram_gpu",
+            "num_speculative_tokens": load.chain,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
         },
         "chain": {**ours, "num_speculative_tokens": load.chain},
         "tree": {**ours, "num_speculative_tokens": load.tree},
@@ -42,8 +46,6 @@ def arguments(load: Load) -> dict[str, Any]:
     }
     if load.mode != "plain":
         found["speculative_config"] = speculative[load.mode]
-    if load.mode in ("chain", "tree"):
-        found["additional_config"] = {"token_recycling": {"mode": load.mode, **load.options}}
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINES = ("vllm", "sglang")
-MODES = ("plain", "ngram", "chain", "tree")
+MODES = ("plain", "ngram", "ngram_gpu", "chain", "tree")
 WARM_UP = 2  # usual number of prompts before the first pass
 
 

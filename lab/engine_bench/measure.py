@@ -29,7 +29,7 @@ def check(engine: str, modes: Sequence[str]) -> None:
     """
     if engine not in ENGINES:
         raise TokenRecyclingError(f"no such engine: {engine}; choose from {', '.join(ENGINES)}")
-    known = [mode for mode in MODES if engine == "vllm" or mode != "chain"]
+    known = [mode for mode in MODES if engine == "vllm" or mode not in ("chain", "ngram_gpu")]
     if unknown := [mode for mode in modes if mode not in known]:
         raise TokenRecyclingError(
             f"{engine} has no mode {unknown[0]!r}; choose from {', '.join(known)}"

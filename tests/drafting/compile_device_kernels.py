@@ -29,6 +29,7 @@ from triton.runtime import driver
 from token_recycling import AdjacencyMatrix
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.graph import compilation, kernels
+from token_recycling.integrations.engines.device_requests import DeviceBatch, DeviceRequests
 from token_recycling.model.gpu import attention_launch
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
@@ -75,12 +76,29 @@ def memory(size):
         yield
 
 
+def launches_of_requests(k, dtype):
+    """What a step of an engine launches for chains, with texts of its own dtype."""
+    on = {"device": torch.device("meta")}
+    drafter = AdaptiveDrafter(AdjacencyMatrix(VOCABULARY, k), 16)
+    context = torch.zeros((8, 128), dtype=torch.int32, **on)
+    requests = DeviceRequests(drafter, context, 7, chain=True)
+    states, numbers = torch.zeros(8, dtype=torch.long, **on), torch.zeros(8, **on).int()
+    with compilation.collected() as found:
+        best = requests.best(torch.zeros((8, VOCABULARY), dtype=dtype, **on))
+        requests.observe(DeviceBatch(states, numbers, numbers, numbers, numbers), best)
+        requests.propose(states, states)
+        requests.follow(states, states, states, numbers, 7)
+    return found
+
+
 def launches(dtype):
     """(name, launch) of every kernel and shape."""
     for k in (8, 12, 16):
         drafter = AdaptiveDrafter(AdjacencyMatrix(VOCABULARY, k))
         for launch in compilation.launches_of_drafts(drafter, VOCABULARY, dtype):
             yield f"k={k}", launch
+        for launch in launches_of_requests(k, dtype):
+            yield f"k={k} engine", launch
     shapes = [(heads, size, 0) for heads, size in product((8, 32), (64, 128, 256))]
     for heads, size, room in [*shapes, (32, 128, attention_launch.LARGE_MEMORY)]:
         for window in ({}, {"sliding_window": 512, "layer_types": ["sliding_attention"]}):

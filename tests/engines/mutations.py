@@ -37,6 +37,9 @@ def apply_vllm(name: str | None) -> None:
     """Break the step."""
     if name is None:
         return
+    if name.startswith("v2 "):
+        apply_vllm_v2(name.removeprefix("v2 "))
+        return
     from token_recycling.integrations.vllm import accept, tree_attention, tree_step
 
     if name == "stale processors":
@@ -59,6 +62,25 @@ def apply_vllm(name: str | None) -> None:
         tree_attention.visible = lambda q, length, tree, window: whole_mask(q, length, None, window)
     else:
         raise ValueError(name)
+
+
+def apply_vllm_v2(name: str) -> None:
+    """Break acceptance in Model Runner V2."""
+    from token_recycling.integrations.engines.device_requests import DeviceRequests
+
+    whole = DeviceRequests.follow
+
+    def follow(self, states, tokens, choices, firsts, longest):
+        if name == "accept all":  # as if every draft were right
+            choices = choices.clone()
+            choices[:-1] = tokens[1:]
+            last = firsts[1:].long() - 1
+            choices[last] = tokens[last].long()
+        else:  # each token is the one drawn after the node behind
+            choices = choices.roll(1)
+        return whole(self, states, tokens, choices, firsts, longest)
+
+    DeviceRequests.follow = follow
 
 
 def apply_sglang(name: str) -> None:

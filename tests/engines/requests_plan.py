@@ -54,6 +54,7 @@ def sets(model: str) -> dict[str, dict]:
     def tokenize(text: str) -> list[int]:
         return tokenizer(text)["input_ids"]
 
+    longest = [token for text in texts() for token in tokenize(text)]
     alone = [request | {"abort": None} for request in plan(tokenize, tokens=120)]
     turns = [request | {"tokens": 70} for request in alone[:8]]
     turns += [request | {"after": i, "tokens": 40} for i, request in enumerate(turns)]
@@ -89,6 +90,30 @@ def sets(model: str) -> dict[str, dict]:
                 for i in range(640)
             ],
             "sampling": {"temperature": 1.0, "top_k": 4},
+        },
+        # For Triton's interpreter, which takes seconds for a step
+        "few": {"requests": plan(tokenize, longest=100, tokens=18, count=6), "at_once": 3},
+        "growing": {  # each needs a third block of 32 tokens while it is decoded
+            "requests": [
+                {"prompt": longest[i * 60 :][:60], "tokens": 14, "abort": None} for i in range(4)
+            ],
+            "at_once": 3,
+        },
+        "few kinds": {
+            "requests": [
+                {"prompt": alone[i % 3]["prompt"][:50], "tokens": 8, "abort": None}
+                | {"sampling": kind}
+                for i, kind in enumerate(
+                    [
+                        *kinds,
+                        {"temperature": 1.0, "seed": 7},
+                        {"temperature": 0.8, "seed": 8, "top_k": 20, "top_p": 0.9},
+                        {"temperature": 1.0, "seed": 9, "min_p": 0.05},
+                        {"logit_bias": {300: 3.0}, "logprobs": 1},
+                    ]
+                )
+            ],
+            "at_once": 4,
         },
         "some mixtures": mixtures(tokenize, 40, 1),
         "mixtures": mixtures(tokenize, 500, 2),

@@ -75,6 +75,8 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.get("process") else "0"
+    if options.get("runner") == "v2":
+        import v2_on_cpu  # before vLLM
     asked = sets(options["model"]) | {"to the end": to_the_end(LONGEST)}
     mutations.apply_version("vllm-cpu", options.get("version"))
     if options.get("without"):
@@ -82,6 +84,9 @@ def main() -> None:
     from vllm import EngineArgs, LLMEngine
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
+    if options.get("runner") == "v2":
+        v2_on_cpu.leave_top_k_to_pytorch()
+        v2_on_cpu.use_few_lanes()
     mutations.apply_vllm(options.get("mutation"))
     args = {
         "model": options["model"],

@@ -16,14 +16,8 @@ SETS = ["one by one", "plan", "turns", "processors", "samples", "some mixtures"]
 def speculative(tokens, **options):
     """The drafts of these tests are whole; sizes by measured times differ from run to run."""
     options = {"automatic": False} | options
-    return {
-        "speculative_config": {
-            "method": "custom_class",
-            "model": "token_recycling.integrations.vllm.Proposer",
-            "num_speculative_tokens": tokens,
-        },
-        "additional_config": {"token_recycling": options},
-    }
+    config = {"method": "token_recycling", "num_speculative_tokens": tokens, **options}
+    return {"speculative_config": config}
 
 
 WAYS = {"chain": speculative(6), "tree": speculative(NODES, mode="tree")}
@@ -88,7 +82,7 @@ def test_sampled_text_is_that_of_the_seed_without_speculation(plain, ours):
 @pytest.mark.parametrize("sets_", [["plan"], ["one by one", "samples", "processors"]])
 def test_drafts_of_the_size_that_pays(plain, run, mode, sets_):
     automatic = speculative(6) if mode == "chain" else speculative(NODES, mode="tree")
-    automatic["additional_config"]["token_recycling"]["automatic"] = True
+    automatic["speculative_config"]["automatic"] = True
     ours = run(sets_, engine=automatic)
     for name in sets_:
         assert same(plain[name], ours[name]) == len(plain[name]["texts"])
@@ -196,20 +190,20 @@ def test_tensor_parallel(run, mode, tmp_path_factory):
     [
         ({"mode": "forest"}, "mode is 'forest'; it must be one of chain, tree"),
         ({"matrix": "nowhere"}, "no matrix file at nowhere"),
-        ({"mod": "tree"}, "has no option 'mod'; use one of drafter, "),
+        ({"mod": "tree"}, "speculative_config has no option 'mod'; did you mean 'mode'?"),
         ({"save_matrix": "."}, "cannot write .: not a regular file"),
-        (None, "additional_config['token_recycling'] is None; it must be an object of options"),
-        ([], "additional_config['token_recycling'] is []; it must be an object of options"),
-        ("token-recycling", "additional_config has the key 'token-recycling'"),
+        ({"method": "token-recycling"}, "has the method 'token-recycling'; use 'token_recycling'"),
+        (
+            {"method": "custom_class", "model": "token_recycling.integrations.vllm.Proposer"},
+            "this class cannot be configured directly: set the method 'token_recycling'",
+        ),
     ],
 )
 def test_bad_options_are_said_in_one_line(folder, options, says):
     engine = speculative(6)
-    if isinstance(options, str):
-        engine["additional_config"] = {options: {}}
-    else:
-        given = options if not isinstance(options, dict) else {"automatic": False} | options
-        engine["additional_config"]["token_recycling"] = given
+    if "method" in options:
+        engine["speculative_config"] = {"num_speculative_tokens": 6}
+    engine["speculative_config"] |= options
     found = serve("run_vllm.py", folder, engine=engine, sets=[])
     assert says in found["log"]
     assert "exit code 0" not in found["log"]

@@ -7,17 +7,31 @@ import logging
 from pathlib import Path
 from threading import Lock, Thread
 from time import monotonic
+from typing import Protocol
 
-from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError
 
 logger = logging.getLogger(__name__)
 
 
+class SavableMatrix(Protocol):
+    """A matrix on the host or on a GPU."""
+
+    def clone(self) -> SavableMatrix:
+        """Return a copy."""
+
+    def save(self, path: Path) -> None:
+        """Write a file, atomically.
+
+        Raises:
+            TokenRecyclingError: it cannot be written.
+        """
+
+
 class MatrixKeeper:
     """Writes a matrix to a file while a server learns into it."""
 
-    def __init__(self, matrix: AdjacencyMatrix, path: str | Path, minutes: float) -> None:
+    def __init__(self, matrix: SavableMatrix, path: str | Path, minutes: float) -> None:
         """Save at the end of the process, and in ``tick`` at an interval of minutes.
 
         Args:
@@ -46,7 +60,7 @@ class MatrixKeeper:
         atexit.unregister(self.save)
         return self.save()
 
-    def _write(self, matrix: AdjacencyMatrix) -> bool:
+    def _write(self, matrix: SavableMatrix) -> bool:
         with self._writing:
             try:
                 matrix.save(self.path)

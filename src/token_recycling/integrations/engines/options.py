@@ -18,7 +18,7 @@ from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.integrations.engines.keep import MatrixKeeper
+from token_recycling.integrations.engines.keep import MatrixKeeper, SavableMatrix
 from token_recycling.util.files import is_file
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
@@ -163,8 +163,14 @@ class ServingOptions:
             )
         return template
 
-    def keeper(self, drafter: AnyDrafter) -> MatrixKeeper | None:
+    def keeper(
+        self, drafter: AnyDrafter, matrix: SavableMatrix | None = None
+    ) -> MatrixKeeper | None:
         """Return what saves the drafter's matrix; None if nothing is to be saved.
+
+        Args:
+            drafter: whose matrix was made or read.
+            matrix: what the server learns into; None: the drafter's own.
 
         Raises:
             TokenRecyclingError: the file cannot be written, or the drafter has no matrix.
@@ -174,7 +180,8 @@ class ServingOptions:
         if drafter.matrix is None:
             raise TokenRecyclingError(f"the drafter {drafter.name} has no matrix to save")
         drafter.matrix.save(self.save_matrix)  # fails here, not after hours
-        return MatrixKeeper(drafter.matrix, self.save_matrix, self.save_minutes)
+        learnt = drafter.matrix if matrix is None else matrix
+        return MatrixKeeper(learnt, self.save_matrix, self.save_minutes)
 
     def size(self, drafter: AnyDrafter, device_type: str) -> AutoSize | None:
         """Return the draft-size policy; None: drafts are verified whole."""

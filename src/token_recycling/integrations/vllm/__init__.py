@@ -1,7 +1,7 @@
 """vLLM plug-in (docs/serving.md).
 
-``speculative_config`` selects the drafter: method ``custom_class``, model
-``token_recycling.integrations.vllm.Proposer``.
+The method ``token_recycling`` of ``speculative_config`` selects our drafter: on the device in
+vLLM's Model Runner V2, and on the host in the older runner, which is that of CPUs.
 """
 
 from __future__ import annotations

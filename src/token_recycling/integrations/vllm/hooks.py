@@ -15,7 +15,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from token_recycling.integrations.vllm import tree_step
 from token_recycling.integrations.vllm.accept import accept
-from token_recycling.integrations.vllm.plugin import is_ours, wrap
+from token_recycling.integrations.vllm.options import given_options
+from token_recycling.integrations.vllm.plugin import wrap
 from token_recycling.integrations.vllm.step import BUILT_IN, StepDrafter, VerifiedStep
 
 NO_LIMIT = 1 << 30
@@ -131,7 +132,7 @@ def _processing(method: Callable[..., Any]) -> Callable[..., Any]:
         is_pooling_model: bool,
         custom_logitsprocs: Any = (),
     ) -> Any:
-        if custom_logitsprocs or not is_ours(vllm_config.speculative_config):
+        if custom_logitsprocs or given_options(vllm_config) is None:
             return method(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
         return LogitsProcessors(
             processor(vllm_config, device, is_pin_memory) for processor in BUILT_IN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from typing import Any
 
@@ -15,30 +16,43 @@ from token_recycling.integrations.engines.versions import (
     check_version,
 )
 
-OURS = "token_recycling.integrations.vllm."
+MODEL_RUNNER = "vllm.v1.worker.gpu.model_runner"
+MARK = "token_recycling"  # attribute of a ``SpeculativeConfig`` that is ours
+CONFIGURE = (
+    *("create_speculative_config", "self"),
+    *("target_model_config", "target_parallel_config"),
+)
+SPECULATOR = ("init_speculator", "vllm_config", "device", "req_states")
 VALIDATE = ("_validate_spec_decode", "self", "speculative_config")
 
 
 def register() -> None:
-    """Let requests with ``min_p`` and ``logit_bias`` pass where our drafter is configured.
+    """Let ``speculative_config`` have the method ``token_recycling``.
 
-    vLLM calls this through the entry-point group ``vllm.general_plugins`` whether or not Token
-    Recycling is used, so an untested version is not an error here: it is left as it is, with a
-    warning.
+    vLLM calls this through the entry-point group ``vllm.general_plugins`` in each of its processes,
+    whether or not Token Recycling is used. So an untested version is not an error here: it is left
+    as it is, with a warning.
     """
     _make_llvmlite_inspectable()
     try:
         check_version(VLLM)
+        from vllm.engine.arg_utils import EngineArgs
         from vllm.sampling_params import SamplingParams
+        from vllm.v1.worker.gpu import spec_decode
 
+        wrap(EngineArgs, _configuring, *CONFIGURE)
         wrap(SamplingParams, _validating, *VALIDATE)
+        wrap(spec_decode, _initialising, *SPECULATOR)
+        runner = sys.modules.get(MODEL_RUNNER)
+        if runner is not None:  # has imported the function
+            wrap(runner, _initialising, *SPECULATOR)
     except (EngineVersionError, ImportError) as error:
         logging.getLogger(__name__).warning("%s", error)
 
 
 def is_ours(speculative_config: Any) -> bool:
     """Return whether vLLM is configured with our drafter."""
-    return str(getattr(speculative_config, "model", None)).startswith(OURS)
+    return getattr(speculative_config, MARK, False) is True
 
 
 def wrap(owner: Any, around: Callable[..., Any], name: str, *parameters: str) -> None:
@@ -60,6 +74,46 @@ def wrap(owner: Any, around: Callable[..., Any], name: str, *parameters: str) ->
     wrapped = wraps(function)(around(function))
     wrapped.token_recycling = True  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
+
+
+def _configuring(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``create_speculative_config`` to translate ours into vLLM's (see ``configure``)."""
+
+    def create(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
+        ours = False
+        if isinstance(self.speculative_config, dict):
+            import vllm.envs as envs
+            from vllm.config import SpeculativeConfig
+            from vllm.platforms import current_platform
+
+            from token_recycling.integrations.vllm.options import configure
+
+            known = {field.name for field in fields(SpeculativeConfig)}
+            on_cpu = current_platform.is_cpu() and not envs.VLLM_USE_V2_MODEL_RUNNER
+            ours = configure(self, on_cpu, known)
+        config = method(self, target_model_config, target_parallel_config)
+        if ours:
+            object.__setattr__(config, MARK, True)
+        return config
+
+    return create
+
+
+def _initialising(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``init_speculator`` of Model Runner V2 to make ours."""
+
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        from token_recycling.integrations.vllm.options import VllmOptions, given_options
+
+        options = given_options(vllm_config)
+        if options is None:
+            return function(vllm_config, device, req_states)
+        from token_recycling.integrations.vllm import speculator
+
+        speculator.install(sys.modules[MODEL_RUNNER], wrap)
+        return speculator.Speculator(vllm_config, req_states, VllmOptions.parse(options))
+
+    return init_speculator
 
 
 def _validating(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -17,64 +16,25 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.requests import RequestDrafter, same_on_all_ranks
 from token_recycling.integrations.engines.versions import VLLM, check_version
 from token_recycling.integrations.vllm import hooks, tree_attention
+from token_recycling.integrations.vllm.options import (
+    CHAIN_FROM,
+    METHOD,
+    VllmOptions,
+    given_options,
+    tokenizer_of,
+)
 from token_recycling.integrations.vllm.step import VerifiedStep
 from token_recycling.util.tokens import padded
-
-KEY = "token_recycling"  # of our options in vLLM's ``additional_config``
-MODES = ("chain", "tree")
-CHAIN_FROM = 16  # minimum nodes of the tree whose most likely branch is the chain
-
-
-@dataclass(frozen=True)
-class VllmOptions(ServingOptions):
-    """Options for users of vLLM.
-
-    Attributes:
-        mode: what is verified for each request: a "chain" or a "tree".
-    """
-
-    mode: str = "chain"
-
-    def _check(self) -> None:
-        super()._check()
-        if self.mode not in MODES:
-            raise TokenRecyclingError(
-                f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}"
-            )
-
-
-def given_options(additional_config: Any) -> dict[str, Any]:
-    """Return our options from vLLM's ``additional_config``, which has other plug-ins' too.
-
-    Raises:
-        TokenRecyclingError: they are not an object, or their key is misspelt.
-    """
-    config = additional_config if isinstance(additional_config, dict) else {}
-    for name in config:
-        letters = "".join(filter(str.isalnum, str(name).lower()))
-        if name != KEY and get_close_matches(letters, ["tokenrecycling"], cutoff=0.8):
-            raise TokenRecyclingError(
-                f"additional_config has the key {name!r}; the options of Token Recycling have the "
-                f"key {KEY!r}"
-            )
-    options = config.get(KEY, {})
-    if not isinstance(options, dict):
-        raise TokenRecyclingError(
-            f"additional_config[{KEY!r}] is {options!r}; it must be an object of options, for "
-            'example {"mode": "chain"}'
-        )
-    return options
 
 
 class Proposer:
     """Drafts for the requests of one worker, and learns from the logits captured by the hooks.
 
     vLLM creates it with its configuration, calls ``load_model`` once and ``propose`` after every
-    step. Options come from ``additional_config["token_recycling"]`` (see ``VllmOptions``).
+    step. Options: see ``VllmOptions``.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -85,7 +45,14 @@ class Proposer:
                 not supported; the message says why.
         """
         check_version(VLLM)
-        self.options = VllmOptions.parse(given_options(vllm_config.additional_config))
+        self.on_cpu = current_platform.is_cpu()
+        options = given_options(vllm_config)
+        if options is None or not self.on_cpu:
+            raise TokenRecyclingError(
+                f"this class cannot be configured directly: set the method {METHOD!r} in "
+                "speculative_config, without a model"
+            )
+        self.options = VllmOptions.parse(options)
         self.tree = self.options.mode == "tree"
         if self.tree:
             tree_attention.check_model(vllm_config)
@@ -94,21 +61,14 @@ class Proposer:
         max_drafted: int = vllm_config.speculative_config.num_speculative_tokens
         self.largest = max_drafted + 1
         self.device = torch.device(vllm_config.device_config.device)
-        self.on_cpu = current_platform.is_cpu()
         grown = max_drafted if self.tree else max(CHAIN_FROM, 2 * max_drafted)
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
         requests: int = vllm_config.scheduler_config.max_num_seqs
         model = vllm_config.model_config
         self.recurrent: bool = model.is_hybrid or model.is_attention_free
-        tokenizer = partial(
-            load_tokenizer,
-            None if model.skip_tokenizer_init else model.tokenizer,
-            revision=model.tokenizer_revision,
-            trust_remote_code=model.trust_remote_code,
-        )
         self.requests = RequestDrafter(
-            self.options.make(vocabulary, grown, tokenizer),
+            self.options.make(vocabulary, grown, partial(tokenizer_of, model)),
             requests,
             self.largest,
             context=self.options.context,

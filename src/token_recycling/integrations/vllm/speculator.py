@@ -1,0 +1,252 @@
+"""Drafts on the device, for vLLM's Model Runner V2."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tp_group
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.graph.drafting import MOST_NODES
+from token_recycling.integrations.engines.device_requests import (
+    DeviceBatch,
+    DeviceRequests,
+    pack_drafts,
+    replace_drafts,
+)
+from token_recycling.integrations.engines.versions import VLLM, check_version
+from token_recycling.integrations.vllm.options import CHAIN_FROM, VllmOptions, tokenizer_of
+from token_recycling.integrations.vllm.sampler import ExactSampler, takes_place_of
+
+WARM_UP = ("_warmup", "_v2_mixed_warmup")  # beginnings of the requests that vLLM makes at first
+
+
+def check_model(vllm_config: Any, options: VllmOptions) -> None:
+    """Check that drafts are possible with this model and these settings.
+
+    Raises:
+        TokenRecyclingError: they are not; the message says why.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    drafted = vllm_config.speculative_config.num_speculative_tokens
+    reasons = {
+        "mode=tree is implemented only for CPUs": options.mode != "chain",
+        f"the drafter {options.drafter} runs only on CPUs": options.drafter != "adaptive",
+        f"num_speculative_tokens is {drafted}; at most {MOST_NODES - 1} can be drafted": (
+            drafted >= MOST_NODES
+        ),
+        "the model has layers with recurrent state": model.is_hybrid or model.is_attention_free,
+        "pipeline parallelism is on": parallel.pipeline_parallel_size > 1,
+        "prefill context parallelism is on": parallel.prefill_context_parallel_size > 1,
+        "batch-sharded sampling is on": bool(parallel.enable_batch_sharded_sampling),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise TokenRecyclingError(f"Token Recycling cannot draft on a GPU: {reason}")
+
+
+class Speculator(BaseSpeculator):  # type: ignore[misc]
+    """Drafts for all requests of a model runner, and learns from the logits of its steps.
+
+    Texts, drafts and the matrix are on the device, and nothing waits for it: the engine schedules
+    ahead.
+
+    Attributes:
+        draft_logits: None, since drafts are not sampled.
+    """
+
+    supports_mm_inputs = False
+    draft_logits: Tensor | None = None
+
+    def __init__(self, vllm_config: Any, requests: Any, options: VllmOptions) -> None:
+        """Allocate the states of all request slots.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            requests: vLLM's ``RequestState``.
+            options: ours.
+
+        Raises:
+            TokenRecyclingError: the version, model or an option is not supported.
+        """
+        check_version(VLLM)
+        check_model(vllm_config, options)
+        speculative, model = vllm_config.speculative_config, vllm_config.model_config
+        self.most: int = speculative.num_speculative_tokens
+        grown = min(max(CHAIN_FROM, 2 * self.most), MOST_NODES - 1)
+        drafter = options.make(model.get_vocab_size(), grown, partial(tokenizer_of, model))
+        assert isinstance(drafter, AdaptiveDrafter)  # see ``check_model``
+        self._of_runner, self._dtype = requests, model.dtype
+        self.requests = DeviceRequests(
+            drafter,
+            requests.all_token_ids.gpu,
+            self.most + 1,
+            chain=True,
+            reach=options.context,
+        )
+        parallel = vllm_config.parallel_config
+        self._parallel = parallel.tensor_parallel_size > 1
+        first = parallel.rank == 0 and parallel.data_parallel_rank == 0
+        self._keeper = options.keeper(drafter, self.requests.matrix) if first else None
+        self._learns = False  # whether the next logits are kept
+        self._best: tuple[Tensor, Tensor] | None = None
+        self._follows = False  # whether the states are those of the last step
+        self._warming = True  # whether no request has been served yet
+        # vLLM's admission of drafts by their confidence, if it is switched on
+        self.enable_adaptive_verification: bool = speculative.enable_adaptive_verification
+        self.draft_token_confidence_probs = torch.zeros(
+            (len(requests.all_token_ids.gpu), self.most),
+            dtype=torch.float32,
+            device=requests.all_token_ids.gpu.device,
+        )
+
+    def attach(self, runner: Any) -> None:
+        """Read the logits of a runner whose model is loaded, and accept drafts in it."""
+        compute_logits = runner.model.compute_logits
+
+        def computed(*args: Any, **options: Any) -> Any:
+            logits = compute_logits(*args, **options)
+            if self._learns:  # before a grammar or a penalty changes them
+                self._learns = False
+                self._best = self.requests.best(logits)
+            return logits
+
+        runner.model.compute_logits = computed
+        if takes_place_of(runner.rejection_sampler):
+            runner.rejection_sampler = ExactSampler(runner.rejection_sampler, self.requests)
+
+    def begin_step(self, drafted: int) -> None:
+        """Note that tokens are about to be sampled; the next step verifies ``drafted`` tokens."""
+        self._learns, self._best = drafted > 0, None
+
+    @torch.inference_mode()
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Compile all kernels before the first request, by a step in which nothing came."""
+        runner = self._of_runner
+        device = runner.all_token_ids.gpu.device
+        states = torch.zeros(1, dtype=torch.long, device=device)
+        firsts = torch.arange(2, dtype=torch.int32, device=device)
+        sampled = torch.zeros(1, dtype=torch.int32, device=device)
+        logits = torch.zeros((1, self.requests.vocab_size), dtype=self._dtype, device=device)
+        batch = DeviceBatch(states, runner.total_len.gpu, runner.prefill_len.gpu, sampled, firsts)
+        self.requests.observe(batch, self.requests.best(logits))
+        self.requests.propose(states, runner.last_sampled_tokens.view(-1))
+        self.requests.follow(states, states, states, firsts, self.most + 1)
+        self.requests.forget()
+
+    def capture(self) -> None:
+        """Do nothing: the kernels are launched one by one, ahead of the device."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Any,
+        temperature: Any,
+        seeds: Any,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> Tensor:
+        """Learn from a step and draft for the next (see ``BaseSpeculator``).
+
+        Returns:
+            Draft tokens of each row, int64 [B, K].
+        """
+        states = input_batch.idx_mapping[: input_batch.num_reqs]
+        best, self._best = self._best, None
+        if dummy_run or best is None:
+            if self._follows and not dummy_run:
+                self._follows = False
+                self.requests.forget()
+            nothing: Tensor = states.new_zeros((len(states), self.most))
+            return nothing
+        if self._warming and not input_batch.req_ids[0].startswith(WARM_UP):
+            # The first request: what vLLM's own steps have taught is nobody's text.
+            self._warming = False
+            self.requests.matrix.load()
+            self.requests.forget()
+        requests = self._of_runner
+        batch = DeviceBatch(
+            states,
+            requests.total_len.gpu,
+            requests.prefill_len.gpu,
+            num_sampled[: len(states)],
+            input_batch.cu_num_logits[: len(states) + 1],
+        )
+        self.requests.observe(batch, best)
+        self.requests.propose(states, last_sampled.view(-1))
+        self._follows = True
+        if self._keeper is not None:
+            self._keeper.tick()
+        return self._drafts(states)
+
+    def _drafts(self, states: Tensor) -> Tensor:
+        """Return the draft tokens of ``states``, the same on all ranks."""
+        draft = self.requests.draft
+        if self._parallel:
+            packed = get_tp_group().broadcast(pack_drafts(draft, states), src=0)
+            replace_drafts(draft, states, packed)
+        if self.enable_adaptive_verification:
+            assert draft.scores is not None
+            chances = draft.scores[states]
+            given = chances[:, 1:] / chances[:, :-1].clamp(min=1e-9)
+            self.draft_token_confidence_probs[: len(states)] = given
+        return draft.tokens[states, 1:]
+
+
+def install(runner_module: Any, wrap: Any) -> None:
+    """Let the model runner tell our speculator about its steps, once per process.
+
+    Args:
+        runner_module: vLLM's, of Model Runner V2.
+        wrap: see ``plugin.wrap``.
+    """
+    runner = runner_module.GPUModelRunner
+    wrap(runner, _sampling, "sample_tokens", "self", "grammar_output")
+    wrap(runner, _loading, "load_model", "self", "load_dummy_weights", "args", "model", "kwargs")
+
+
+def _ours(runner: Any) -> Speculator | None:
+    speculator = getattr(runner, "speculator", None)
+    return speculator if isinstance(speculator, Speculator) else None
+
+
+def _sampling(method: Any) -> Any:
+    """Wrap ``sample_tokens`` to tell the speculator how many tokens to draft."""
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        speculator, state = _ours(self), self.execute_model_state
+        if speculator is not None and state is not None:
+            speculator.begin_step(state.num_spec_tokens_to_schedule)
+        return method(self, grammar_output)
+
+    return sample_tokens
+
+
+def _loading(method: Any) -> Any:
+    """Wrap ``load_model`` to attach the speculator."""
+
+    def load_model(self: Any, *args: Any, **options: Any) -> Any:
+        result = method(self, *args, **options)
+        speculator = _ours(self)
+        if speculator is not None:
+            speculator.attach(self)
+        return result
+
+    return load_model
