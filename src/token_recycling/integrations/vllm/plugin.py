@@ -88,6 +88,7 @@ def _configuring(method: Callable[..., Any]) -> Callable[..., Any]:
 
             from token_recycling.integrations.vllm.options import configure
 
+            _make_llvmlite_inspectable()  # it may be that the line above has loaded it
             known = {field.name for field in fields(SpeculativeConfig)}
             on_cpu = current_platform.is_cpu() and not envs.VLLM_USE_V2_MODEL_RUNNER
             ours = configure(self, on_cpu, known)
