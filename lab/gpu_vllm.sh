@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # vLLM in three modes beside each other on one GPU (see gpu_vllm.py), in about five minutes.
-#   lab/gpu_vllm.sh OUT PACKED SITE [SHAPE]  PACKED: a folder of gpu_model.py; SITE: vLLM and what it needs
+#   lab/gpu_vllm.sh OUT PACKED SITE [SHAPE]  PACKED: a folder of gpu_model.py; SITE: a folder with vLLM
 #   lab/gpu_vllm.sh OUT --dry-run            on a CPU: plain vLLM in Triton's interpreter, from build/vllm
-# The site is made as docs in the shared folder say; what a machine without a network lacks is in it.
+# SITE is for PYTHONPATH: on a machine without a network nothing can be installed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 packed=$2 site=${3:-} shape=${4:-llama-8b}
