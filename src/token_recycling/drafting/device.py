@@ -252,7 +252,10 @@ class DeviceDrafter:
 
 def _empty(states: int, size: int, max_depth: int, device: torch.device) -> DraftTree:
     """Return drafts of ``size`` nodes, none of which is valid."""
-    tokens, parents, depths = torch.zeros((3, states, size), dtype=torch.long, device=device)
+    # Each of its own: Triton compiles kernels anew for tensors that begin at odd addresses.
+    tokens, parents, depths = (
+        torch.zeros((states, size), dtype=torch.long, device=device) for _ in range(3)
+    )
     ancestors = torch.zeros((states, size, size), dtype=torch.bool, device=device)
     return DraftTree(
         tokens,
