@@ -5,6 +5,7 @@ Importing this module imports Triton.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,6 @@ class DeviceSnapshot:
         if device.type == "cuda":
             self._done = torch.cuda.current_stream(device).record_event()
 
-    def clone(self) -> DeviceSnapshot:
-        """Return itself, since nobody changes it."""
-        return self
-
     def save(self, path: str | Path) -> None:
         """Copy it to the host, on a stream of its own, and write it."""
         matrix = self._matrix.clone()
@@ -162,16 +159,13 @@ class DeviceDrafter:
         self._of_tree = self.slots, self.slot_keys
         self.draft = self._tree
         if branch is not None:
-            tokens = torch.zeros((states, branch), dtype=torch.long, device=device)
-            chain = chains(tokens)
-            self.draft = DraftTree(
-                tokens,
-                chain.parents.contiguous(),
-                chain.depths.contiguous(),
-                chain.ancestors,
-                torch.zeros_like(tokens, dtype=torch.bool),
-                branch - 1,
-                torch.zeros_like(tokens, dtype=torch.float32),
+            empty = _empty(states, branch, branch - 1, device)
+            chain = chains(empty.tokens)
+            self.draft = replace(
+                empty,
+                parents=chain.parents.contiguous(),
+                depths=chain.depths.contiguous(),
+                ancestors=chain.ancestors,
             )
             self.slots = torch.zeros((states, branch, LEVELS), device=device).long()
             self.slot_keys = torch.zeros_like(self.slots)

@@ -14,11 +14,8 @@ from token_recycling.errors import TokenRecyclingError
 logger = logging.getLogger(__name__)
 
 
-class SavableMatrix(Protocol):
-    """A matrix on the host or on a GPU."""
-
-    def clone(self) -> SavableMatrix:
-        """Return a copy."""
+class Savable(Protocol):
+    """What can be written to a file."""
 
     def save(self, path: Path) -> None:
         """Write a file, atomically.
@@ -26,6 +23,13 @@ class SavableMatrix(Protocol):
         Raises:
             TokenRecyclingError: it cannot be written.
         """
+
+
+class SavableMatrix(Savable, Protocol):
+    """A matrix on the host or on a GPU."""
+
+    def clone(self) -> Savable:
+        """Return a copy."""
 
 
 class MatrixKeeper:
@@ -60,7 +64,7 @@ class MatrixKeeper:
         atexit.unregister(self.save)
         return self.save()
 
-    def _write(self, matrix: SavableMatrix) -> bool:
+    def _write(self, matrix: Savable) -> bool:
         with self._writing:
             try:
                 matrix.save(self.path)
