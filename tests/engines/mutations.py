@@ -65,12 +65,14 @@ def apply_vllm(name: str | None) -> None:
 
 
 def apply_vllm_v2(name: str) -> None:
-    """Break acceptance in Model Runner V2."""
+    """Break a step in Model Runner V2."""
+    from token_recycling.integrations.engines import device_requests
     from token_recycling.integrations.engines.device_requests import DeviceRequests
+    from token_recycling.integrations.vllm import device_trees
 
-    whole = DeviceRequests.follow
+    whole, place = DeviceRequests.follow, device_requests.place
 
-    def follow(self, states, tokens, choices, firsts, longest):
+    def follow(self, states, tokens, choices, positions, prompts, firsts, longest):
         if name == "accept all":  # as if every draft were right
             choices = choices.clone()
             choices[:-1] = tokens[1:]
@@ -78,9 +80,25 @@ def apply_vllm_v2(name: str) -> None:
             choices[last] = tokens[last].long()
         else:  # each token is the one drawn after the node behind
             choices = choices.roll(1)
-        return whole(self, states, tokens, choices, firsts, longest)
+        return whole(self, states, tokens, choices, positions, prompts, firsts, longest)
 
-    DeviceRequests.follow = follow
+    def placed(states, draft, starts, firsts, positions, paths, depths):
+        before = positions.clone()
+        place(states, draft, starts, firsts, positions, paths, depths)
+        if name == "no depth positions":
+            positions.copy_(before)
+        else:  # every node follows those before it
+            n = draft.size
+            paths.copy_(device_requests.torch.arange(n).expand_as(paths))
+            depths.copy_(device_requests.torch.arange(1, n + 1).expand_as(depths))
+
+    if name in ("accept all", "shifted draws"):
+        DeviceRequests.follow = follow
+    elif name == "no commit":
+        device_trees.move = lambda *arguments: None
+    else:
+        assert name in ("no depth positions", "no mask")
+        device_requests.place = placed
 
 
 def apply_sglang(name: str) -> None:

@@ -63,3 +63,19 @@ def use_few_lanes() -> None:
     for module in (propose, learn, requests):
         module.LEAST_NODES = 2
     speculator.CHAIN_FROM = 7
+
+
+def attend_as_on_a_gpu(kernels: bool) -> None:
+    """Let vLLM attend by its Triton backend: what it has for CPUs knows no trees.
+
+    Args:
+        kernels: interpret its kernels; False: PyTorch does what they do.
+    """
+    import v2_on_cpu_attention
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    register_backend(AttentionBackendEnum.CPU_ATTN, "v2_on_cpu_attention.TritonForCpu")
+    if not kernels:
+        triton_attn.unified_attention = v2_on_cpu_attention.attend_quickly

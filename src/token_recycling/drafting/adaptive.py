@@ -107,6 +107,18 @@ class AdaptiveRows(Rows):
         )
 
 
+def expected_acceptance(nodes: int) -> tuple[float, ...]:
+    """Return the probability that each node of a tree is right, on average.
+
+    Fitted by lab/fit.py to the MAT of 1 to 31 nodes on 59 answers of SmolLM2-135M-Instruct, each
+    with an empty matrix.
+
+    Args:
+        nodes: below the root.
+    """
+    return tuple(0.34 * node**-0.95 for node in range(1, nodes + 1))
+
+
 class AdaptiveDrafter(Drafter[AdaptiveRows]):
     """Builds the most likely tree from matrix rows and a chain copied from the context.
 
@@ -165,7 +177,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         shape = (SETS + PATTERNS, INPUTS)
         if matrix.weights.shape != shape:
             matrix.weights = torch.zeros(shape, dtype=torch.float64, device="cpu")
-        self._acceptance = tuple(0.34 * node**-0.95 for node in range(1, nodes + 1))
+        self._acceptance = expected_acceptance(nodes)
 
     @property
     def full_size(self) -> int:
@@ -174,11 +186,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """What text and model bring on average, used until drafts have scores.
-
-        Fitted by lab/fit.py to the MAT of 1 to 31 nodes on 59 answers of SmolLM2-135M-Instruct,
-        each with an empty matrix.
-        """
+        """What text and model bring on average, used until drafts have scores."""
         return self._acceptance
 
     def _tables(self) -> Tables:

@@ -5,7 +5,6 @@ Importing this module imports Triton.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
-from token_recycling.drafting.draft import DraftTree, chains
+from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.device import count, learn, propose
 from token_recycling.drafting.kernels.device.state import (
     DeviceTables,
@@ -122,7 +121,7 @@ class DeviceDrafter:
         context: Tensor,
         size: int,
         *,
-        branch: int | None = None,
+        branches: Tensor | None = None,
         reach: int | None = None,
     ) -> None:
         """Allocate the states.
@@ -132,11 +131,10 @@ class DeviceDrafter:
             matrix: where candidates come from, and what learns.
             context: [S, w], int64 or int32, gets the texts; on the device.
             size: nodes of a draft that is grown, root included.
-            branch: most nodes of its most likely branch, which is the draft then; None: the draft
-                is the tree.
+            branches: bool [S], whether a state drafts only the most likely branch; None: none does.
             reach: how many tokens of a text are searched, from its end; None: all.
         """
-        self._drafter, self._matrix = drafter, matrix
+        self._drafter, self._matrix, self._branches = drafter, matrix, branches
         self._reach = context.shape[1] if reach is None else reach
         states, device = len(context), context.device
         lengths = torch.zeros(states, dtype=torch.long, device=device)
@@ -153,22 +151,9 @@ class DeviceDrafter:
             none.probabilities.view(torch.int16).to(device),
             none.rejected.to(device),
         )
-        self._tree = _empty(states, size, min(drafter.max_depth, size - 1), device)
+        self.draft = _empty(states, size, min(drafter.max_depth, size - 1), device)
         self.slots = torch.zeros((states, size, LEVELS), device=device).long()
         self.slot_keys = torch.zeros_like(self.slots)
-        self._of_tree = self.slots, self.slot_keys
-        self.draft = self._tree
-        if branch is not None:
-            empty = _empty(states, branch, branch - 1, device)
-            chain = chains(empty.tokens)
-            self.draft = replace(
-                empty,
-                parents=chain.parents.contiguous(),
-                depths=chain.depths.contiguous(),
-                ancestors=chain.ancestors,
-            )
-            self.slots = torch.zeros((states, branch, LEVELS), device=device).long()
-            self.slot_keys = torch.zeros_like(self.slots)
 
     def propose(self, states: Tensor, roots: Tensor) -> None:
         """Write drafts below ``roots`` int64 [S] for ``states`` int64 [B]."""
@@ -179,16 +164,13 @@ class DeviceDrafter:
             roots,
             self.roots,
             self._matrix.tables,
-            self._tree,
-            *self._of_tree,
+            *(self.draft, self.slots, self.slot_keys),
             drafter.chain_length,
             drafter.max_depth,
             self._reach,
         )
-        if self.draft is not self._tree:
-            propose.likeliest(
-                states, self._tree, *self._of_tree, self.draft, self.slots, self.slot_keys
-            )
+        if self._branches is not None:
+            propose.likeliest(states, self._branches, self.draft, self.slots, self.slot_keys)
 
     def observe(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.device import DeviceDrafter, DeviceMatrix
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels.device.requests import follow, verified
+from token_recycling.drafting.kernels.device.requests import Followed, follow, place, verified
 from token_recycling.drafting.kernels.device.top_k import device_top_k
 
 
@@ -44,6 +44,7 @@ class DeviceRequests:
 
     Attributes:
         matrix: of all requests.
+        branches: bool [S], slots whose draft is the most likely branch of its tree, a chain.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class DeviceRequests:
         context: Tensor,
         size: int,
         *,
-        chain: bool,
+        chains: bool = False,
         reach: int | None = None,
     ) -> None:
         """Allocate the states.
@@ -61,17 +62,17 @@ class DeviceRequests:
             drafter: whose matrix is copied.
             context: int32 or int64 [S, w], the texts of all request slots, which the engine
                 extends; on its device.
-            size: most nodes of a draft, root included.
-            chain: draft the most likely branch only.
+            size: nodes of a tree, root included.
+            chains: draft only the most likely branches, from the beginning.
             reach: how many tokens of a text are searched, from its end; None: all.
         """
         drafter.calibrate()
         self.k, self.vocab_size = drafter.matrix.k, drafter.matrix.vocab_size
         self.matrix = DeviceMatrix(drafter, context.device)
         self.matrix.load()
-        grown = drafter.nodes + 1 if chain else size
+        self.branches = torch.full((len(context),), chains, device=context.device)
         self._states = DeviceDrafter(
-            drafter, self.matrix, context, grown, branch=size if chain else None, reach=reach
+            drafter, self.matrix, context, size, branches=self.branches, reach=reach
         )
 
     @property
@@ -110,11 +111,33 @@ class DeviceRequests:
         """
         self._states.propose(states, roots)
 
+    def place(
+        self,
+        states: Tensor,
+        starts: Tensor,
+        firsts: Tensor,
+        positions: Tensor,
+        paths: Tensor,
+        depths: Tensor,
+    ) -> None:
+        """Place the nodes of the drafts that a step verifies (see ``requests.place``)."""
+        place(states, self.draft, starts, firsts, positions, paths, depths)
+
     def follow(
-        self, states: Tensor, tokens: Tensor, choices: Tensor, firsts: Tensor, longest: int
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        choices: Tensor,
+        positions: Tensor,
+        prompts: Tensor,
+        firsts: Tensor,
+        longest: int,
+    ) -> Followed:
         """Accept what was drafted (see ``requests.follow``)."""
-        return follow(states, self.draft, tokens, choices, firsts, longest)
+        return follow(
+            *(states, self.branches, self.draft, tokens, choices),
+            *(positions, prompts, firsts, longest),
+        )
 
     def forget(self) -> None:
         """Let all texts begin anew, since steps were not observed."""
@@ -122,11 +145,13 @@ class DeviceRequests:
 
 
 def replace_drafts(draft: DraftTree, states: Tensor, packed: Tensor) -> None:
-    """Set the tokens below the roots of ``states``; -1: invalid (see ``pack_drafts``)."""
-    draft.valid[states, 1:] = packed >= 0
-    draft.tokens[states, 1:] = torch.where(packed >= 0, packed, 0)
+    """Set what is below the roots of ``states`` (see ``pack_drafts``)."""
+    tokens, draft.parents[states, 1:], draft.depths[states, 1:] = packed.unbind(1)
+    draft.valid[states, 1:] = tokens >= 0
+    draft.tokens[states, 1:] = tokens.clamp(min=0)
 
 
 def pack_drafts(draft: DraftTree, states: Tensor) -> Tensor:
-    """Return the tokens below the roots of ``states``, int64 [B, n - 1]; -1: invalid."""
-    return torch.where(draft.valid[states, 1:], draft.tokens[states, 1:], -1)
+    """Return tokens (-1: invalid), parents and depths below the roots, int64 [B, 3, n - 1]."""
+    tokens = torch.where(draft.valid, draft.tokens, -1)
+    return torch.stack([tokens, draft.parents, draft.depths], 1)[states, :, 1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from token_recycling.drafting.adaptive import expected_acceptance
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 
@@ -15,19 +16,23 @@ RIGHT = 0.4
 class DraftLengths:
     """How many tokens to draft per request, in place of vLLM's table by numbers of requests."""
 
-    def __init__(self, table: list[int], device_type: str) -> None:
+    def __init__(self, table: list[int], device_type: str, trees: bool = False) -> None:
         """Follow ``table``, and draft less where less pays.
 
         Args:
             table: vLLM's, most tokens to draft by number of requests.
             device_type: whose step costs are assumed before the first ones were measured.
+            trees: drafts are trees; False: chains.
         """
         self._table = table
         self.lengths = tuple(sorted(set(table) - {0}))
         most = max(self.lengths, default=1)
-        acceptance = tuple(RIGHT**depth for depth in range(1, most + 1))
-        # Of a chain, little is learnt from what is rejected.
-        self.size = AutoSize(acceptance, CostCurve.assumed(device_type), learning=0.0)
+        costs = CostCurve.assumed(device_type)
+        if trees:
+            self.size = AutoSize(expected_acceptance(most), costs)
+        else:  # of a chain, little is learnt from what is rejected
+            acceptance = tuple(RIGHT**depth for depth in range(1, most + 1))
+            self.size = AutoSize(acceptance, costs, learning=0.0)
         self._last: tuple[float, dict[str, int] | None] = (
             0.0,
             None,

@@ -11,9 +11,11 @@ from token_recycling.integrations.engines.options import ServingOptions, load_to
 
 METHOD = "token_recycling"  # of ``speculative_config``
 KEY = "token_recycling"  # of our options in vLLM's ``additional_config``
-MODES = ("chain", "tree")
+MODES = ("auto", "chain", "tree")
 CHAIN_FROM = 16  # minimum nodes of the tree whose most likely branch is the chain
-DRAFTED = 6  # tokens, where ``num_speculative_tokens`` is not given
+# Tokens of a chain and of a tree, where ``num_speculative_tokens`` is not given
+DRAFTED, DRAFTED_TREE = 6, 63
+FEW = 4  # tokens, beyond which a draft is halved when there are more requests
 FOLDER = "token_recycling.integrations.vllm."
 PROPOSER, SCHEDULER = FOLDER + "Proposer", FOLDER + "scheduler.recycling_scheduler"
 # vLLM's method that its Model Runner V2 drafts for on the device; our drafter takes its place.
@@ -25,10 +27,11 @@ class VllmOptions(ServingOptions):
     """Options for users of vLLM.
 
     Attributes:
-        mode: what is verified for each request: a "chain" or a "tree".
+        mode: what is verified for each request: a "chain", a "tree", or "auto": a tree on a GPU
+            where that is possible, and a chain elsewhere.
     """
 
-    mode: str = "chain"
+    mode: str = "auto"
 
     def _check(self) -> None:
         super()._check()
@@ -54,7 +57,30 @@ def tokenizer_of(model: Any) -> Any:
     )
 
 
-def configure(arguments: Any, on_cpu: bool, known: set[str]) -> bool:
+def expects_trees(arguments: Any, model: Any, parallel: Any, capability: Any) -> bool:
+    """Return whether trees can probably be verified, by what is known before a model is loaded.
+
+    Args:
+        arguments: vLLM's ``EngineArgs``.
+        model: vLLM's configuration of the model.
+        parallel: its configuration of several GPUs.
+        capability: major and minor number of an NVIDIA GPU; None: of another device.
+    """
+    backend = arguments.attention_backend or arguments.attention_config.backend
+    chosen = getattr(backend, "name", backend)
+    return not (
+        model.use_mla
+        or model.uses_mrope
+        or parallel.data_parallel_size > 1  # vLLM drafts as much at any load
+        or parallel.decode_context_parallel_size > 1
+        or arguments.kv_cache_dtype != "auto"
+        or (chosen is not None and chosen not in ("FLASH_ATTN", "TRITON_ATTN"))
+        # Ampere to Hopper, where FlashAttention is vLLM's first choice
+        or (chosen is None and (capability is None or capability[0] not in (8, 9)))
+    )
+
+
+def configure(arguments: Any, on_cpu: bool, trees: bool, known: set[str]) -> bool:
     """Translate ``{"method": "token_recycling", …}`` in the arguments of an engine.
 
     What ``speculative_config`` knows stays there; all else are options of ours, which go to
@@ -63,6 +89,7 @@ def configure(arguments: Any, on_cpu: bool, known: set[str]) -> bool:
     Args:
         arguments: vLLM's ``EngineArgs``, changed.
         on_cpu: whether the engine runs on a CPU.
+        trees: whether trees are drafted if the mode is "auto".
         known: names of vLLM's own fields of ``speculative_config``.
 
     Returns:
@@ -79,7 +106,11 @@ def configure(arguments: Any, on_cpu: bool, known: set[str]) -> bool:
     _check_names(options, known)
     parsed = VllmOptions.parse(options)
     speculative = {name: value for name, value in given.items() if name in known}
-    drafted = speculative.setdefault("num_speculative_tokens", DRAFTED)
+    if parsed.mode == "auto" and not trees:
+        options["mode"] = "chain"
+    in_trees = not on_cpu and options.get("mode", parsed.mode) != "chain"
+    default = DRAFTED_TREE if in_trees else DRAFTED
+    drafted = speculative.setdefault("num_speculative_tokens", default)
     if not isinstance(drafted, int) or isinstance(drafted, bool) or drafted < 1:
         raise TokenRecyclingError(
             f"num_speculative_tokens is {drafted!r}; it must be a whole number, 1 or more"
@@ -105,15 +136,19 @@ def lengths_by_requests(
 ) -> list[tuple[int, int, int]]:
     """Return how many tokens to draft by the number of requests, as ranges from first to last.
 
-    That is ``longest``, half of it or none, as vLLM captures graphs for all lengths that occur. If
-    drafts may pause, the last numbers of requests stand for the lengths that do not occur.
+    That is ``longest``, half of it, half of that and so on down to ``FEW``, or none, as vLLM
+    captures graphs for all lengths that occur. If drafts may pause, the last numbers of requests
+    stand for the lengths that do not occur.
 
     Args:
         options: ours.
         longest: most tokens of a draft.
         requests: most at once; None: vLLM's default, which is not known here.
     """
-    choices = sorted({longest, longest // 2, 0}, reverse=True)
+    choices = [longest]
+    while choices[-1] > FEW:
+        choices.append(choices[-1] // 2)
+    choices.append(0)
     most = requests or 1024
     room = [options.size_for(at, longest + 1) - 1 for at in range(1, most + 1)]
     lengths = [next(length for length in choices if length <= tokens) for tokens in room]

@@ -86,12 +86,18 @@ def _configuring(method: Callable[..., Any]) -> Callable[..., Any]:
             from vllm.config import SpeculativeConfig
             from vllm.platforms import current_platform
 
-            from token_recycling.integrations.vllm.options import configure
+            from token_recycling.integrations.vllm.options import configure, expects_trees
 
             _make_llvmlite_inspectable()  # it may be that the line above has loaded it
             known = {field.name for field in fields(SpeculativeConfig)}
             on_cpu = current_platform.is_cpu() and not envs.VLLM_USE_V2_MODEL_RUNNER
-            ours = configure(self, on_cpu, known)
+            capability = (
+                current_platform.get_device_capability() if current_platform.is_cuda() else None
+            )
+            trees = not on_cpu and expects_trees(
+                self, target_model_config, target_parallel_config, capability
+            )
+            ours = configure(self, on_cpu, trees, known)
         config = method(self, target_model_config, target_parallel_config)
         if ours:
             object.__setattr__(config, MARK, True)

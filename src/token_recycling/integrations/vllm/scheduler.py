@@ -14,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from token_recycling.integrations.vllm.draft_lengths import DraftLengths
+from token_recycling.integrations.vllm.options import given_options
 
 
 class _Paced:
@@ -27,7 +28,8 @@ class _Paced:
         lengths = self.dynamic_sd_lookup
         if isinstance(lengths, list):
             device = self.vllm_config.device_config.device
-            lengths = DraftLengths(lengths, getattr(device, "type", "cpu"))
+            trees = (given_options(self.vllm_config) or {}).get("mode") != "chain"
+            lengths = DraftLengths(lengths, getattr(device, "type", "cpu"), trees)
             self.dynamic_sd_lookup = lengths
         if lengths is not None and model_runner_output.sampled_token_ids:
             self._record(lengths, scheduler_output, model_runner_output)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from token_recycling.drafting.adaptive import AdaptiveDrafter
@@ -20,9 +23,11 @@ from token_recycling.integrations.engines.device_requests import (
     replace_drafts,
 )
 from token_recycling.integrations.engines.versions import VLLM, check_version
+from token_recycling.integrations.vllm.device_trees import DeviceTrees, why_chains
 from token_recycling.integrations.vllm.options import CHAIN_FROM, VllmOptions, tokenizer_of
 from token_recycling.integrations.vllm.sampler import ExactSampler, takes_place_of
 
+logger = logging.getLogger(__name__)
 WARM_UP = ("_warmup", "_v2_mixed_warmup")  # beginnings of the requests that vLLM makes at first
 
 
@@ -35,7 +40,6 @@ def check_model(vllm_config: Any, options: VllmOptions) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     drafted = vllm_config.speculative_config.num_speculative_tokens
     reasons = {
-        "mode=tree is implemented only for CPUs": options.mode != "chain",
         f"the drafter {options.drafter} runs only on CPUs": options.drafter != "adaptive",
         f"num_speculative_tokens is {drafted}; at most {MOST_NODES - 1} can be drafted": (
             drafted >= MOST_NODES
@@ -58,6 +62,7 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
 
     Attributes:
         draft_logits: None, since drafts are not sampled.
+        trees: verifies the drafts of a model that can; None: all drafts are chains.
     """
 
     supports_mm_inputs = False
@@ -78,17 +83,20 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
         check_model(vllm_config, options)
         speculative, model = vllm_config.speculative_config, vllm_config.model_config
         self.most: int = speculative.num_speculative_tokens
-        grown = min(max(CHAIN_FROM, 2 * self.most), MOST_NODES - 1)
+        grown = min(max(CHAIN_FROM, self.most), MOST_NODES - 1)
         drafter = options.make(model.get_vocab_size(), grown, partial(tokenizer_of, model))
         assert isinstance(drafter, AdaptiveDrafter)  # see ``check_model``
         self._of_runner, self._dtype = requests, model.dtype
+        self._config, self._options = vllm_config, options
         self.requests = DeviceRequests(
             drafter,
             requests.all_token_ids.gpu,
-            self.most + 1,
-            chain=True,
+            grown + 1,
+            chains=True,
             reach=options.context,
         )
+        self.trees: DeviceTrees | None = None
+        self._branches = np.ones(len(requests.all_token_ids.gpu), dtype=bool)  # of ``requests``
         parallel = vllm_config.parallel_config
         self._parallel = parallel.tensor_parallel_size > 1
         first = parallel.rank == 0 and parallel.data_parallel_rank == 0
@@ -117,8 +125,41 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
             return logits
 
         runner.model.compute_logits = computed
-        if takes_place_of(runner.rejection_sampler):
-            runner.rejection_sampler = ExactSampler(runner.rejection_sampler, self.requests)
+        exact = takes_place_of(runner.rejection_sampler)
+        if self._options.mode != "chain":
+            reason = why_chains(self._config, runner)
+            if reason is None and not exact:
+                reason = "vLLM's own acceptance is asked for"
+            if reason is None:
+                self.trees = DeviceTrees(self._config, runner, self.requests)
+            elif self._options.mode == "tree":
+                raise TokenRecyclingError(
+                    f"mode=tree cannot be used with this model: {reason}; use mode=chain"
+                )
+            else:
+                logger.warning(
+                    "Token Recycling drafts chains, not trees, with this model: %s; "
+                    "num_speculative_tokens 6 is enough for chains",
+                    reason,
+                )
+        if exact:
+            runner.rejection_sampler = ExactSampler(
+                runner.rejection_sampler, self.requests, self.trees
+            )
+
+    def add(self, requests: list[Any], slots: dict[str, int]) -> None:
+        """Note which of some new requests draft only chains.
+
+        Args:
+            requests: vLLM's ``NewRequestData``.
+            slots: of all requests, by their names.
+        """
+        before = self._branches.copy()
+        for request in requests:
+            chain = self.trees is None or needs_chain(request.sampling_params)
+            self._branches[slots[request.req_id]] = chain
+        if (before != self._branches).any():
+            async_tensor_h2d(self._branches.copy(), out=self.requests.branches)
 
     def begin_step(self, drafted: int) -> None:
         """Note that tokens are about to be sampled; the next step verifies ``drafted`` tokens."""
@@ -136,7 +177,9 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
         batch = DeviceBatch(states, runner.total_len.gpu, runner.prefill_len.gpu, sampled, firsts)
         self.requests.observe(batch, self.requests.best(logits))
         self.requests.propose(states, runner.last_sampled_tokens.view(-1))
-        self.requests.follow(states, states, states, firsts, self.most + 1)
+        self.requests.follow(
+            *(states, states, states, states, runner.prefill_len.gpu, firsts, self.most + 1)
+        )
         self.requests.forget()
 
     def capture(self) -> None:
@@ -205,9 +248,28 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
         if self.enable_adaptive_verification:
             assert draft.scores is not None
             chances = draft.scores[states]
-            given = chances[:, 1:] / chances[:, :-1].clamp(min=1e-9)
+            given = chances[:, 1 : self.most + 1] / chances[:, : self.most].clamp(min=1e-9)
             self.draft_token_confidence_probs[: len(states)] = given
-        return draft.tokens[states, 1:]
+        return draft.tokens[states, 1 : self.most + 1]
+
+
+def needs_chain(sampling: Any) -> bool:
+    """Return whether what vLLM computes for a request is right only along a chain.
+
+    Penalties, forbidden words and thinking budgets count the tokens before a node by its place, and
+    grammars are advanced by the tokens in their order.
+
+    Args:
+        sampling: vLLM's ``SamplingParams``; None: of a request that samples nothing.
+    """
+    return sampling is not None and bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+        or sampling.bad_words
+        or sampling.structured_outputs is not None
+        or sampling.thinking_token_budget is not None
+    )
 
 
 def install(runner_module: Any, wrap: Any) -> None:
@@ -219,6 +281,8 @@ def install(runner_module: Any, wrap: Any) -> None:
     """
     runner = runner_module.GPUModelRunner
     wrap(runner, _sampling, "sample_tokens", "self", "grammar_output")
+    wrap(runner, _adding, "add_requests", "self", "scheduler_output")
+    wrap(runner, _placing, "prepare_attn", "self", "input_batch")
     wrap(runner, _loading, "load_model", "self", "load_dummy_weights", "args", "model", "kwargs")
 
 
@@ -237,6 +301,31 @@ def _sampling(method: Any) -> Any:
         return method(self, grammar_output)
 
     return sample_tokens
+
+
+def _adding(method: Any) -> Any:
+    """Wrap ``add_requests`` to tell the speculator about them."""
+
+    def add_requests(self: Any, scheduler_output: Any) -> None:
+        method(self, scheduler_output)
+        speculator = _ours(self)
+        if speculator is not None and scheduler_output.scheduled_new_reqs:
+            speculator.add(scheduler_output.scheduled_new_reqs, self.req_states.req_id_to_index)
+
+    return add_requests
+
+
+def _placing(method: Any) -> Any:
+    """Wrap ``prepare_attn``, after which slots are known, to place the nodes of trees."""
+
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        tables, slots = method(self, input_batch)
+        speculator = _ours(self)
+        if speculator is not None and speculator.trees is not None:
+            speculator.trees.place(input_batch, slots)
+        return tables, slots
+
+    return prepare_attn
 
 
 def _loading(method: Any) -> Any:

@@ -25,7 +25,7 @@ import triton.language as tl
 from token_recycling.util.vector import longest
 
 # Arguments whose values no variant of a kernel is compiled for
-VARYING = ["n", "batch", "spans", "tiles"]
+VARYING = ["n", "room", "batch", "spans", "tiles", "blocks_row"]
 
 
 @triton.jit
@@ -33,8 +33,11 @@ def _add_keys(
     q,
     keys,
     values,
+    key_row,
     key_slot,
+    value_row,
     value_slot,
+    blocks,
     slot,
     valid,
     visible,
@@ -44,19 +47,25 @@ def _add_keys(
     sums,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add some slots to the largest score, the sum of weights and the weighted values so far."""
     entry = tl.arange(0, WIDTH)
     in_head = entry < D
     slot = slot.to(tl.int64)
+    key, value = slot * key_slot, slot * value_slot
+    if PAGE:
+        block = tl.load(blocks + slot // PAGE, mask=valid, other=0).to(tl.int64)
+        key = block * key_row + slot % PAGE * key_slot
+        value = block * value_row + slot % PAGE * value_slot
     k = tl.load(
-        keys + slot[None, :] * key_slot + entry[:, None],
+        keys + key[None, :] + entry[:, None],
         mask=valid[None, :] & in_head[:, None],
         other=0.0,
     )
     v = tl.load(
-        values + slot[:, None] * value_slot + entry[None, :],
+        values + value[:, None] + entry[None, :],
         mask=valid[:, None] & in_head[None, :],
         other=0.0,
     )
@@ -121,17 +130,17 @@ def _store_part(
 
 @triton.jit
 def _attend_shared(
-    number, tiles, query, query_head, query_node, keys, values, key_slot, value_slot, positions,
-    length, n, spans, size, scale, tops, totals, parts,
+    number, tiles, query, query_head, query_node, keys, values, key_row, key_slot, value_row,
+    value_slot, blocks, positions, length, nodes, n, spans, size, scale, tops, totals, parts,
     GROUP: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    OCTAVE: tl.constexpr, PRECISION: tl.constexpr,
+    OCTAVE: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with some queries of a group to a span of committed keys."""
     span = spans - 1 - number // tiles  # the longest first
     place = number % tiles * QUERIES + tl.arange(0, QUERIES)
-    inside = place < GROUP * n
     node = place % n
+    inside = (place < GROUP * n) & (node < nodes)
     position = tl.load(positions + node, mask=inside, other=0).to(tl.int32)
     limit = tl.where(inside, _shared_keys(position, length, BLOCK), 0)
     begin = _span_begin(span, SPAN, OCTAVE)
@@ -148,8 +157,8 @@ def _attend_shared(
             visible = slot[None, :] < limit[:, None]
             visible = visible & _in_window(position[:, None], slot[None, :], size, RULE)
             top, total, sums = _add_keys(
-                q, keys, values, key_slot, value_slot, slot, slot < stop, visible, scale,
-                top, total, sums, D, WIDTH, PRECISION,
+                q, keys, values, key_row, key_slot, value_row, value_slot, blocks, slot,
+                slot < stop, visible, scale, top, total, sums, D, WIDTH, PAGE, PRECISION,
             )  # fmt: skip
         at = span * (GROUP * n) + place
         _store_part(tops, totals, parts, at, inside, top, total, sums, D, WIDTH)
@@ -157,10 +166,11 @@ def _attend_shared(
 
 @triton.jit
 def _attend_path(
-    node, draft, query, query_head, query_node, keys, values, key_slot, value_slot, positions,
-    length, path, depth, n, spans, size, scale, tops, totals, parts,
+    node, draft, query, query_head, query_node, keys, values, key_row, key_slot, value_row,
+    value_slot, blocks, positions, length, path, depth, n, spans, size, scale, tops, totals, parts,
     GROUP: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with one node's queries of a group to its last keys; ``draft`` is its first slot."""
     member = tl.arange(0, QUERIES)
@@ -184,11 +194,31 @@ def _attend_path(
             other = tl.where(drafted, other, place)
             visible = visible & _in_window(position, other, size, RULE)
         top, total, sums = _add_keys(
-            q, keys, values, key_slot, value_slot, slot, valid,
-            inside[:, None] & visible[None, :], scale, top, total, sums, D, WIDTH, PRECISION,
+            q, keys, values, key_row, key_slot, value_row, value_slot, blocks, slot, valid,
+            inside[:, None] & visible[None, :], scale, top, total, sums,
+            D, WIDTH, PAGE, PRECISION,
         )  # fmt: skip
     at = spans * (GROUP * n) + member * n + node
     _store_part(tops, totals, parts, at, inside, top, total, sums, D, WIDTH)
+
+
+@triton.jit
+def _row(lengths, starts, row, n, PAGE: tl.constexpr):
+    """Return the first query of a row, its nodes, and its committed keys.
+
+    With pages, rows have any numbers of queries, and ``lengths`` counts these too. A row of more
+    than ``n`` is part of a prompt: it has no nodes here.
+    """
+    if PAGE:
+        first = tl.load(starts + row)
+        nodes = tl.load(starts + row + 1) - first
+        nodes = tl.where(nodes > n, 0, nodes)
+        length = tl.load(lengths + row).to(tl.int32) - nodes
+    else:
+        first = row * n
+        nodes = first - first + n
+        length = tl.load(lengths + row).to(tl.int32)
+    return first.to(tl.int64), nodes, length
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -200,12 +230,15 @@ def attend_kernel(
     positions,
     paths,
     depths,
+    starts,
+    blocks,
     tops,
     totals,
     parts,
     scale,
     batch,
     n,
+    room,
     heads,
     spans,
     tiles,
@@ -219,6 +252,7 @@ def attend_kernel(
     value_row,
     value_head,
     value_slot,
+    blocks_row,
     GROUP: tl.constexpr,
     RULE: tl.constexpr,
     D: tl.constexpr,
@@ -230,6 +264,7 @@ def attend_kernel(
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     OCTAVE: tl.constexpr,
+    PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend with some queries to a span of committed keys, or with one node to its last keys.
@@ -237,41 +272,57 @@ def attend_kernel(
     Writes, per query, the largest score, the sum of exp(score - largest), and the values weighted
     by these; -inf and 0 if it sees none of the keys. The last keys of a node are span ``spans``;
     nothing reads a span behind those that a node shares (see ``combine_kernel``).
+
+    ``PAGE``: slots of a page; 0: the slots of a row are in one piece. The draft's slots follow the
+    row's own keys if there are pages, and those of the longest row otherwise.
     """
     row = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     number = tl.program_id(0)
-    length = tl.load(lengths + row).to(tl.int32)
-    query += row.to(tl.int64) * query_row + head * GROUP * query_head
-    keys = key + row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
-    values = value + row.to(tl.int64) * value_row + head.to(tl.int64) * value_head
-    positions += row * n
+    begin, nodes, length = _row(lengths, starts, row, n, PAGE)
+    query += head * GROUP * query_head
+    keys = key + head.to(tl.int64) * key_head
+    values = value + head.to(tl.int64) * value_head
+    if PAGE:
+        query += begin * query_node
+        blocks += row.to(tl.int64) * blocks_row
+    else:
+        query += row.to(tl.int64) * query_row
+        keys += row.to(tl.int64) * key_row
+        values += row.to(tl.int64) * value_row
+    positions += begin
     first = tl.program_id(1).to(tl.int64) * (spans + 1) * (GROUP * n)
     tops += first
     totals += first
     parts += first * D
     if number < tiles * spans:
         _attend_shared(
-            number, tiles, query, query_head, query_node, keys, values, key_slot, value_slot,
-            positions, length, n, spans, size, scale, tops, totals, parts,
-            GROUP, RULE, D, WIDTH, QUERIES, KEYS, BLOCK, SPAN, OCTAVE, PRECISION,
+            number, tiles, query, query_head, query_node, keys, values, key_row, key_slot,
+            value_row, value_slot, blocks, positions, length, nodes, n, spans, size, scale,
+            tops, totals, parts,
+            GROUP, RULE, D, WIDTH, QUERIES, KEYS, BLOCK, SPAN, OCTAVE, PAGE, PRECISION,
         )  # fmt: skip
     else:
         node = number - tiles * spans
-        draft = longest(lengths, batch).to(tl.int32)
-        depth = tl.load(depths + row * n + node)
-        _attend_path(
-            node, draft, query, query_head, query_node, keys, values, key_slot, value_slot,
-            positions, length, paths + (row * n + node) * n, depth, n, spans, size, scale,
-            tops, totals, parts,
-            GROUP, RULE, D, WIDTH, PATH_QUERIES, PATH_KEYS, BLOCK, PRECISION,
-        )  # fmt: skip
+        if node < nodes:
+            draft = length
+            if PAGE == 0:
+                draft = longest(lengths, batch).to(tl.int32)
+            at = row * room + node
+            depth = tl.load(depths + at)
+            _attend_path(
+                node, draft, query, query_head, query_node, keys, values, key_row, key_slot,
+                value_row, value_slot, blocks, positions, length, paths + at * room, depth, n,
+                spans, size, scale, tops, totals, parts,
+                GROUP, RULE, D, WIDTH, PATH_QUERIES, PATH_KEYS, BLOCK, PAGE, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
     lengths,
     positions,
+    starts,
     tops,
     totals,
     parts,
@@ -287,17 +338,19 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     OCTAVE: tl.constexpr,
+    PAGE: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
     """Combine the spans of some queries: their weights are relative to their own largest scores."""
     row = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     place = tl.program_id(0) * COMBINED + tl.arange(0, COMBINED)
-    inside = place < GROUP * n
+    start, nodes, length = _row(lengths, starts, row, n, PAGE)
+    node = start + place % n
+    inside = (place < GROUP * n) & (place % n < nodes)
     entry = tl.arange(0, WIDTH)
     mask = inside[:, None] & (entry < D)[None, :]
-    length = tl.load(lengths + row).to(tl.int32)
-    position = tl.load(positions + row * n + place % n, mask=inside, other=0).to(tl.int32)
+    position = tl.load(positions + node, mask=inside, other=0).to(tl.int32)
     limit = tl.where(inside, _shared_keys(position, length, BLOCK), 0)
     span = tl.arange(0, SPANS)
     begin = _span_begin(span, SPAN, OCTAVE)
@@ -325,5 +378,5 @@ def combine_kernel(
         )
         sums += weight[:, None] * part
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = (row.to(tl.int64) * n + place % n) * (heads * GROUP) + head * GROUP + place // n
+    at = node * (heads * GROUP) + head * GROUP + place // n
     tl.store(out + at[:, None] * D + entry[None, :], sums.to(out.dtype.element_ty), mask=mask)

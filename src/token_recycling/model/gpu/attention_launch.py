@@ -78,6 +78,22 @@ def span_begin(span: int) -> int:
     return (((1 << octave) - 1) * OCTAVE + (number << octave)) * SPAN
 
 
+class Pages(NamedTuple):
+    """Where the tokens of an engine's step are, whose cache consists of pages.
+
+    Attributes:
+        starts: int32 [B + 1], the first query of each row, and their number.
+        blocks: int32 [B, m], the blocks of the cache that hold each row's keys.
+        most: queries that a row has at most; rows of more are left out.
+        longest: keys that a row has at most.
+    """
+
+    starts: Tensor
+    blocks: Tensor
+    most: int
+    longest: int
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: float) -> Tensor:
     """Attend with the nodes of drafts.
 
@@ -91,16 +107,73 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
     Returns:
         [B, n, H, D]; zeros for a node that sees nothing.
     """
-    batch, query_heads, n, size = query.shape
-    heads, slots = key.shape[1], key.shape[2]
+    batch, heads, n, size = query.shape
+    out = query.new_empty((batch, n, heads, size))
+    strides = query.stride()[:3]
+    _attend(query, key, value, view, scale, out, None, (batch, n, heads, key.shape[2]), strides)
+    return out
+
+
+def attend_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    view: TreeView,
+    scale: float,
+    out: Tensor,
+    pages: Pages,
+) -> None:
+    """Attend with the nodes of an engine's step; the keys of all its tokens are in the cache.
+
+    Args:
+        query: [t, H, D], of all tokens; entries of a head are contiguous.
+        key: [blocks, H / G, slots of a block, D], of the same dtype, and likewise.
+        value: like ``key``.
+        view: what the nodes see: lengths of B rows with their queries, positions int64 [t], paths
+            [B, m, m] and depths [B, m] for any m from ``pages.most`` on.
+        scale: multiplies the scores.
+        out: [t, H · D], contiguous; changed for the rows that are not left out.
+        pages: of the step.
+    """
+    heads = query.shape[1]
+    shape = (len(pages.starts) - 1, pages.most, heads, pages.longest)
+    _attend(query, key, value, view, scale, out, pages, shape, (0, *query.stride()[1::-1]))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    view: TreeView,
+    scale: float,
+    out: Tensor,
+    pages: Pages | None,
+    shape: tuple[int, int, int, int],
+    strides: tuple[int, ...],
+) -> None:
+    """Launch the kernels.
+
+    Args:
+        query: with ``strides`` of a row, a head and a node.
+        key: see ``attend`` and ``attend_pages``.
+        value: likewise.
+        view: likewise.
+        scale: likewise.
+        out: likewise.
+        pages: likewise; None: the keys of a row are in one piece.
+        shape: rows, nodes, query heads and keys of a row, at most.
+        strides: of ``query``.
+    """
+    batch, n, query_heads, keys = shape
+    heads, size = key.shape[1], query.shape[-1]
     group = query_heads // heads
     how = blocks(size, query.dtype, shared_memory(query.device))
-    spans = next(span for span in count(1) if span_begin(span) >= slots)
+    spans = next(span for span in count(1) if span_begin(span) >= keys)
     tiles = triton.cdiv(group * n, how.queries)
-    shape = (batch * heads, spans + 1, group * n)
-    parts = query.new_empty((*shape, size), dtype=torch.float32)
-    tops, totals = query.new_empty((2, *shape), dtype=torch.float32)
-    out = query.new_empty((batch, n, query_heads, size))
+    of_parts = (batch * heads, spans + 1, group * n)
+    parts = query.new_empty((*of_parts, size), dtype=torch.float32)
+    tops, totals = query.new_empty((2, *of_parts), dtype=torch.float32)
+    starts, tables = (None, None) if pages is None else pages[:2]
     constants = {
         "GROUP": group,
         "D": size,
@@ -108,13 +181,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
         "BLOCK": BLOCK,
         "SPAN": SPAN,
         "OCTAVE": OCTAVE,
+        "PAGE": 0 if pages is None else key.shape[2],
     }
     launch(
         attend_kernel,
         (tiles * spans + n, batch * heads),
-        *(query, key, value, *view[:4], tops, totals, parts),
-        *(scale, batch, n, heads, spans, tiles, view.window.size),
-        *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
+        *(query, key, value, *view[:4], starts, tables, tops, totals, parts),
+        *(scale, batch, n, view.depths.shape[1], heads, spans, tiles, view.window.size),
+        *(*strides, *key.stride()[:3], *value.stride()[:3]),
+        0 if tables is None else tables.stride(0),
         **constants,
         RULE=RULES[view.window.rule],
         QUERIES=how.queries,
@@ -128,11 +203,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, view: TreeView, scale: flo
     launch(
         combine_kernel,
         (triton.cdiv(group * n, COMBINED), batch * heads),
-        *(view.lengths, view.positions, tops, totals, parts, out, n, heads, spans),
+        *(view.lengths, view.positions, starts, tops, totals, parts, out, n, heads, spans),
         **constants,
         COMBINED=COMBINED,
         SPANS=max(LEAST_SPANS, triton.next_power_of_2(spans)),
         UNROLLED=UNROLLED,
         num_warps=4,
     )
-    return out

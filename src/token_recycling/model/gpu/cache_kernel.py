@@ -1,7 +1,8 @@
-"""Writing the keys and values of a step to their slots of a cache, as one Triton kernel."""
+"""Writing the keys and values of a step to their slots of a cache, and moving them there."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,3 +73,80 @@ def write(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots: Tenso
         WIDTH=triton.next_power_of_2(max(size, value.shape[3])),
         num_warps=1,
     )
+
+
+@triton.jit(do_not_specialize=["heads", "block_stride", "head_stride", "slot_stride", "width"])
+def _move(
+    caches,
+    slots,
+    starts,
+    firsts,
+    counts,
+    sources,
+    heads,
+    block_stride,
+    head_stride,
+    slot_stride,
+    width,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Move the accepted path of one row, in one head of one layer."""
+    row = tl.program_id(0)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    cache = tl.load(caches + tl.program_id(1) // heads).to(tl.pointer_type(tl.int32))
+    entry = tl.arange(0, WIDTH)
+    inside = entry < width
+    first = tl.load(firsts + row)
+    query = tl.load(starts + row + 1) - (tl.load(firsts + row + 1) - first)
+    for i in range(1, tl.load(counts + row)):
+        # Never from a place that was moved to before, as paths ascend.
+        source = tl.load(sources + first + i) - first
+        if source != i:
+            old = tl.load(slots + query + source).to(tl.int64)
+            new = tl.load(slots + query + i).to(tl.int64)
+            lines = cache + head * head_stride + entry
+            taken = lines + old // PAGE * block_stride + old % PAGE * slot_stride
+            given = lines + new // PAGE * block_stride + new % PAGE * slot_stride
+            there = inside & (old >= 0) & (new >= 0)
+            tl.store(given, tl.load(taken, mask=there), mask=there)
+
+
+def move(
+    caches: Tensor,
+    like: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    firsts: Tensor,
+    counts: Tensor,
+    sources: Tensor,
+) -> None:
+    """Move keys and values of accepted paths to the slots behind their roots, in many layers.
+
+    Args:
+        caches: int64 [L], addresses of tensors like the next one.
+        like: [blocks, heads, slots of a block, entries], the cache of one of the layers; the
+            entries are contiguous, and their bytes a multiple of 4.
+        slots: int64 [t], of the cache, of all queries of the step.
+        starts: int32 [B + 1], the first query of each row, and their number.
+        firsts: int32 [B + 1], the first node of each row, and their number; nodes are last queries.
+        counts: int32 [B], nodes of the path.
+        sources: int32 [m], see ``Followed``.
+    """
+    words = like.element_size() / 4
+    heads, width = like.shape[1], int(like.shape[3] * words)
+    launch(
+        _move,
+        (len(counts), len(caches) * heads),
+        *(caches, slots, starts, firsts, counts, sources, heads),
+        *(int(stride * words) for stride in like.stride()[:3]),
+        width,
+        PAGE=like.shape[2],
+        WIDTH=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def addresses(tensors: list[Tensor]) -> Tensor:
+    """Return where tensors begin, int64 [L], on their device."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)

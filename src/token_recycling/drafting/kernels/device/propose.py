@@ -427,86 +427,65 @@ def propose(
     )
 
 
-@triton.jit(do_not_specialize=["n", "m"])
+@triton.jit(do_not_specialize=["n"])
 def _likeliest(
     states,
-    parents,
-    valid,
+    branches,
     tokens,
+    parents,
+    depths,
+    valid,
     scores,
     slots,
     slot_keys,
-    tokens_out,
-    valid_out,
-    scores_out,
-    slots_out,
-    keys_out,
     n,
-    m,
     NODES: tl.constexpr,
 ):
-    """Follow the first child from one root down (see ``host.likeliest``)."""
+    """Follow the first child from one root down (see ``host.likeliest``), if that is the draft."""
     state = tl.load(states + tl.program_id(0))
     node = tl.arange(0, NODES)
     level = tl.arange(0, 4)
-    inside = node < n
     place = state * n + node
+    wanted = tl.load(branches + state) != 0
+    inside = (node < n) & wanted
     parent = tl.load(parents + place, mask=inside, other=-1)
-    inside = inside & (node > 0) & (tl.load(valid + place, mask=inside, other=0) != 0)
-    last = tl.full([], 0, tl.int32)
-    there = last == 0
-    for i in range(0, m):
-        out = state * m + i
-        at = state * n + tl.where(there, last, 0)
-        tl.store(tokens_out + out, tl.load(tokens + at, mask=there, other=0))
-        tl.store(scores_out + out, tl.load(scores + at, mask=there, other=0.0))
-        tl.store(valid_out + out, there)
-        taught = there & (level < 3)
-        line = tl.load(slots + at * 3 + level, mask=taught, other=-1)
-        tl.store(slots_out + out * 3 + level, line, mask=level < 3)
-        key = tl.load(slot_keys + at * 3 + level, mask=taught, other=0)
-        tl.store(keys_out + out * 3 + level, key, mask=level < 3)
-        last = tl.min(tl.where(inside & (parent == last), node, NODES), 0)
-        there = there & (last < NODES)
+    there = inside & (node > 0) & (tl.load(valid + place, mask=inside, other=0) != 0)
+    last = tl.where(wanted, 0, NODES)
+    count = tl.full([], 0, tl.int32)
+    while last < NODES:
+        # A node of the branch is never before its new place: nothing is lost.
+        source, target = state * n + last, state * n + count
+        tl.store(tokens + target, tl.load(tokens + source))
+        tl.store(scores + target, tl.load(scores + source))
+        line = tl.load(slots + source * 3 + level, mask=level < 3, other=-1)
+        tl.store(slots + target * 3 + level, line, mask=level < 3)
+        key = tl.load(slot_keys + source * 3 + level, mask=level < 3, other=0)
+        tl.store(slot_keys + target * 3 + level, key, mask=level < 3)
+        count += 1
+        last = tl.min(tl.where(there & (parent == last), node, NODES), 0)
+        tl.debug_barrier()  # all lanes have read what is overwritten next
+    tl.store(parents + place, tl.maximum(node - 1, 0).to(tl.int64), mask=inside)
+    tl.store(depths + place, node.to(tl.int64), mask=inside)
+    tl.store(valid + place, node < count, mask=inside)
 
 
 def likeliest(
-    states: Tensor,
-    draft: DraftTree,
-    slots: Tensor,
-    slot_keys: Tensor,
-    branch: DraftTree,
-    branch_slots: Tensor,
-    branch_keys: Tensor,
+    states: Tensor, branches: Tensor, draft: DraftTree, slots: Tensor, slot_keys: Tensor
 ) -> None:
-    """Copy the most likely branch of each draft, of at most m nodes.
+    """Reduce some drafts to their most likely branches; ancestors stay those of the trees.
 
     Args:
         states: int64 [B], those whose draft is new.
-        draft: [S, n].
-        slots: int64 [S, n, 3], the lines that its nodes teach.
-        slot_keys: int64 [S, n, 3], their keys.
-        branch: chains [S, m], whose tokens, validity and scores are changed.
-        branch_slots: int64 [S, m, 3], changed.
-        branch_keys: int64 [S, m, 3], changed.
+        branches: bool [S], whether a state's draft is to be a branch.
+        draft: [S, n], changed.
+        slots: int64 [S, n, 3], the lines that its nodes teach; changed likewise.
+        slot_keys: int64 [S, n, 3], their keys; changed likewise.
     """
     launch(
         _likeliest,
         (len(states),),
-        states,
-        draft.parents,
-        draft.valid,
-        draft.tokens,
-        draft.scores,
-        slots,
-        slot_keys,
-        branch.tokens,
-        branch.valid,
-        branch.scores,
-        branch_slots,
-        branch_keys,
-        draft.size,
-        branch.size,
+        *(states, branches, draft.tokens, draft.parents, draft.depths, draft.valid, draft.scores),
+        *(slots, slot_keys, draft.size),
         NODES=lanes(draft.size, LEAST_NODES),
         num_warps=1,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -173,13 +175,18 @@ def verified(
 @triton.jit(do_not_specialize=["n", "t"])
 def _follow(
     states,
+    branches,
+    draft,
     parents,
     drafted,
     tokens,
     choices,
+    positions,
+    prompts,
     firsts,
     emitted_out,
     counts_out,
+    sources_out,
     n,
     t,
     NODES: tl.constexpr,
@@ -188,56 +195,153 @@ def _follow(
     row = tl.program_id(0)
     state = tl.load(states + row)
     first = tl.load(firsts + row)
+    size = tl.load(firsts + row + 1) - first
     node = tl.arange(0, NODES)
-    there = (node > 0) & (node < tl.load(firsts + row + 1) - first)
+    inside = (node < size) & (node < n)
+    # A request has drafts from the token after its prompt on.
+    begun = tl.load(positions + first, mask=size > 0, other=0) >= tl.load(prompts + state)
+    there = inside & (node > 0) & begun
     place = state * n + node
-    there = there & (node < n)
     there = there & (tl.load(drafted + place, mask=there, other=0) != 0)
     parent = tl.load(parents + place, mask=there, other=-1)
-    token = tl.load(tokens + first + node, mask=there, other=-1).to(tl.int64)
+    given = tl.load(tokens + first + node, mask=there, other=-1).to(tl.int64)
+    token = tl.load(draft + place, mask=there, other=-1)
+    token = tl.where(tl.load(branches + state) != 0, given, token)
     last = tl.full([], 0, tl.int32)
     count = tl.full([], 0, tl.int32)
+    source = node
     for i in range(0, t):
         on_path = last < NODES
         choice = tl.load(choices + first + last, mask=on_path, other=-1).to(tl.int64)
         tl.store(emitted_out + row * t + i, tl.where(on_path, choice, 0))
+        source = tl.where((node == i) & on_path, last, source)
         count += on_path.to(tl.int32)
         last = _child(parent, token, there, node, last, choice, NODES)
     tl.store(counts_out + row, count)
+    tl.store(sources_out + first + node, first + source, mask=inside)
+
+
+class Followed(NamedTuple):
+    """What was accepted.
+
+    Attributes:
+        emitted: int64 [B, t], the tokens, 0 behind the last one.
+        counts: int32 [B], their number.
+        sources: int32 [m], for the first nodes of each row, as many as tokens, the nodes that these
+            were chosen after; each of the others itself. In m, never before its own place.
+    """
+
+    emitted: Tensor
+    counts: Tensor
+    sources: Tensor
 
 
 def follow(
-    states: Tensor, draft: DraftTree, tokens: Tensor, choices: Tensor, firsts: Tensor, longest: int
-) -> tuple[Tensor, Tensor]:
+    states: Tensor,
+    branches: Tensor,
+    draft: DraftTree,
+    tokens: Tensor,
+    choices: Tensor,
+    positions: Tensor,
+    prompts: Tensor,
+    firsts: Tensor,
+    longest: int,
+) -> Followed:
     """Accept the longest path of each row along ``choices``.
 
     Args:
         states: int64 [B], of the rows of the batch.
+        branches: bool [S], whether a state's draft is a chain; then ``tokens`` count, whose places
+            are those of their positions, and else those of ``draft``.
         draft: [S, n], the last draft of each state, which was verified, or its first nodes.
         tokens: [m], the tokens that were verified, the roots included; -1: never accepted.
         choices: int64 [m], the token that was chosen after each of them.
+        positions: int64 [m], in their texts.
+        prompts: int32 [S], tokens that each text began with or was resumed with.
         firsts: int32 [B + 1], index of each row's root in these, and their number.
         longest: t, most tokens of a path and the one after it.
-
-    Returns:
-        The tokens int64 [B, t], 0 behind the last one, and their number, int32 [B].
     """
     batch = len(states)
     emitted = choices.new_empty((batch, longest), dtype=torch.long)
     counts = choices.new_empty(batch, dtype=torch.int32)
+    sources = choices.new_empty(len(choices), dtype=torch.int32)
     launch(
         _follow,
         (batch,),
-        states,
-        *(draft.parents, draft.valid),
-        tokens,
-        choices,
-        firsts,
-        emitted,
-        counts,
-        draft.size,
-        longest,
+        *(states, branches, draft.tokens, draft.parents, draft.valid),
+        *(tokens, choices, positions, prompts, firsts),
+        *(emitted, counts, sources, draft.size, longest),
         NODES=lanes(draft.size, LEAST_NODES),
         num_warps=1,
     )
-    return emitted, counts
+    return Followed(emitted, counts, sources)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _place(
+    states,
+    parents,
+    depths,
+    starts,
+    firsts,
+    positions,
+    paths_out,
+    depths_out,
+    n,
+    NODES: tl.constexpr,
+):
+    """Place the queries of one row: a draft by its depths, anything else as a chain."""
+    row = tl.program_id(0)
+    state = tl.load(states + row)
+    start = tl.load(starts + row)
+    queries = tl.load(starts + row + 1) - start
+    size = tl.load(firsts + row + 1) - tl.load(firsts + row)
+    node = tl.arange(0, NODES)
+    inside = (node < queries) & (queries <= n)
+    drafted = inside & (size == queries)
+    place = state * n + node
+    depth = tl.load(depths + place, mask=drafted, other=0).to(tl.int32)
+    depth = tl.where(drafted, depth, node)
+    root = tl.load(positions + start)
+    tl.debug_barrier()  # all lanes have read it
+    tl.store(positions + start + node, root + depth, mask=drafted)
+    out = row * n + node
+    tl.store(depths_out + out, depth + 1, mask=inside)
+    last = node
+    for i in range(0, tl.max(tl.where(inside, depth, 0), 0) + 1):
+        there = inside & (i <= depth)
+        tl.store(paths_out + out * n + depth - i, last, mask=there)
+        above = tl.load(parents + state * n + last, mask=there & drafted, other=0).to(tl.int32)
+        last = tl.where(drafted, above, tl.maximum(last - 1, 0))
+
+
+def place(
+    states: Tensor,
+    draft: DraftTree,
+    starts: Tensor,
+    firsts: Tensor,
+    positions: Tensor,
+    paths: Tensor,
+    depths: Tensor,
+) -> None:
+    """Place the queries of a step whose rows verify drafts, read prompts or do neither.
+
+    Args:
+        states: int64 [B], of the rows of the batch.
+        draft: [S, n], the last draft of each state; a row verifies the first nodes of it if it has
+            as many queries as logits.
+        starts: int32 [B + 1], the first query of each row, and their number.
+        firsts: int32 [B + 1], the first logits of each row, and their number.
+        positions: int64 [t], in the texts, as if all drafts were chains; changed.
+        paths: int32 [R, n, n], B of them changed: of each query, those of the row from the first to
+            it that it follows (see ``TreeView``). Rows of more than n queries are left out.
+        depths: int32 [R, n], their numbers; changed likewise.
+    """
+    launch(
+        _place,
+        (len(states),),
+        *(states, draft.parents, draft.depths, starts, firsts, positions, paths, depths),
+        draft.size,
+        NODES=lanes(draft.size, LEAST_NODES),
+        num_warps=1,
+    )

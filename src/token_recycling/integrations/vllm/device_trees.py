@@ -1,0 +1,218 @@
+"""Draft trees in vLLM's Model Runner V2: attention, and the cache after a step.
+
+vLLM schedules a tree as it does a chain: its nodes have the slots of the cache that follow the
+text. What differs is done on the device. Before a step, nodes are placed by their depths. In a step
+that verifies drafts, our kernel attends for every row that is no longer than a draft, with vLLM's
+cache; for longer ones, which are parts of prompts, vLLM's kernel does. After the step, keys and
+values of the accepted path are moved behind the root.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from token_recycling.integrations.engines.device_requests import DeviceRequests
+from token_recycling.model.gpu.attention import AMPERE, DTYPES, LARGEST_HEAD, TreeView
+from token_recycling.model.gpu.attention_launch import Pages, attend_pages
+from token_recycling.model.gpu.cache_kernel import addresses, move
+from token_recycling.model.limits import AttentionWindow
+
+# Their caches are [blocks, heads, slots of a block, keys and values].
+IMPLEMENTATIONS = ("FlashAttentionImpl", "TritonAttentionImpl")
+
+
+def why_chains(vllm_config: Any, runner: Any) -> str | None:
+    """Return why trees cannot be verified with a loaded model; None: they can be."""
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    speculative = vllm_config.speculative_config
+    mode = compilation.cudagraph_mode
+    reasons = {
+        "positions of its tokens are not numbers (M-RoPE)": (
+            getattr(runner.model_state, "rope_state", None) is not None
+        ),
+        "microbatches are on": parallel.use_ubatching,
+        "decode context parallelism is on": parallel.decode_context_parallel_size > 1,
+        "adaptive verification is on": bool(speculative.enable_adaptive_verification),
+        "prompts are read in full CUDA graphs": (
+            mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
+        ),
+        "logits processors of others are loaded": any(
+            not type(processor).__module__.startswith("vllm.")
+            for processor in runner.sampler.logits_processors
+        ),
+        "the GPU is older than Ampere": (
+            runner.device.type == "cuda"
+            and torch.cuda.get_device_capability(runner.device) < AMPERE
+        ),
+        f"it computes in {vllm_config.model_config.dtype}": (
+            vllm_config.model_config.dtype not in DTYPES
+        ),
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
+        found += _why_not(layer, vllm_config.model_config.dtype)
+    return found[0] if found else None
+
+
+def _why_not(layer: Any, dtype: torch.dtype) -> list[str]:
+    """Return why our kernel cannot attend for a layer."""
+    if type(layer) is not Attention:
+        return [f"it has layers of the kind {type(layer).__name__}"]
+    impl = layer.impl
+    name = type(impl).__name__
+    if name not in IMPLEMENTATIONS or not type(impl).__module__.startswith("vllm."):
+        return [f"its attention is {name}, not one of {', '.join(IMPLEMENTATIONS)}"]
+    reasons = {
+        "its attention has ALiBi": impl.alibi_slopes is not None,
+        "its attention has a soft cap": bool(impl.logits_soft_cap),
+        "its attention has sinks": impl.sinks is not None,
+        "its attention is not that of a decoder": impl.attn_type != "decoder",
+        "its attention looks back by chunks": getattr(impl, "chunk_lookback", -1) != -1,
+        "its attention has windows to both sides": impl.sliding_window[1] > 0,
+        f"a head has {impl.head_size} entries": impl.head_size > LARGEST_HEAD,
+        "keys and values differ in size": getattr(layer, "head_size_v", impl.head_size)
+        != impl.head_size,
+        "its cache has another number format": (
+            impl.kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch."))
+        ),
+    }
+    return [reason for reason, applies in reasons.items() if applies]
+
+
+class _Alike(NamedTuple):
+    """Layers whose caches are alike and have the same slots."""
+
+    group: int
+    caches: Tensor
+    like: Tensor
+
+
+class DeviceTrees:
+    """What a model runner needs to verify trees."""
+
+    def __init__(self, vllm_config: Any, runner: Any, requests: DeviceRequests) -> None:
+        """Allocate for the largest batch, and attend in the layers of the model from now on.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            runner: of a model for which ``why_chains`` is None.
+            requests: whose drafts are verified.
+        """
+        self._runner, self._requests = runner, requests
+        n = requests.draft.size
+        rows = len(requests.branches)
+        self.most = n  # queries of a row for which our kernel attends
+        self._positions = runner.input_buffers.positions
+        self._paths = torch.zeros((rows, n, n), dtype=torch.int32, device=runner.device)
+        self._depths = torch.ones((rows, n), dtype=torch.int32, device=runner.device)
+        self._slots: Any = None  # of the step, for each group of layers
+        self._alike: list[_Alike] = []
+        self._first: Any = None  # the cache of the first layer, as it was when these were found
+        self._layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+        for layer in self._layers.values():
+            layer.impl.forward = self._attending(layer.impl.forward, layer.impl)
+
+    def place(self, batch: Any, slots: Tensor) -> None:
+        """Place the nodes of a step, whose slots [groups, t] are known."""
+        self._slots = slots
+        rows = batch.num_reqs
+        self._requests.place(
+            batch.idx_mapping,
+            batch.query_start_loc[: rows + 1],
+            batch.cu_num_logits,
+            self._positions,
+            self._paths,
+            self._depths,
+        )
+
+    def _attending(self, forward: Callable[..., Any], impl: Any) -> Callable[..., Any]:
+        """Wrap the ``forward`` of an attention layer."""
+        left, _ = impl.sliding_window
+        window = AttentionWindow("full") if left < 0 else AttentionWindow("sliding", left + 1)
+
+        @wraps(forward)
+        def attend(
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            *scales: Any,
+            **options: Any,
+        ) -> Any:
+            drafted = attn_metadata is not None and attn_metadata.max_query_len > 1
+            if not drafted or attn_metadata.max_query_len > self.most:
+                forward(
+                    layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options
+                )
+            if drafted:
+                self._attend(impl, window, query, kv_cache, attn_metadata, output)
+            return output
+
+        return attend
+
+    def _attend(
+        self,
+        impl: Any,
+        window: AttentionWindow,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+    ) -> None:
+        keys, values = kv_cache.split(impl.head_size, dim=-1)
+        view = TreeView(metadata.seq_lens, self._positions, self._paths, self._depths, window)
+        pages = Pages(
+            metadata.query_start_loc,
+            metadata.block_table,
+            min(metadata.max_query_len, self.most),
+            metadata.max_seq_len,
+        )
+        attend_pages(query, keys, values, view, impl.scale, output, pages)
+
+    def commit(self, batch: Any, counts: Tensor, sources: Tensor) -> None:
+        """Move keys and values of accepted paths (see ``requests.Followed``).
+
+        Args:
+            batch: vLLM's ``InputBatch`` of the step.
+            counts: int32 [B].
+            sources: int32 [m].
+        """
+        rows = len(counts)
+        starts = batch.query_start_loc[: rows + 1]
+        for alike in self._of_layers():
+            slots = self._slots[alike.group]
+            move(
+                *(alike.caches, alike.like, slots),
+                *(starts, batch.cu_num_logits, counts, sources),
+            )
+
+    def _of_layers(self) -> list[_Alike]:
+        """Return the layers' caches; vLLM allocates them after some steps of its own."""
+        context = self._runner.compilation_config.static_forward_context
+        first = context[next(iter(self._layers))].kv_cache
+        if first is not self._first:
+            self._first = first
+            kinds: dict[Any, dict[int, Tensor]] = defaultdict(dict)
+            for number, group in enumerate(self._runner.kv_cache_config.kv_cache_groups):
+                for name in group.layer_names:
+                    if name in self._layers:
+                        cache = context[name].kv_cache
+                        kind = number, cache.shape, cache.stride(), cache.dtype
+                        kinds[kind][cache.data_ptr()] = cache
+            self._alike = [
+                _Alike(kind[0], addresses(list(caches.values())), next(iter(caches.values())))
+                for kind, caches in kinds.items()
+            ]
+        return self._alike
