@@ -7,6 +7,16 @@ from typing import Any
 
 COUNT = 32
 SHARED = 90  # tokens of a common beginning
+# Ways to draw a token
+KINDS: list[dict] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.05},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+    {"temperature": 1.0, "logprobs": 1},
+]
 
 
 def texts() -> list[str]:
@@ -98,6 +108,26 @@ def sets(model: str) -> dict[str, dict]:
                 {"prompt": longest[i * 60 :][:60], "tokens": 14, "abort": None} for i in range(4)
             ],
             "at_once": 3,
+        },
+        "one alone": {
+            "requests": [{"prompt": longest[:60], "tokens": 14, "abort": None}],
+        },
+        "five at once": {  # the prompts come in chunks, beside requests that are decoded
+            "requests": [
+                {"prompt": longest[i * 40 :][: 20 + 10 * i], "tokens": 9, "abort": None}
+                for i in range(5)
+            ],
+        },
+        "many kinds": {
+            "requests": [
+                {"prompt": longest[i % 9 * 30 :][:24], "tokens": 5, "abort": None}
+                | {"sampling": {"seed": i} | KINDS[i % len(KINDS)]}
+                for i in range(200)
+            ],
+        },
+        "few draws": {  # to compare distributions
+            "requests": [{"prompt": alone[0]["prompt"][:24], "tokens": 3, "abort": None}] * 300,
+            "sampling": {"temperature": 1.0, "top_k": 3},
         },
         "few kinds": {
             "requests": [

@@ -88,7 +88,7 @@ def main() -> None:
         v2_on_cpu.leave_top_k_to_pytorch()
         v2_on_cpu.use_few_lanes()
         if attention := options.get("attention"):
-            v2_on_cpu.attend_as_on_a_gpu(attention == "kernels")
+            v2_on_cpu.attend_as_on_a_gpu(attention)
     mutations.apply_vllm(options.get("mutation"))
     args = {
         "model": options["model"],

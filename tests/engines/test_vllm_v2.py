@@ -3,6 +3,7 @@
 `make test-vllm` runs this in an environment. A step takes a second, so requests are few.
 """
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,6 +45,21 @@ def plain(run):
     return run("few", "few kinds")
 
 
+def trees(tokens=6, **options):
+    return speculative(tokens, mode="tree", **options)
+
+
+@pytest.fixture(scope="session")
+def plain_on_gpu(run):
+    """As with the attention of a GPU, which PyTorch computes here."""
+    return run("few", "few kinds", attention="none")
+
+
+@pytest.fixture(scope="session")
+def in_trees(run):
+    return run("few", "few kinds", engine=trees(), attention="none")
+
+
 @pytest.fixture(scope="session")
 def ours(run):
     return run("few", "few kinds", engine=speculative())
@@ -69,12 +85,86 @@ def test_faults_of_acceptance_show(plain, run, fault):
     assert same(plain["few"], broken["few"]) < COUNT // 2
 
 
-def test_preempted_requests(run):
+def test_the_text_of_trees_is_the_same(plain_on_gpu, in_trees, run):
+    """A tree of as many tokens as a chain brings more of them."""
+    assert same(plain_on_gpu["few"], in_trees["few"]) == COUNT
+    chains = run("few", engine=speculative(6))
+    print(f"\ntokens a step: {mat(chains['few']):.3f} chains, {mat(in_trees['few']):.3f} trees")
+    assert in_trees["few"]["steps"] < chains["few"]["steps"]
+
+
+def test_trees_beside_penalties_logprobs_and_grammars(plain_on_gpu, in_trees):
+    """Log probabilities are those along the path; what counts tokens by place drafts chains."""
+    plain, ours = plain_on_gpu["few kinds"], in_trees["few kinds"]
+    assert same(plain, ours) == 8
+    assert ours["logprobs"] == pytest.approx(plain["logprobs"], abs=1e-3)
+    assert ours["reasons"] == plain["reasons"]
+
+
+@pytest.mark.parametrize("fault", ["no mask", "no depth positions", "no commit"])
+def test_faults_of_trees_show(plain_on_gpu, run, fault):
+    broken = run("few", engine=trees(), attention="none", mutation=f"v2 {fault}")
+    assert same(plain_on_gpu["few"], broken["few"]) < COUNT // 2
+
+
+@pytest.mark.parametrize("asked", ["one alone", "five at once"])
+def test_trees_with_all_kernels_interpreted(run, asked):
+    """vLLM's attention for prompts, ours for trees, in the same steps."""
+    engine = {"max_num_seqs": 5, "max_num_batched_tokens": 48}
+    plain = run(asked, engine=engine, attention="none")
+    ours = run(asked, engine=trees() | engine, attention="all")
+    assert same(plain[asked], ours[asked]) == len(plain[asked]["texts"])
+    assert ours["metrics"]["num_accepted_tokens"] > 0
+
+
+def test_seeds_of_two_hundred_requests(run):
+    """Top-k, top-p, min-p: each draft is accepted along the draws of plain decoding."""
+    engine = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    plain = run("many kinds", engine=engine, attention="none")["many kinds"]
+    ours = run("many kinds", engine=trees(4) | engine, attention="none")
+    assert same(plain, ours["many kinds"]) == 200
+    assert ours["metrics"]["num_accepted_tokens"] > 60
+
+
+def test_the_distribution_without_seeds(run):
+    """Of the second and third token, against plain decoding, by a chi-squared test."""
+    engine = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    plain = run("few draws", engine=engine, attention="none")["few draws"]
+    ours = run("few draws", engine=trees(4) | engine, attention="none")
+    assert ours["metrics"]["num_accepted_tokens"] > 60
+    both = [
+        Counter(tuple(text[1:]) for text in found["texts"]) for found in (plain, ours["few draws"])
+    ]
+    assert len({tuple(text) for text in ours["few draws"]["texts"]}) > 6
+    assert difference(*both) < 4
+    other = Counter(tuple(text[:2]) for text in plain["texts"])  # of other tokens
+    assert difference(both[0], other) > 4
+
+
+def difference(a, b):
+    """How far two samples are apart, in standard deviations of what chance brings."""
+    rare = [key for key in a | b if a[key] + b[key] < 10]
+    counts = [(a[key], b[key]) for key in a | b if key not in rare]
+    counts.append((sum(a[key] for key in rare), sum(b[key] for key in rare)))
+    total_a, total_b = a.total(), b.total()
+    chi = sum(
+        (x * (total_b / total_a) ** 0.5 - y * (total_a / total_b) ** 0.5) ** 2 / (x + y)
+        for x, y in counts
+        if x + y
+    )
+    free = len(counts) - 1
+    return (chi - free) / (2 * free) ** 0.5
+
+
+@pytest.mark.parametrize("of", [speculative, trees])
+def test_preempted_requests(run, of):
     """The cache is too small for three requests at once."""
     small = {"num_gpu_blocks_override": 8, "max_model_len": 128}
-    ours = run("growing", engine=speculative() | small)
+    attention = "none" if of is trees else None
+    ours = run("growing", engine=of() | small, attention=attention)
     assert ours["preempted"] > 0
-    assert same(run("growing")["growing"], ours["growing"]) == 4
+    plain = run("growing", attention=attention)
+    assert same(plain["growing"], ours["growing"]) == 4
 
 
 def test_lengths_that_the_scheduler_chooses(plain, run):
@@ -100,7 +190,7 @@ def test_what_is_learnt_is_saved(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"mode": "tree"}, "cannot draft on a GPU: mode=tree is implemented only for CPUs"),
+        ({"mode": "tree"}, "mode=tree cannot be used with this model: its attention is CPUAtt"),
         ({"drafter": "paper"}, "cannot draft on a GPU: the drafter paper runs only on CPUs"),
         ({"num_speculative_tokens": 70}, "num_speculative_tokens is 70; at most 63"),
     ],
@@ -125,13 +215,14 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def step(rows, change=lambda speculator: None, names=None):
-    """(launches, operations) of a step's drafting, with tensors that have no values at all.
+    """(launches, operations) of a step with trees, with tensors that have no values at all.
 
     Whoever copied one to the host or asked for its value would fail.
     """
     from token_recycling import AdjacencyMatrix
     from token_recycling.drafting.adaptive import AdaptiveDrafter
     from token_recycling.integrations.engines.device_requests import DeviceRequests
+    from token_recycling.integrations.vllm.device_trees import DeviceTrees, _Alike
     from token_recycling.integrations.vllm.speculator import Speculator
     from token_recycling.util.launch import collected
 
@@ -147,10 +238,18 @@ def step(rows, change=lambda speculator: None, names=None):
     )
     context = torch.zeros((slots, 128), dtype=torch.int32, **on)
     drafter = AdaptiveDrafter(AdjacencyMatrix(vocabulary, 4), 16)
-    speculator.requests = DeviceRequests(drafter, context, drafted + 1, chain=True)
+    speculator.requests = DeviceRequests(drafter, context, 17)
     change(speculator)
     nodes = rows * (drafted + 1)
+    of_trees = DeviceTrees.__new__(DeviceTrees)
+    of_trees._requests, of_trees._positions = speculator.requests, torch.zeros(nodes, **on)
+    of_trees._paths = torch.zeros((slots, 17, 17), dtype=torch.int32, **on)
+    of_trees._depths = torch.zeros((slots, 17), dtype=torch.int32, **on)
+    cache = torch.zeros((9, 2, 16, 32), **on)
+    of_trees._of_layers = lambda: [_Alike(0, torch.zeros(12, dtype=torch.long, **on), cache)]
+    slot_mappings = torch.zeros((1, nodes), dtype=torch.long, **on)
     batch = SimpleNamespace(
+        query_start_loc=torch.zeros(rows + 1, dtype=torch.int32, **on),
         num_reqs=rows,
         req_ids=names or [str(row) for row in range(rows)],
         idx_mapping=torch.zeros(rows, dtype=torch.long, **on),
@@ -161,9 +260,12 @@ def step(rows, change=lambda speculator: None, names=None):
     with collected() as launches, Counted() as operations:
         speculator.begin_step(drafted)
         speculator._best = speculator.requests.best(logits)
-        speculator.requests.follow(
-            batch.idx_mapping, tokens, tokens, batch.cu_num_logits, drafted + 1
+        followed = speculator.requests.follow(
+            *(batch.idx_mapping, tokens, tokens, tokens, numbers),
+            *(batch.cu_num_logits, drafted + 1),
         )
+        of_trees.place(batch, slot_mappings)
+        of_trees.commit(batch, followed.counts, followed.sources)
         last = torch.zeros((slots, 1), dtype=torch.long, **on)
         drafts = speculator.propose(
             batch, None, None, None, None, numbers[:rows], numbers[:rows], last, None, None, None
@@ -176,7 +278,7 @@ def test_a_step_waits_for_nothing_and_grows_with_nothing():
     launches, operations = step(1)
     assert (launches, operations) == step(48)
     print(f"\n{launches} launches and {operations} operations of PyTorch in a step")
-    assert launches <= 10
+    assert launches <= 12
     assert operations <= 40
 
 

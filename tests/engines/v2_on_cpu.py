@@ -65,11 +65,12 @@ def use_few_lanes() -> None:
     speculator.CHAIN_FROM = 7
 
 
-def attend_as_on_a_gpu(kernels: bool) -> None:
+def attend_as_on_a_gpu(interpreted: str) -> None:
     """Let vLLM attend by its Triton backend: what it has for CPUs knows no trees.
 
     Args:
-        kernels: interpret its kernels; False: PyTorch does what they do.
+        interpreted: whose attention is computed by its kernels: "all", "ours" or "none". PyTorch
+            does what the others do, in a fraction of the time.
     """
     import v2_on_cpu_attention
     from vllm.v1.attention.backends import triton_attn
@@ -77,5 +78,9 @@ def attend_as_on_a_gpu(kernels: bool) -> None:
 
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     register_backend(AttentionBackendEnum.CPU_ATTN, "v2_on_cpu_attention.TritonForCpu")
-    if not kernels:
+    if interpreted != "all":
         triton_attn.unified_attention = v2_on_cpu_attention.attend_quickly
+    if interpreted == "none":
+        from token_recycling.integrations.vllm import device_trees
+
+        device_trees.attend_pages = v2_on_cpu_attention.attend_pages_quickly

@@ -34,3 +34,29 @@ def attend_quickly(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_t
             scale=softmax_scale,
             enable_gqa=True,
         )[0].transpose(0, 1)
+
+
+def attend_pages_quickly(query, key, value, view, scale, out, pages):
+    """Our kernel in PyTorch, query by query: what it reads is what each node follows."""
+    starts = pages.starts.tolist()
+    out = out.view(*query.shape)
+    for row, length in enumerate(view.lengths[: len(starts) - 1].tolist()):
+        begin, end = starts[row : row + 2]
+        if begin == end or end - begin > pages.most:
+            continue
+        blocks = pages.blocks[row, : -(-length // key.shape[2])].long()
+        keys, values = (one[blocks].transpose(1, 2).flatten(0, 1)[:length] for one in (key, value))
+        committed = length - (end - begin)
+        mask = torch.zeros(end - begin, length, dtype=torch.bool)
+        mask[:, :committed] = True
+        for node in range(end - begin):
+            path = view.paths[row, node, : view.depths[row, node]].long()
+            mask[node, committed + path] = True
+        out[begin:end] = scaled_dot_product_attention(
+            query[begin:end].transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)

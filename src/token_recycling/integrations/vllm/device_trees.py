@@ -171,7 +171,7 @@ class DeviceTrees:
         metadata: Any,
         output: Tensor,
     ) -> None:
-        keys, values = kv_cache.split(impl.head_size, dim=-1)
+        keys, values = kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
         view = TreeView(metadata.seq_lens, self._positions, self._paths, self._depths, window)
         pages = Pages(
             metadata.query_start_loc,
