@@ -31,6 +31,10 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.graph import compilation, kernels
 from token_recycling.integrations.engines.device_requests import DeviceBatch, DeviceRequests
 from token_recycling.model.gpu import attention_launch
+from token_recycling.model.gpu.attention import TreeView
+from token_recycling.model.gpu.attention_launch import Pages, attend_pages
+from token_recycling.model.gpu.cache_kernel import move
+from token_recycling.model.limits import AttentionWindow
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))
@@ -77,17 +81,38 @@ def memory(size):
 
 
 def launches_of_requests(k, dtype):
-    """What a step of an engine launches for chains, with texts of its own dtype."""
+    """What a step of an engine launches for trees and chains, with texts of its own dtype."""
     on = {"device": torch.device("meta")}
     drafter = AdaptiveDrafter(AdjacencyMatrix(VOCABULARY, k), 16)
     context = torch.zeros((8, 128), dtype=torch.int32, **on)
-    requests = DeviceRequests(drafter, context, 7, chain=True)
+    requests = DeviceRequests(drafter, context, 17)
     states, numbers = torch.zeros(8, dtype=torch.long, **on), torch.zeros(8, **on).int()
     with compilation.collected() as found:
         best = requests.best(torch.zeros((8, VOCABULARY), dtype=dtype, **on))
         requests.observe(DeviceBatch(states, numbers, numbers, numbers, numbers), best)
         requests.propose(states, states)
-        requests.follow(states, states, states, numbers, 7)
+        requests.place(
+            *(states, numbers, numbers, states),
+            *(torch.zeros(shape, **on).int() for shape in ((8, 17, 17), (8, 17))),
+        )
+        followed = requests.follow(states, states, states, states, numbers, numbers, 7)
+        cache = torch.zeros((9, 8, 16, 256), dtype=dtype, **on)
+        move(states, cache, states, numbers, numbers, followed.counts, followed.sources)
+    return found
+
+
+def launches_of_pages(heads, size, dtype):
+    """What an engine's layer launches for trees."""
+    on = {"device": torch.device("meta")}
+    numbers = torch.zeros(9, **on).int()
+    paths, depths = (torch.zeros(shape, **on).int() for shape in ((8, 64, 64), (8, 64)))
+    positions, cache = torch.zeros(512, **on).long(), torch.zeros((9, 8, 16, 2 * size), **on)
+    key, value = cache.to(dtype).split(size, dim=-1)
+    query = torch.zeros((512, heads, size), dtype=dtype, **on)
+    view = TreeView(numbers, positions, paths, depths, AttentionWindow("full"))
+    pages = Pages(numbers, torch.zeros((8, 99), **on).int(), 64, 1584)
+    with compilation.collected() as found:
+        attend_pages(query, key, value, view, 0.1, torch.zeros_like(query), pages)
     return found
 
 
@@ -107,6 +132,9 @@ def launches(dtype):
             with memory(room):
                 for launch in compilation.launches_of_layers(config, dtype):
                     yield f"H={heads} D={size} {rule}" + " large" * bool(room), launch
+                if not window:
+                    for launch in launches_of_pages(heads, size, dtype):
+                        yield f"H={heads} D={size} pages" + " large" * bool(room), launch
             for launch in compilation.launches_around_layers(config, dtype):
                 yield f"H={heads} D={size} {rule}", launch
     with compilation.collected() as found:  # drafts of the host may be as large

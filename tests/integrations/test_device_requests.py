@@ -25,6 +25,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
 from token_recycling.drafting.kernels.device import learn, propose, requests
 from token_recycling.integrations.engines import device_requests
 from token_recycling.integrations.engines.device_requests import DeviceBatch, DeviceRequests
+from token_recycling.model.gpu.cache_kernel import addresses, move
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 V, SLOTS, DRAFTED, LONGEST, CHUNK = 40, 4, 3, 64, 12
@@ -76,7 +77,7 @@ class Service:
             for _ in range(2)
         )
         self.host = RequestDrafter(on_host, SLOTS, DRAFTED + 1, context=2 * LONGEST, chain=True)
-        self.device = DeviceRequests(on_device, self.context, DRAFTED + 1, chain=True)
+        self.device = DeviceRequests(on_device, self.context, DRAFTED + 1, chains=True)
         self.seen: dict[int, int] = {}  # tokens by slot that the host has seen
         self.drafted = self.accepted = self.preempted = self.paused = 0
 
@@ -155,10 +156,13 @@ class Service:
     def _check_acceptance(self, batch, verified, logits, counts, emitted):
         firsts = self._firsts(counts)
         states = torch.tensor([request.slot for request in batch], device=DEVICE)
-        tokens, numbers = self.device.follow(
+        positions = torch.full((len(verified),), LONGEST, device=DEVICE)
+        tokens, numbers, _ = self.device.follow(
             states,
             torch.tensor(verified, dtype=torch.int32, device=DEVICE),
             logits.argmax(dim=-1).to(DEVICE),
+            positions,
+            self.prompts,
             firsts,
             DRAFTED + 1,
         )
@@ -216,6 +220,92 @@ class Service:
         while self.waiting or self.running:
             self.step()
         return self
+
+
+def tree_of_requests(rng, count):
+    """Requests whose drafts are random trees of 9 nodes, and what each node follows."""
+    context = torch.zeros((count, 32), dtype=torch.int32, device=DEVICE)
+    found = DeviceRequests(AdaptiveDrafter(AdjacencyMatrix(V, 4), 8), context, 9)
+    draft, parents = (
+        found.draft,
+        [[0, *(rng.randrange(i) for i in range(1, 9))] for _ in range(count)],
+    )
+    paths = []
+    for row, of_row in enumerate(parents):
+        followed = [[0]]
+        for node in range(1, 9):
+            followed.append([*followed[of_row[node]], node])
+        paths.append(followed)
+        draft.depths[row] = torch.tensor([len(path) - 1 for path in followed])
+    draft.parents.copy_(torch.tensor(parents))
+    draft.tokens.copy_(torch.tensor([[rng.randrange(6) for _ in range(9)] for _ in range(count)]))
+    draft.valid.fill_(True)
+    return found, paths
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_of_trees(seed):
+    """Nodes are placed by depth; the path along what was chosen is accepted, and its keys moved."""
+    rng, count = random.Random(seed), 4
+    requests, paths = tree_of_requests(rng, count)
+    requests.branches[2] = True  # whose tokens are those that the engine has verified
+    sizes = [9, 4, 9, 1]  # nodes that are verified
+    queries = [9, 4, 9, 12]  # the last row reads a prompt
+    states = torch.tensor(rng.sample(range(count), count), device=DEVICE)
+    slots = states.tolist()
+    starts, firsts = (
+        torch.tensor([0, *each]).cumsum(0).int().to(DEVICE) for each in (queries, sizes)
+    )
+    chain = torch.cat([20 * row + torch.arange(n) for row, n in enumerate(queries)])
+    positions = chain.to(DEVICE)
+    seen = torch.full((count, 9, 9), -7, dtype=torch.int32, device=DEVICE)
+    depths = torch.zeros((count, 9), dtype=torch.int32, device=DEVICE)
+    requests.place(states, starts, firsts, positions, seen, depths)
+    for row, (size, slot) in enumerate(zip(sizes[:3], slots)):
+        for node in range(size):
+            path = paths[slot][node]
+            assert seen[row, node, : depths[row, node]].tolist() == path
+            assert positions[starts[row] + node] == 20 * row + len(path) - 1
+    assert positions[starts[3] :].equal(chain[starts[3] :].to(DEVICE))
+    assert (depths[3] == 0).all()
+    given = torch.cat([requests.draft.tokens[slot, :size] for slot, size in zip(slots, sizes)])
+    choices = torch.tensor([rng.randrange(6) for _ in given], device=DEVICE)
+    prompts = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    at = torch.full_like(given, 99)
+    emitted, counts, sources = requests.follow(states, given.int(), choices, at, prompts, firsts, 9)
+    cache = torch.arange(40.0, device=DEVICE).reshape(10, 1, 4, 1).repeat(1, 2, 1, 4)
+    of_step = torch.tensor(rng.sample(range(40), sum(queries)), device=DEVICE)
+    expected = cache.clone().transpose(1, 2).flatten(0, 1)
+    moved = 0
+    for row, (size, slot) in enumerate(zip(sizes, slots)):
+        tokens, path = [], [0]
+        while True:
+            tokens.append(int(choices[firsts[row] + path[-1]]))
+            below = [
+                node
+                for node in range(1, size)
+                if int(requests.draft.parents[slot, node]) == path[-1]
+                and int(requests.draft.tokens[slot, node]) == tokens[-1]
+            ]
+            if not below:
+                break
+            path.append(below[0])
+        assert emitted[row, : counts[row]].tolist() == tokens
+        wanted = [*path, *range(len(path), size)]
+        assert sources[firsts[row] : firsts[row] + size].tolist() == [
+            int(firsts[row]) + node for node in wanted
+        ]
+        begin = int(starts[row + 1]) - size
+        old = expected[of_step[[begin + node for node in path]]].clone()
+        expected[of_step[begin : begin + len(path)]] = old
+        moved += path != list(range(len(path)))
+    caches = addresses([cache])
+    move(caches, cache, of_step, starts, firsts, counts, sources)
+    assert cache.transpose(1, 2).flatten(0, 1).equal(expected)
+    print(f"\n{moved} paths moved, {int(counts.sum())} tokens")
+    # Before the end of its prompt a request has no drafts.
+    _, none, _ = requests.follow(states, given.int(), choices, at, prompts + 100, firsts, 9)
+    assert (none == 1).all()
 
 
 def check(service):

@@ -178,6 +178,85 @@ def test_bits_depend_on_the_block_that_keys_are_in(monkeypatch):
     assert not case.found().equal(right)
 
 
+class Paged:
+    """The rows of a case in pages, between parts of prompts, which are left out."""
+
+    def __init__(self, case, most=None, page=16):
+        batch, heads, _, size = case.query.shape
+        n, lengths = case.n, case.view.lengths.tolist()
+        self.most, self.case = most or n, case
+        blocks_of = -(-(max(lengths) + n) // page)
+        rng = torch.Generator().manual_seed(5)
+        order = torch.randperm(batch * blocks_of + 3, generator=rng)[: batch * blocks_of]
+        self.blocks = order.view(batch, -1).int().repeat_interleave(2, dim=0)
+        shared = case.key.shape[1]
+        self.cache = torch.full((len(order) + 3, shared, page, 2 * size), torch.nan)
+        self.cache = self.cache.to(case.query.dtype)
+        for row, length in enumerate(lengths):
+            slots = torch.cat([torch.arange(length), torch.arange(case.end, case.end + n)])
+            both = torch.cat([one[row][:, slots] for one in (case.key, case.value)], dim=-1)
+            for slot in range(length + n):
+                self.cache[order.view(batch, -1)[row, slot // page], :, slot % page] = both[:, slot]
+        # Every second row is a prompt of more queries than a draft has.
+        counts = [count for _ in lengths for count in (n, self.most + 1)]
+        self.starts = torch.tensor([0, *counts]).cumsum(0).int()
+        self.lengths = torch.tensor([length + n for length in lengths]).int().repeat_interleave(2)
+        room = self.most + 2
+        self.paths = torch.zeros((2 * batch, room, room), dtype=torch.int32)
+        self.depths = torch.zeros((2 * batch, room), dtype=torch.int32)
+        self.paths[::2, :n, :n], self.depths[::2, :n] = case.view.paths, case.view.depths
+        tokens = int(self.starts[-1])
+        self.positions = torch.zeros(tokens, dtype=torch.long)
+        self.query = torch.full((tokens, heads, size), torch.nan).to(case.query.dtype)
+        for row in range(batch):
+            at = slice(int(self.starts[2 * row]), int(self.starts[2 * row]) + n)
+            self.positions[at] = case.positions[row]
+            self.query[at] = case.query[row].transpose(0, 1)
+
+    def found(self):
+        size = self.query.shape[-1]
+        view = gpu.TreeView(
+            self.lengths, self.positions, self.paths, self.depths, self.case.view.window
+        )
+        longest = self.blocks.shape[1] * self.cache.shape[2]
+        pages = attention_launch.Pages(self.starts, self.blocks, self.most, longest)
+        out = torch.full((len(self.query), self.query.shape[1] * size), 7.0).to(self.query.dtype)
+        attention_launch.attend_pages(
+            self.query, self.cache[..., :size], self.cache[..., size:], view, 0.3, out, pages
+        )
+        rows = [out[int(begin) :] for begin in self.starts[:-1]]
+        for prompt in rows[1::2]:
+            assert (prompt[: self.most + 1] == 7).all()
+        n = self.case.n
+        return torch.stack([row[:n].view(n, -1, size) for row in rows[::2]])
+
+
+@pytest.mark.parametrize("window", WINDOWS[:2])
+@pytest.mark.parametrize("most", [None, 20])
+def test_pages(monkeypatch, window, most):
+    """An engine's cache: what nodes see is what they see in one piece, bit for bit."""
+    monkeypatch.setattr(np, "matmul", product)  # the interpreter's tl.dot
+    case = Case(17, batch=3, group=2, window=window, lengths=[150, 5, 70])
+    paged = Paged(case, most)
+    found = paged.found()
+    assert close(found.double(), case.expected())
+    assert found.equal(attend(case.query, case.key, case.value, case.view, 0.3))
+
+
+@pytest.mark.parametrize("fault", ["blocks", "lengths", "paths", "positions"])
+def test_wrong_pages_are_noticed(fault):
+    paged = Paged(Case(17, batch=2, window=WINDOWS[1], lengths=[150, 5]))
+    tensor = getattr(paged, fault)
+    changed = {
+        "blocks": lambda: tensor.flip(1).clone(),
+        "lengths": lambda: tensor - 1,
+        "paths": lambda: torch.zeros_like(tensor),
+        "positions": lambda: tensor + 3,
+    }
+    setattr(paged, fault, changed[fault]())
+    assert not close(paged.found().double(), paged.case.expected())
+
+
 def test_a_node_that_sees_nothing_is_zero():
     case = Case(4)
     ancestors = case.ancestors.clone()
