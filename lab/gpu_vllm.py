@@ -1,11 +1,10 @@
-"""vLLM on one GPU: plain decoding, its n-gram drafts on the device, and ours, beside each other.
+"""vLLM on one GPU: plain, its n-gram drafts on the device, our chains and trees, side by side.
 
 python lab/gpu_vllm.py serve MODE CHECKPOINT PROMPTS.json OUT.json READY…    one engine of one mode
-python lab/gpu_vllm.py compare FOLDER    what FOLDER/plain.json, ngram_gpu.json, ours.json say
 
-MODE is plain, ngram_gpu or ours. PROMPTS.json is a list of lists of tokens. All engines are loaded
-side by side; READY are files, the first of which is this engine's: once all exist, the engines
-measure one after another. Writes its figures after every part, since the machine may end.
+MODE is plain, ngram_gpu, chain or ours, the default, which drafts trees where it can. PROMPTS.json
+is a list of lists of tokens. All engines are loaded side by side; READY are files, the first of
+which is this engine's: once all exist, the engines measure one after another. Writes its figures after every part, since the machine may end.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ SPECULATIVE: dict[str, dict[str, Any] | None] = {
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 2,
     },
-    "ours": {"method": "token_recycling", "num_speculative_tokens": DRAFTED},
+    "chain": {"method": "token_recycling", "mode": "chain"},
+    "ours": {"method": "token_recycling"} | json.loads(os.environ.get("OURS", "{}")),
 }
-# GPU memory of each of three engines: the weights of Llama 3 8B's shape, and the cache
+# GPU memory of each of four engines: the weights of Llama 3 8B's shape, and the cache
 ENGINE = {
     "dtype": "bfloat16",
     "max_model_len": 2048,
     "max_num_seqs": 64,
     "max_num_batched_tokens": 2048,
-    "gpu_memory_utilization": 0.3,
+    "gpu_memory_utilization": 0.22,
     "kv_cache_memory_bytes": 5 << 30,
     "enable_prefix_caching": False,
     "disable_log_stats": False,
@@ -69,8 +69,9 @@ def measured(llm: Any, prompts: list[list[int]], at_once: int, sampling: Any) ->
         texts += new
     seconds = time.perf_counter() - began
     spec = {name: value - before.get(name, 0) for name, value in counts(llm).items()}
+    mat = 1 + spec["num_accepted_tokens"] / max(spec["num_drafts"], 1) if spec else 1.0
     rate = round(sum(map(len, texts)) / seconds, 1)
-    return {"tokens_per_s": rate, "rates": rates, "spec": spec, "texts": texts}
+    return {"tokens_per_s": rate, "rates": rates, "mat": mat, "texts": texts}
 
 
 def serve(mode: str, checkpoint: str, file: str, out: Path, ready: list[Path]) -> None:
@@ -115,34 +116,6 @@ def serve(mode: str, checkpoint: str, file: str, out: Path, ready: list[Path]) -
     os._exit(0)  # an engine's threads may not end
 
 
-def compare(folder: Path) -> None:
-    """Print ratios to plain decoding, and how many texts are the same."""
-    found = {
-        mode: json.loads((folder / f"{mode}.json").read_text())
-        for mode in SPECULATIVE
-        if (folder / f"{mode}.json").exists()
-    }
-    plain = found["plain"]
-    for mode, its in found.items():
-        for kind in ("chat", "random", "seeds"):
-            for load, figures in its[kind].items():
-                base = plain[kind].get(load)
-                if base is None:
-                    continue
-                spec, texts = figures["spec"], list(zip(figures["texts"], base["texts"]))
-                mean = 1 + spec["num_accepted_tokens"] / max(spec["num_drafts"], 1) if spec else 1
-                rate = figures["tokens_per_s"]
-                print(
-                    f"{mode:10} {kind:7} {load:>3} requests {rate:8.1f} tokens/s "
-                    f"{rate / base['tokens_per_s']:.2f}x, "
-                    f"{mean:.2f} tokens a verified step, "
-                    f"{sum(a == b for a, b in texts)} of {len(texts)} texts those of plain"
-                )
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["compare"]:
-        compare(Path(sys.argv[2]))
-    else:
-        _, mode, checkpoint, file, out, *ready = sys.argv[1:]
-        serve(mode, checkpoint, file, Path(out), list(map(Path, ready)))
+    _, _, mode, checkpoint, file, out, *ready = sys.argv
+    serve(mode, checkpoint, file, Path(out), list(map(Path, ready)))

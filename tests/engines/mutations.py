@@ -87,10 +87,10 @@ def apply_vllm_v2(name: str) -> None:
         place(states, draft, starts, firsts, positions, paths, depths)
         if name == "no depth positions":
             positions.copy_(before)
-        else:  # every node follows those before it
-            n = draft.size
-            paths.copy_(device_requests.torch.arange(n).expand_as(paths))
-            depths.copy_(device_requests.torch.arange(1, n + 1).expand_as(depths))
+        else:  # every node sees all of its draft
+            paths.copy_(device_requests.torch.arange(draft.size).expand_as(paths))
+            queries = (starts[1:] - starts[:-1]).clamp(max=draft.size)
+            depths[: len(queries)] = queries[:, None]
 
     if name in ("accept all", "shifted draws"):
         DeviceRequests.follow = follow

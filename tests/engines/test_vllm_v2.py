@@ -103,8 +103,8 @@ def test_trees_beside_penalties_logprobs_and_grammars(plain_on_gpu, in_trees):
 
 @pytest.mark.parametrize("fault", ["no mask", "no depth positions", "no commit"])
 def test_faults_of_trees_show(plain_on_gpu, run, fault):
-    broken = run("few", engine=trees(), attention="none", mutation=f"v2 {fault}")
-    assert same(plain_on_gpu["few"], broken["few"]) < COUNT // 2
+    broken = run("few", engine=trees(10), attention="none", mutation=f"v2 {fault}")
+    assert same(plain_on_gpu["few"], broken["few"]) <= COUNT // 2
 
 
 @pytest.mark.parametrize("asked", ["one alone", "five at once"])

@@ -61,14 +61,19 @@ def check_version(engine: EngineRelease) -> None:
     )
 
 
-def check_signature(function: Callable[..., Any], *expected: str) -> None:
+def check_signature(function: Callable[..., Any], *expected: str, newer: str = "") -> None:
     """Check that an engine's function has the ``expected`` parameters.
+
+    Args:
+        function: of the engine.
+        *expected: names of its parameters.
+        newer: one that follows them in some versions.
 
     Raises:
         EngineVersionError: it has others.
     """
     parameters = tuple(inspect.signature(function).parameters)
-    if parameters != expected:
+    if parameters not in (expected, (*expected, newer)):
         raise EngineVersionError(
             f"{function.__qualname__} takes {', '.join(parameters)}, not {', '.join(expected)}: "
             "this version of the engine is not one of those tested"

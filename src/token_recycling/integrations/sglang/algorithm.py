@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+from sglang.srt.arg_groups import overrides
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -61,7 +62,11 @@ class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
         """
         ServingOptions.from_environment()
         if resolved_view(server_args).speculative_num_draft_tokens is None:
-            declare_resolution(server_args, NAME, speculative_num_draft_tokens=NODES)
+            declare = getattr(overrides, "declare_resolution", None)
+            if declare is None:  # 0.5.17
+                server_args.speculative_num_draft_tokens = NODES
+            else:
+                declare(server_args, NAME, speculative_num_draft_tokens=NODES)
         BUILT_IN.handle_server_args(server_args)
         view = resolved_view(server_args)
         if view.attention_backend not in (None, *BACKENDS):

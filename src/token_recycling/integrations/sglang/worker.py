@@ -39,7 +39,9 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         """
         BaseSpecWorker.__init__(self)
         check_signature(
-            NGRAMWorker.forward_batch_generation, "self", "batch", "on_publish", "pp_proxy_tensors"
+            NGRAMWorker.forward_batch_generation,
+            *("self", "batch", "on_publish"),
+            newer="pp_proxy_tensors",
         )
         check_signature(NGRAMWorker._prepare_for_speculative_decoding, "self", "batch")
         self.options = ServingOptions.from_environment()
@@ -159,13 +161,13 @@ class Worker(NGRAMWorker):  # type: ignore[misc]
         )
 
     def forward_batch_generation(
-        self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
+        self, batch: Any, on_publish: Any = None, *others: Any, **options: Any
     ) -> GenerationBatchResult:
         """Run a step of the scheduler's batch: read prompts, or verify a tree per request."""
         rows, verifies = len(batch.reqs), batch.forward_mode.is_decode()
         slots = batch.req_pool_indices.long().cpu() if rows else None
         self._watched.logits = None
-        result = super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
+        result = super().forward_batch_generation(batch, on_publish, *others, **options)
         n, self.draft_token_num = self.draft_token_num, self.width
         if slots is None:
             return result
