@@ -23,7 +23,7 @@ if [ "$packed" = --dry-run ]; then
         export ENGINE='{"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 128, "enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
         python=(build/vllm/bin/python -c 'import runpy, sys; import v2_on_cpu as v; v.attend_as_on_a_gpu("none"); v.use_few_lanes(); v.leave_top_k_to_pytorch(); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name="__main__")')
     else
-        export PYTHONPATH=tests/engines/sgl_kernel_on_cpu:tests/engines:lab
+        export PYTHONPATH=$PWD/tests/engines/sgl_kernel_on_cpu:$PWD/tests/engines:$PWD/lab SGLANG_USE_CPU_ENGINE=1
         export ENGINE='{"device": "cpu", "dtype": "float32", "attention_backend": "intel_amx", "max_total_tokens": 4096, "max_running_requests": 4, "context_length": 256, "disable_cuda_graph": true}'
         python=(build/sglang/bin/python)
     fi

@@ -4,7 +4,8 @@ python lab/gpu_vllm.py serve MODE CHECKPOINT PROMPTS.json OUT.json READY…    o
 
 MODE is plain, ngram_gpu, chain or ours, the default, which drafts trees where it can. PROMPTS.json
 is a list of lists of tokens. All engines are loaded side by side; READY are files, the first of
-which is this engine's: once all exist, the engines measure one after another. Writes its figures after every part, since the machine may end.
+which is this engine's: once all exist, the engines measure one after another. Writes its figures
+after every part, since the machine may end.
 """
 
 from __future__ import annotations
