@@ -7,6 +7,7 @@ from time import perf_counter
 from token_recycling.drafting.adaptive import expected_acceptance
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.integrations.vllm.options import VllmOptions
 
 # Probability that a chain's next token is right, if the one before was: assumed before the first
 # step. Measured on an H200: 1.6 tokens per step of 6 drafted tokens.
@@ -16,19 +17,19 @@ RIGHT = 0.4
 class DraftLengths:
     """How many tokens to draft per request, in place of vLLM's table by numbers of requests."""
 
-    def __init__(self, table: list[int], device_type: str, trees: bool = False) -> None:
-        """Follow ``table``, and draft less where less pays.
+    def __init__(self, table: list[int], options: VllmOptions, device_type: str) -> None:
+        """Choose among the lengths of ``table``, which vLLM has captured graphs for.
 
         Args:
-            table: vLLM's, most tokens to draft by number of requests.
+            table: vLLM's, tokens to draft by number of requests.
+            options: ours; unless the mode is "chain", drafts are trees.
             device_type: whose step costs are assumed before the first ones were measured.
-            trees: drafts are trees; False: chains.
         """
-        self._table = table
+        self._options = options
         self.lengths = tuple(sorted(set(table) - {0}))
         most = max(self.lengths, default=1)
         costs = CostCurve.assumed(device_type)
-        if trees:
+        if options.mode != "chain":
             self.size = AutoSize(expected_acceptance(most), costs)
         else:  # of a chain, little is learnt from what is rejected
             acceptance = tuple(RIGHT**depth for depth in range(1, most + 1))
@@ -40,8 +41,8 @@ class DraftLengths:
 
     def __getitem__(self, requests: int) -> int:
         """Return the tokens to draft for each of so many requests."""
-        most = self._table[min(requests, len(self._table) - 1)]
-        sizes = tuple(length + 1 for length in self.lengths if length <= most)
+        most = self._options.size_for(requests, max(self.lengths, default=0) + 1)
+        sizes = tuple(length + 1 for length in self.lengths if length < most)
         if not sizes:
             return 0
         self.size.begin(requests)

@@ -119,13 +119,11 @@ def configure(arguments: Any, on_cpu: bool, trees: bool, known: set[str]) -> boo
         speculative |= {"method": "custom_class", "model": PROPOSER}
     else:
         speculative["method"] = ON_DEVICE
-        if not speculative.get("enable_adaptive_verification"):
-            speculative.setdefault(
-                "num_speculative_tokens_per_batch_size",
-                lengths_by_requests(parsed, drafted, arguments.max_num_seqs),
-            )
-        if parsed.automatic and arguments.scheduler_cls is None:
-            arguments.scheduler_cls = SCHEDULER
+        table = "num_speculative_tokens_per_batch_size"
+        if table not in speculative and not speculative.get("enable_adaptive_verification"):
+            speculative[table] = lengths_by_requests(parsed, drafted, arguments.max_num_seqs)
+            if parsed.automatic and arguments.scheduler_cls is None:
+                arguments.scheduler_cls = SCHEDULER
     arguments.speculative_config = speculative
     arguments.additional_config = {**(arguments.additional_config or {}), KEY: options}
     return True
@@ -154,8 +152,9 @@ def lengths_by_requests(
     lengths = [next(length for length in choices if length <= tokens) for tokens in room]
     if options.automatic:
         missing = [length for length in choices if length not in lengths]
-        for at, length in enumerate(missing[: most - 1]):
-            lengths[most - len(missing[: most - 1]) + at] = length
+        if len(missing) >= most:  # too many: none at all is the one that is needed most
+            missing = [*missing[: most - 2], 0][: most - 1]
+        lengths[most - len(missing) :] = missing
     ranges: list[tuple[int, int, int]] = []
     for at, length in enumerate(lengths, start=1):
         if ranges and ranges[-1][2] == length:

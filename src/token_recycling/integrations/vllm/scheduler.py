@@ -14,7 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from token_recycling.integrations.vllm.draft_lengths import DraftLengths
-from token_recycling.integrations.vllm.options import given_options
+from token_recycling.integrations.vllm.options import VllmOptions, given_options
 
 
 class _Paced:
@@ -28,8 +28,8 @@ class _Paced:
         lengths = self.dynamic_sd_lookup
         if isinstance(lengths, list):
             device = self.vllm_config.device_config.device
-            trees = (given_options(self.vllm_config) or {}).get("mode") != "chain"
-            lengths = DraftLengths(lengths, getattr(device, "type", "cpu"), trees)
+            options = VllmOptions.parse(given_options(self.vllm_config) or {})
+            lengths = DraftLengths(lengths, options, getattr(device, "type", "cpu"))
             self.dynamic_sd_lookup = lengths
         if lengths is not None and model_runner_output.sampled_token_ids:
             self._record(lengths, scheduler_output, model_runner_output)
