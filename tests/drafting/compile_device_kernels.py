@@ -132,9 +132,9 @@ def launches(dtype):
             with memory(room):
                 for launch in compilation.launches_of_layers(config, dtype):
                     yield f"H={heads} D={size} {rule}" + " large" * bool(room), launch
-                if not window:
+                if not (window or room):
                     for launch in launches_of_pages(heads, size, dtype):
-                        yield f"H={heads} D={size} pages" + " large" * bool(room), launch
+                        yield f"H={heads} D={size} pages", launch
             for launch in compilation.launches_around_layers(config, dtype):
                 yield f"H={heads} D={size} {rule}", launch
     with compilation.collected() as found:  # drafts of the host may be as large

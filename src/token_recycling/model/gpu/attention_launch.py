@@ -167,7 +167,9 @@ def _attend(
     batch, n, query_heads, keys = shape
     heads, size = key.shape[1], query.shape[-1]
     group = query_heads // heads
-    how = blocks(size, query.dtype, shared_memory(query.device))
+    # Tables of pages need the registers that more keys at once would take.
+    memory = shared_memory(query.device) if pages is None else 0
+    how = blocks(size, query.dtype, memory)
     spans = next(span for span in count(1) if span_begin(span) >= keys)
     tiles = triton.cdiv(group * n, how.queries)
     of_parts = (batch * heads, spans + 1, group * n)
