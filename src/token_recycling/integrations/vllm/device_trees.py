@@ -41,6 +41,9 @@ def why_chains(vllm_config: Any, runner: Any) -> str | None:
         ),
         "microbatches are on": parallel.use_ubatching,
         "decode context parallelism is on": parallel.decode_context_parallel_size > 1,
+        "keys and values are sent elsewhere": vllm_config.kv_transfer_config is not None,
+        "fast prefill is on": bool(vllm_config.cache_config.kv_sharing_fast_prefill),
+        "attention is fused with quantisation": bool(compilation.pass_config.fuse_attn_quant),
         "adaptive verification is on": bool(speculative.enable_adaptive_verification),
         "prompts are read in full CUDA graphs": (
             mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
