@@ -308,6 +308,23 @@ def test_steps_of_trees(seed):
     assert (none == 1).all()
 
 
+def test_ranks_verify_the_same_trees():
+    """What the first rank has drafted takes the place of another's drafts."""
+    first, _ = tree_of_requests(random.Random(1), 3)
+    second, _ = tree_of_requests(random.Random(2), 3)
+    first.draft.valid[1, 5:] = False
+    states = torch.tensor([2, 1], device=DEVICE)
+    others = second.draft.tokens[0].clone()
+    packed = device_requests.pack_drafts(first.draft, states)
+    device_requests.replace_drafts(second.draft, states, packed)
+    for name in ("parents", "depths", "valid"):
+        found, expected = (getattr(each.draft, name)[states, 1:] for each in (second, first))
+        assert found.equal(expected)
+    there = first.draft.valid[states, 1:]
+    assert second.draft.tokens[states, 1:][there].equal(first.draft.tokens[states, 1:][there])
+    assert second.draft.tokens[0].equal(others)
+
+
 def check(service):
     """The whole life of the service, and what it has learnt."""
     service.run()
