@@ -22,7 +22,7 @@ SHAPE = {
     "vocab_size": 4096,
     "tie_word_embeddings": True,
 }
-LIMIT = 500  # seconds of a run
+LIMIT = 900  # seconds of a run
 
 
 def widened(folder: Path) -> Path:

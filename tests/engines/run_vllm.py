@@ -86,7 +86,7 @@ def main() -> None:
 
     if options.get("runner") == "v2":
         v2_on_cpu.leave_top_k_to_pytorch()
-        v2_on_cpu.use_few_lanes()
+        v2_on_cpu.use_few_lanes(options.get("grown", 7))
         if attention := options.get("attention"):
             v2_on_cpu.attend_as_on_a_gpu(attention)
     mutations.apply_vllm(options.get("mutation"))

@@ -121,7 +121,7 @@ def test_seeds_of_two_hundred_requests(run):
     """Top-k, top-p, min-p: each draft is accepted along the draws of plain decoding."""
     engine = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
     plain = run("many kinds", engine=engine, attention="none")["many kinds"]
-    ours = run("many kinds", engine=trees(4) | engine, attention="none")
+    ours = run("many kinds", engine=trees(4) | engine, attention="none", grown=4)
     assert same(plain, ours["many kinds"]) == 200
     assert ours["metrics"]["num_accepted_tokens"] > 60
 
@@ -130,7 +130,7 @@ def test_the_distribution_without_seeds(run):
     """Of the second and third token, against plain decoding, by a chi-squared test."""
     engine = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
     plain = run("few draws", engine=engine, attention="none")["few draws"]
-    ours = run("few draws", engine=trees(4) | engine, attention="none")
+    ours = run("few draws", engine=trees(4) | engine, attention="none", grown=4)
     assert ours["metrics"]["num_accepted_tokens"] > 60
     both = [
         Counter(tuple(text[1:]) for text in found["texts"]) for found in (plain, ours["few draws"])

@@ -55,14 +55,18 @@ def leave_top_k_to_pytorch() -> None:
     topk_topp_sampler.HAS_TRITON = False
 
 
-def use_few_lanes() -> None:
-    """Let our kernels have as many lanes as nodes, which takes the interpreter less time."""
+def use_few_lanes(grown: int = 7) -> None:
+    """Let our kernels have as many lanes as nodes, and few of these: each takes time here.
+
+    Args:
+        grown: nodes of a draft, if no more are verified.
+    """
     from token_recycling.drafting.kernels.device import learn, propose, requests
     from token_recycling.integrations.vllm import speculator
 
     for module in (propose, learn, requests):
         module.LEAST_NODES = 2
-    speculator.CHAIN_FROM = 7
+    speculator.CHAIN_FROM = grown
 
 
 def attend_as_on_a_gpu(interpreted: str) -> None:
