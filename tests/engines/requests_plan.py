@@ -118,15 +118,8 @@ def sets(model: str) -> dict[str, dict]:
                 for i in range(5)
             ],
         },
-        "many kinds": {
-            "requests": [
-                {"prompt": longest[i % 9 * 30 :][:24], "tokens": 5, "abort": None}
-                | {"sampling": {"seed": i} | KINDS[i % len(KINDS)]}
-                for i in range(200)
-            ],
-        },
         "few draws": {  # to compare distributions
-            "requests": [{"prompt": alone[0]["prompt"][:24], "tokens": 3, "abort": None}] * 300,
+            "requests": [{"prompt": alone[0]["prompt"][:24], "tokens": 3, "abort": None}] * 200,
             "sampling": {"temperature": 1.0, "top_k": 3},
         },
         "few kinds": {
@@ -146,7 +139,19 @@ def sets(model: str) -> dict[str, dict]:
             "at_once": 4,
         },
         "some mixtures": mixtures(tokenize, 40, 1),
+        **{f"many kinds, part {part}": many_kinds(longest, part) for part in range(5)},
         "mixtures": mixtures(tokenize, 500, 2),
+    }
+
+
+def many_kinds(tokens: list[int], part: int) -> dict:
+    """Forty sampled requests, each with a seed; no two parts have the same."""
+    return {
+        "requests": [
+            {"prompt": tokens[i % 9 * 30 :][:24], "tokens": 5, "abort": None}
+            | {"sampling": {"seed": i} | KINDS[i % len(KINDS)]}
+            for i in range(40 * part, 40 * part + 40)
+        ],
     }
 
 

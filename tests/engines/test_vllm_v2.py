@@ -117,13 +117,17 @@ def test_trees_with_all_kernels_interpreted(run, asked):
     assert ours["metrics"]["num_accepted_tokens"] > 0
 
 
-def test_seeds_of_two_hundred_requests(run):
+PARTS = [f"many kinds, part {part}" for part in range(5)]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_seeds_of_two_hundred_requests(run, part):
     """Top-k, top-p, min-p: each draft is accepted along the draws of plain decoding."""
     engine = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
-    plain = run("many kinds", engine=engine, attention="none")["many kinds"]
-    ours = run("many kinds", engine=trees(4) | engine, attention="none", grown=4)
-    assert same(plain, ours["many kinds"]) == 200
-    assert ours["metrics"]["num_accepted_tokens"] > 60
+    plain = run(*PARTS, engine=engine, attention="none")[part]
+    ours = run(part, engine=trees(4) | engine, attention="none", grown=4)
+    assert same(plain, ours[part]) == 40
+    assert ours["metrics"]["num_accepted_tokens"] > 10
 
 
 def test_the_distribution_without_seeds(run):
