@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
 from engine_runs import mat, same, serve, served
 
@@ -237,6 +238,7 @@ def step(rows, change=lambda speculator: None, names=None):
     speculator.most, speculator._parallel, speculator._keeper = drafted, False, None
     speculator.enable_adaptive_verification, speculator._warming = True, False
     speculator.draft_token_confidence_probs = torch.zeros((slots, drafted), **on)
+    speculator.trees = None
     speculator._of_runner = SimpleNamespace(
         total_len=SimpleNamespace(gpu=numbers), prefill_len=SimpleNamespace(gpu=numbers)
     )
@@ -245,6 +247,7 @@ def step(rows, change=lambda speculator: None, names=None):
     speculator.requests = DeviceRequests(drafter, context, 17)
     change(speculator)
     nodes = rows * (drafted + 1)
+    counts = np.full(rows, drafted)
     of_trees = DeviceTrees.__new__(DeviceTrees)
     of_trees._requests, of_trees._positions = speculator.requests, torch.zeros(nodes, **on)
     of_trees._paths = torch.zeros((slots, 17, 17), dtype=torch.int32, **on)
@@ -253,6 +256,7 @@ def step(rows, change=lambda speculator: None, names=None):
     of_trees._of_layers = lambda: [_Alike(0, torch.zeros(12, dtype=torch.long, **on), cache)]
     slot_mappings = torch.zeros((1, nodes), dtype=torch.long, **on)
     batch = SimpleNamespace(
+        num_draft_tokens_per_req=counts,
         query_start_loc=torch.zeros(rows + 1, dtype=torch.int32, **on),
         num_reqs=rows,
         req_ids=names or [str(row) for row in range(rows)],

@@ -151,6 +151,7 @@ class Arguments:
     attention_backend = None
     attention_config = SimpleNamespace(backend=None)
     kv_cache_dtype = "auto"
+    enable_lora = False
 
     def __init__(self, **config):
         self.speculative_config = config
@@ -181,7 +182,7 @@ def test_one_object_configures_both_runners():
 
 
 def test_trees_where_they_can_be_expected():
-    model = SimpleNamespace(use_mla=False, uses_mrope=False)
+    model = SimpleNamespace(use_mla=False, uses_mrope=False, is_mm_prefix_lm=False)
     parallel = SimpleNamespace(data_parallel_size=1, decode_context_parallel_size=1)
 
     def expected(capability=(9, 0), backend=None, cache="auto", **of_model):
@@ -193,7 +194,8 @@ def test_trees_where_they_can_be_expected():
     assert expected()
     assert expected((8, 6))
     assert not expected((10, 0))  # FlashInfer is the default there
-    assert expected((10, 0), "FLASH_ATTN")
+    assert expected((10, 0), "flash_attn")
+    assert expected((9, 0), "auto")
     assert expected(None, SimpleNamespace(name="TRITON_ATTN"))
     assert not any([expected(None), expected((7, 5)), expected(cache="fp8")])
     assert not any([expected(use_mla=True), expected(uses_mrope=True)])

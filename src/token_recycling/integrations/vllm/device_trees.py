@@ -1,10 +1,10 @@
 """Draft trees in vLLM's Model Runner V2: attention, and the cache after a step.
 
 vLLM schedules a tree as it does a chain: its nodes have the slots of the cache that follow the
-text. What differs is done on the device. Before a step, nodes are placed by their depths. In a step
-that verifies drafts, our kernel attends for every row that is no longer than a draft, with vLLM's
-cache; for longer ones, which are parts of prompts, vLLM's kernel does. After the step, keys and
-values of the accepted path are moved behind the root.
+text. What differs is done on the device. Before a step, nodes are placed by their depths. Our
+kernel attends for the rows up to the last one that has a draft, unless they are longer than the
+longest draft, with vLLM's cache; for all others, which read prompts or one token, vLLM's kernel
+does. After the step, keys and values of the accepted path are moved behind the root.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def why_chains(vllm_config: Any, runner: Any) -> str | None:
         "positions of its tokens are not numbers (M-RoPE)": (
             getattr(runner.model_state, "rope_state", None) is not None
         ),
+        "some of its tokens see later ones": bool(vllm_config.model_config.is_mm_prefix_lm),
+        "its windows leave prompts out": vllm_config.model_config.rswa_window is not None,
         "microbatches are on": parallel.use_ubatching,
         "decode context parallelism is on": parallel.decode_context_parallel_size > 1,
         "keys and values are sent elsewhere": vllm_config.kv_transfer_config is not None,
@@ -113,7 +115,9 @@ class DeviceTrees:
         self._runner, self._requests = runner, requests
         n = requests.draft.size
         rows = len(requests.branches)
-        self.most = n  # queries of a row for which our kernel attends
+        self._most = n
+        # Rows and nodes of the longest draft in the step that runs; None while graphs are captured
+        self._drafted: tuple[int, int] | None = None
         self._positions = runner.input_buffers.positions
         self._paths = torch.zeros((rows, n, n), dtype=torch.int32, device=runner.device)
         self._depths = torch.ones((rows, n), dtype=torch.int32, device=runner.device)
@@ -128,6 +132,10 @@ class DeviceTrees:
         """Place the nodes of a step, whose slots [groups, t] are known."""
         self._slots = slots
         rows = batch.num_reqs
+        counts = batch.num_draft_tokens_per_req
+        self._drafted = (0, 1)
+        if counts is not None and counts.any():
+            self._drafted = int(counts.nonzero()[0][-1]) + 1, int(counts.max()) + 1
         self._requests.place(
             batch.idx_mapping,
             batch.query_start_loc[: rows + 1],
@@ -154,16 +162,27 @@ class DeviceTrees:
             *scales: Any,
             **options: Any,
         ) -> Any:
-            drafted = attn_metadata is not None and attn_metadata.max_query_len > 1
-            if not drafted or attn_metadata.max_query_len > self.most:
+            rows, nodes, others = self._of_step(attn_metadata)
+            if others:
                 forward(
                     layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options
                 )
-            if drafted:
-                self._attend(impl, window, query, kv_cache, attn_metadata, output)
+            if nodes > 1:
+                self._attend(impl, window, query, kv_cache, attn_metadata, output, rows, nodes)
             return output
 
         return attend
+
+    def _of_step(self, metadata: Any) -> tuple[int, int, bool]:
+        """Return rows and nodes that our kernel attends for, and whether vLLM's has to as well."""
+        if metadata is None:
+            return 0, 0, True
+        rows = len(metadata.query_start_loc) - 1
+        if self._drafted is None:
+            nodes = min(metadata.max_query_len, self._most)
+            return rows, nodes, nodes == 1 or metadata.max_query_len > nodes
+        last, nodes = self._drafted
+        return last, nodes, last < rows or metadata.max_query_len > nodes
 
     def _attend(
         self,
@@ -173,16 +192,22 @@ class DeviceTrees:
         kv_cache: Tensor,
         metadata: Any,
         output: Tensor,
+        rows: int,
+        nodes: int,
     ) -> None:
         keys, values = kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
         view = TreeView(metadata.seq_lens, self._positions, self._paths, self._depths, window)
         pages = Pages(
-            metadata.query_start_loc,
+            metadata.query_start_loc[: rows + 1],
             metadata.block_table,
-            min(metadata.max_query_len, self.most),
+            nodes,
             metadata.max_seq_len,
         )
         attend_pages(query, keys, values, view, impl.scale, output, pages)
+
+    def end(self) -> None:
+        """Note that the forward pass of a step is over."""
+        self._drafted = None
 
     def commit(self, batch: Any, counts: Tensor, sources: Tensor) -> None:
         """Move keys and values of accepted paths (see ``requests.Followed``).

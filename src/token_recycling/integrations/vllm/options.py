@@ -67,10 +67,13 @@ def expects_trees(arguments: Any, model: Any, parallel: Any, capability: Any) ->
         capability: major and minor number of an NVIDIA GPU; None: of another device.
     """
     backend = arguments.attention_backend or arguments.attention_config.backend
-    chosen = getattr(backend, "name", backend)
+    chosen = None if backend is None else str(getattr(backend, "name", backend)).upper()
+    chosen = None if chosen == "AUTO" else chosen
     return not (
         model.use_mla
         or model.uses_mrope
+        or model.is_mm_prefix_lm
+        or arguments.enable_lora  # vLLM asks for room for so many tokens of every request then
         or parallel.data_parallel_size > 1  # vLLM drafts as much at any load
         or parallel.decode_context_parallel_size > 1
         or arguments.kv_cache_dtype != "auto"

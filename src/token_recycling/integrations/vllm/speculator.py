@@ -164,6 +164,8 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
     def begin_step(self, drafted: int) -> None:
         """Note that tokens are about to be sampled; the next step verifies ``drafted`` tokens."""
         self._learns, self._best = drafted > 0, None
+        if self.trees is not None:
+            self.trees.end()
 
     @torch.inference_mode()
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:

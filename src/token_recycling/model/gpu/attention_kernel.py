@@ -213,10 +213,11 @@ def _row(lengths, starts, row, n, PAGE: tl.constexpr):
         first = tl.load(starts + row)
         nodes = tl.load(starts + row + 1) - first
         nodes = tl.where(nodes > n, 0, nodes)
-        length = tl.load(lengths + row).to(tl.int32) - nodes
+        # Graphs are captured with lengths that are too short.
+        length = tl.maximum(tl.load(lengths + row).to(tl.int32) - nodes, 0)
     else:
         first = row * n
-        nodes = first - first + n
+        nodes = first - first + n  # a number of the same type as above
         length = tl.load(lengths + row).to(tl.int32)
     return first.to(tl.int64), nodes, length
 

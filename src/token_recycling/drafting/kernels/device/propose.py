@@ -467,6 +467,9 @@ def _likeliest(
     tl.store(parents + place, tl.maximum(node - 1, 0).to(tl.int64), mask=inside)
     tl.store(depths + place, node.to(tl.int64), mask=inside)
     tl.store(valid + place, node < count, mask=inside)
+    behind = inside & (node >= count)
+    tl.store(tokens + place, tl.zeros([NODES], tl.int64), mask=behind)
+    tl.store(scores + place, tl.zeros([NODES], tl.float32), mask=behind)
 
 
 def likeliest(
