@@ -1,20 +1,22 @@
 """A tile of ``linear_kernel`` for weights in the block formats of GGUF files.
 
-Rows of W are read as blocks, as they lie in the file. Rows of x are rounded to whole numbers of 8
-bits with a scale for every 32 of them (see ``elementwise.rounded``), so that a product of 32
-numbers is a sum of whole numbers, which is exact, times two scales. Sums are float32 and are added
-up in an order that depends on nothing but the number of inputs.
+As many rows of W as a vector has lanes are multiplied by up to 16 rows of x (see ``block_formats``
+for W, ``block_inputs`` for x). The products of 16 or 32 numbers are added up as whole numbers,
+which is exact; then one conversion and two multiply-adds serve all lanes. Sums are float32 and are
+added up in an order that depends on nothing but the number of inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from token_recycling.model.cpu.block_formats import FORMATS, BlockRow
-from token_recycling.model.cpu.tile import Tile, TileArguments, tile_function
+from token_recycling.model.cpu.block_formats import FORMATS, QUARTET, ROWS, Blocks
+from token_recycling.model.cpu.block_inputs import GROUP, RECORD, SCALE, SUMS, offset_of
+from token_recycling.model.cpu.tile import TileArguments, tile_function
 from token_recycling.model.cpu.vectors import (
     F32,
     FLOAT32,
@@ -23,315 +25,365 @@ from token_recycling.model.cpu.vectors import (
     I32,
     I64,
     LINE,
-    ROUND,
     Emitter,
     Processor,
 )
 
-GROUP = 32  # inputs that share a scale
-PADDED = 64  # inputs, to a multiple of which a row is filled up with zeros
-QUARTET = 4  # products that one instruction adds up
-QUARTETS, SIXTEENS = -1, -2
-SMALLEST = 1e-30  # groups of smaller inputs are rounded to 0, so that a scale has an inverse
-# A rounded row has three parts of as many bytes as it has inputs, with those that fill it up: the
-# whole numbers, their sums (see ``sums_of``), and for every four of them their scale, float32.
-NUMBERS, SUMS, SCALES, PARTS = range(4)
+# Numbers of a row that are unpacked at a time, and groups of them that share a scale of x.
+CHUNK = 256
+GROUPS = CHUNK // GROUP
+# Bytes of what is unpacked (see ``Unpacking``).
+SCALES_OF_A_GROUP = 2 * 4 * ROWS
+SCALES = CHUNK * ROWS
+MINIMA = SCALES + GROUPS * SCALES_OF_A_GROUP
+UNPACKED = MINIMA + GROUPS * SCALES_OF_A_GROUP
+MOST_SUM, MOST_INPUT = 2**15 - 1, 127  # of 16-bit numbers; of rounded inputs
+MOST_ROWS = 64  # of x in a tile
+AHEAD = 2**13  # bytes between the blocks that are multiplied and those that are read into the cache
+# Rows of x that are multiplied at once, so that their sums fit the registers.
+AT_ONCE = {16: (8, 4, 2, 1), 8: (2, 1), 4: (4, 2, 1)}
 
 
-def row_bytes(inputs: int) -> int:
-    """Return the bytes of a rounded row."""
-    return PARTS * -(-inputs // PADDED) * PADDED
+class Unpacking(Emitter):
+    """Emits the function that unpacks numbers of ``ROWS`` interleaved rows.
 
-
-def sums_of(ggml_type: int, cpu: Processor) -> int:
-    """Return what is written for the sums of a row's rounded numbers.
-
-    Returns:
-        An offset of the weights: minus its products with the sums of four numbers, as integers;
-        0: nothing; ``QUARTETS`` or ``SIXTEENS``: sums of four or of 16 numbers times their scale.
+    Unpacked are: bytes, four numbers of each row after another, as the tile multiplies them; then
+    scales, and perhaps minima, float32 [groups, 2, ROWS], of which the second are used if a group
+    has two.
     """
-    form = FORMATS[ggml_type]
-    if form.minima:
-        return QUARTETS if form.numbers == GROUP else SIXTEENS
-    return offset_of(ggml_type, cpu)
 
-
-def offset_of(ggml_type: int, cpu: Processor) -> int:
-    """Return what is subtracted from the weights' whole numbers, as the tile reads them."""
-    form = FORMATS[ggml_type]
-    return 0 if form.signed and not cpu.dot_unsigned else form.offset
-
-
-class _Dots(Emitter):
-    """Emits products of whole numbers of 8 bits."""
-
-    def __init__(self, module: Any, cpu: Processor) -> None:
+    def __init__(self, module: Any, cpu: Processor, ggml_type: int) -> None:
         super().__init__(module, cpu.lanes)
-        self.cpu = cpu
-        self.integer_vector = ir.VectorType(I32, cpu.lanes)
-        self.width = QUARTET * cpu.lanes  # numbers in a vector of bytes
+        self.ggml_type, self.form = ggml_type, FORMATS[ggml_type]
+        self.flipped = bool(cpu.dot_unsigned)
 
-    def dot(self, total: Any, weights: Any, inputs: Any, *, signed: bool) -> Any:
-        """Add the products of every four bytes to a vector of 32-bit numbers.
+    def unpack(self) -> Any:
+        """Return ``void (blocks, groups, to)``: addresses, and how many groups, all int64."""
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
+        return self.function(f"unpack_{self.ggml_type}", kind, self._emit)
+
+    def _emit(self, blocks: Any, groups: Any, to: Any) -> None:
+        b, form = self.b, self.form
+
+        def unpack(group: Any, values: list[Any]) -> list[Any]:
+            at = b.mul(b.udiv(group, I64(form.numbers // GROUP)), I64(ROWS * form.size))
+            block = b.add(blocks, at)
+            quants = b.add(to, b.mul(group, I64(GROUP * ROWS)))
+            scales = b.add(to, b.mul(group, I64(SCALES_OF_A_GROUP)))
+
+            def some_rows(lane: Any, values: list[Any]) -> list[Any]:
+                down = b.mul(lane, I64(QUARTET))
+                rows = Blocks(self, form, block, lane)
+                self._rows(rows, b.add(quants, down), b.add(scales, down))
+                return []
+
+            self.loop(I64(0), I64(ROWS), self.lanes, [], some_rows)
+            return []
+
+        self.loop(I64(0), groups, form.numbers // GROUP, [], unpack)
+        b.ret_void()
+
+    def _rows(self, blocks: Blocks, quants: Any, scales: Any) -> None:
+        """Unpack a block of as many rows as a vector has lanes."""
+        b, form = self.b, self.form
+        for n in range(form.numbers // form.shared):
+            scale, minimum = form.scale(blocks, n)
+            group, which = divmod(n * form.shared, GROUP)
+            at = SCALES_OF_A_GROUP * group + 4 * ROWS * (which // form.shared)
+            self.store(scale, b.add(scales, I64(SCALES + at)))
+            if form.minima:
+                self.store(minimum, b.add(scales, I64(MINIMA + at)))
+        for first in range(0, form.numbers, QUARTET):
+            quartet = blocks.quartet(first, flipped=self.flipped)
+            self.store(quartet, b.add(quants, I64(ROWS * first)))
+
+
+class Dots(Emitter):
+    """Emits sums of products of whole numbers of 8 bits."""
+
+    def __init__(self, module: Any, cpu: Processor, largest: int, *, signed: bool) -> None:
+        """``largest``: of the weights, which have a sign if they are ``signed``."""
+        super().__init__(module, cpu.lanes)
+        self.cpu, self.signed = cpu, signed
+        self.integer_vector = ir.VectorType(I32, cpu.lanes)
+        # An operand in memory is repeated in all lanes.
+        self.in_memory = bool(cpu.dot_unsigned) and cpu.lanes == 16
+        # Without an instruction for 32 bits, so many sums of two products fit into 16 bits.
+        self.is_narrow = not cpu.dot_unsigned and cpu.lanes > 4
+        self.many = 1 if signed else MOST_SUM // (2 * MOST_INPUT * largest)
+
+    def _dot(self, total: Any, weights: Any, inputs: Any, x: Any, offset: int) -> Any:
+        """Add the products of four numbers of every row of W and of x to 32-bit numbers.
 
         Args:
-            total: of ``integer_vector`` type.
-            weights: vector of bytes, without sign unless ``signed``.
-            inputs: vector of bytes with sign, never -128.
-            signed: weights have a sign; only where the processor has no ``dot_unsigned``.
+            total: vector of 32-bit numbers.
+            weights: vector of bytes, without sign.
+            inputs: bytes with sign, never -128, repeated for every lane; None if ``in_memory``.
+            x: address from which they are ``offset`` bytes away.
+            offset: see there.
         """
-        b, cpu = self.b, self.cpu
-        if cpu.dot_unsigned:
-            kind = ir.FunctionType(self.integer_vector, [self.integer_vector] * 3)
-            code = f"{cpu.dot_unsigned} $3, $2, $0"
-            words = [b.bitcast(value, self.integer_vector) for value in (weights, inputs)]
-            return b.asm(kind, code, "=v,0,v,v", [total, *words], False)
-        if cpu.lanes == 4:
-            return self._call("llvm.aarch64.neon.sdot.v4i32.v16i8", total, weights, inputs)
-        if signed:  # the first factor of the next instruction has no sign
-            zero = ir.Constant(weights.type, [0] * self.width)
-            negative = b.icmp_signed("<", weights, zero)
-            weights = b.select(negative, b.sub(zero, weights), weights)
-            inputs = b.select(negative, b.sub(zero, inputs), inputs)
-        prefix = "llvm.x86.avx512" if cpu.lanes == 16 else "llvm.x86.avx2"
-        first, second = (
-            ("pmaddubs.w.512", "pmaddw.d.512") if cpu.lanes == 16 else ("pmadd.ub.sw", "pmadd.wd")
-        )
-        pairs = ir.VectorType(I16, 2 * cpu.lanes)
-        products = self._call(f"{prefix}.{first}", weights, inputs, result=pairs)
-        ones = ir.Constant(pairs, [1] * pairs.count)
-        return b.add(
-            total, self._call(f"{prefix}.{second}", products, ones, result=self.integer_vector)
-        )
+        b, name = self.b, self.cpu.dot_unsigned
+        if not name:
+            return self._call("aarch64.neon.sdot.v4i32.v16i8", total, weights, inputs)
+        words = b.bitcast(weights, total.type)
+        if self.in_memory:
+            kind = ir.FunctionType(total.type, [total.type, total.type, I64])
+            code = f"{name} {offset}($3){{1to16}}, $2, $0"
+            return b.asm(kind, code, "=v,0,v,r", [total, words, x], False)
+        kind = ir.FunctionType(total.type, [total.type] * 3)
+        repeated = b.bitcast(inputs, total.type)
+        return b.asm(kind, f"{name} $3, $2, $0", "=v,0,v,v", [total, words, repeated], False)
 
-    def _call(self, name: str, *arguments: Any, result: Any = None) -> Any:
-        kind = ir.FunctionType(result or self.integer_vector, [value.type for value in arguments])
-        return self.b.call(cgutils.get_or_insert_function(self.module, kind, name), arguments)
-
-
-class Rounding(_Dots):
-    """Emits the function that rounds a row of x.
-
-    Args of the constructor:
-        sums: what is written for the sums of the numbers (see ``sums_of``).
-    """
-
-    def __init__(self, module: Any, cpu: Processor, sums: int) -> None:
-        super().__init__(module, cpu)
-        self.sums = sums
-
-    def row(self) -> Any:
-        """Return ``void (x, to, inputs)``, all int64: addresses, and a multiple of 32 inputs."""
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
-        return self.function(f"round_{self.sums}", kind, self._emit)
-
-    def _emit(self, x: Any, to: Any, inputs: Any) -> None:
+    def _repeated(self, x: Any, offset: int) -> Any:
+        """Return four bytes of x, repeated for every lane."""
         b = self.b
-        self.x, self.to = x, to
-        self.padded = b.and_(b.add(inputs, I64(PADDED - 1)), I64(-PADDED))
-        step = max(self.width, GROUP)
+        word = self.load(b.add(x, I64(offset)), I32)
+        return b.bitcast(self.splat_bits(word), ir.VectorType(I8, QUARTET * self.lanes))
 
-        def body(k: Any, values: list[Any]) -> list[Any]:
-            self._round(k, step // GROUP, step // GROUP)
-            return []
+    def _in_16_bits(self, quants: Any, x: Any, places: Sequence[tuple[int, Sequence[int]]]) -> Any:
+        """Return sums of products of a few quartets with AVX2, whose instruction adds up pairs.
 
-        full_end = b.and_(inputs, I64(-step))
-        self.loop(I64(0), full_end, step, [], body)
-        if step > GROUP:
-            half, done = b.append_basic_block("half"), b.append_basic_block("rounded")
-            b.cbranch(b.icmp_signed("<", full_end, inputs), half, done)
-            b.position_at_end(half)
-            self._round(full_end, 1, step // GROUP)
-            b.branch(done)
-            b.position_at_end(done)
-        if self.sums == SIXTEENS:
-            self._write_sixteens(inputs)
-        b.ret_void()
+        This is assembled as it stands, because LLVM would move sums from registers to memory.
 
-    def _round(self, k: Any, groups: int, capacity: int) -> None:
-        """Round groups of inputs from number k on, and write zeros for those up to ``capacity``."""
-        vectors, scales = [], []
-        byte = ir.VectorType(I8, self.lanes)
-        for group in range(capacity):
-            if group >= groups:
-                vectors += [ir.Constant(byte, [0] * self.lanes)] * (GROUP // self.lanes)
-                scales.append(self.splat(0.0))
-                continue
-            first = self.b.add(k, I64(group * GROUP))
-            places = [self.b.add(first, I64(n)) for n in range(0, GROUP, self.lanes)]
-            inputs = [self._input(place) for place in places]
-            scale, inverse = self._scale(inputs)
-            scales.append(self.splat(scale))
-            for value in inputs:
-                shifted = self.fma(value, inverse, self.splat(ROUND))
-                vectors.append(self.b.trunc(self.b.bitcast(shifted, self.integer_vector), byte))
-        for n in range(0, len(vectors), QUARTET):
-            at = self.b.add(k, I64(n * self.lanes))
-            values = self.joined(vectors[n : n + QUARTET])
-            lane_groups = [(n * self.lanes + QUARTET * lane) // GROUP for lane in range(self.lanes)]
-            scale = scales[lane_groups[0]]
-            if lane_groups[0] != lane_groups[-1]:
-                picks = [
-                    lane + self.lanes * (i != lane_groups[0]) for lane, i in enumerate(lane_groups)
-                ]
-                scale = self.shuffled(scale, scales[lane_groups[-1]], picks)
-            self.store(values, self._place(NUMBERS, at), align=1)
-            self.store(scale, self._place(SCALES, at))
-            self._write_sums(values, scale, self._place(SUMS, at))
+        Args:
+            quants: address of the unpacked numbers.
+            x: address of the records.
+            places: of each quartet: offset of its ``ROWS`` rows, and of the numbers of rows of x.
 
-    def _scale(self, inputs: list[Any]) -> tuple[Any, Any]:
-        """Return the scale of a group, and a vector of its inverse."""
-        b, zero = self.b, self.splat(0.0)
-        largest, others = zero, zero
-        for value in inputs:
-            size = b.select(b.fcmp_ordered("<", value, zero), b.fsub(zero, value), value)
-            largest = b.select(b.fcmp_ordered(">", size, largest), size, largest)
-            others = self.fma(value, zero, others)  # NaN if a number is not finite
-        top = self.across(largest, lambda a, c: b.select(b.fcmp_ordered(">", a, c), a, c))
-        scale = b.fadd(b.fmul(top, F32(1 / 127)), self.lane_sum(others))
-        is_small = b.fcmp_ordered("<", top, F32(SMALLEST))
-        inverse = b.select(is_small, F32(0.0), b.fdiv(F32(127.0), top))
-        return scale, self.splat(inverse)
+        Returns:
+            Vectors of 32-bit numbers, by row of x and vector of rows of W.
+        """
+        count, vectors = len(places[0][1]), ROWS // self.lanes
+        sums = [f"${n}" for n in range(count * vectors)]
+        names = iter(f"${n}" for n in range(len(sums), len(sums) + 2 * vectors + 5))
+        weights, sizes = ([next(names) for _ in range(vectors)] for _ in range(2))
+        repeated, pairs, at_quants, at_x, ones = names
+        code = []
+        for n, (rows, offsets) in enumerate(places):
+            for r in range(vectors):
+                code.append(f"vmovdqu {rows + QUARTET * self.lanes * r}({at_quants}), {weights[r]}")
+                if self.signed:
+                    code.append(f"vpabsb {weights[r]}, {sizes[r]}")
+            for s, offset in enumerate(offsets):
+                code.append(f"vpbroadcastd {offset}({at_x}), {repeated}")
+                for r in range(vectors):
+                    to = sums[s * vectors + r]
+                    factor, weight = repeated, weights[r]
+                    if self.signed:  # the first factor of the instruction has no sign
+                        code.append(f"vpsignb {weight}, {repeated}, {pairs}")
+                        factor, weight = pairs, sizes[r]
+                    code.append(f"vpmaddubsw {factor}, {weight}, {pairs if n else to}")
+                    if n:
+                        code.append(f"vpaddw {pairs}, {to}, {to}")
+        code += [f"vpmaddwd {ones}, {to}, {to}" for to in sums]
+        outputs = [self.integer_vector] * (len(sums) + 2 * vectors + 2)
+        constants = ir.VectorType(I16, 2 * self.lanes)
+        kind = ir.FunctionType(ir.LiteralStructType(outputs), [I64, I64, constants])
+        constraints = ",".join(["=&v"] * len(outputs) + ["r", "r", "v", "~{memory}"])
+        given = [quants, x, ir.Constant(constants, [1] * constants.count)]
+        found = self.b.asm(kind, "\n".join(code), constraints, given, True)
+        return [self.b.extract_value(found, n) for n in range(len(sums))]
 
-    def _place(self, part: int, k: Any) -> Any:
-        """Return the address of what belongs to number k in a part of the rounded row."""
-        return self.b.add(self.b.add(self.to, self.b.mul(self.padded, I64(part))), k)
-
-    def _input(self, k: Any) -> Any:
-        return self.numbers(self.at(self.x, k, I64(4)), FLOAT32)
-
-    def _quartets(self, values: Any) -> Any:
-        ones = ir.Constant(values.type, [1] * self.width)
-        return self.dot(
-            ir.Constant(self.integer_vector, [0] * self.lanes), ones, values, signed=False
-        )
-
-    def _write_sums(self, values: Any, scale: Any, to: Any) -> None:
-        b = self.b
-        if self.sums > 0:
-            factor = ir.Constant(self.integer_vector, [-self.sums] * self.lanes)
-            self.store(b.mul(self._quartets(values), factor), to)
-        if self.sums == QUARTETS:
-            sums = b.sitofp(self._quartets(values), self.vector)
-            self.store(b.fmul(sums, scale), to)
-
-    def _write_sixteens(self, inputs: Any) -> None:
-        b, lanes = self.b, self.lanes
-
-        def pairs(low: Any, high: Any) -> Any:
-            """Return the sums of two neighbours each."""
-            even, odd = (self.shuffled(low, high, range(start, 2 * lanes, 2)) for start in (0, 1))
-            return b.fadd(even, odd)
-
-        def step(k: Any, values: list[Any]) -> list[Any]:
-            sums = []
-            for n in range(QUARTET):
-                at = b.add(k, I64(n * self.width))
-                numbers = self.load(self._place(NUMBERS, at), ir.VectorType(I8, self.width))
-                scale = self.load(self._place(SCALES, at), self.vector)
-                sums.append(b.fmul(b.sitofp(self._quartets(numbers), self.vector), scale))
-            combined = pairs(pairs(*sums[:2]), pairs(*sums[2:]))
-            self.store(combined, self._place(SUMS, b.udiv(k, I64(QUARTET))))
-            return []
-
-        self.loop(I64(0), inputs, QUARTET * self.width, [], step)
+    def _call(self, name: str, *arguments: Any) -> Any:
+        kind = ir.FunctionType(self.integer_vector, [value.type for value in arguments])
+        function = cgutils.get_or_insert_function(self.module, kind, f"llvm.{name}")
+        return self.b.call(function, arguments)
 
 
-class BlockTile(_Dots, Tile):
-    """Emits the function that multiplies R rows of W by S rows of x.
+class Products(Dots):
+    """Emits the function that multiplies unpacked rows of W by s rows of x."""
 
-    Meanwhile ``ahead`` other rows of W are read into the L2 cache.
-    """
+    def __init__(self, module: Any, cpu: Processor, ggml_type: int, s: int) -> None:
+        form = FORMATS[ggml_type]
+        signed = form.signed and not cpu.dot_unsigned
+        super().__init__(module, cpu, form.largest, signed=signed)
+        self.ggml_type, self.form, self.s = ggml_type, form, s
+        self.offset = offset_of(ggml_type, cpu)
 
-    def __init__(
-        self, module: Any, cpu: Processor, ggml_type: int, r: int, s: int, ahead: int
+    def products(self) -> Any:
+        """Return ``void (unpacked, records, stride, groups, totals, ahead)``, all int64.
+
+        Adds to ``totals``, float32 [s, ROWS], the products of ``groups`` records of each row of x;
+        those of the next numbers begin ``stride`` bytes after them. Meanwhile as many blocks
+        ``ahead`` are read into the L2 cache: here, because unpacking leaves no time for it.
+        """
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 6)
+        return self.function(f"products_{self.ggml_type}_{self.s}", kind, self._emit)
+
+    def _emit(
+        self, unpacked: Any, records: Any, stride: Any, groups: Any, totals: Any, ahead: Any
     ) -> None:
-        super().__init__(module, cpu)
-        self.form, self.r, self.s, self.rows_ahead = FLOAT32, r, s, ahead
-        self.ggml_type, self.blocks = ggml_type, FORMATS[ggml_type]
-        # Numbers that are read at once: a block, or several that fill a vector.
-        self.numbers_at_once = max(self.blocks.numbers, self.width)
-
-    def tile(self) -> Any:
-        """Return ``void (TileArguments)``; y and the bias are float32."""
-        name = f"block_tile_{self.ggml_type}_{self.r}_{self.s}_{self.rows_ahead}"
-        return tile_function(self, name, self._emit)
-
-    def _emit(self, given: TileArguments) -> None:
-        w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead = given
         b = self.b
-        self.w = [self.at(w, I64(r), w_stride) for r in range(self.r)]
-        self.ahead = [self.at(ahead, I64(r), w_stride) for r in range(self.rows_ahead)]
-        padded = b.and_(b.add(inputs, I64(PADDED - 1)), I64(-PADDED))
-        rows = [self.at(x, I64(s), x_stride) for s in range(self.s)]
-        self.x = [[b.add(row, b.mul(padded, I64(part))) for part in range(PARTS)] for row in rows]
-        totals = [self.splat(0.0)] * (self.r * self.s)
-        full_end = b.and_(inputs, I64(-self.numbers_at_once))
-        totals = self.loop(I64(0), full_end, self.numbers_at_once, totals, self._add_products)
-        if self.numbers_at_once > self.blocks.numbers:
-            totals = self._last_block(full_end, inputs, totals)
-        self._write(self._add_up(totals), y, y_stride, bias)
+        places = [4 * (ROWS * s + lane) for s in range(self.s) for lane in self._lanes()]
+        size = ROWS * self.form.size * GROUP // self.form.numbers  # bytes of a group's blocks
+        sums = [self.load(b.add(totals, I64(place)), self.vector) for place in places]
+
+        def add(group: Any, sums: list[Any]) -> list[Any]:
+            quants = b.add(unpacked, b.mul(group, I64(GROUP * ROWS)))
+            scales = b.add(unpacked, b.mul(group, I64(SCALES_OF_A_GROUP)))
+            lines = b.add(ahead, b.mul(group, I64(size)))
+            for line in range(0, size, LINE):
+                self.prefetch(b.add(lines, I64(line)))
+            return self._group(quants, scales, self.at(records, group, stride), sums)
+
+        for place, total in zip(places, self.loop(I64(0), groups, 1, sums, add)):
+            self.store(total, b.add(totals, I64(place)))
         b.ret_void()
 
-    def _last_block(self, begin: Any, inputs: Any, totals: list[Any]) -> list[Any]:
-        """Add the products of a block that does not fill a vector, if there is one."""
-        b = self.b
-        before = b.block
-        block, done = b.append_basic_block("rest"), b.append_basic_block("added")
-        b.cbranch(b.icmp_signed("<", begin, inputs), block, done)
-        b.position_at_end(block)
-        updated = self._add_products(begin, totals, last=True)
-        after = b.block
-        b.branch(done)
-        b.position_at_end(done)
-        return [self.either((a, before), (c, after)) for a, c in zip(totals, updated)]
+    def _lanes(self) -> range:
+        """Return the first rows of vectors."""
+        return range(0, ROWS, self.lanes)
 
-    def _add_products(self, k: Any, totals: list[Any], *, last: bool = False) -> list[Any]:
-        """Add the products of ``numbers_at_once`` inputs from number k on.
-
-        ``last``: there is one block left; the inputs behind it are 0.
-        """
-        b, form, lanes = self.b, self.blocks, self.lanes
-        totals = list(totals)
-        first = b.mul(b.udiv(k, I64(form.numbers)), I64(form.size))
-        count = self.numbers_at_once // form.numbers
-        for row in [] if last else self.ahead:
-            for line in range(0, count * form.size, LINE):
-                self.prefetch(b.add(b.add(row, first), I64(line)))
-        steps = [0 if last else form.size * n for n in range(count)]
-        rows = [[b.add(b.add(row, first), I64(step)) for step in steps] for row in self.w]
-        opened = BlockRow.opened(self, form, rows)
-        signed = form.signed and not self.cpu.dot_unsigned
-        offset = offset_of(self.ggml_type, self.cpu)
-        for n in range(0, self.numbers_at_once, self.width):
-            numbers = [n + QUARTET * lane for lane in range(lanes)]
-            at = b.add(k, I64(n))
-            weights = [blocks.quants(n, self.width, flipped=not signed) for blocks in opened]
-            scales = [blocks.scale(numbers) for blocks in opened]
-            for s, parts in enumerate(self.x):
-                values, sums, x_scales = (b.add(part, at) for part in parts)
-                x = self.load(values, ir.VectorType(I8, self.width))
-                start = ir.Constant(self.integer_vector, [0] * lanes)
-                if offset:
-                    start = self.load(sums, self.integer_vector)
-                scale = self.load(x_scales, self.vector)
-                for r in range(self.r):
-                    i = r * self.s + s
-                    product = b.sitofp(self.dot(start, weights[r], x, signed=signed), self.vector)
-                    totals[i] = self.fma(product, b.fmul(scales[r], scale), totals[i])
-            if form.minima and form.numbers == GROUP:
-                self._add_minima([blocks.minimum(numbers) for blocks in opened], at, totals)
-        if form.minima and form.numbers > GROUP:
-            for n in range(0, form.numbers // 16, lanes):
-                numbers = [16 * (n + lane) for lane in range(lanes)]
-                minima = [blocks.minimum(numbers) for blocks in opened]
-                self._add_minima(minima, b.add(b.udiv(k, I64(4)), I64(4 * n)), totals)
+    def _group(self, quants: Any, scales: Any, records: Any, totals: list[Any]) -> list[Any]:
+        """Add the products of a record."""
+        b, form, totals = self.b, self.form, list(totals)
+        parts: list[Any] = [None] * len(totals)
+        for n in range(GROUP // form.shared):
+            places = range(form.shared * n, form.shared * (n + 1), QUARTET)
+            wholes = self._wholes(quants, places, records, SUMS + 4 * n)
+            for i, whole in enumerate(wholes):
+                s, lane = divmod(i * self.lanes, ROWS)
+                at = b.add(scales, I64(SCALES + 4 * (ROWS * n + lane)))
+                scale, value = self.load(at, self.vector), b.sitofp(whole, self.vector)
+                before = parts[i]
+                parts[i] = (
+                    b.fmul(value, scale) if before is None else self.fma(value, scale, before)
+                )
+                if form.minima:
+                    minimum = self.load(b.add(at, I64(MINIMA - SCALES)), self.vector)
+                    factor = self.load(b.add(records, I64(RECORD * s + SUMS + 4 * n)), F32)
+                    totals[i] = self.fma(minimum, self.splat(factor), totals[i])
+        for i, part in enumerate(parts):
+            at = b.add(records, I64(RECORD * (i * self.lanes // ROWS) + SCALE))
+            totals[i] = self.fma(part, self.splat(self.load(at, F32)), totals[i])
         return totals
 
-    def _add_minima(self, minima: list[Any], at: Any, totals: list[Any]) -> None:
-        """Add minima times the sums of their inputs, which are ``at`` bytes behind the first."""
-        for s, parts in enumerate(self.x):
-            x = self.load(self.b.add(parts[SUMS], at), self.vector)
-            for r in range(self.r):
-                i = r * self.s + s
-                totals[i] = self.fma(minima[r], x, totals[i])
+    def _wholes(self, quants: Any, places: range, records: Any, sums: int) -> list[Any]:
+        """Return the sums of the products of whole numbers, by row of x and vector of rows of W."""
+        b = self.b
+        starts = []
+        for s in range(self.s):
+            start = ir.Constant(self.integer_vector, [0] * self.lanes)
+            if self.offset:
+                address = b.add(records, I64(RECORD * s + sums))
+                start = self.splat_bits(self.load(address, I32))
+            starts += [start] * len(self._lanes())
+        if self.is_narrow:
+            given = [(ROWS * at, [RECORD * s + at for s in range(self.s)]) for at in places]
+            for n in range(0, len(given), self.many):
+                found = self._in_16_bits(quants, records, given[n : n + self.many])
+                starts = [b.add(start, value) for start, value in zip(starts, found)]
+            return starts
+        byte = ir.VectorType(I8, QUARTET * self.lanes)
+        for place in places:
+            at = b.add(quants, I64(ROWS * place))
+            rows = [self.load(b.add(at, I64(QUARTET * lane)), byte) for lane in self._lanes()]
+            for s in range(self.s):
+                inputs = records, RECORD * s + place
+                repeated = None if self.in_memory else self._repeated(*inputs)
+                for r, row in enumerate(rows):
+                    i = s * len(rows) + r
+                    starts[i] = self._dot(starts[i], row, repeated, *inputs)
+        return starts
+
+
+class BlockTile(Emitter):
+    """Emits the function that multiplies ``ROWS`` interleaved rows of W by rows of x."""
+
+    def __init__(self, module: Any, cpu: Processor, ggml_type: int) -> None:
+        super().__init__(module, cpu.lanes)
+        self.cpu, self.ggml_type, self.form = cpu, ggml_type, FORMATS[ggml_type]
+
+    def tile(self) -> Any:
+        """Return ``void (TileArguments, rows, count)``.
+
+        There are ``rows`` rows of x, at most ``MOST_ROWS``; x_stride goes from record to record of
+        one of them. y and the bias are float32; the products of ``count`` rows of W are written.
+        """
+        return tile_function(self, f"block_tile_{self.ggml_type}", self._emit, more=2)
+
+    def _emit(self, given: TileArguments, rows: Any, count: Any) -> None:
+        w, _, x, x_stride, inputs, y, y_stride, bias, _ = given
+        b, form = self.b, self.form
+        unpacked, totals = (
+            b.ptrtoint(self._memory(n), I64) for n in (UNPACKED, 4 * ROWS * MOST_ROWS)
+        )
+        zero = self.splat(0.0)
+
+        def clear(at: Any, values: list[Any]) -> list[Any]:
+            self.store(zero, b.add(totals, at))
+            return []
+
+        self.loop(I64(0), b.mul(rows, I64(4 * ROWS)), 4 * self.lanes, [], clear)
+        unpack = Unpacking(self.module, self.cpu, self.ggml_type).unpack()
+
+        def add(k: Any, values: list[Any]) -> list[Any]:
+            at = b.mul(b.udiv(k, I64(form.numbers)), I64(ROWS * form.size))
+            left = b.udiv(b.sub(inputs, k), I64(GROUP))
+            groups = b.select(b.icmp_signed("<", left, I64(GROUPS)), left, I64(GROUPS))
+            blocks = b.add(w, at)
+            b.call(unpack, [blocks, groups, unpacked])
+            records = self.at(x, b.udiv(k, I64(GROUP)), x_stride)
+            given = unpacked, x_stride, groups, b.add(blocks, I64(AHEAD))
+            self._multiply(records, rows, totals, *given)
+            return []
+
+        self.loop(I64(0), inputs, CHUNK, [], add)
+        self._write(totals, rows, y, y_stride, bias, count)
+        b.ret_void()
+
+    def _memory(self, size: int) -> Any:
+        memory = self.b.alloca(ir.ArrayType(I8, size))
+        memory.align = LINE
+        return memory
+
+    def _multiply(
+        self,
+        records: Any,
+        rows: Any,
+        totals: Any,
+        unpacked: Any,
+        stride: Any,
+        groups: Any,
+        ahead: Any,
+    ) -> None:
+        """Add the products of all rows of x: of as many at once as there are left."""
+        b, first = self.b, I64(0)
+        for s in AT_ONCE[self.lanes]:
+            products = Products(self.module, self.cpu, self.ggml_type, s).products()
+            end = b.sub(rows, b.and_(b.sub(rows, first), I64(s - 1)))
+
+            def add(n: Any, values: list[Any], products: Any = products) -> list[Any]:
+                x, to = self.at(records, n, I64(RECORD)), self.at(totals, n, I64(4 * ROWS))
+                b.call(products, [unpacked, x, stride, groups, to, ahead])
+                return []
+
+            self.loop(first, end, s, [], add)
+            first = end
+
+    def _write(self, totals: Any, rows: Any, y: Any, y_stride: Any, bias: Any, count: Any) -> None:
+        """Write the products, and bias if there is one, of ``count`` rows of W."""
+        b = self.b
+        integers = ir.VectorType(I32, self.lanes)
+        number = b.trunc(count, I32)
+        for lane in range(0, ROWS, self.lanes):
+            lanes = ir.Constant(integers, list(range(lane, lane + self.lanes)))
+            mask = b.icmp_signed("<", lanes, self.splat_bits(number))
+            entry = b.block
+            adding, done = b.append_basic_block("bias"), b.append_basic_block("write")
+            b.cbranch(b.icmp_signed("==", bias, I64(0)), done, adding)
+            b.position_at_end(adding)
+            numbers = self.numbers(b.add(bias, I64(4 * lane)), FLOAT32, mask)
+            b.branch(done)
+            b.position_at_end(done)
+            added = self.either((self.splat(-0.0), entry), (numbers, adding))
+
+            def write(
+                s: Any, values: list[Any], lane: int = lane, mask: Any = mask, added: Any = added
+            ) -> list[Any]:
+                at = b.add(self.at(totals, s, I64(4 * ROWS)), I64(4 * lane))
+                total = b.fadd(self.load(at, self.vector), added)
+                self.write(total, b.add(self.at(y, s, y_stride), I64(4 * lane)), FLOAT32, mask)
+                return []
+
+            self.loop(I64(0), rows, 1, [], write)

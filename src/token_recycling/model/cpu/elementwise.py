@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from token_recycling.model.cpu import block_inputs
 from token_recycling.model.cpu import elementwise_kernel as kernels
 from token_recycling.model.cpu.amx_tile import SIDE
-from token_recycling.model.cpu.block_tile import row_bytes, sums_of
 from token_recycling.model.cpu.launch import empty, launch, unwatched
 from token_recycling.model.cpu.machine_code import Kernel
-from token_recycling.model.cpu.vectors import FORMS, processor
+from token_recycling.model.cpu.vectors import FORMS
 
 PIECE = 2**13  # numbers that a thread normalises at a time
 Constants = ctypes.c_float * 2
@@ -157,7 +157,7 @@ def interleaved(x: Tensor) -> Tensor:
     return out
 
 
-def rounded(x: Tensor, ggml_type: int) -> tuple[Tensor, int]:
+def rounded(x: Tensor, ggml_type: int) -> Tensor:
     """Round inputs to whole numbers, as the tiles for a block format read them.
 
     Args:
@@ -165,19 +165,20 @@ def rounded(x: Tensor, ggml_type: int) -> tuple[Tensor, int]:
         ggml_type: of the weights.
 
     Returns:
-        Bytes (see ``block_tile.row_bytes``), and how many a row has.
+        uint8 [size / 32, rows, bytes of a record] (see ``block_inputs``).
     """
-    size = x.shape[-1]
-    rows, stride = x.numel() // size, row_bytes(size)
-    out = empty((rows, stride), torch.uint8)
-    fields = _fields(5)(x.data_ptr(), out.data_ptr(), rows, size, stride)
-    launch(_rounding(sums_of(ggml_type, processor())), fields, 1)
-    return out, stride
+    groups = x.shape[-1] // block_inputs.GROUP
+    rows = x.numel() // x.shape[-1]
+    out = empty((groups, rows, block_inputs.RECORD), torch.uint8)
+    fields = _fields(4)(x.data_ptr(), out.data_ptr(), rows, groups)
+    pieces, threads = -(-rows * groups // block_inputs.SHARE), torch.get_num_threads()
+    launch(_rounding(ggml_type), fields, pieces, threads)
+    return out
 
 
 @lru_cache
-def _rounding(sums: int) -> Kernel:
-    return Kernel(kernels.round_rows, sums)
+def _rounding(ggml_type: int) -> Kernel:
+    return Kernel(block_inputs.round_records, ggml_type, in_pieces=True)
 
 
 @unwatched

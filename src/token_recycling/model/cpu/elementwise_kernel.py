@@ -9,7 +9,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from token_recycling.model.cpu.amx_tile import SIDE
-from token_recycling.model.cpu.block_tile import Rounding
 from token_recycling.model.cpu.team_kernel import claim
 from token_recycling.model.cpu.vectors import (
     BYTES,
@@ -39,8 +38,6 @@ FIRST, SECOND, SUM, COUNT = range(4)
 CONVERTED_FROM, CONVERTED_TO, CONVERTED_COUNT = range(3)
 # Interleaving of rows of PAIRS pairs of bfloat16 numbers.
 ROWS_FROM, INTERLEAVED, INTERLEAVED_ROWS, PAIRS = range(4)
-# Rounding of rows of ROUND_INPUTS float32 numbers, to rows of ROUND_STRIDE bytes.
-ROUND_FROM, ROUNDED, ROUND_ROWS, ROUND_INPUTS, ROUND_STRIDE = range(5)
 # Queries [batch, heads, tokens, size] as ``attention`` reads them, float32 [batch, heads of keys,
 # size, width].
 QUERY, PACKED, Q_BATCH, Q_HEAD, Q_TOKEN, Q_BATCHES, KEY_HEADS, GROUP, Q_TOKENS, Q_SIZE, WIDTH = (
@@ -214,18 +211,6 @@ def _interleave(typing: Any, source: Any, target: Any, rows: Any, width: Any, pa
     return types.void(*[types.int64] * 5), generate
 
 
-@intrinsic(prefer_literal=True)
-def _round(typing: Any, sums: Any, source: Any, target: Any, inputs: Any) -> Any:
-    """Round a row (see ``block_tile``)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        row = Rounding(builder.module, processor(), sums.literal_value).row()
-        builder.call(row, arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(constant(sums), *[types.int64] * 3), generate
-
-
 @numba.njit(error_model="numpy")
 def norm(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
     """Normalise ``NORM_SHARE`` rows."""
@@ -298,16 +283,6 @@ def interleave(fields: Any, form: Any) -> None:
         source = get(fields, ROWS_FROM) + 4 * pairs * first
         target = get(fields, INTERLEAVED) + 4 * pairs * first
         _interleave(source, target, min(rows - first, width), width, pairs)
-
-
-@numba.njit(error_model="numpy")
-def round_rows(fields: Any, sums: Any) -> None:
-    """Round all rows."""
-    numba.literally(sums)
-    inputs = get(fields, ROUND_INPUTS)
-    for row in range(get(fields, ROUND_ROWS)):
-        source = get(fields, ROUND_FROM) + 4 * inputs * row
-        _round(sums, source, get(fields, ROUNDED) + get(fields, ROUND_STRIDE) * row, inputs)
 
 
 @numba.njit(error_model="numpy")

@@ -28,14 +28,22 @@ class Layer(NamedTuple):
 
     Attributes:
         weight: [out_features, in_features] on the CPU, of a dtype in ``FORMS``, whose rows are
-            contiguous; or uint8 [out_features, bytes], the blocks of ``ggml_type``.
+            contiguous; or contiguous uint8 [rows, bytes], interleaved blocks of ``ggml_type`` (see
+            ``block_formats``).
         bias: [out_features], contiguous, or None.
         ggml_type: ggml's number of a block format; None for a dense weight.
+        block_rows: out_features of a weight in blocks, whose rows are filled up.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     ggml_type: int | None = None
+    block_rows: int | None = None
+
+    @property
+    def outputs(self) -> int:
+        """out_features."""
+        return self.weight.shape[0] if self.block_rows is None else self.block_rows
 
     @property
     def inputs(self) -> int:
@@ -71,10 +79,11 @@ def _form(layer: Layer) -> int:
 
 
 def _prepared(inputs: Tensor, form: int) -> tuple[Tensor, int]:
-    """Return inputs as the kernel reads them, and the bytes of a row."""
+    """Return inputs as the kernel reads them, and the bytes of a row, or from record to record."""
     x = inputs.contiguous()
     if form >= linear_kernel.BLOCKS:
-        return elementwise.rounded(x, form - linear_kernel.BLOCKS)
+        records = elementwise.rounded(x, form - linear_kernel.BLOCKS)
+        return records, records.stride(0)
     size = x.shape[-1]
     if form == linear_kernel.AMX:
         return elementwise.interleaved(x), size * x.itemsize
@@ -107,7 +116,7 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
     x, stride = _prepared(inputs, form)
     dtype, size, shape = inputs.dtype, inputs.shape[-1], inputs.shape[:-1]
     rows, threads = inputs.numel() // size, torch.get_num_threads()
-    heights, w_stride = [layer.weight.shape[0] for layer in layers], layers[0].row_bytes
+    heights, w_stride = [layer.outputs for layer in layers], layers[0].row_bytes
     *division, pieces = linear_kernel.shares(form, rows, w_stride, heights, threads, gated)
     numbers = [x.data_ptr(), stride, rows, size, len(layers), gated, *division]
     outputs = []
@@ -125,8 +134,6 @@ def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) ->
     return outputs
 
 
-def product(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None = None, ggml_type: int | None = None
-) -> Tensor:
+def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``torch.nn.functional.linear`` with the kernel (see ``products``)."""
-    return products(inputs, [Layer(weight, bias, ggml_type)])[0]
+    return products(inputs, [Layer(weight, bias)])[0]

@@ -25,7 +25,9 @@ from numba.extending import intrinsic
 
 from token_recycling.model.cpu.amx_tile import SIDE, AmxEmitter, AmxTile
 from token_recycling.model.cpu.attention_vectors import buffer_of
-from token_recycling.model.cpu.block_tile import BlockTile
+from token_recycling.model.cpu.block_formats import ROWS as INTERLEAVED
+from token_recycling.model.cpu.block_inputs import RECORD
+from token_recycling.model.cpu.block_tile import MOST_ROWS, BlockTile
 from token_recycling.model.cpu.team_kernel import claim
 from token_recycling.model.cpu.tile import DenseTile
 from token_recycling.model.cpu.vectors import (
@@ -46,8 +48,6 @@ AMX, BLOCKS = 3, 16
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
 # at one row of x; the last is the largest tile. In several passes, all tiles are as high as that.
 TILES = {16: (8, 8, 6, 4, 4, 4, 3, 3), 8: (6, 4, 4, 3), 4: (8, 8, 6, 4, 4)}
-# The same for block formats, whose rows of W take more registers.
-BLOCK_TILES = {16: (4, 4, 4, 3, 2, 2, 2, 2), 8: (2, 2, 1, 1), 4: (4, 4, 4, 3)}
 READING_PASSES = 2  # passes during which the next strip of dense weights is read
 # Bytes of W in a strip, of which one is read ahead: few enough for the L2 cache of any processor,
 # enough to keep reading at the end of a tile.
@@ -87,8 +87,7 @@ def shares(
     Returns:
         Rows of W in a tile, in a strip and in a piece, and the number of pieces.
     """
-    heights = _heights(form)
-    height = 2 * SIDE if form == AMX else heights[min(rows, len(heights)) - 1]
+    height = _height(form, rows)
     strip = height * max(1, STRIP // (height * w_stride))
     most = min(PIECE // w_stride, BUFFER // (rows * BYTES[_output(form)] * (2 if gated else 1)))
     count = max(1, min(sum(outputs) // (SHARES * threads), most) // strip)
@@ -96,9 +95,19 @@ def shares(
     return height, strip, share, sum(-(-n // share) for n in (outputs[:1] if gated else outputs))
 
 
-def _heights(form: int) -> tuple[int, ...]:
-    """Return the rows of W in a tile by rows of x (see ``TILES``)."""
-    return (BLOCK_TILES if form >= BLOCKS else TILES)[processor().lanes]
+def _height(form: int, rows: int) -> int:
+    """Return the rows of W in a tile for so many rows of x, of which a strip is a multiple."""
+    if form >= BLOCKS:
+        return INTERLEAVED
+    heights = TILES[processor().lanes]
+    return 2 * SIDE if form == AMX else heights[min(rows, len(heights)) - 1]
+
+
+def _most_rows(form: int) -> int:
+    """Return the rows of x in the largest tile."""
+    if form >= BLOCKS:
+        return MOST_ROWS
+    return 2 * SIDE if form == AMX else len(TILES[processor().lanes])
 
 
 def _output(form: int) -> int:
@@ -125,16 +134,27 @@ def _amx_tiles(builder: Any, call: Any) -> None:
     builder.position_at_end(done)
 
 
-def _tile(module: Any, form: int, r: int, s: int, ahead: int) -> Any:
-    """Return the function of a tile that reads ``ahead`` other rows of W."""
-    if form >= BLOCKS:
-        return BlockTile(module, processor(), form - BLOCKS, r, s, ahead).tile()
-    return DenseTile(module, processor(), form, r, s, ahead).tile()
+def _block_tiles(b: Any, form: int, call: Any) -> None:
+    """Emit: S rows of x times a strip of W in a block format (see ``_multiply``)."""
+    _, s, w, w_stride, x, x_stride, inputs, y, y_stride, bias, outputs, ahead = call
+    emitter = Emitter(b.module, processor().lanes)
+    emitter.b = b
+    tile = BlockTile(b.module, processor(), form - BLOCKS).tile()
+
+    def multiply(n: Any, values: list[Any]) -> list[Any]:
+        down, along = b.mul(n, w_stride), b.mul(n, I64(BYTES[FLOAT32]))
+        bias_here = b.select(b.icmp_signed("==", bias, I64(0)), bias, b.add(bias, along))
+        multiplied = [b.add(w, down), w_stride, x, x_stride, inputs]
+        written = [b.add(y, along), y_stride, bias_here, b.add(ahead, down)]
+        b.call(tile, [*multiplied, *written, s, b.sub(outputs, n)])
+        return []
+
+    emitter.loop(I64(0), outputs, INTERLEAVED, [], multiply)
 
 
 def _tiles(builder: Any, form: int, call: Any) -> None:
     """Emit: S rows of x times a strip of W, for any S (see ``_multiply``)."""
-    heights = _heights(form)
+    heights = TILES[processor().lanes]
     max_rows, last = len(heights), heights[-1]
     passes, s, *strip = call
     done = builder.append_basic_block("strip_done")
@@ -151,7 +171,8 @@ def _tiles(builder: Any, form: int, call: Any) -> None:
         builder.position_at_end(block)
         begin = I64(0)
         for r in dict.fromkeys((height, 1)):
-            tile = _tile(builder.module, form, r, abs(key), min(r, ahead))
+            rows_ahead = min(r, ahead)
+            tile = DenseTile(builder.module, processor(), form, r, abs(key), rows_ahead).tile()
             begin = _each(builder, tile, begin, r, BYTES[_output(form)], strip)
         builder.branch(done)
     builder.position_at_end(wrong)
@@ -207,6 +228,8 @@ def _multiply(
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if form.literal_value == AMX:
             _amx_tiles(builder, arguments[1:])
+        elif form.literal_value >= BLOCKS:
+            _block_tiles(builder, form.literal_value, arguments[1:])
         else:
             _tiles(builder, form.literal_value, arguments[1:])
         return context.get_dummy_value()
@@ -285,8 +308,9 @@ def _known(compute: Callable[[int], int]) -> Any:
 
 
 _output_bytes = _known(lambda form: BYTES[_output(form)])
-_largest = _known(lambda form: 2 * SIDE if form == AMX else len(_heights(form)))  # rows of x
+_largest = _known(_most_rows)
 _is_amx = _known(lambda form: int(form == AMX))
+_is_blocks = _known(lambda form: int(form >= BLOCKS))
 
 
 @numba.njit(error_model="numpy")
@@ -348,7 +372,9 @@ def _strips(
     )
     amx, max_rows, height = _is_amx(form), _largest(form), get(fields, HEIGHT)
     passes = (rows + max_rows - 1) // max_rows
-    reading_passes = 1 if amx else READING_PASSES
+    reading_passes = 1 if amx or _is_blocks(form) else READING_PASSES
+    # From row to row of x: the records of a row are not next to each other.
+    x_step = RECORD if _is_blocks(form) else x_stride
     for row in range(begin, end, strip):
         count = min(strip, end - row)
         here = _address(fields, layer, row)
@@ -367,7 +393,7 @@ def _strips(
                 last - first,
                 here,
                 w_stride,
-                x + first * x_stride,
+                x + first * x_step,
                 x_stride,
                 inputs,
                 y + first * y_stride + size * (row - begin),

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear as dense
 
-from token_recycling.model.cpu import dequantise_kernel, linear
-from token_recycling.model.cpu.block_formats import FORMATS
+from token_recycling.model.cpu import block_layout, linear
+from token_recycling.model.cpu.block_formats import FORMATS, ROWS
 from token_recycling.model.cpu.launch import launch, unwatched
 from token_recycling.model.cpu.machine_code import Kernel
 from token_recycling.model.cpu.team import is_available
 from token_recycling.model.cpu.vectors import processor
 
-STRIP = 2**22  # numbers of a weight that are dequantised at a time for many rows
+empty = partial(torch.empty, dtype=torch.uint8, device="cpu")
 
 
 def can_compute(ggml_type: int) -> bool:
@@ -24,81 +25,107 @@ def can_compute(ggml_type: int) -> bool:
     return ggml_type in FORMATS and processor().dot_bytes and is_available()
 
 
-def bytes_of(ggml_type: int, numbers: int) -> int:
-    """Return the bytes of this many consecutive numbers of a row."""
-    form = FORMATS[ggml_type]
-    return numbers // form.numbers * form.size
-
-
 @lru_cache
-def _kernel(ggml_type: int) -> Kernel:
-    return Kernel(dequantise_kernel.dequantise, ggml_type, in_pieces=True)
+def _kernel(function: Any, ggml_type: int) -> Kernel:
+    return Kernel(function, ggml_type, in_pieces=True)
+
+
+def filled_up(rows: int) -> int:
+    """Return the rows of a weight whose blocks are interleaved."""
+    return -(-rows // ROWS) * ROWS
 
 
 @unwatched
-def dequantised(blocks: Tensor, ggml_type: int, size: int, out: Tensor | None = None) -> Tensor:
-    """Return the numbers of rows of blocks.
+def interleaved(
+    blocks: Tensor,
+    ggml_type: int,
+    order: Tensor | None = None,
+    new: Callable[..., Tensor] = empty,
+) -> Tensor:
+    """Return blocks of a file in the order in which the kernels read them (see ``block_formats``).
 
     Args:
         blocks: uint8 [rows, bytes] on the CPU; the bytes of a row are contiguous.
         ggml_type: ggml's number of the format.
-        size: numbers in a row.
-        out: where to write them, contiguous float32 [rows or more, size].
+        order: int64 [rows], numbers of the rows in the order of the result; None: as they are.
+        new: called with a shape, returns memory of bytes for the result.
 
     Returns:
-        float32 [rows, size].
+        uint8 [rows that are filled up, bytes].
     """
-    rows = blocks.shape[0]
-    if out is None:
-        out = torch.empty((rows, size), dtype=torch.float32, device="cpu")
-    threads = torch.get_num_threads()
-    numbers = (blocks.data_ptr(), blocks.stride(0), out.data_ptr(), rows, size)
+    rows, row_bytes = blocks.shape
+    order = torch.arange(rows) if order is None else order.contiguous()
+    out = new((filled_up(rows), row_bytes))
+    numbers = (
+        blocks.data_ptr(),
+        blocks.stride(0),
+        order.data_ptr(),
+        rows,
+        out.data_ptr(),
+        row_bytes // FORMATS[ggml_type].size,
+    )
     fields = (ctypes.c_int64 * len(numbers))(*numbers)
-    launch(_kernel(ggml_type), fields, -(-rows // dequantise_kernel.SHARE), threads, blocks)
-    return out[:rows]
+    pieces, threads = filled_up(rows) // ROWS, torch.get_num_threads()
+    kernel = _kernel(block_layout.interleave, ggml_type)
+    launch(kernel, fields, pieces, threads, (blocks, order))
+    return out
+
+
+@unwatched
+def read_rows(weight: Tensor, ggml_type: int, ids: Tensor) -> Tensor:
+    """Return the numbers of rows of a weight.
+
+    Args:
+        weight: as ``interleaved`` returns it.
+        ggml_type: ggml's number of the format.
+        ids: int64 [n], numbers of the rows.
+
+    Returns:
+        float32 [n, numbers of a row].
+    """
+    form, ids = FORMATS[ggml_type], ids.contiguous()
+    blocks = weight.shape[1] // form.size
+    out = torch.empty((len(ids), blocks * form.numbers), dtype=torch.float32, device="cpu")
+    numbers = (weight.data_ptr(), ids.data_ptr(), len(ids), out.data_ptr(), blocks)
+    fields = (ctypes.c_int64 * len(numbers))(*numbers)
+    kernel = _kernel(block_layout.read_row, ggml_type)
+    launch(kernel, fields, len(ids), torch.get_num_threads(), (weight, ids))
+    return out
 
 
 class PackedLinear(nn.Module):
     """``nn.Linear`` whose weight stays packed.
 
     Attributes:
-        weight: uint8 [out_features, bytes].
+        weight: uint8 [rows, bytes], interleaved blocks (see ``interleaved``).
         bias: float32 [out_features], or None.
         ggml_type: ggml's number of the block format.
     """
 
     def __init__(
-        self, in_features: int, weight: Tensor, ggml_type: int, bias: Tensor | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        weight: Tensor,
+        ggml_type: int,
+        bias: Tensor | None = None,
     ) -> None:
         """Take a weight as it is."""
         super().__init__()
-        self.in_features, self.out_features = in_features, weight.shape[0]
-        self.ggml_type = ggml_type
+        self.in_features, self.out_features, self.ggml_type = in_features, out_features, ggml_type
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def layer(self) -> linear.Layer:
         """Return what the kernel reads."""
-        return linear.Layer(self.weight, self.bias, self.ggml_type)
+        return linear.Layer(self.weight, self.bias, self.ggml_type, self.out_features)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply inputs [..., in_features]; returns [..., out_features] of their dtype."""
-        x = inputs.float().contiguous()
-        rows = x.numel() // self.in_features
-        if not rows:
+        if not inputs.numel():
             return inputs.new_empty(*inputs.shape[:-1], self.out_features)
-        if rows <= linear.MOST_TOKENS:
-            return linear.products(x, [self.layer()])[0].to(inputs.dtype)
-        output = x.new_empty(*x.shape[:-1], self.out_features)
-        height = max(1, STRIP // self.in_features)
-        strip = x.new_empty(min(height, self.out_features), self.in_features)
-        for first in range(0, self.out_features, height):
-            blocks = self.weight[first : first + height]
-            rows_of_w = dequantised(blocks, self.ggml_type, self.in_features, strip)
-            bias = None if self.bias is None else self.bias[first : first + height]
-            output[..., first : first + height] = dense(x, rows_of_w, bias)
-        return output.to(inputs.dtype)
+        return linear.products(inputs.float(), [self.layer()])[0].to(inputs.dtype)
 
     def extra_repr(self) -> str:
         """Describe the layer."""
@@ -110,25 +137,36 @@ class PackedEmbedding(nn.Module):
     """``nn.Embedding`` whose table stays packed.
 
     Attributes:
-        weight: uint8 [num_embeddings, bytes].
+        weight: uint8 [rows, bytes], interleaved blocks (see ``interleaved``).
         ggml_type: ggml's number of the block format.
         scale: multiplies what is looked up.
     """
 
     def __init__(
-        self, embedding_dim: int, weight: Tensor, ggml_type: int, scale: float = 1.0
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        weight: Tensor,
+        ggml_type: int,
+        scale: float = 1.0,
     ) -> None:
         """Take a table as it is."""
         super().__init__()
-        self.num_embeddings, self.embedding_dim = weight.shape[0], embedding_dim
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.ggml_type, self.scale = ggml_type, scale
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
-        """Return float32 [..., embedding_dim] of ids [...]."""
-        blocks = self.weight[ids.reshape(-1)]
-        embeddings = dequantised(blocks, self.ggml_type, self.embedding_dim)
+        """Return float32 [..., embedding_dim] of ids [...].
+
+        Raises:
+            IndexError: an id is not one of the table's.
+        """
+        flat = ids.reshape(-1).long()
+        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
+            raise IndexError("index out of range in self")
+        embeddings = read_rows(self.weight, self.ggml_type, flat)
         if self.scale != 1.0:
             embeddings *= self.scale
         return embeddings.view(*ids.shape, self.embedding_dim)

@@ -391,6 +391,16 @@ def get(typing: Any, pointer: Any, index: Any) -> Any:
 
 
 @intrinsic
+def word_at(typing: Any, address: Any) -> Any:
+    """Return the int64 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], I64.as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
 def copy_bytes(typing: Any, source: Any, target: Any, count: Any) -> Any:
     """Copy ``count`` bytes."""
 

@@ -1,0 +1,131 @@
+"""Inputs of the tiles for block formats: rows of x, rounded to whole numbers of 8 bits.
+
+A row is a sequence of records of ``GROUP`` numbers that share a scale. The records of the same
+numbers of all rows lie next to each other, so that a tile finds them at constant distances.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from token_recycling.model.cpu.block_formats import FORMATS
+from token_recycling.model.cpu.team_kernel import claim
+from token_recycling.model.cpu.vectors import (
+    F32,
+    FLOAT32,
+    I8,
+    I32,
+    I64,
+    ROUND,
+    Emitter,
+    Processor,
+    constant,
+    get,
+    processor,
+)
+
+GROUP = 32  # inputs that share a scale
+# Bytes of a record: the whole numbers; their scale, float32; two sums of 16 numbers, or one of all
+# of them (see ``Record``).
+SCALE, SUMS, RECORD = 32, 36, 48
+SMALLEST = 1e-30  # groups of smaller inputs are rounded to 0, so that a scale has an inverse
+
+# What a thread is given, all int64.
+FROM, TO, TOKENS, GROUPS = range(4)  # groups: of a row
+SHARE = 128  # records of a piece
+
+
+def offset_of(ggml_type: int, cpu: Processor) -> int:
+    """Return what is subtracted from the weights' whole numbers, as the tile reads them."""
+    form = FORMATS[ggml_type]
+    return 0 if form.signed and not cpu.dot_unsigned else form.offset
+
+
+class Record(Emitter):
+    """Emits the function that rounds the numbers of a record.
+
+    Its sums, of 16 or 32 numbers that share a scale in the format of the weights, are float32 and
+    times the scale where these have minima; else whole numbers, times minus the weights' offset.
+    """
+
+    def __init__(self, module: Any, cpu: Processor, ggml_type: int) -> None:
+        super().__init__(module, cpu.lanes)
+        self.ggml_type, self.form = ggml_type, FORMATS[ggml_type]
+        self.offset = offset_of(ggml_type, cpu)
+        self.integer_vector = ir.VectorType(I32, cpu.lanes)
+
+    def record(self) -> Any:
+        """Return ``void (source, target)``, both addresses, int64."""
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 2)
+        return self.function(f"record_{self.ggml_type}", kind, self._emit)
+
+    def _emit(self, source: Any, target: Any) -> None:
+        b = self.b
+        places = range(0, GROUP, self.lanes)
+        inputs = [self.numbers(b.add(source, I64(4 * n)), FLOAT32) for n in places]
+        scale, inverse = self._scale(inputs)
+        self.store(scale, b.add(target, I64(SCALE)))
+        wholes = []
+        for n, value in zip(places, inputs):
+            shifted = self.fma(value, inverse, self.splat(ROUND))
+            # The lowest byte has the sign of the whole number.
+            bits = b.bitcast(shifted, self.integer_vector)
+            narrow = b.trunc(bits, ir.VectorType(I8, self.lanes))
+            self.store(narrow, b.add(target, I64(n)), align=1)
+            wholes.append(b.sext(narrow, self.integer_vector))
+        count = self.form.shared // self.lanes
+        for n in range(GROUP // self.form.shared):
+            first, *others = wholes[n * count : (n + 1) * count]
+            for other in others:
+                first = b.add(first, other)
+            total = self.across(first, b.add)
+            if self.form.minima:
+                total = b.fmul(b.sitofp(total, F32), scale)
+            else:
+                total = b.mul(total, I32(-self.offset))
+            self.store(total, b.add(target, I64(SUMS + 4 * n)))
+        b.ret_void()
+
+    def _scale(self, inputs: list[Any]) -> tuple[Any, Any]:
+        """Return the scale of a record, and a vector of its inverse."""
+        b, zero = self.b, self.splat(0.0)
+        largest, others = zero, zero
+        for value in inputs:
+            size = b.select(b.fcmp_ordered("<", value, zero), b.fsub(zero, value), value)
+            largest = b.select(b.fcmp_ordered(">", size, largest), size, largest)
+            others = self.fma(value, zero, others)  # NaN if a number is not finite
+        top = self.across(largest, lambda a, c: b.select(b.fcmp_ordered(">", a, c), a, c))
+        scale = b.fadd(b.fmul(top, F32(1 / 127)), self.lane_sum(others))
+        is_small = b.fcmp_ordered("<", top, F32(SMALLEST))
+        inverse = b.select(is_small, F32(0.0), b.fdiv(F32(127.0), top))
+        return scale, self.splat(inverse)
+
+
+@intrinsic(prefer_literal=True)
+def _record(typing: Any, ggml_type: Any, source: Any, target: Any) -> Any:
+    """Round the numbers of a record."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        record = Record(builder.module, processor(), ggml_type.literal_value).record()
+        builder.call(record, arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(constant(ggml_type), *[types.int64] * 2), generate
+
+
+@numba.njit(error_model="numpy")
+def round_records(fields: Any, piece: Any, following: Any, seat: Any, ggml_type: Any) -> None:
+    """Round ``SHARE`` records (see ``FROM`` and so on)."""
+    numba.literally(ggml_type)
+    rows, groups = get(fields, TOKENS), get(fields, GROUPS)
+    if not claim(seat):
+        return
+    for n in range(SHARE * piece, min(SHARE * (piece + 1), rows * groups)):
+        place = n % groups * rows + n // groups
+        source, target = get(fields, FROM) + 4 * GROUP * n, get(fields, TO) + RECORD * place
+        _record(ggml_type, source, target)
