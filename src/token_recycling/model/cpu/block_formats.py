@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from token_recycling.model.cpu.vectors import F16, F32, I8, I16, I32, I64, Emitter
+from token_recycling.model.cpu.vectors import F16, I8, I16, I32, I64, Emitter
 
 Emitted = Any  # a value of LLVM
 ROWS = 16  # as many as the widest vectors have lanes
@@ -93,7 +93,7 @@ class Format:
 
 
 class Blocks:
-    """Interleaved blocks of as many rows as a vector has lanes, while code that reads them is emitted.
+    """Interleaved blocks of as many rows as a vector has lanes, while code to read them is emitted.
 
     Args of the constructor:
         emitter: emits it.

@@ -13,7 +13,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from token_recycling.model.cpu.block_formats import FORMATS
 from token_recycling.model.cpu.team_kernel import claim
 from token_recycling.model.cpu.vectors import (
     F32,
@@ -23,16 +22,14 @@ from token_recycling.model.cpu.vectors import (
     I64,
     ROUND,
     Emitter,
-    Processor,
-    constant,
     get,
     processor,
 )
 
 GROUP = 32  # inputs that share a scale
-# Bytes of a record: the whole numbers; their scale, float32; two sums of 16 numbers, or one of all
-# of them (see ``Record``).
-SCALE, SUMS, RECORD = 32, 36, 48
+# Bytes of a record: the whole numbers; then, float32, their scale, and times that, the sums of each
+# half of them, and of all.
+SCALE, HALF_SUMS, SUM, RECORD = 32, 36, 44, 48
 SMALLEST = 1e-30  # groups of smaller inputs are rounded to 0, so that a scale has an inverse
 
 # What a thread is given, all int64.
@@ -40,29 +37,13 @@ FROM, TO, TOKENS, GROUPS = range(4)  # groups: of a row
 SHARE = 128  # records of a piece
 
 
-def offset_of(ggml_type: int, cpu: Processor) -> int:
-    """Return what is subtracted from the weights' whole numbers, as the tile reads them."""
-    form = FORMATS[ggml_type]
-    return 0 if form.signed and not cpu.dot_unsigned else form.offset
-
-
 class Record(Emitter):
-    """Emits the function that rounds the numbers of a record.
-
-    Its sums, of 16 or 32 numbers that share a scale in the format of the weights, are float32 and
-    times the scale where these have minima; else whole numbers, times minus the weights' offset.
-    """
-
-    def __init__(self, module: Any, cpu: Processor, ggml_type: int) -> None:
-        super().__init__(module, cpu.lanes)
-        self.ggml_type, self.form = ggml_type, FORMATS[ggml_type]
-        self.offset = offset_of(ggml_type, cpu)
-        self.integer_vector = ir.VectorType(I32, cpu.lanes)
+    """Emits the function that rounds the numbers of a record."""
 
     def record(self) -> Any:
         """Return ``void (source, target)``, both addresses, int64."""
         kind = ir.FunctionType(ir.VoidType(), [I64] * 2)
-        return self.function(f"record_{self.ggml_type}", kind, self._emit)
+        return self.function("record", kind, self._emit)
 
     def _emit(self, source: Any, target: Any) -> None:
         b = self.b
@@ -70,25 +51,20 @@ class Record(Emitter):
         inputs = [self.numbers(b.add(source, I64(4 * n)), FLOAT32) for n in places]
         scale, inverse = self._scale(inputs)
         self.store(scale, b.add(target, I64(SCALE)))
-        wholes = []
+        integers = ir.VectorType(I32, self.lanes)
+        sums: dict[int, Any] = {}
         for n, value in zip(places, inputs):
             shifted = self.fma(value, inverse, self.splat(ROUND))
             # The lowest byte has the sign of the whole number.
-            bits = b.bitcast(shifted, self.integer_vector)
-            narrow = b.trunc(bits, ir.VectorType(I8, self.lanes))
+            narrow = b.trunc(b.bitcast(shifted, integers), ir.VectorType(I8, self.lanes))
             self.store(narrow, b.add(target, I64(n)), align=1)
-            wholes.append(b.sext(narrow, self.integer_vector))
-        count = self.form.shared // self.lanes
-        for n in range(GROUP // self.form.shared):
-            first, *others = wholes[n * count : (n + 1) * count]
-            for other in others:
-                first = b.add(first, other)
-            total = self.across(first, b.add)
-            if self.form.minima:
-                total = b.fmul(b.sitofp(total, F32), scale)
-            else:
-                total = b.mul(total, I32(-self.offset))
-            self.store(total, b.add(target, I64(SUMS + 4 * n)))
+            whole, half = b.sext(narrow, integers), n // (GROUP // 2)
+            sums[half] = b.add(sums[half], whole) if half in sums else whole
+        halves = [self.across(total, b.add) for total in sums.values()]
+        at = [*enumerate(halves), ((SUM - HALF_SUMS) // 4, b.add(*halves))]
+        for n, total in at:
+            value = b.fmul(b.sitofp(total, F32), scale)
+            self.store(value, b.add(target, I64(HALF_SUMS + 4 * n)))
         b.ret_void()
 
     def _scale(self, inputs: list[Any]) -> tuple[Any, Any]:
@@ -106,26 +82,24 @@ class Record(Emitter):
         return scale, self.splat(inverse)
 
 
-@intrinsic(prefer_literal=True)
-def _record(typing: Any, ggml_type: Any, source: Any, target: Any) -> Any:
+@intrinsic
+def _record(typing: Any, source: Any, target: Any) -> Any:
     """Round the numbers of a record."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        record = Record(builder.module, processor(), ggml_type.literal_value).record()
-        builder.call(record, arguments[1:])
+        builder.call(Record(builder.module, processor().lanes).record(), arguments)
         return context.get_dummy_value()
 
-    return types.void(constant(ggml_type), *[types.int64] * 2), generate
+    return types.void(*[types.int64] * 2), generate
 
 
 @numba.njit(error_model="numpy")
-def round_records(fields: Any, piece: Any, following: Any, seat: Any, ggml_type: Any) -> None:
-    """Round ``SHARE`` records (see ``FROM`` and so on)."""
-    numba.literally(ggml_type)
+def round_records(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
+    """Round ``SHARE`` records (see ``FROM`` and so on) of float32 numbers; ``form`` is that."""
     rows, groups = get(fields, TOKENS), get(fields, GROUPS)
     if not claim(seat):
         return
     for n in range(SHARE * piece, min(SHARE * (piece + 1), rows * groups)):
         place = n % groups * rows + n // groups
         source, target = get(fields, FROM) + 4 * GROUP * n, get(fields, TO) + RECORD * place
-        _record(ggml_type, source, target)
+        _record(source, target)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from token_recycling.model.cpu.block_formats import FORMATS, QUARTET, ROWS, Blocks
-from token_recycling.model.cpu.block_inputs import GROUP, RECORD, SCALE, SUMS, offset_of
+from token_recycling.model.cpu.block_inputs import GROUP, HALF_SUMS, RECORD, SCALE, SUM
 from token_recycling.model.cpu.tile import TileArguments, tile_function
 from token_recycling.model.cpu.vectors import (
     F32,
@@ -44,18 +44,23 @@ AHEAD = 2**13  # bytes between the blocks that are multiplied and those that are
 AT_ONCE = {16: (8, 4, 2, 1), 8: (2, 1), 4: (4, 2, 1)}
 
 
+def is_signed(ggml_type: int, cpu: Processor) -> bool:
+    """Return whether the tile multiplies weights with a sign, which have no minima then."""
+    return FORMATS[ggml_type].signed and not cpu.dot_unsigned
+
+
 class Unpacking(Emitter):
     """Emits the function that unpacks numbers of ``ROWS`` interleaved rows.
 
     Unpacked are: bytes, four numbers of each row after another, as the tile multiplies them; then
-    scales, and perhaps minima, float32 [groups, 2, ROWS], of which the second are used if a group
-    has two.
+    scales and minima, float32 [groups, 2, ROWS], of which the second are used if a group has two.
+    An offset of the whole numbers is the minimum -offset * scale.
     """
 
     def __init__(self, module: Any, cpu: Processor, ggml_type: int) -> None:
         super().__init__(module, cpu.lanes)
         self.ggml_type, self.form = ggml_type, FORMATS[ggml_type]
-        self.flipped = bool(cpu.dot_unsigned)
+        self.signed = is_signed(ggml_type, cpu)
 
     def unpack(self) -> Any:
         """Return ``void (blocks, groups, to)``: addresses, and how many groups, all int64."""
@@ -91,10 +96,12 @@ class Unpacking(Emitter):
             group, which = divmod(n * form.shared, GROUP)
             at = SCALES_OF_A_GROUP * group + 4 * ROWS * (which // form.shared)
             self.store(scale, b.add(scales, I64(SCALES + at)))
-            if form.minima:
+            if not form.minima:
+                minimum = b.fmul(scale, self.splat(-float(form.offset)))
+            if not self.signed:
                 self.store(minimum, b.add(scales, I64(MINIMA + at)))
         for first in range(0, form.numbers, QUARTET):
-            quartet = blocks.quartet(first, flipped=self.flipped)
+            quartet = blocks.quartet(first, flipped=not self.signed)
             self.store(quartet, b.add(quants, I64(ROWS * first)))
 
 
@@ -195,10 +202,8 @@ class Products(Dots):
 
     def __init__(self, module: Any, cpu: Processor, ggml_type: int, s: int) -> None:
         form = FORMATS[ggml_type]
-        signed = form.signed and not cpu.dot_unsigned
-        super().__init__(module, cpu, form.largest, signed=signed)
+        super().__init__(module, cpu, form.largest, signed=is_signed(ggml_type, cpu))
         self.ggml_type, self.form, self.s = ggml_type, form, s
-        self.offset = offset_of(ggml_type, cpu)
 
     def products(self) -> Any:
         """Return ``void (unpacked, records, stride, groups, totals, ahead)``, all int64.
@@ -240,7 +245,7 @@ class Products(Dots):
         parts: list[Any] = [None] * len(totals)
         for n in range(GROUP // form.shared):
             places = range(form.shared * n, form.shared * (n + 1), QUARTET)
-            wholes = self._wholes(quants, places, records, SUMS + 4 * n)
+            wholes = self._wholes(quants, places, records)
             for i, whole in enumerate(wholes):
                 s, lane = divmod(i * self.lanes, ROWS)
                 at = b.add(scales, I64(SCALES + 4 * (ROWS * n + lane)))
@@ -249,31 +254,27 @@ class Products(Dots):
                 parts[i] = (
                     b.fmul(value, scale) if before is None else self.fma(value, scale, before)
                 )
-                if form.minima:
+                if not self.signed:
                     minimum = self.load(b.add(at, I64(MINIMA - SCALES)), self.vector)
-                    factor = self.load(b.add(records, I64(RECORD * s + SUMS + 4 * n)), F32)
+                    place = RECORD * s + (SUM if form.shared == GROUP else HALF_SUMS + 4 * n)
+                    factor = self.load(b.add(records, I64(place)), F32)
                     totals[i] = self.fma(minimum, self.splat(factor), totals[i])
         for i, part in enumerate(parts):
             at = b.add(records, I64(RECORD * (i * self.lanes // ROWS) + SCALE))
             totals[i] = self.fma(part, self.splat(self.load(at, F32)), totals[i])
         return totals
 
-    def _wholes(self, quants: Any, places: range, records: Any, sums: int) -> list[Any]:
+    def _wholes(self, quants: Any, places: range, records: Any) -> list[Any]:
         """Return the sums of the products of whole numbers, by row of x and vector of rows of W."""
         b = self.b
-        starts = []
-        for s in range(self.s):
-            start = ir.Constant(self.integer_vector, [0] * self.lanes)
-            if self.offset:
-                address = b.add(records, I64(RECORD * s + sums))
-                start = self.splat_bits(self.load(address, I32))
-            starts += [start] * len(self._lanes())
+        zero = ir.Constant(self.integer_vector, [0] * self.lanes)
+        sums = [zero] * (self.s * len(self._lanes()))
         if self.is_narrow:
             given = [(ROWS * at, [RECORD * s + at for s in range(self.s)]) for at in places]
             for n in range(0, len(given), self.many):
                 found = self._in_16_bits(quants, records, given[n : n + self.many])
-                starts = [b.add(start, value) for start, value in zip(starts, found)]
-            return starts
+                sums = [b.add(total, value) for total, value in zip(sums, found)]
+            return sums
         byte = ir.VectorType(I8, QUARTET * self.lanes)
         for place in places:
             at = b.add(quants, I64(ROWS * place))
@@ -283,8 +284,8 @@ class Products(Dots):
                 repeated = None if self.in_memory else self._repeated(*inputs)
                 for r, row in enumerate(rows):
                     i = s * len(rows) + r
-                    starts[i] = self._dot(starts[i], row, repeated, *inputs)
-        return starts
+                    sums[i] = self._dot(sums[i], row, repeated, *inputs)
+        return sums
 
 
 class BlockTile(Emitter):

@@ -14,7 +14,7 @@ from token_recycling.model.cpu import elementwise_kernel as kernels
 from token_recycling.model.cpu.amx_tile import SIDE
 from token_recycling.model.cpu.launch import empty, launch, unwatched
 from token_recycling.model.cpu.machine_code import Kernel
-from token_recycling.model.cpu.vectors import FORMS
+from token_recycling.model.cpu.vectors import FLOAT32, FORMS
 
 PIECE = 2**13  # numbers that a thread normalises at a time
 Constants = ctypes.c_float * 2
@@ -157,12 +157,11 @@ def interleaved(x: Tensor) -> Tensor:
     return out
 
 
-def rounded(x: Tensor, ggml_type: int) -> Tensor:
+def rounded(x: Tensor) -> Tensor:
     """Round inputs to whole numbers, as the tiles for a block format read them.
 
     Args:
         x: contiguous float32 [..., size]; 32 divides ``size``.
-        ggml_type: of the weights.
 
     Returns:
         uint8 [size / 32, rows, bytes of a record] (see ``block_inputs``).
@@ -172,13 +171,13 @@ def rounded(x: Tensor, ggml_type: int) -> Tensor:
     out = empty((groups, rows, block_inputs.RECORD), torch.uint8)
     fields = _fields(4)(x.data_ptr(), out.data_ptr(), rows, groups)
     pieces, threads = -(-rows * groups // block_inputs.SHARE), torch.get_num_threads()
-    launch(_rounding(ggml_type), fields, pieces, threads)
+    launch(_rounding(), fields, pieces, threads)
     return out
 
 
 @lru_cache
-def _rounding(ggml_type: int) -> Kernel:
-    return Kernel(block_inputs.round_records, ggml_type, in_pieces=True)
+def _rounding() -> Kernel:
+    return Kernel(block_inputs.round_records, FLOAT32, in_pieces=True)
 
 
 @unwatched

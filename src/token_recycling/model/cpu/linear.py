@@ -82,7 +82,7 @@ def _prepared(inputs: Tensor, form: int) -> tuple[Tensor, int]:
     """Return inputs as the kernel reads them, and the bytes of a row, or from record to record."""
     x = inputs.contiguous()
     if form >= linear_kernel.BLOCKS:
-        records = elementwise.rounded(x, form - linear_kernel.BLOCKS)
+        records = elementwise.rounded(x)
         return records, records.stride(0)
     size = x.shape[-1]
     if form == linear_kernel.AMX:
