@@ -1,4 +1,4 @@
-"""Models from GGUF files whose weights stay as they lie in the file.
+"""Models from GGUF files whose weights keep the numbers of bits that they have in the file.
 
 Transformers reads the configuration and knows which tensor is which parameter. A tensor stays
 packed if it is the weight of a linear layer or of an embedding, and if the conversion of its
@@ -7,19 +7,27 @@ architecture does nothing to it but reorder its rows, because a block lies withi
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from token_recycling.checkpoint.gguf import listed
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.cpu.block_formats import FORMATS
-from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, can_compute
+from token_recycling.model.cpu.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    can_compute,
+    empty,
+    filled_up,
+    interleaved,
+)
 from token_recycling.util.huge_pages import Arena, has_huge_pages
 
 NUMBERS = ("F64", "F32", "F16", "BF16")  # types that are not quantised
@@ -48,8 +56,8 @@ class _Tensor(NamedTuple):
 def load_packed(file: Path, **model_options: Any) -> Any:
     """Return a model in evaluation mode with the packed weights of a GGUF file.
 
-    Weights are copied into huge pages, or mapped from the file where the system has none: the
-    processor reads them faster, by a fifth. Activations, norms and biases are float32.
+    Weights are interleaved as the kernels read them, in huge pages where the system has some.
+    Activations, norms and biases are float32.
 
     Args:
         file: the file.
@@ -64,7 +72,8 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    arena = Arena(check_types(file)) if has_huge_pages() else None
+    sizes = check_types(file)
+    new = Arena(sizes).new if has_huge_pages() else empty
     about = _about(file)
     kind = about.pop("model_type")
     config = AutoConfig.for_model(kind, **about)
@@ -75,9 +84,9 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     for tensor, order, convert in _tensors(file, model, about):
         module_name, _, parameter_name = tensor.name.rpartition(".")
         module = model.get_submodule(module_name)
-        new = _packed(module, tensor, order, arena) if parameter_name == "weight" else None
-        if new is not None:
-            model.set_submodule(module_name, new)
+        layer = _packed(module, tensor, order, new) if parameter_name == "weight" else None
+        if layer is not None:
+            model.set_submodule(module_name, layer)
             packed += 1
             continue
         values = torch.from_numpy(np.array(convert(), np.float32))
@@ -109,7 +118,7 @@ def refuse_to_save(*args: Any, **options: Any) -> None:
 
 
 def check_types(file: Path) -> list[int]:
-    """Return the bytes of the quantised tensors of a GGUF file, if kernels read all of them.
+    """Return the bytes that the quantised tensors of a GGUF file take, if kernels read all of them.
 
     Raises:
         NotPackableError: no tensor is quantised (the message is empty), or one in a way that no
@@ -125,7 +134,8 @@ def check_types(file: Path) -> list[int]:
     unread = sorted(kind.name for kind in kinds if not can_compute(int(kind)))
     if unread:
         raise NotPackableError(f"no kernel of this processor reads {listed(unread)}")
-    return [int(tensor.n_bytes) for tensor in quantised]
+    rows = [math.prod(map(int, tensor.shape[1:])) for tensor in quantised]
+    return [int(tensor.n_bytes) // n * filled_up(n) for tensor, n in zip(quantised, rows)]
 
 
 def _about(file: Path) -> dict[str, Any]:
@@ -220,26 +230,26 @@ def _order(process: Any, shape: tuple[int, ...]) -> Any:
     return order if np.array_equal(np.sort(order), rows[:, 0]) else None
 
 
-def _packed(module: Any, tensor: _Tensor, order: Any, arena: Arena | None) -> nn.Module | None:
+def _packed(
+    module: Any, tensor: _Tensor, order: Any, new: Callable[..., Tensor]
+) -> nn.Module | None:
     """Return a layer that keeps a tensor as it is, or None."""
     if tensor.ggml_type not in FORMATS or getattr(module, "weight", None) is None:
         return None
     if tensor.shape != module.weight.shape or order is None:
         return None
-    stays = np.array_equal(order, np.arange(len(order)))
-    blocks = tensor.data if stays else tensor.data[order]
-    weight = torch.from_numpy(blocks)
-    if arena is not None:
-        weight = arena.copy(weight)
+    # Gemma's embedding multiplies what it looks up.
+    scaled = type(module).__name__.endswith("TextScaledWordEmbedding")
+    if type(module) not in (nn.Linear, nn.Embedding) and not scaled:
+        return None
+    blocks = torch.from_numpy(tensor.data)
+    weight = interleaved(blocks, tensor.ggml_type, torch.from_numpy(order), new)
+    outputs, inputs = tensor.shape
     if type(module) is nn.Linear:
         bias = module._parameters.get("bias")
-        return PackedLinear(module.in_features, weight, tensor.ggml_type, bias)
-    # Gemma's multiplies what it looks up.
-    scaled = type(module).__name__.endswith("TextScaledWordEmbedding")
-    if type(module) is nn.Embedding or scaled:
-        scale = float(module.embed_scale) if scaled else 1.0
-        return PackedEmbedding(tensor.shape[1], weight, tensor.ggml_type, scale)
-    return None
+        return PackedLinear(inputs, outputs, weight, tensor.ggml_type, bias)
+    scale = float(module.embed_scale) if scaled else 1.0
+    return PackedEmbedding(outputs, inputs, weight, tensor.ggml_type, scale)
 
 
 def _tie(model: Any) -> None:
@@ -248,7 +258,8 @@ def _tie(model: Any) -> None:
     if head is None or not head.weight.is_meta:
         return
     if isinstance(table, PackedEmbedding):
-        new = PackedLinear(table.embedding_dim, table.weight, table.ggml_type, head.bias)
+        shape = table.embedding_dim, table.num_embeddings
+        new = PackedLinear(*shape, table.weight, table.ggml_type, head.bias)
         model.set_output_embeddings(new)
     else:
         head.weight = table.weight

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,15 +34,19 @@ class Arena:
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._used = -torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr() % HUGE
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a uint8 tensor that is not empty, in this memory.
+    def new(self, shape: Sequence[int]) -> Tensor:
+        """Return a uint8 tensor that is not empty, in this memory.
 
         It has a storage of its own: pickling one tensor does not write those beside it.
         """
-        n, begin = tensor.numel(), self._used
+        n, begin = math.prod(shape), self._used
         self._used += -(-n // ALIGNED) * ALIGNED
         region = torch.frombuffer(self._memory, dtype=torch.uint8, count=n, offset=begin)
-        return region.view(tensor.shape).copy_(tensor)
+        return region.view(*shape)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a uint8 tensor that is not empty, in this memory."""
+        return self.new(tensor.shape).copy_(tensor)
 
 
 def move(tensors: Iterable[Tensor]) -> None:

@@ -289,7 +289,11 @@ class Products(Dots):
 
 
 class BlockTile(Emitter):
-    """Emits the function that multiplies ``ROWS`` interleaved rows of W by rows of x."""
+    """Emits the function that multiplies ``ROWS`` interleaved rows of W by rows of x.
+
+    Meanwhile blocks ``AHEAD`` bytes further on are read into the L2 cache: of the same rows, then
+    of those that the thread multiplies next.
+    """
 
     def __init__(self, module: Any, cpu: Processor, ggml_type: int) -> None:
         super().__init__(module, cpu.lanes)
@@ -304,8 +308,9 @@ class BlockTile(Emitter):
         return tile_function(self, f"block_tile_{self.ggml_type}", self._emit, more=2)
 
     def _emit(self, given: TileArguments, rows: Any, count: Any) -> None:
-        w, _, x, x_stride, inputs, y, y_stride, bias, _ = given
+        w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead = given
         b, form = self.b, self.form
+        size = b.mul(w_stride, I64(ROWS))
         unpacked, totals = (
             b.ptrtoint(self._memory(n), I64) for n in (UNPACKED, 4 * ROWS * MOST_ROWS)
         )
@@ -322,11 +327,12 @@ class BlockTile(Emitter):
             at = b.mul(b.udiv(k, I64(form.numbers)), I64(ROWS * form.size))
             left = b.udiv(b.sub(inputs, k), I64(GROUP))
             groups = b.select(b.icmp_signed("<", left, I64(GROUPS)), left, I64(GROUPS))
-            blocks = b.add(w, at)
-            b.call(unpack, [blocks, groups, unpacked])
+            b.call(unpack, [b.add(w, at), groups, unpacked])
             records = self.at(x, b.udiv(k, I64(GROUP)), x_stride)
-            given = unpacked, x_stride, groups, b.add(blocks, I64(AHEAD))
-            self._multiply(records, rows, totals, *given)
+            further = b.add(at, I64(AHEAD))
+            is_here = b.icmp_signed("<", further, size)
+            lines = b.select(is_here, b.add(w, further), b.add(ahead, b.sub(further, size)))
+            self._multiply(records, rows, totals, unpacked, x_stride, groups, lines)
             return []
 
         self.loop(I64(0), inputs, CHUNK, [], add)

@@ -169,7 +169,8 @@ def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
 
 def _can_gate(gate: linear.Layer, up: linear.Layer) -> bool:
     """Return whether the kernel multiplies gate and up projections together."""
-    return gate.weight.shape == up.weight.shape and gate.ggml_type == up.ggml_type
+    same = gate.inputs == up.inputs and gate.outputs == up.outputs
+    return same and gate.ggml_type == up.ggml_type
 
 
 def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
@@ -467,7 +468,7 @@ def _is_gated_mlp(mlp: nn.Module) -> bool:
     gate, up, down = (_weights(layer, dtype) for layer in layers)
     if not (gate and up and down) or not _can_gate(gate, up):
         return False
-    if down.inputs != gate.weight.shape[0]:
+    if down.inputs != gate.outputs:
         return False
     inputs = sample(gate.inputs, dtype)
     gated, _ = linear.products(inputs, (gate, up), gated=True)

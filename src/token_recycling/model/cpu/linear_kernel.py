@@ -145,8 +145,11 @@ def _block_tiles(b: Any, form: int, call: Any) -> None:
         down, along = b.mul(n, w_stride), b.mul(n, I64(BYTES[FLOAT32]))
         bias_here = b.select(b.icmp_signed("==", bias, I64(0)), bias, b.add(bias, along))
         multiplied = [b.add(w, down), w_stride, x, x_stride, inputs]
-        written = [b.add(y, along), y_stride, bias_here, b.add(ahead, down)]
-        b.call(tile, [*multiplied, *written, s, b.sub(outputs, n)])
+        left = b.sub(outputs, n)
+        following = b.add(b.add(w, down), b.mul(w_stride, I64(INTERLEAVED)))
+        is_last = b.icmp_signed("<=", left, I64(INTERLEAVED))
+        next_rows = b.select(is_last, ahead, following)
+        b.call(tile, [*multiplied, b.add(y, along), y_stride, bias_here, next_rows, s, left])
         return []
 
     emitter.loop(I64(0), outputs, INTERLEAVED, [], multiply)
