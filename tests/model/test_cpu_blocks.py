@@ -1,6 +1,8 @@
 """Weights in the block formats of GGUF files: numbers, products and layers."""
 
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +16,18 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from few import first_of
-from token_recycling.model.cpu import linear, packed, team
-from token_recycling.model.cpu.block_formats import FORMATS
-from token_recycling.model.cpu.block_tile import GROUP
-from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, product, products
-from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, dequantised
+from token_recycling.model.cpu import linear, team
+from token_recycling.model.cpu.block_formats import FORMATS, ROWS
+from token_recycling.model.cpu.block_inputs import GROUP
+from token_recycling.model.cpu.block_tile import MOST_ROWS
+from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, products
+from token_recycling.model.cpu.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    filled_up,
+    interleaved,
+    read_rows,
+)
 
 pytestmark = pytest.mark.skipif(
     not team.is_available(), reason="there is no team of threads on this machine"
@@ -44,6 +53,16 @@ def blocks(ggml_type, rows, inputs, seed=0, wider=0):
         raw[:, 0] = draws.integers(117, 124, count)  # exponents
     found = torch.from_numpy(raw.reshape(rows, -1))
     return found[:, : inputs // form.numbers * form.size]
+
+
+def layer_of(ggml_type, w, bias=None):
+    """Return the layer with these blocks of a file."""
+    return Layer(interleaved(w, ggml_type), bias, ggml_type, len(w))
+
+
+def product(x, w, bias, ggml_type):
+    """Multiply by blocks of a file."""
+    return products(x, [layer_of(ggml_type, w, bias)])[0]
 
 
 def numbers(ggml_type, w):
@@ -82,19 +101,34 @@ def right(found, x, ggml_type, w, bias=None):
 
 
 @pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
-def test_dequantised_numbers_are_those_of_the_package_gguf(ggml_type):
+def test_rows_have_the_numbers_of_the_package_gguf(ggml_type):
+    """In an order of their own, and as wide as a part of what is in memory."""
     w = blocks(ggml_type, 37, 768, wider=256)
-    found = dequantised(w, ggml_type, 768)
-    wanted = numbers(ggml_type, w).float()
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(1))
+    weight = interleaved(w, ggml_type, order)
+    assert weight.shape == (48, w.shape[1])
+    found = read_rows(weight, ggml_type, torch.arange(37))
+    wanted = numbers(ggml_type, w)[order].float()
     # A product and a minimum are added in one rounding here.
     largest = wanted.abs().max() if FORMATS[ggml_type].minima else 0
     torch.testing.assert_close(found, wanted, rtol=0, atol=float(largest) * 2**-22)
+    filled = read_rows(weight, ggml_type, torch.arange(37, 48))
+    assert ggml_type == MXFP4 or not filled.any()
+
+
+@pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
+def test_memory(ggml_type):
+    """As many bytes as in the file, but for rows that fill up the last ones."""
+    w = blocks(ggml_type, 64, 512)
+    assert interleaved(w, ggml_type).nbytes == w.numel()
+    assert sum(size for _, size in FORMATS[ggml_type].elements()) == FORMATS[ggml_type].size
 
 
 def test_powers_of_two_without_an_exponent_of_their_own():
     w = blocks(MXFP4, 3, 256)
     w.view(3, 8, 17)[:, :, 0] = torch.arange(24).view(3, 8) % 3
-    assert torch.equal(dequantised(w, MXFP4, 256).double(), numbers(MXFP4, w))
+    found = read_rows(interleaved(w, MXFP4), MXFP4, torch.arange(3))
+    assert torch.equal(found.double(), numbers(MXFP4, w))
 
 
 @pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
@@ -125,7 +159,7 @@ def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(g
         whole = product(x, w, None, ggml_type)
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            for rows in (*range(1, 20), 33, 64, 127):
+            for rows in (*range(1, 20), 33, MOST_ROWS, MOST_ROWS + 1, 127):
                 assert torch.equal(product(x[:rows], w, None, ggml_type), whole[:rows])
                 assert torch.equal(product(x[-rows:], w, None, ggml_type), whole[-rows:])
     finally:
@@ -155,57 +189,63 @@ def test_very_small_and_large_inputs(ggml_type, size):
 
 def test_layers_of_several_kinds_with_the_same_inputs():
     x = torch.randn(5, 256)
-    layers = [Layer(blocks(t, n, 256), None, t) for t, n in ((12, 48), (14, 16), (12, 16))]
+    layers = [layer_of(t, blocks(t, n, 256)) for t, n in ((12, 47), (14, 16), (12, 16))]
     for layer, found in zip(layers, products(x, layers)):
-        assert torch.equal(found, product(x, *layer))
+        assert torch.equal(found, products(x, [layer])[0])
         assert layer.inputs == 256
+        assert found.shape == (5, layer.outputs)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_gated_layers(rows):
     x = torch.randn(rows, 256)
-    gate, up = (Layer(blocks(12, 70, 256, seed), None, 12) for seed in (1, 2))
+    gate, up = (layer_of(12, blocks(12, 70, 256, seed)) for seed in (1, 2))
     found, _ = products(x, [gate, up], gated=True)
-    wanted = functional.silu(product(x, *gate)) * product(x, *up)
+    first, second = (products(x, [layer])[0] for layer in (gate, up))
+    wanted = functional.silu(first) * second
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, MOST_TOKENS, MOST_TOKENS + 1])
-def test_a_layer(rows, dtype, monkeypatch):
-    """Many rows are multiplied by strips of dequantised weights."""
-    monkeypatch.setattr(packed, "STRIP", 256 * 20)
+@pytest.mark.parametrize("rows", [1, MOST_TOKENS, 300])
+def test_a_layer(rows, dtype):
     w, bias = blocks(12, 70, 256), torch.randn(70)
-    layer = PackedLinear(256, w, 12, bias)
+    layer = PackedLinear(256, 70, interleaved(w, 12), 12, bias)
     x = torch.randn(1, rows, 256).to(dtype)
     found = layer(x)
     assert found.shape == (1, rows, 70)
     assert found.dtype == dtype
+    assert torch.equal(found[:, :1], layer(x[:, :1]))
     wanted = functional.linear(x.double(), numbers(12, w), bias.double())
-    off = (found.double() - wanted).norm() / wanted.norm()
-    assert off < (0.02 if rows <= MOST_TOKENS else 1e-5 if dtype == torch.float32 else 0.005)
+    assert (found.double() - wanted).norm() / wanted.norm() < 0.02
     assert layer(x[:, :0]).shape == (1, 0, 70)
     assert repr(layer) == "PackedLinear(256, 70, bias=True, Q4_K)"
 
 
 def test_an_embedding():
     w = blocks(14, 30, 512)
-    table = PackedEmbedding(512, w, 14)
+    table = PackedEmbedding(30, 512, interleaved(w, 14), 14)
     ids = torch.tensor([[3, 0], [29, 3]])
     assert torch.equal(table(ids).double(), numbers(14, w)[ids])
+    assert table(ids[:0]).shape == (0, 2, 512)
     assert repr(table) == "PackedEmbedding(30, 512, Q6_K)"
+    for wrong in (-1, 30, 31):
+        with pytest.raises(IndexError):
+            table(torch.tensor([0, wrong]))
 
 
 # Runs the products above with a kernel compiled for another processor, or a broken one.
 CHECK = """
 import sys, torch
-from token_recycling.model.cpu import block_formats, block_tile, elementwise_kernel, linear_kernel
-from token_recycling.model.cpu.vectors import processor
+from llvmlite import ir
+from token_recycling.model.cpu import block_formats, block_inputs, block_layout, block_tile
+from token_recycling.model.cpu import linear_kernel, vectors
+from token_recycling.model.cpu.vectors import Processor, processor
 numba = linear_kernel.numba
 numba.cfunc = lambda kind, cache=True, cfunc=numba.cfunc: cfunc(kind)
-{fault}
 sys.path.insert(0, {tests!r})
+{fault}
 from model.test_cpu_blocks import FORMATS, blocks, product, right
 torch.manual_seed(0)
 wrong = ""
@@ -233,9 +273,10 @@ def in_another_process(fault="", types=TYPES, **env):
 
 SMALL = "+avx2,+fma,+f16c,+bmi,+bmi2"
 NARROWER = {
-    "AVX2": ("haswell", SMALL),
-    "AVX-VNNI": ("alderlake", SMALL + ",+avxvnni"),
+    "AVX2": ("avx2", "haswell", SMALL),
+    "AVX-VNNI": ("avx_vnni", "alderlake", SMALL + ",+avxvnni"),
     "AVX-512 without VNNI": (
+        "avx512bw",
         "skylake-avx512",
         SMALL + ",+avx512f,+avx512vl,+avx512bw,+avx512dq",
     ),
@@ -245,13 +286,33 @@ NARROWER = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NARROWER)
 def test_narrower_vectors(name):
-    needed = {"AVX2": "avx2", "AVX-VNNI": "avx_vnni", "AVX-512 without VNNI": "avx512bw"}[name]
+    needed, cpu, features = NARROWER[name]
     if needed not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip("this processor does not run them")
-    cpu, features = NARROWER[name]
     found = in_another_process(NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features)
     assert found.endswith("right"), found
     assert "tiles=False" in found
+
+
+# Processors by the lanes of their vectors and their instruction for products of bytes.
+EMULATED = {
+    "AVX-512 VNNI": "16, False, False, 'vpdpbusd', True",
+    "AVX-VNNI": "8, False, False, 'vpdpbusd', True",
+    "AVX2": "8, False, False, '', True",
+    "NEON": "4, False, False, '', True",
+}
+EMULATE = """
+Processor.of = classmethod(lambda cls, features: cls({about}))
+import emulated_dots
+emulated_dots.install()
+"""
+
+
+@pytest.mark.parametrize("name", first_of(EMULATED))
+def test_wider_and_narrower_vectors_in_plain_instructions(name):
+    """LLVM makes vectors of any width from those that there are; products of bytes are emulated."""
+    found = in_another_process(EMULATE.format(about=EMULATED[name]))
+    assert found.endswith("right"), found
 
 
 # What is broken, and in which types it shows.
@@ -262,30 +323,39 @@ FAULTS = {
         "block_formats.FORMATS[12] = __import__('dataclasses').replace("
         "block_formats.FORMATS[12], parts=lambda first: q(first ^ 32))",
     ),
-    "minima": ([3], "block_tile.BlockTile._add_minima = lambda self, minima, at, totals: None"),
-    "minima of 256": (
-        [12],
-        "block_tile.BlockTile._add_minima = lambda self, minima, at, totals: None",
+    "minima": (
+        [3],
+        "old = block_formats._scale_and_minimum\n"
+        "block_formats.FORMATS[3] = __import__('dataclasses').replace(block_formats.FORMATS[3],"
+        "scale=lambda blocks, n: (old(blocks, n)[0], blocks.emitter.splat(0.0)))",
     ),
-    "offset": ([2], "block_tile.offset_of = lambda ggml_type, cpu: 0"),
+    "sums of halves": ([14], "block_inputs.HALF_SUMS = block_tile.HALF_SUMS = block_tile.SUM"),
+    "offset": (
+        [2],
+        "block_formats.FORMATS[2] = __import__('dataclasses').replace("
+        "block_formats.FORMATS[2], offset=7)",
+    ),
     "scales": (
         [14],
-        "block_formats.BlockRow.scale = lambda self, numbers: "
-        "self._picked(self.scales, [numbers[0]] * len(numbers))",
+        "old = block_formats._q6_k_scale\n"
+        "block_formats.FORMATS[14] = __import__('dataclasses').replace("
+        "block_formats.FORMATS[14], scale=lambda blocks, n: old(blocks, n // 2 * 2))",
     ),
-    "last block": (
-        [8],
-        "block_tile.BlockTile._last_block = lambda self, whole, inputs, totals: totals",
-    ),
+    "last blocks": ([8], "block_tile.CHUNK = block_tile.GROUPS * 64"),
+    "rows": ([8], "block_tile.ROWS = 8"),
     "table": (
         [23],
         "block_formats.FORMATS[23] = __import__('dataclasses').replace("
         "block_formats.FORMATS[23], table=block_formats.FLOAT4)",
     ),
-    "fifth bits": (
-        [6],
-        "block_formats.BlockRow._fifth_bits = lambda self, first, count: block_formats.ir.Constant("
-        "block_formats.ir.VectorType(block_formats.I8, count), [0] * count)",
+    "fifth bits": ([6], "block_layout._rearranged = lambda b, word: word"),
+    "sums in 16 bits": (
+        [8],
+        EMULATE.format(about=EMULATED["AVX2"]) + "old = block_tile.Dots.__init__\n"
+        "def new(self, *arguments, **options):\n"
+        "    old(self, *arguments, **options)\n"
+        "    self.many = 8\n"
+        "block_tile.Dots.__init__ = new",
     ),
 }
 
@@ -303,11 +373,12 @@ def test_without_the_instruction_of_avx_512():
 
 
 def test_code_for_arm():
-    """Compiled by LLVM and not run: 4 rows of weights times 2 of inputs, 64 numbers at a time."""
+    """Compiled by LLVM and not run: two rows of inputs times 16 of weights, 32 numbers each."""
     import llvmlite.binding as llvm
     from llvmlite import ir
 
-    from token_recycling.model.cpu.block_tile import BlockTile, Rounding, sums_of
+    from token_recycling.model.cpu.block_inputs import Record
+    from token_recycling.model.cpu.block_tile import Products, Unpacking
     from token_recycling.model.cpu.vectors import Processor
 
     llvm.initialize_all_targets()
@@ -319,8 +390,9 @@ def test_code_for_arm():
         module = ir.Module()
         module.triple = "aarch64-unknown-linux-gnu"
         for function in (
-            BlockTile(module, cpu, ggml_type, 4, 2, 4).tile(),
-            Rounding(module, cpu, sums_of(ggml_type, cpu)).row(),
+            Products(module, cpu, ggml_type, 2).products(),
+            Unpacking(module, cpu, ggml_type).unpack(),
+            Record(module, cpu.lanes).record(),
         ):
             function.linkage = "external"
         checked = llvm.parse_assembly(str(module))
@@ -329,15 +401,44 @@ def test_code_for_arm():
             cpu="neoverse-n1", features="+dotprod", opt=3
         )
         code = machine.emit_assembly(checked)
-        assert code.count("\tsdot\t") >= 16 * FORMATS[ggml_type].numbers // 32
+        assert code.count("\tsdot\t") == 2 * ROWS // 4 * GROUP // 4
 
 
-def test_the_kernel_is_used_for_few_rows(monkeypatch):
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM assembles instructions of its own")
+@pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
+def test_code_for_avx_512(ggml_type):
+    """Compiled and not run: an instruction multiplies 16 rows by a number of x in memory."""
+    import llvmlite.binding as llvm
+    from llvmlite import ir
+
+    from token_recycling.model.cpu.block_tile import AT_ONCE, Products
+    from token_recycling.model.cpu.vectors import Processor
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    llvm.initialize_native_asmparser()
+    features = "+avx512f,+avx512bw,+avx512vl,+avx512vnni"
+    cpu, s = Processor.of(features), AT_ONCE[16][0]
+    module = ir.Module()
+    module.triple = "x86_64-unknown-linux-gnu"
+    Products(module, cpu, ggml_type, s).products().linkage = "external"
+    machine = llvm.Target.from_triple(module.triple).create_target_machine(
+        cpu="cascadelake", features=features, opt=3
+    )
+    code = machine.emit_assembly(llvm.parse_assembly(str(module)))
+    assert len(re.findall(r"vpdpbusd\t\d*\(%\w+\)\{1to16\}, %zmm", code)) == s * GROUP // 4
+    assert len(re.findall(r"\(%r[sb]p\)", code)) < 8  # sums stay in registers
+
+
+def test_the_kernel_is_used_for_any_number_of_rows(monkeypatch):
     seen = []
     kernel = linear.products
     monkeypatch.setattr(linear, "products", lambda *a, **k: seen.append(a) or kernel(*a, **k))
-    layer = PackedLinear(256, blocks(8, 16, 256), 8)
-    layer(torch.randn(MOST_TOKENS, 256))
-    assert len(seen) == 1
-    layer(torch.randn(MOST_TOKENS + 1, 256))
-    assert len(seen) == 1
+    layer = PackedLinear(256, 16, interleaved(blocks(8, 16, 256), 8), 8)
+    for rows in (1, MOST_TOKENS, MOST_TOKENS + 1):
+        layer(torch.randn(rows, 256))
+    assert len(seen) == 3
+
+
+def test_rows_that_fill_up():
+    assert [filled_up(n) for n in (1, 16, 17)] == [16, 16, 32]
