@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from token_recycling.checkpoint.gguf_reader import MAGIC, Reader
 from token_recycling.errors import TokenRecyclingError
 
 SUFFIX = ".gguf"
-MAGIC = b"GGUF"
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 PACKAGES = ("gguf", "accelerate")  # what Transformers needs to read such a file
 INSTALL = "pip install 'token-recycling[gguf]'"
@@ -24,12 +22,6 @@ BLOCK = re.compile(r"blk\.(\d+)\.")
 MERGE = "merge them with llama-gguf-split --merge, and give the result"
 SHOWN = 3  # names in a message
 HINT = "it may be damaged, or of a kind that the installed transformers and gguf do not read"
-# Codes of ``struct`` for numbers in a header, by their names in the package gguf.
-SCALARS = {
-    **{"UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q"},
-    **{"INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q"},
-    **{"FLOAT32": "f", "FLOAT64": "d", "BOOL": "?"},
-}
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -102,17 +94,28 @@ def check_whole(file: Path) -> None:
     Raises:
         TokenRecyclingError: it is cut off or a part of a model, or has other layers.
     """
-    _check_end(file)
     import gguf
 
+    size = file.stat().st_size
     try:
-        reader = gguf.GGUFReader(file)
+        reader: Any = gguf.GGUFReader(file)
         fields, names = reader.fields, [str(tensor.name) for tensor in reader.tensors]
+        end = reader.end if isinstance(reader, Reader) else 0
         architecture = fields["general.architecture"].contents()
         blocks = fields[f"{architecture}.block_count"].contents()
         parts = fields["split.count"].contents() if "split.count" in fields else 0
+    except EOFError:
+        raise TokenRecyclingError(
+            f"cannot load the model {file}: it is truncated at byte {size:,}, within its "
+            "header, or damaged; download it again"
+        ) from None
     except Exception:  # a broken file: whoever loads it says why
         return
+    if end > size:
+        raise TokenRecyclingError(
+            f"cannot load the model {file}: it is truncated at byte {size:,} of {end:,}; "
+            "download it again"
+        )
     if parts > 1:
         raise TokenRecyclingError(f"{file.name} is one of {parts} files of a model; {MERGE}")
     last = max((int(match[1]) for name in names if (match := BLOCK.match(name))), default=-1)
@@ -123,82 +126,6 @@ def check_whole(file: Path) -> None:
         )
 
 
-def _check_end(file: Path) -> None:
-    """Check that a file is as long as its header says (docs/gguf.md of ggml, versions 2 and 3).
-
-    Raises:
-        TokenRecyclingError: it is shorter.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        try:
-            end = _expected_end(stream, size)
-        except EOFError:
-            raise TokenRecyclingError(
-                f"cannot load the model {file}: it is truncated at byte {size:,}, within its "
-                "header, or damaged; download it again"
-            ) from None
-        except Exception:  # damaged, or of another version: whoever loads it says why
-            return
-    if end > size:
-        raise TokenRecyclingError(
-            f"cannot load the model {file}: it is truncated at byte {size:,} of {end:,}; "
-            "download it again"
-        )
-
-
-def _expected_end(stream: BinaryIO, size: int) -> int:
-    """Return the number of bytes that the header of a GGUF file of ``size`` bytes announces.
-
-    Raises:
-        EOFError: the file ends within the header.
-        Exception: whatever a header that is damaged, or of another version, leads to.
-    """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-
-    def numbers(form: str) -> tuple[Any, ...]:
-        layout = struct.Struct("<" + form)
-        if stream.tell() + layout.size > size:
-            raise EOFError
-        return layout.unpack(stream.read(layout.size))
-
-    def text() -> str:
-        (length,) = numbers("Q")
-        return str(numbers(f"{length}s")[0], "utf-8")
-
-    def value(kind: GGUFValueType) -> Any:
-        if kind == GGUFValueType.STRING:
-            return text()
-        if kind != GGUFValueType.ARRAY:
-            return numbers(SCALARS[kind.name])[0]
-        of, count = numbers("IQ")
-        inner = GGUFValueType(of)
-        if inner in (GGUFValueType.STRING, GGUFValueType.ARRAY):
-            for _ in range(count):
-                value(inner)
-        else:
-            numbers(f"{count * struct.calcsize('<' + SCALARS[inner.name])}x")
-        return None
-
-    magic, version, tensors, fields = numbers("4sIQQ")
-    if magic != MAGIC or version not in (2, 3):
-        raise ValueError
-    alignment = 32
-    for _ in range(fields):
-        name, (kind,) = text(), numbers("I")
-        found = value(GGUFValueType(kind))
-        if name == "general.alignment":
-            alignment = int(found)
-    last = 0
-    for _ in range(tensors):
-        text()
-        (dimensions,) = numbers("I")
-        *shape, kind, offset = numbers(f"{dimensions}QIQ")
-        block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        last = max(last, offset + math.prod(shape) // block * width)
-    return -(-stream.tell() // alignment) * alignment + last
-
-
 _reading = threading.Lock()
 
 
@@ -206,9 +133,9 @@ _reading = threading.Lock()
 def read_once(file: Path) -> Iterator[None]:
     """Let all that reads this GGUF file meanwhile share one reader, and one table of names.
 
-    Transformers parses a file anew for the configuration, the tokenizer and the weights, which
-    takes seconds each time for the strings of a vocabulary, and makes a table of the names of
-    tensors for every module of the model.
+    Transformers parses a file anew for the configuration, the tokenizer and the weights, and makes
+    a table of the names of tensors for every module of the model. What ``Reader`` cannot read is
+    left to ``gguf.GGUFReader``.
     """
     import gguf
 
@@ -219,8 +146,13 @@ def read_once(file: Path) -> Iterator[None]:
         if str(path) != given:
             return stock(path, mode)
         if not readers:
-            # Privately, because PyTorch wants memory that it may write to.
-            readers.append(stock(path, "c"))
+            try:
+                readers.append(Reader(path))
+            except EOFError:
+                raise
+            except Exception:
+                # Privately, because PyTorch wants memory that it may write to.
+                readers.append(stock(path, "c"))
         return readers[0]
 
     with _reading:

@@ -17,6 +17,7 @@ from token_recycling.checkpoint.gguf import (
     listed,
     read_once,
 )
+from token_recycling.checkpoint.gguf_tokenizer import kept_tokenizer
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.model.gpu import adjacent
 from token_recycling.util import huge_pages
@@ -238,8 +239,13 @@ def load_tokenizer(name_or_path: str | Path | None, **options: Any) -> Any:
     path, resolved = resolve(name_or_path)
     options = {**resolved, **options}
     used = {name: value for name, value in options.items() if name in TOKENIZER_OPTIONS}
-    try:
+
+    def load() -> Any:
         return AutoTokenizer.from_pretrained(path, **used)
+
+    file = Path(path, used.get("gguf_file", ""))
+    try:
+        return kept_tokenizer(file, load) if "gguf_file" in used and file.is_file() else load()
     except Exception as error:  # a broken checkpoint may raise anything
         location = Path(path, used["gguf_file"]) if "gguf_file" in used else path
         line = one_line(error, 300)
