@@ -17,6 +17,8 @@ from gguf_files import write_gguf
 from models import plain
 from token_recycling import TokenRecycling, TokenRecyclingError, load_checkpoint
 from token_recycling.checkpoint import gguf as reading
+from token_recycling.checkpoint import load
+from token_recycling.checkpoint.gguf_reader import Reader
 
 PROMPT = list(range(40, 60))
 
@@ -185,3 +187,69 @@ def test_packages_that_are_missing(file, monkeypatch):
     message = refusal(file)
     assert "without the packages gguf" in message
     assert "pip install 'token-recycling[gguf]'" in message
+
+
+def test_the_header_is_what_the_package_gguf_reads(file):
+    stock, ours = gguf.GGUFReader(file), Reader(file)
+    own = {name for name in stock.fields if not name.startswith("GGUF.")}
+    assert set(ours.fields) == own
+    for name in own:
+        field, right = ours.fields[name], stock.fields[name].contents()
+        values = [field.parts[n] for n in field.data]
+        assert values == (right if isinstance(right, list) else [right])
+    assert [one.name for one in ours.tensors] == [one.name for one in stock.tensors]
+    for found, right in zip(ours.tensors, stock.tensors):
+        assert found.tensor_type == right.tensor_type
+        assert found.data_offset == right.data_offset
+        assert (found.shape == right.shape).all()
+        assert found.data.dtype == right.data.dtype
+        assert (found.data == right.data).all()
+    assert ours.end <= file.stat().st_size
+
+
+@pytest.fixture
+def kept(file, tmp_path, monkeypatch):
+    """A call that loads the tokenizer of the file, and how often it was built."""
+    monkeypatch.setenv("TOKEN_RECYCLING_CACHE", str(tmp_path / "cache"))
+    built = []
+    stock = load.kept_tokenizer
+
+    def counted(path, build):
+        return stock(path, lambda: built.append(path) or build())
+
+    monkeypatch.setattr(load, "kept_tokenizer", counted)
+    return lambda: load.load_tokenizer(file), built
+
+
+def test_a_tokenizer_is_built_once(file, kept):
+    tokenizer, built = kept
+    first, again = tokenizer(), tokenizer()
+    assert len(built) == 1
+    assert type(first) is type(again)
+    assert first.get_vocab() == again.get_vocab()
+    assert first.special_tokens_map == again.special_tokens_map
+    assert first.chat_template == again.chat_template
+    assert first.name_or_path == again.name_or_path
+    for text in ("The king is dead.", "  two  spaces\nand a line", "naïve café 東京 🙂"):
+        ids = first(text).input_ids
+        assert ids == again(text).input_ids
+        assert first.decode(ids) == again.decode(ids)
+
+
+def test_a_damaged_kept_tokenizer_is_built_anew(kept, tmp_path):
+    tokenizer, built = kept
+    tokenizer()
+    (path,) = (tmp_path / "cache").rglob("tokenizer.json")
+    path.write_text("{")
+    assert tokenizer().get_vocab()
+    assert len(built) == 2
+    tokenizer()
+    assert len(built) == 2
+
+
+def test_a_tokenizer_that_cannot_be_kept(kept, tmp_path):
+    tokenizer, built = kept
+    (tmp_path / "cache").write_text("a file")
+    assert tokenizer().get_vocab()
+    assert tokenizer().get_vocab()
+    assert len(built) == 2

@@ -21,6 +21,7 @@ from token_recycling.model.cpu.block_formats import FORMATS, ROWS
 from token_recycling.model.cpu.block_inputs import GROUP
 from token_recycling.model.cpu.block_tile import MOST_ROWS
 from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, products
+from token_recycling.model.cpu.linear_kernel import SILU
 from token_recycling.model.cpu.packed import (
     PackedEmbedding,
     PackedLinear,
@@ -200,7 +201,7 @@ def test_layers_of_several_kinds_with_the_same_inputs():
 def test_gated_layers(rows):
     x = torch.randn(rows, 256)
     gate, up = (layer_of(12, blocks(12, 70, 256, seed)) for seed in (1, 2))
-    found, _ = products(x, [gate, up], gated=True)
+    found, _ = products(x, [gate, up], gated=SILU)
     first, second = (products(x, [layer])[0] for layer in (gate, up))
     wanted = functional.silu(first) * second
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -15,8 +15,9 @@ from few import first_of
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model.cpu import layers, linear, team
-from token_recycling.model.cpu.layers import cover
+from token_recycling.model.cpu.layers import ACTIVATIONS, cover
 from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, product, products
+from token_recycling.model.cpu.linear_kernel import GELU, GELU_TANH, SILU
 from token_recycling.model.cpu.vectors import FORMS, Processor, processor
 from token_recycling.model.shadow import shadow_of
 
@@ -295,29 +296,32 @@ def test_layers_with_the_same_inputs(rows, heights, inputs, dtype, seed):
     height=OUTPUTS,
     inputs=INPUTS,
     dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from([SILU, GELU_TANH, GELU]),
     seed=st.integers(0, 2**16),
 )
-def test_gated_layers(rows, height, inputs, dtype, seed):
+def test_gated_layers(rows, height, inputs, dtype, activation, seed):
     """Rounded where PyTorch rounds: to the gate, to its activation and to the product."""
     draws = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=draws).to(dtype)
     gate, up = (torch.randn(height, inputs, generator=draws).to(dtype) for _ in range(2))
-    found, _ = products(x, [Layer(gate), Layer(up)], gated=True)
+    found, _ = products(x, [Layer(gate), Layer(up)], gated=activation)
     other = product(x, up)
-    wanted = functional.silu(product(x, gate)) * other
+    activated = ACTIVATIONS[activation](product(x, gate).double()).to(dtype)
+    wanted = activated * other
     off = (found.float() - wanted.float()).abs()
     smallest = 2**-24 * other.float().abs()  # an activation may be the smallest number above 0
     assert (off <= 8 * ROUNDING[dtype] * wanted.float().abs() + smallest + 1e-6).all()
     for row in range(rows):
-        alone, _ = products(x[row : row + 1], [Layer(gate), Layer(up)], gated=True)
+        alone, _ = products(x[row : row + 1], [Layer(gate), Layer(up)], gated=activation)
         assert torch.equal(alone[0], found[row])
 
 
-def test_gates_that_are_not_finite():
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, GELU])
+def test_gates_that_are_not_finite(activation):
     gate = torch.tensor([[1e30, -1e30, float("nan"), 0.0, -200.0, 200.0]]).T.contiguous()
     x, up = torch.ones(1, 1), torch.full((6, 1), 2.0)
-    found, _ = products(x, [Layer(gate), Layer(up)], gated=True)
-    wanted = functional.silu(gate.T) * 2
+    found, _ = products(x, [Layer(gate), Layer(up)], gated=activation)
+    wanted = ACTIVATIONS[activation](gate.T) * 2
     assert torch.allclose(found, wanted, equal_nan=True)
 
 

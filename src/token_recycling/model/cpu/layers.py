@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
 from token_recycling.model.cache_name import NEW, OLD, cache_in
-from token_recycling.model.cpu import elementwise, linear
+from token_recycling.model.cpu import elementwise, linear, linear_kernel
 from token_recycling.model.cpu.attention import PACKED, is_available
 from token_recycling.model.cpu.capture import Capture, Chain, Recording, Scratch, Watched
 from token_recycling.model.cpu.packed import PackedLinear
@@ -43,6 +44,11 @@ LINEAR = (nn.Linear, PackedLinear)
 # Drafts are filled up to a multiple of this: layers are recorded for every number of tokens, which
 # takes longer than a step, and tiles are four tokens wide and more.
 MULTIPLE = 4
+ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
+    linear_kernel.SILU: functional.silu,
+    linear_kernel.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    linear_kernel.GELU: functional.gelu,
+}
 BOUND = ("attention_mask", OLD, NEW)  # arguments that are set at every replay
 
 
@@ -152,8 +158,8 @@ def _is_bare(layer: nn.Module) -> bool:
     return stock_class(layer) in LINEAR and not _has_hooks(layer) and replacement(layer) is not None
 
 
-def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
-    """``forward`` of ``down(silu(gate(x)) * up(x))``."""
+def _mlp(activation: int, mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of ``down(activation(gate(x)) * up(x))``."""
     if _is_ours(inputs):
         layers = [mlp._modules[name] for name in GATED]
         gate, up, down = (
@@ -161,7 +167,7 @@ def _mlp(mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
             for layer in layers
         )
         if gate and up and down and _can_gate(gate, up) and gate.inputs == inputs.shape[-1]:
-            gated, _ = linear.products(inputs, (gate, up), gated=True)
+            gated, _ = linear.products(inputs, (gate, up), gated=activation)
             return linear.products(gated, (down,))[0]
     unchanged: Tensor = stock(inputs)
     return unchanged
@@ -390,8 +396,8 @@ def _cover(
         if added is not None:
             replace_forward(module, _norm, added)
     elif layers := linear_children(module, GATED, LINEAR):
-        if _compared(module, known, _is_gated_mlp, layers):
-            replace_forward(module, _mlp)
+        if activation := _compared(module, known, _gated_activation, layers):
+            replace_forward(module, _mlp, activation)
     elif layers := linear_children(module, PROJECTIONS, LINEAR):
         first, *others = layers
         replace_forward(first, _first_projection, tuple(others))
@@ -460,18 +466,31 @@ def _added(norm: nn.Module) -> float | None:
     return added_to_weights(norm, elementwise.rms_norm)
 
 
-def _is_gated_mlp(mlp: nn.Module) -> bool:
-    """Return whether a module computes ``down(silu(gate(x)) * up(x))``."""
+def _gated_activation(mlp: nn.Module) -> int | None:
+    """Return the activation of a module that computes ``down(activation(gate(x)) * up(x))``."""
     layers = linear_children(mlp, GATED, LINEAR)
     dtypes: set[Any] = {layer._parameters["weight"].dtype for layer in layers}  # type: ignore[union-attr]
     dtype = torch.float32 if torch.uint8 in dtypes else dtypes.pop()
     gate, up, down = (_weights(layer, dtype) for layer in layers)
-    if not (gate and up and down) or not _can_gate(gate, up):
-        return False
-    if down.inputs != gate.outputs:
-        return False
+    if not (gate and up and down) or not _can_gate(gate, up) or down.inputs != gate.outputs:
+        return None
+    activation = _activation(getattr(mlp, "act_fn", None))
+    if activation is None:
+        return None
     inputs = sample(gate.inputs, dtype)
-    gated, _ = linear.products(inputs, (gate, up), gated=True)
+    gated, _ = linear.products(inputs, (gate, up), gated=activation)
     output = linear.products(gated, (down,))[0]
     # Packed weights are multiplied by rounded inputs.
-    return is_same(output, own_result(mlp, inputs), torch.bfloat16 if down.ggml_type else dtype)
+    right = own_result(mlp, inputs)
+    same = is_same(output, right, torch.bfloat16 if down.ggml_type else dtype)
+    return activation if same else None
+
+
+def _activation(function: Any) -> int | None:
+    """Return which activation a model's function computes; None: none of the kernel's."""
+    numbers = torch.linspace(-9, 9, 999, device="cpu")
+    try:
+        found = function(numbers)
+    except Exception:  # whatever unknown code raises
+        return None
+    return next((n for n, own in ACTIVATIONS.items() if is_same(own(numbers), found)), None)

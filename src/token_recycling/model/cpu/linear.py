@@ -97,13 +97,16 @@ def _fields(layers: int) -> Any:
 
 
 @unwatched
-def products(inputs: Tensor, layers: Sequence[Layer], *, gated: bool = False) -> list[Tensor]:
+def products(
+    inputs: Tensor, layers: Sequence[Layer], *, gated: int = linear_kernel.NOT_GATED
+) -> list[Tensor]:
     """Compute ``torch.nn.functional.linear`` of the same inputs for several layers.
 
     Args:
         inputs: [..., in_features] of the weights' dtype, float32 for blocks; not empty.
         layers: the layers; in one launch if their weights are of one kind.
-        gated: replace the first of two outputs by silu(first) * second, if they are of one kind.
+        gated: an activation (``linear_kernel.SILU`` and so on): the first of two outputs becomes
+            activation(first) * second; the layers are of one kind.
 
     Returns:
         [..., out_features] each; sums are accumulated in float32.

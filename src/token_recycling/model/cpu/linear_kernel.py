@@ -17,6 +17,7 @@ threads nor the other rows, so that these change no bit of it; the number of row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import pi
 from typing import Any
 
 import numba
@@ -59,6 +60,12 @@ SHARES = 10
 PIECE, BUFFER = 2**19, 2**16
 BUFFER_FLOATS = BUFFER // 4
 
+# Activations of the first of two layers, by which the outputs of the second are multiplied.
+NOT_GATED, SILU, GELU_TANH, GELU = range(4)
+SQRT_HALF = 0.5**0.5
+ERFC: tuple[float, ...] = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806)
+ERFC += (0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)
+
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
 X, X_STRIDE, ROWS, INPUTS, LAYERS, GATED, HEIGHT, STRIP_ROWS, SHARE = range(9)
 # The same for each of the layers that multiply x; bias may be 0.
@@ -72,7 +79,7 @@ def fields_of(layers: int) -> int:
 
 
 def shares(
-    form: int, rows: int, w_stride: int, outputs: Sequence[int], threads: int, gated: bool
+    form: int, rows: int, w_stride: int, outputs: Sequence[int], threads: int, gated: int
 ) -> tuple[int, int, int, int]:
     """Divide layers into pieces.
 
@@ -82,7 +89,7 @@ def shares(
         w_stride: bytes from row to row of W.
         outputs: rows of W of each layer.
         threads: that are to share the work.
-        gated: a piece has the same rows of both layers.
+        gated: an activation, for pieces that have the same rows of both layers; or ``NOT_GATED``.
 
     Returns:
         Rows of W in a tile, in a strip and in a piece, and the number of pieces.
@@ -268,33 +275,58 @@ def _release(typing: Any, form: Any) -> Any:
     return types.void(constant(form)), generate
 
 
-@intrinsic(prefer_literal=True)
-def _gate(typing: Any, form: Any, gate: Any, up: Any, count: Any) -> Any:
-    """Replace ``count`` numbers g by silu(g) * up, rounded where PyTorch rounds.
+def _activated(emitter: Any, activation: int, g: Any) -> Any:
+    """Return silu(g), or gelu(g) by tanh or by erf, of a vector; each is g times a share.
 
-    With t = e^-|g|, silu(g) = g / (1 + t) for g >= 0, else g t / (1 + t).
+    silu(g) = g s(g) and, by tanh, gelu(g) = g s(2 sqrt(2 / pi) (g + 0.044715 g^3)), where s(z) is
+    1 / (1 + e^-z), computed as e^z / (1 + e^z) for z < 0. By erf, gelu(g) is
+    g erfc(-g / sqrt(2)) / 2 (Hendrycks and Gimpel, arXiv 1606.08415); erfc has a fractional error
+    of 1.2e-7 (Press et al., Numerical Recipes, 6.2: Chebyshev fitting).
     """
+    b, ones, zeros = emitter.b, emitter.splat(1.0), emitter.splat(0.0)
+    if activation == GELU:
+        z = b.fmul(g, emitter.splat(SQRT_HALF))
+        negative = b.fcmp_ordered("<", z, zeros)
+        size = b.select(negative, b.fsub(zeros, z), z)
+        t = b.fdiv(ones, emitter.fma(size, emitter.splat(0.5), ones))
+        power = emitter.splat(ERFC[-1])
+        for factor in reversed(ERFC[:-1]):
+            power = emitter.fma(power, t, emitter.splat(factor))
+        raised = emitter.exponential(emitter.fma(b.fsub(zeros, size), size, power))
+        half = b.fmul(b.fmul(t, raised), emitter.splat(0.5))
+        return b.fmul(g, b.select(negative, half, b.fsub(ones, half)))
+    z = g
+    if activation == GELU_TANH:
+        cubic = emitter.fma(b.fmul(g, g), emitter.splat(0.044715), ones)
+        z = b.fmul(b.fmul(g, emitter.splat(4 * SQRT_HALF * pi**-0.5)), cubic)
+    negative = b.fcmp_ordered("<", z, zeros)
+    t = emitter.exponential(b.select(negative, z, b.fsub(zeros, z)))
+    above = b.fmul(g, b.select(negative, t, ones))
+    return b.fdiv(above, b.fadd(ones, t))
+
+
+@intrinsic(prefer_literal=True)
+def _gate(typing: Any, form: Any, activation: Any, gate: Any, up: Any, count: Any) -> Any:
+    """Replace ``count`` numbers g by activation(g) * up, rounded where PyTorch rounds."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, emitter = _output(form.literal_value), Emitter(builder.module, processor().lanes)
         emitter.b = b = builder
-        size, ones, zeros = I64(BYTES[kind]), emitter.splat(1.0), emitter.splat(0.0)
+        _, _, gate, up, count = arguments
+        size = I64(BYTES[kind])
 
         def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-            at = emitter.at(arguments[1], k, size)
+            at = emitter.at(gate, k, size)
             g = emitter.numbers(at, kind, mask)
-            other = emitter.numbers(emitter.at(arguments[2], k, size), kind, mask)
-            negative = b.fcmp_ordered("<", g, zeros)
-            t = emitter.exponential(b.select(negative, g, b.fsub(zeros, g)))
-            above = b.fmul(g, b.select(negative, t, ones))
-            silu = emitter.through(b.fdiv(above, b.fadd(ones, t)), kind)
-            emitter.write(b.fmul(silu, other), at, kind, mask)
+            other = emitter.numbers(emitter.at(up, k, size), kind, mask)
+            activated = _activated(emitter, activation.literal_value, g)
+            emitter.write(b.fmul(emitter.through(activated, kind), other), at, kind, mask)
             return []
 
-        emitter.vectors(arguments[3], [], body)
+        emitter.vectors(count, [], body)
         return context.get_dummy_value()
 
-    return types.void(constant(form), *[types.int64] * 3), generate
+    return types.void(constant(form), constant(activation), *[types.int64] * 3), generate
 
 
 def _known(compute: Callable[[int], int]) -> Any:
@@ -422,6 +454,7 @@ def multiply(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> N
     """
     numba.literally(form)
     rows, gated, size = get(fields, ROWS), get(fields, GATED), _output_bytes(form)
+    parts = 2 if gated else 1
     layer, begin, end = _rows(fields, piece)
     next_layer, next_begin, _ = _rows(fields, following)
     behind = 0
@@ -431,7 +464,7 @@ def multiply(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> N
     y += size * begin
     # Many rows: outputs do not fit, so they are written at once.
     width = size * (end - begin)
-    is_buffered = rows * width * (1 + gated) <= BUFFER
+    is_buffered = rows * width * parts <= BUFFER
     if not is_buffered and not claim(seat):
         return
     to, to_stride = y, y_stride
@@ -443,7 +476,13 @@ def multiply(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> N
         _strips(fields, form, 0, begin, end, to, to_stride, _address(fields, 1, begin))
         _strips(fields, form, 1, begin, end, up, to_stride, behind)
         for i in range(rows):
-            _gate(form, to + i * to_stride, up + i * to_stride, end - begin)
+            row, other = to + i * to_stride, up + i * to_stride
+            if gated == SILU:
+                _gate(form, SILU, row, other, end - begin)
+            elif gated == GELU_TANH:
+                _gate(form, GELU_TANH, row, other, end - begin)
+            else:
+                _gate(form, GELU, row, other, end - begin)
     else:
         _strips(fields, form, layer, begin, end, to, to_stride, behind)
     _release(form)
