@@ -7,8 +7,9 @@ the layer is called again with as many tokens. Memory that the layer uses in bet
 recording; its inputs, its output and the KV cache are set at every replay.
 
 A recording is right only if nothing but kernels computes: all functions of PyTorch that the layer's
-code calls are watched. Views are allowed, sums are replaced by a kernel, and anything else leaves
-the layer as it is. The first recording of a layer is replayed at once, and must give the same bits.
+code calls are watched. Views are allowed, sums and products with a number are replaced by kernels,
+and anything else leaves the layer as it is. The first recording of a layer is replayed at once, and
+must give the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from token_recycling.model.cpu.vectors import FORMS
 logger = logging.getLogger(__name__)
 CHUNK = 2**22  # bytes by which the memory of recordings grows
 ALIGNED = 64  # bytes, of a line of the cache
-SUMS = ("add", "__add__", "__radd__")
+SUMS, PRODUCTS = ("add", "__add__", "__radd__"), ("mul", "__mul__", "__rmul__")
 # Functions that compute nothing, although their results are no views: properties of a tensor.
 PROPERTIES = ("__get__", "size", "dim", "numel", "stride", "is_contiguous", "data_ptr", "__len__")
 
@@ -141,6 +142,10 @@ class Capture(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in SUMS and not kwargs and len(args) == 2 and _can_add(*args):
             return elementwise.add(*args)
+        if name in PRODUCTS and not kwargs and len(args) == 2:
+            tensor, factor = args if isinstance(args[0], Tensor) else reversed(args)
+            if isinstance(factor, float) and _can_add(tensor, tensor):
+                return elementwise.multiply(tensor, factor)
         result = function(*args, **kwargs)
         if not _is_view(name, result, args) and self.reason is None:
             self.reason = f"it calls {name}"

@@ -130,6 +130,15 @@ def add(first: Tensor, second: Tensor) -> Tensor:
     return out
 
 
+@unwatched
+def multiply(x: Tensor, factor: float) -> Tensor:
+    """Multiply a contiguous tensor by a number, which is rounded to float32."""
+    out, number = empty(x.shape, x.dtype), ctypes.c_float(factor)
+    fields = _fields(4)(x.data_ptr(), ctypes.addressof(number), out.data_ptr(), out.numel())
+    launch(_kernel("multiply", x.dtype), fields, 1, held=number)
+    return out
+
+
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a contiguous tensor in its own dtype or in float32."""
     if x.dtype == dtype:

@@ -32,7 +32,7 @@ COS, SIN, COS_BATCH, COS_TOKEN, SIN_BATCH, SIN_TOKEN, BATCH, TOKENS, HEAD_SIZE, 
 # The same for each input.
 FROM, TO, HEADS, FROM_BATCH, FROM_HEAD, FROM_TOKEN, TO_BATCH, TO_HEAD, TO_TOKEN = range(9)
 TENSOR_FIELDS, ROTARY_FIELDS = 9, TENSORS + 1
-# Sum of two tensors of COUNT numbers.
+# Sum of two tensors of COUNT numbers, or product of one and a number.
 FIRST, SECOND, SUM, COUNT = range(4)
 # Conversion of COUNT numbers from or to float32.
 CONVERTED_FROM, CONVERTED_TO, CONVERTED_COUNT = range(3)
@@ -134,6 +134,28 @@ def _sum(typing: Any, form: Any, first: Any, second: Any, target: Any, count: An
             x = emitter.numbers(builder.add(first, at), kind, mask)
             y = emitter.numbers(builder.add(second, at), kind, mask)
             emitter.write(builder.fadd(x, y), builder.add(target, at), kind, mask)
+            return []
+
+        emitter.vectors(count, [], body)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), *[types.int64] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def _product(typing: Any, form: Any, source: Any, factor: Any, target: Any, count: Any) -> Any:
+    """Multiply ``count`` numbers by the float32 number at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, source, factor, target, count = arguments
+        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+        repeated = emitter.splat(emitter.load(factor, F32))
+
+        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            at = builder.mul(k, I64(BYTES[kind]))
+            x = emitter.numbers(builder.add(source, at), kind, mask)
+            emitter.write(builder.fmul(x, repeated), builder.add(target, at), kind, mask)
             return []
 
         emitter.vectors(count, [], body)
@@ -264,6 +286,13 @@ def add(fields: Any, form: Any) -> None:
     """Add two tensors."""
     numba.literally(form)
     _sum(form, get(fields, FIRST), get(fields, SECOND), get(fields, SUM), get(fields, COUNT))
+
+
+@numba.njit(error_model="numpy")
+def multiply(fields: Any, form: Any) -> None:
+    """Multiply a tensor by a number, at the address SECOND."""
+    numba.literally(form)
+    _product(form, get(fields, FIRST), get(fields, SECOND), get(fields, SUM), get(fields, COUNT))
 
 
 @numba.njit(error_model="numpy")

@@ -8,7 +8,7 @@ the model's own code before they are replaced, and ``probe`` compares the whole 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -21,6 +21,7 @@ from torch.nn import Parameter, functional
 from token_recycling.model.cache_name import NEW, OLD, cache_in
 from token_recycling.model.cpu import elementwise, linear, linear_kernel
 from token_recycling.model.cpu.attention import PACKED, is_available
+from token_recycling.model.cpu.block_formats import ROWS
 from token_recycling.model.cpu.capture import Capture, Chain, Recording, Scratch, Watched
 from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.vectors import FORMS
@@ -41,6 +42,9 @@ from token_recycling.model.shadow import replace_forward, replacement, stock_cla
 from token_recycling.util.modes import without_autocast
 
 LINEAR = (nn.Linear, PackedLinear)
+# Layers that are several in one, as in Phi-3.
+MERGED_PROJECTIONS, MERGED_GATED = ("qkv_proj",), ("gate_up_proj", "down_proj")
+FUNCTIONS = ("act_fn", "activation_fn")  # names of an MLP's activation
 # Drafts are filled up to a multiple of this: layers are recorded for every number of tokens, which
 # takes longer than a step, and tiles are four tokens wide and more.
 MULTIPLE = 4
@@ -161,22 +165,51 @@ def _is_bare(layer: nn.Module) -> bool:
 def _mlp(activation: int, mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of ``down(activation(gate(x)) * up(x))``."""
     if _is_ours(inputs):
-        layers = [mlp._modules[name] for name in GATED]
-        gate, up, down = (
-            _weights(layer, inputs.dtype) if layer is not None and _is_bare(layer) else None
-            for layer in layers
-        )
-        if gate and up and down and _can_gate(gate, up) and gate.inputs == inputs.shape[-1]:
+        layers = _gated_children(mlp)
+        found = _gated_weights(layers, inputs.dtype) if all(map(_is_bare, layers)) else None
+        if found is not None and found[0].inputs == inputs.shape[-1]:
+            gate, up, down = found
             gated, _ = linear.products(inputs, (gate, up), gated=activation)
             return linear.products(gated, (down,))[0]
     unchanged: Tensor = stock(inputs)
     return unchanged
 
 
-def _can_gate(gate: linear.Layer, up: linear.Layer) -> bool:
-    """Return whether the kernel multiplies gate and up projections together."""
-    same = gate.inputs == up.inputs and gate.outputs == up.outputs
-    return same and gate.ggml_type == up.ggml_type
+def _gated_children(mlp: nn.Module) -> list[nn.Module]:
+    """Return gate, up and down projection of an MLP, of which the first two may be one layer."""
+    return linear_children(mlp, GATED, LINEAR) or linear_children(mlp, MERGED_GATED, LINEAR)
+
+
+def _gated_weights(
+    layers: Sequence[nn.Module], dtype: torch.dtype
+) -> tuple[linear.Layer, linear.Layer, linear.Layer] | None:
+    """Return gate, up and down projection if the kernel multiplies the first two together."""
+    weights = [found for layer in layers if (found := _weights(layer, dtype))]
+    if not layers or len(weights) < len(layers):
+        return None
+    *first, down = weights
+    gate, up = first if len(first) == 2 else _halves(first[0])
+    same = gate.inputs == up.inputs and gate.outputs == up.outputs == down.inputs
+    fills = gate.ggml_type is None or len(first) == 2 or gate.outputs % ROWS == 0
+    return (gate, up, down) if same and fills and gate.ggml_type == up.ggml_type else None
+
+
+def _halves(layer: linear.Layer) -> tuple[linear.Layer, linear.Layer]:
+    """Return the first and the second half of a layer's outputs."""
+    half = layer.outputs // 2
+    rows = None if layer.block_rows is None else half
+    biases = (None, None) if layer.bias is None else (layer.bias[:half], layer.bias[half:])
+    weights = layer.weight[:half], layer.weight[half:]
+    first, second = (
+        linear.Layer(weight, bias, layer.ggml_type, rows) for weight, bias in zip(weights, biases)
+    )
+    return first, second
+
+
+def _projections(attention: nn.Module) -> list[nn.Module]:
+    """Return the projections of an attention layer, which have the same inputs; or the one."""
+    found = linear_children(attention, PROJECTIONS, LINEAR)
+    return found or linear_children(attention, MERGED_PROJECTIONS, LINEAR)
 
 
 def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
@@ -395,10 +428,10 @@ def _cover(
         added = _compared(module, known, _added, [module])
         if added is not None:
             replace_forward(module, _norm, added)
-    elif layers := linear_children(module, GATED, LINEAR):
+    elif layers := _gated_children(module):
         if activation := _compared(module, known, _gated_activation, layers):
             replace_forward(module, _mlp, activation)
-    elif layers := linear_children(module, PROJECTIONS, LINEAR):
+    elif layers := _projections(module):
         first, *others = layers
         replace_forward(first, _first_projection, tuple(others))
         for other in others:
@@ -409,7 +442,7 @@ def _cover(
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:
-    return any(linear_children(child, PROJECTIONS, LINEAR) for child in module.children())
+    return any(map(_projections, module.children()))
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -420,7 +453,7 @@ def _is_known(layer: nn.Module) -> bool:
     ours = (_linear, _first_projection, _other_projection, _mlp, _norm)
     return not any(map(_has_hooks, layer.modules())) and all(
         replacement(module) in ours
-        or bool(linear_children(module, PROJECTIONS, LINEAR))
+        or bool(_projections(module))
         or not (module._modules or module._parameters)
         for module in layer.modules()
         if module is not layer
@@ -468,15 +501,14 @@ def _added(norm: nn.Module) -> float | None:
 
 def _gated_activation(mlp: nn.Module) -> int | None:
     """Return the activation of a module that computes ``down(activation(gate(x)) * up(x))``."""
-    layers = linear_children(mlp, GATED, LINEAR)
+    layers = _gated_children(mlp)
     dtypes: set[Any] = {layer._parameters["weight"].dtype for layer in layers}  # type: ignore[union-attr]
     dtype = torch.float32 if torch.uint8 in dtypes else dtypes.pop()
-    gate, up, down = (_weights(layer, dtype) for layer in layers)
-    if not (gate and up and down) or not _can_gate(gate, up) or down.inputs != gate.outputs:
+    found = _gated_weights(layers, dtype)
+    activation = next(filter(None, (_activation(getattr(mlp, n, None)) for n in FUNCTIONS)), None)
+    if found is None or activation is None:
         return None
-    activation = _activation(getattr(mlp, "act_fn", None))
-    if activation is None:
-        return None
+    gate, up, down = found
     inputs = sample(gate.inputs, dtype)
     gated, _ = linear.products(inputs, (gate, up), gated=activation)
     output = linear.products(gated, (down,))[0]
