@@ -69,4 +69,4 @@ def install():
     """Let kernels be made of these."""
     block_tile.Products._dot = _dot
     block_tile.Products._in_16_bits = _in_16_bits
-    block_formats.Blocks._looked_up = _looked_up
+    block_formats.InterleavedBlocks._looked_up = _looked_up

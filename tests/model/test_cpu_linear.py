@@ -285,7 +285,7 @@ def test_layers_with_the_same_inputs(rows, heights, inputs, dtype, seed):
         for height in heights
     ]
     found = products(x, layers)
-    for (weight, bias, _), one in zip(layers, found):
+    for (weight, bias, *_), one in zip(layers, found):
         assert torch.equal(one, product(x, weight, bias))
         assert right(one, x, weight, bias)
 

@@ -68,7 +68,7 @@ class Format:
     size: int
     shared: int
     narrow: tuple[tuple[int, int], ...]
-    scale: Callable[[Blocks, int], tuple[Emitted, Emitted]]
+    scale: Callable[[InterleavedBlocks, int], tuple[Emitted, Emitted]]
     parts: Callable[[int], tuple[Part, ...]]
     offset: int = 0
     minima: bool = False
@@ -92,7 +92,7 @@ class Format:
             at += size
 
 
-class Blocks:
+class InterleavedBlocks:
     """Interleaved blocks of as many rows as a vector has lanes, while code to read them is emitted.
 
     Args of the constructor:
@@ -192,12 +192,12 @@ class Blocks:
 # whose low halves are the first 16 numbers and whose high halves are the others.
 
 
-def _scale(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
+def _scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """The scale is a float16 number."""
     return blocks.half(0), None
 
 
-def _scale_and_minimum(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
+def _scale_and_minimum(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """So is the minimum."""
     return blocks.half(0), blocks.half(2)
 
@@ -221,7 +221,7 @@ NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89
 FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
 
 
-def _mxfp4_scale(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
+def _mxfp4_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """A scale is half a power of two, whose exponent is the first byte of a block (E8M0)."""
     b, constant = blocks.emitter.b, blocks.constant
     exponents = b.zext(blocks.element(0, 1), blocks.integers)
@@ -236,7 +236,7 @@ def _mxfp4_scale(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
 # of the block.
 
 
-def _iq4_xs_scale(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
+def _iq4_xs_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """Eight scales of 6 bits: low bits in a word, the others in two bytes before it."""
     b = blocks.emitter.b
     low = blocks.bits(blocks.element(4), 4 * n, 4)
@@ -249,7 +249,7 @@ def _iq4_xs(first: int) -> tuple[Part, ...]:
     return (Part(8 + first // 32 * 16 + first % 16, first % 32 // 16 * 4, 4),)
 
 
-def _q4_k_scale(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
+def _q4_k_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """Eight scales and eight minima of 6 bits, whose high bits are scattered over three words."""
     b, found = blocks.emitter.b, []
     for which in range(2):
@@ -271,7 +271,7 @@ def _q5_k(first: int) -> tuple[Part, ...]:
     return low, Part(16 + first % 32, first // 32, 1, 4)
 
 
-def _q6_k_scale(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
+def _q6_k_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """Sixteen scales of 8 bits with a sign."""
     word = blocks.element(192 + n // 4 * 4)
     at_top = blocks.shifted(word, 8 * (n % 4) - 24)
@@ -285,7 +285,7 @@ def _q6_k(first: int) -> tuple[Part, ...]:
     return low, Part(128 + 32 * half + n % 32, n // 32 * 2, 2, 4)
 
 
-def _q2_k_scale(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
+def _q2_k_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """Sixteen scales and sixteen minima of 4 bits, those of the same numbers in a byte."""
     word, at = blocks.element(n // 4 * 4), 8 * (n % 4)
     scale, minimum = (blocks.bits(word, at + shift, 4) for shift in (0, 4))
@@ -298,7 +298,7 @@ def _q2_k(first: int) -> tuple[Part, ...]:
     return (Part(16 + 32 * half + n % 32, n // 32 * 2, 2),)
 
 
-def _q3_k_scale(blocks: Blocks, n: int) -> tuple[Emitted, Emitted]:
+def _q3_k_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """Sixteen scales of 6 bits: low halves in the first 8 of 12 bytes, high bits in the last 4."""
     b = blocks.emitter.b
     low = blocks.bits(blocks.element(96 + n % 8 // 4 * 4), 8 * (n % 4) + n // 8 * 4, 4)

@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from token_recycling.model.cpu.attention_vectors import buffer_of
-from token_recycling.model.cpu.block_formats import FORMATS, QUARTET, ROWS, Blocks
+from token_recycling.model.cpu.block_formats import FORMATS, QUARTET, ROWS, InterleavedBlocks
 from token_recycling.model.cpu.team_kernel import claim
 from token_recycling.model.cpu.vectors import (
     I8,
@@ -78,7 +78,7 @@ def _numbers(typing: Any, ggml_type: Any, address: Any, lane: Any, to: Any) -> A
         _, address, lane, to = arguments
         emitter, form = Emitter(builder.module, processor().lanes), FORMATS[ggml_type.literal_value]
         emitter.b = b = builder
-        blocks = Blocks(emitter, form, address, lane)
+        blocks = InterleavedBlocks(emitter, form, address, lane)
         for first in range(0, form.numbers, form.shared):
             scale, minimum = form.scale(blocks, first // form.shared)
             for n in range(first, first + form.shared, QUARTET):

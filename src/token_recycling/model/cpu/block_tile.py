@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from token_recycling.model.cpu.block_formats import FORMATS, QUARTET, ROWS, Blocks
+from token_recycling.model.cpu.block_formats import FORMATS, QUARTET, ROWS, InterleavedBlocks
 from token_recycling.model.cpu.block_inputs import GROUP, HALF_SUMS, RECORD, SCALE, SUM
 from token_recycling.model.cpu.tile import TileArguments, tile_function
 from token_recycling.model.cpu.vectors import (
@@ -78,7 +78,7 @@ class Unpacking(Emitter):
 
             def some_rows(lane: Any, values: list[Any]) -> list[Any]:
                 down = b.mul(lane, I64(QUARTET))
-                rows = Blocks(self, form, block, lane)
+                rows = InterleavedBlocks(self, form, block, lane)
                 self._rows(rows, b.add(quants, down), b.add(scales, down))
                 return []
 
@@ -88,7 +88,7 @@ class Unpacking(Emitter):
         self.loop(I64(0), groups, form.numbers // GROUP, [], unpack)
         b.ret_void()
 
-    def _rows(self, blocks: Blocks, quants: Any, scales: Any) -> None:
+    def _rows(self, blocks: InterleavedBlocks, quants: Any, scales: Any) -> None:
         """Unpack a block of as many rows as a vector has lanes."""
         b, form = self.b, self.form
         for n in range(form.numbers // form.shared):

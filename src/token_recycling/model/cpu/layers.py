@@ -520,7 +520,7 @@ def _gated_activation(mlp: nn.Module) -> int | None:
 
 def _activation(function: Any) -> int | None:
     """Return which activation a model's function computes; None: none of the kernel's."""
-    numbers = torch.linspace(-9, 9, 999, device="cpu")
+    numbers = torch.linspace(-9, 9, 999, dtype=torch.float32, device="cpu")
     try:
         found = function(numbers)
     except Exception:  # whatever unknown code raises
