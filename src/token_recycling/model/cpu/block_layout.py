@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -21,6 +20,7 @@ from token_recycling.model.cpu.vectors import (
     constant,
     copy_bytes,
     get,
+    known,
     processor,
     word_at,
 )
@@ -89,22 +89,9 @@ def _numbers(typing: Any, ggml_type: Any, address: Any, lane: Any, to: Any) -> A
     return types.void(constant(ggml_type), *[types.int64] * 3), generate
 
 
-def _constant_of(compute: Any) -> Any:
-    """Return an intrinsic ``int64 (ggml_type)`` of a number that is known when it is compiled."""
-
-    @intrinsic(prefer_literal=True)
-    def known(typing: Any, ggml_type: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return ir.Constant(I64, compute(FORMATS[ggml_type.literal_value]))
-
-        return types.int64(constant(ggml_type)), generate
-
-    return known
-
-
-_block_bytes = _constant_of(lambda form: form.size)
-_block_numbers = _constant_of(lambda form: form.numbers)
-_lanes = _constant_of(lambda form: processor().lanes)
+_block_bytes = known(lambda ggml_type: FORMATS[ggml_type].size)
+_block_numbers = known(lambda ggml_type: FORMATS[ggml_type].numbers)
+_lanes = known(lambda ggml_type: processor().lanes)
 
 
 @numba.njit(error_model="numpy")

@@ -16,7 +16,7 @@ threads nor the other rows, so that these change no bit of it; the number of row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import pi
 from typing import Any
 
@@ -40,6 +40,7 @@ from token_recycling.model.cpu.vectors import (
     constant,
     copy_bytes,
     get,
+    known,
     processor,
 )
 
@@ -329,23 +330,10 @@ def _gate(typing: Any, form: Any, activation: Any, gate: Any, up: Any, count: An
     return types.void(constant(form), constant(activation), *[types.int64] * 3), generate
 
 
-def _known(compute: Callable[[int], int]) -> Any:
-    """Return an intrinsic ``int64 (form)`` of a number that is known when a kernel is compiled."""
-
-    @intrinsic(prefer_literal=True)
-    def known(typing: Any, form: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return I64(compute(form.literal_value))
-
-        return types.int64(constant(form)), generate
-
-    return known
-
-
-_output_bytes = _known(lambda form: BYTES[_output(form)])
-_largest = _known(_most_rows)
-_is_amx = _known(lambda form: int(form == AMX))
-_is_blocks = _known(lambda form: int(form >= BLOCKS))
+_output_bytes = known(lambda form: BYTES[_output(form)])
+_largest = known(_most_rows)
+_is_amx = known(lambda form: int(form == AMX))
+_is_blocks = known(lambda form: int(form >= BLOCKS))
 
 
 @numba.njit(error_model="numpy")

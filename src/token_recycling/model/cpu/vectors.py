@@ -374,6 +374,19 @@ def constant(kind: Any) -> Any:
     return kind
 
 
+def known(compute: Callable[[int], int]) -> Any:
+    """Return an intrinsic ``int64 (form)`` of a number that is known when a kernel is compiled."""
+
+    @intrinsic(prefer_literal=True)
+    def known(typing: Any, form: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return I64(compute(form.literal_value))
+
+        return types.int64(constant(form)), generate
+
+    return known
+
+
 def _place(builder: Any, pointer: Any, index: Any) -> Any:
     """Emit: the address of an int64 of an array."""
     address = builder.add(builder.ptrtoint(pointer, I64), builder.mul(index, I64(8)))
