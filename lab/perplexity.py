@@ -26,7 +26,7 @@ from token_recycling.bench.suites import load_all
 from token_recycling.checkpoint.load import load_checkpoint
 from token_recycling.decoding.text import encode
 from token_recycling.model.cpu.linear import MOST_TOKENS
-from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, dequantised
+from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, interleaved, read_rows
 
 LENGTH = 2 * MOST_TOKENS
 ANSWER = 64  # tokens of an answer
@@ -83,6 +83,12 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)
 
 
+def dequantised(module: PackedLinear | PackedEmbedding) -> torch.Tensor:
+    """Return the numbers of a packed weight."""
+    rows = getattr(module, "out_features", getattr(module, "num_embeddings", 0))
+    return read_rows(module.weight, module.ggml_type, torch.arange(rows))
+
+
 def requantised(model: Any, kind: gguf.GGMLQuantizationType) -> None:
     """Quantise the weights of a packed model anew."""
     known: dict[int, torch.nn.Parameter] = {}
@@ -90,10 +96,9 @@ def requantised(model: Any, kind: gguf.GGMLQuantizationType) -> None:
         if isinstance(module, (PackedLinear, PackedEmbedding)):
             own = module.weight
             if id(own) not in known:
-                size = getattr(module, "in_features", getattr(module, "embedding_dim", 0))
-                numbers = dequantised(own, module.ggml_type, size).numpy()
-                blocks = torch.from_numpy(gguf.quants.quantize(numbers, kind))
-                known[id(own)] = torch.nn.Parameter(blocks, requires_grad=False)
+                blocks = torch.from_numpy(gguf.quants.quantize(dequantised(module).numpy(), kind))
+                weight = interleaved(blocks, int(kind))
+                known[id(own)] = torch.nn.Parameter(weight, requires_grad=False)
             module.weight, module.ggml_type = known[id(own)], int(kind)
 
 
@@ -106,8 +111,7 @@ def dense(model: Any) -> Any:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module = packed.get(name.rpartition(".")[0])
         if module is not None and name.endswith("weight"):
-            size = getattr(module, "in_features", getattr(module, "embedding_dim", 0))
-            weights[name] = dequantised(module.weight, module.ggml_type, size)
+            weights[name] = dequantised(module)
         else:
             weights[name] = parameter.detach()
     found.load_state_dict(weights, assign=True)
