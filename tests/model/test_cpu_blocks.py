@@ -431,6 +431,33 @@ def test_code_for_avx_512(ggml_type):
     assert len(re.findall(r"\(%r[sb]p\)", code)) < 8  # sums stay in registers
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM assembles instructions of its own")
+def test_code_for_avx_512_without_vnni():
+    """Assembled and not run: instructions and registers of AVX2."""
+    import llvmlite.binding as llvm
+    from llvmlite import ir
+
+    from token_recycling.model.cpu.block_tile import BlockTile
+    from token_recycling.model.cpu.vectors import Processor
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    llvm.initialize_native_asmparser()
+    features = "+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq"
+    cpu = Processor.of(features).for_blocks()
+    assert cpu.lanes == 8
+    for ggml_type in FORMATS:
+        module = ir.Module()
+        module.triple = "x86_64-unknown-linux-gnu"
+        BlockTile(module, cpu, ggml_type).tile().linkage = "external"
+        machine = llvm.Target.from_triple(module.triple).create_target_machine(
+            cpu="skylake-avx512", features=features, opt=3
+        )
+        checked = llvm.parse_assembly(str(module))
+        checked.verify()
+        assert machine.emit_object(checked)
+
+
 def test_the_kernel_is_used_for_any_number_of_rows(monkeypatch):
     seen = []
     kernel = linear.products

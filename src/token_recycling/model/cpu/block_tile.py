@@ -186,7 +186,8 @@ class Dots(Emitter):
         outputs = [self.integer_vector] * (len(sums) + 2 * vectors + 2)
         constants = ir.VectorType(I16, 2 * self.lanes)
         kind = ir.FunctionType(ir.LiteralStructType(outputs), [I64, I64, constants])
-        constraints = ",".join(["=&v"] * len(outputs) + ["r", "r", "v", "~{memory}"])
+        # x: the first 16 registers, as AVX2 knows no others
+        constraints = ",".join(["=&x"] * len(outputs) + ["r", "r", "x", "~{memory}"])
         given = [quants, x, ir.Constant(constants, [1] * constants.count)]
         found = self.b.asm(kind, "\n".join(code), constraints, given, True)
         return [self.b.extract_value(found, n) for n in range(len(sums))]

@@ -145,9 +145,9 @@ def _amx_tiles(builder: Any, call: Any) -> None:
 def _block_tiles(b: Any, form: int, call: Any) -> None:
     """Emit: S rows of x times a strip of W in a block format (see ``_multiply``)."""
     _, s, w, w_stride, x, x_stride, inputs, y, y_stride, bias, outputs, ahead = call
-    emitter = Emitter(b.module, processor().lanes)
+    tile = BlockTile(b.module, processor().for_blocks(), form - BLOCKS).tile()
+    emitter = Emitter(b.module, INTERLEAVED)
     emitter.b = b
-    tile = BlockTile(b.module, processor(), form - BLOCKS).tile()
 
     def multiply(n: Any, values: list[Any]) -> list[Any]:
         down, along = b.mul(n, w_stride), b.mul(n, I64(BYTES[FLOAT32]))

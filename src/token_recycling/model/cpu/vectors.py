@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 from typing import Any
@@ -69,6 +69,10 @@ class Processor:
         dots = {16: {"avx512bw"}, 8: {"avx2", "f16c"}, 4: {"dotprod"}}  # of bytes
         dot_bytes = lanes > 0 and dots[lanes] <= has
         return cls(lanes, lanes == 16 and "avx512bf16" in has, tiles, unsigned, dot_bytes)
+
+    def for_blocks(self) -> Processor:
+        """Return what the tiles for block formats need to know: without VNNI, AVX-512 is AVX2."""
+        return replace(self, lanes=8) if self.lanes == 16 and not self.dot_unsigned else self
 
     def dots(self, form: int) -> bool:
         """Return whether inputs are read as bfloat16 too; otherwise they are float32."""
