@@ -9,6 +9,7 @@ from architectures import make
 from models import plain, random_prompts
 from token_recycling import TokenRecycling, enable
 from token_recycling.decoding.accept import greedy
+from token_recycling.model.target import TreeTarget
 
 DRAFTERS = ("adaptive", "paper", "prompt-lookup")
 [PROMPT] = random_prompts([24])
@@ -42,7 +43,7 @@ def test_autocast_around_a_call_as_a_graph(bundled):
         answer = recycler.generate("Once upon a time there was a king", max_new_tokens=40)
         readable = TokenRecycling(bundled.model, bundled.tokenizer, nodes=16)
         expected = readable.generate("Once upon a time there was a king", max_new_tokens=40)
-        if readable.refusal():
+        if not isinstance(readable.target, TreeTarget):
             pytest.skip("PyTorch's bfloat16 products differ with the number of rows here")
     assert answer.token_ids[:8] == expected.token_ids[:8]
     assert recycler.runs._graph is not None
