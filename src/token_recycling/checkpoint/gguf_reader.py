@@ -85,7 +85,7 @@ class _Header:
         return struct.unpack_from("<" + form, self.memory, begin)
 
     def texts(self, count: int) -> list[str]:
-        """Read strings; those that are no UTF-8 keep their bytes as surrogates."""
+        """Read strings, which are UTF-8."""
         memory, at, size = self.memory, self.at, self.size
         length_at, found = struct.Struct("<Q").unpack_from, []
         for _ in range(count):
