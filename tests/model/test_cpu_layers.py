@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -27,6 +28,7 @@ from token_recycling.model.target import TreeTarget
 pytestmark = pytest.mark.skipif(
     not team.is_available(), reason="there is no team of threads on this machine"
 )
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 stock_rotary = inspect.unwrap(modeling_llama.apply_rotary_pos_emb)
@@ -385,6 +387,8 @@ def test_a_layer_that_computes_more_is_not_recorded(wanted):
     ["llama", "gemma", "gemma3", "qwen2", "qwen3", "phi3", "granite", "olmo2", "smollm3"],
 )
 def test_families_whose_layers_are_recorded(name, wanted):
+    if name == "granite" and VERSION < (5, 12):
+        pytest.skip("its layers return tuples in this release of Transformers")
     target = target_of(name)
     right = wanted(target)
     for _ in range(2):
