@@ -16,9 +16,11 @@ from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model import attention as packing
 from token_recycling.model.cpu import attention, linear, team
-from token_recycling.model.cpu.attention import attend, pack_mask
+from token_recycling.model.cpu.attention import attend, draft_mask, pack_mask
 from token_recycling.model.cpu.attention_kernel import KEYS
 from token_recycling.model.cpu.vectors import FORMS
+from token_recycling.model.limits import AttentionWindow
+from token_recycling.model.masks import additive_masks
 
 pytestmark = pytest.mark.skipif(
     not team.is_available(), reason="there is no team of threads on this machine"
@@ -80,6 +82,38 @@ def right(*inputs):
 def test_attention(batch, heads, group, tokens, before, size, value_size, dtype, seed):
     slots = before + tokens
     assert right(*case(batch, heads, group, tokens, slots, size, value_size, dtype, seed))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    committed=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    tokens=st.integers(1, 9),
+    group=st.integers(1, 4),
+    window=st.sampled_from([("full", 0), ("sliding", 5), ("sliding", 64), ("chunked", 7)]),
+    dtype=st.sampled_from(list(FORMS)),
+    seed=st.integers(0, 2**16),
+)
+def test_the_mask_of_a_draft(committed, tokens, group, window, dtype, seed):
+    """As packed from the mask that Transformers' code gets, where the kernel reads it."""
+    draws, batch = torch.Generator().manual_seed(seed), len(committed)
+    lengths, end = torch.tensor(committed)[:, None], max(committed)
+    ancestors = torch.rand(batch, tokens, tokens, generator=draws) < 0.5
+    positions = lengths + torch.randint(9, (batch, tokens), generator=draws)
+    windows = {"all": AttentionWindow(*window)}
+    slots = torch.arange(end).expand(batch, -1)
+    visible = (slots < lengths)[:, None].expand(batch, tokens, -1)
+    mask = additive_masks(
+        windows,
+        torch.cat([visible, ancestors], 2),
+        positions,
+        torch.cat([slots, positions], 1),
+        dtype,
+    )
+    wanted = pack_mask(mask, lengths[:, 0], group).numpy()
+    found = draft_mask(lengths[:, 0].numpy(), positions, ancestors, windows["all"], group, dtype)
+    assert found.shape == wanted.shape
+    for row, length in enumerate(committed):
+        assert (found[row, : length + tokens] == wanted[row, : length + tokens]).all()
 
 
 @pytest.mark.parametrize("dtype", FORMS)

@@ -1,4 +1,4 @@
-"""Layers on a CPU: norms and rotary embeddings as kernels, decoder layers as recordings."""
+"""Layers on a CPU: norms and rotary embeddings as kernels, steps as recordings."""
 
 import copy
 import inspect
@@ -20,6 +20,7 @@ from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model import known_forms
 from token_recycling.model.cpu import capture, elementwise, layers, team
+from token_recycling.model.cpu import recordings as recordings_module
 from token_recycling.model.cpu.layers import cover
 from token_recycling.model.probe import refusal
 from token_recycling.model.shadow import replacement, shadow_of
@@ -236,101 +237,162 @@ def test_a_replay_has_the_bits_of_the_models_own_code(name, dtype, wanted):
     assert not recordings(target)
     for _ in range(2):
         assert same(logits_of(target), right)
-    assert len(recordings(target)) == 3 * target.config.num_hidden_layers
+    assert len(recordings(target)) == 3
+    assert target.recordings.right
 
 
-def chains(target):
-    return [chain for _, chain in target.recordings.chains.values()]
+def faulty(fault, monkeypatch, target):
+    """Break what is set at a replay."""
+    replay, others = capture.Recording, torch.full((8,), 9)
+    if fault in ("copy", "attention"):
+        bind, elsewhere = replay._bind_cache, torch.zeros(2**20)
+
+        def bind_elsewhere(self, cache):
+            bind(self, cache)
+            if fault == "copy":
+                self._entries = self._entries * 0 + elsewhere.data_ptr()
+            else:
+                for at, _ in self._attentions:
+                    self._fields[at + capture.kernels.KEY] = elsewhere.data_ptr()
+
+        monkeypatch.setattr(replay, "_bind_cache", bind_elsewhere)
+    elif fault == "mask":
+        mask = capture.attention.draft_mask
+        monkeypatch.setattr(capture.attention, "draft_mask", lambda *a: mask(*a) * 0)
+    elif fault == "positions":
+        at = capture.Angles.at
+        monkeypatch.setattr(capture.Angles, "at", lambda self, positions: at(self, positions + 1))
+    else:
+        begun = replay.__init__
+
+        def begin(self, *about):
+            begun(self, *about)
+            if fault == "tokens":
+                at, _ = self._inputs[0]
+                self._inputs[0], self._fields[at] = (at[:0], at[:0]), others.data_ptr()
+            else:
+                self._outputs = self._outputs[1:]
+
+        monkeypatch.setattr(replay, "__init__", begin)
+        target.recordings.made.clear()
 
 
-@pytest.mark.parametrize("fault", ["copy", "attention", "inputs", "outputs"])
+FAULTS = ["copy", "attention", "mask", "positions", "tokens", "logits"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_not_set_at_a_replay_shows(fault, wanted, monkeypatch):
     target = target_of()
     right = wanted(target)
     for _ in range(2):
         assert same(logits_of(target), right)
-    assert chains(target)
-    if fault == "copy":
-        bind, elsewhere = capture.Chain._bind_cache, torch.empty(2**20)
-
-        def bind_elsewhere(self, cache):
-            bind(self, cache)
-            self._entries = self._entries * 0 + elsewhere.data_ptr()
-
-        monkeypatch.setattr(capture.Chain, "_bind_cache", bind_elsewhere)
-    elif fault == "attention":
-        per_step = capture.attention.per_step
-        monkeypatch.setattr(
-            capture.attention, "per_step", lambda slots, *others: per_step(slots - 1, *others)
-        )
-    else:
-        for chain in chains(target):
-            if fault == "inputs":
-                chain._inputs, chain._input_numbers, chain._input_offsets = (
-                    numbers[1:]
-                    for numbers in (chain._inputs, chain._input_numbers, chain._input_offsets)
-                )
-            else:
-                chain._output_numbers = chain._output_numbers[::-1].copy()
+    faulty(fault, monkeypatch, target)
     assert not same(logits_of(target), right)
 
 
-def test_layers_that_follow_each_other_are_replayed_together(wanted):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_first_replay_is_compared(fault, wanted, monkeypatch):
+    """So that the model's own code computes all steps if anything is not set."""
     target = target_of()
     right = wanted(target)
+    faulty(fault, monkeypatch, target)
     for _ in range(2):
         assert same(logits_of(target), right)
-    found = target.recordings.chains.values()
-    assert [len(indices) for indices, _ in found] == [target.config.num_hidden_layers] * 3
+    assert target.recordings.right is False
 
 
-def touched(self, hidden, *args, **kwargs):
-    """Call a layer, and change its output in place before the next layer gets it."""
-    output = torch.nn.Module.__call__(self, hidden, *args, **kwargs)
-    output += 0.5
-    return output
+@pytest.mark.parametrize("change", ["in place", "sum", "value", "unread"])
+def test_what_happens_between_two_layers_is_seen(change, wanted, monkeypatch):
+    def touched(self, hidden, *args, **kwargs):
+        output = torch.nn.Module.__call__(self, hidden, *args, **kwargs)
+        if change == "in place":
+            output += 0.5
+        elif change == "sum":
+            output = output + 0.5
+        elif change == "value":
+            output = output if output[0, 0, 0].item() > 0 else output[:]
+        else:
+            torch.arange(output.shape[1])
+        return output
 
-
-def test_what_happens_between_two_layers_is_seen(wanted, monkeypatch):
-    """The control: layers are wrongly replayed together if nobody watches."""
     monkeypatch.setattr(LlamaDecoderLayer, "__call__", touched)
     target = target_of()
     right = wanted(target)
     for _ in range(2):
         assert same(logits_of(target), right)
-    assert set(target.recordings.linked.values()) == {False}
-    unseen = target_of()
-    monkeypatch.setattr(
-        capture.Watched,
-        "__setattr__",
-        lambda self, name, value: (
-            None if name == "is_touched" else object.__setattr__(self, name, value)
-        ),
-    )
-    right = wanted(unseen)
-    assert not all(same(logits_of(unseen), right) for _ in range(3))
+    assert len(recordings(target)) == (3 if change == "unread" else 0)
 
 
-def test_a_layer_that_is_given_something_else_is_computed_again(wanted):
-    """What was computed ahead counts for exactly the expected arguments."""
+@pytest.mark.parametrize("change", ["in place", "sum"])
+def test_unseen_changes_are_lost(change, wanted, monkeypatch):
+    """The control of the test above."""
+    watch = capture.Capture.__torch_function__
+
+    def unseen(self, function, types, args=(), kwargs=None):
+        known = self.reason, list(self.unknown)
+        result = watch(self, function, types, args, kwargs)
+        self.reason, self.unknown = known
+        return result
+
+    monkeypatch.setattr(capture.Capture, "__torch_function__", unseen)
+    monkeypatch.setattr(recordings_module, "_bits", lambda tensor: torch.zeros(1))
+    with pytest.raises(AssertionError):
+        test_what_happens_between_two_layers_is_seen(change, wanted, monkeypatch)
+
+
+def test_memory_is_given_out_again():
+    """What the last tensor in it has left, also of a view."""
+    scratch = capture.Scratch()
+    first = scratch.empty((3, 5), torch.float32)
+    address, view = first.data_ptr(), first.view(-1)[2:]
+    del first
+    assert scratch.empty((15,), torch.float32).data_ptr() != address
+    del view
+    assert scratch.empty((30,), torch.bfloat16).data_ptr() == address
+    old = scratch.empty((15,), torch.float32)
+    scratch.rewind()
+    new = [scratch.empty((15,), torch.float32) for _ in range(3)]
+    del old
+    new.append(scratch.empty((15,), torch.float32))
+    assert len({one.data_ptr() for one in new}) == 4
+    large = scratch.empty((capture.CHUNK,), torch.float32)
+    assert large.data_ptr() % capture.ALIGNED == 0
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_angles(dtype, by_position):
+    calls = []
+
+    def compute(positions):
+        calls.append(positions.shape)
+        angles = positions[..., None] * torch.linspace(0.1, 1, 6)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    angles = capture.Angles(compute, by_position)
+    for positions in ([[40]], [[41, 43, 42]], [[700], [30]], [[705], [31]], [[9000], [2]]):
+        asked = torch.tensor(positions)
+        wanted = compute(asked)
+        for found, one in zip(angles.at(asked), wanted):
+            assert torch.from_numpy(found).view(dtype).equal(one)
+    assert len(calls) == 5 + (3 if by_position else 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_and_operations_with_a_number(dtype):
+    table, ids = torch.randn(50, 9).to(dtype), torch.tensor([[3, 49, 0], [3, 7, 1]])
+    assert elementwise.embed(ids, table[:, :7]).equal(table[ids][..., :7])
+    x = torch.randn(2, 3, 20).to(dtype)
+    assert elementwise.multiply(x, 0.3).equal(x * 0.3)
+    assert elementwise.divide(x, 13.0).equal(x / 13.0)
+
+
+def test_tokens_that_the_model_does_not_have():
     target = target_of()
-    right = wanted(target)
-    for _ in range(2):
-        logits_of(target)
-    others = []
-
-    class Changed(dict):
-        def pop(self, index, default=None):
-            found = dict.pop(self, index, default)
-            if found is not None:
-                others.append(index)
-                given = found.given._replace(args=(found.given.args[0].clone(),))
-                return found._replace(given=given, output=torch.zeros_like(found.output))
-            return found
-
-    target.recordings.computed = Changed()
-    assert same(logits_of(target), right)
-    assert others
+    logits_of(target)
+    for token in (-1, target.model.config.vocab_size):
+        with pytest.raises(IndexError):
+            target.verify(root_only(torch.tensor([token])))
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "module"])
@@ -368,14 +430,14 @@ def test_an_adapter_that_is_switched_on_later(wanted):
     layer = target.model.model.layers[0]
     layer.mlp.down_proj = Adapter(layer.mlp.down_proj)
     before = logits_of(target)
-    assert len(recordings(target)) == 3 * (target.config.num_hidden_layers - 1)
+    assert not recordings(target)
     layer.mlp.down_proj.on = True
     found = logits_of(target)
     assert same(found, wanted(target))
     assert not same(found, before)
 
 
-def test_a_layer_that_computes_more_is_not_recorded(wanted):
+def test_a_model_that_computes_more_is_not_recorded(wanted):
     target = target_of("olmo")  # its norms are PyTorch's
     right = wanted(target)
     assert same(logits_of(target), right)
@@ -386,14 +448,14 @@ def test_a_layer_that_computes_more_is_not_recorded(wanted):
     "name",
     ["llama", "gemma", "gemma3", "qwen2", "qwen3", "phi3", "granite", "olmo2", "smollm3"],
 )
-def test_families_whose_layers_are_recorded(name, wanted):
+def test_families_whose_steps_are_recorded(name, wanted):
     if name == "granite" and VERSION < (5, 12):
         pytest.skip("its layers return tuples in this release of Transformers")
     target = target_of(name)
     right = wanted(target)
     for _ in range(2):
         assert same(logits_of(target), right)
-    assert len(recordings(target)) == len(set(SIZES)) * target.config.num_hidden_layers
+    assert len(recordings(target)) == len(set(SIZES))
 
 
 def test_recordings_of_several_threads(wanted):

@@ -24,9 +24,9 @@ from token_recycling.model.cpu.packed import (
     PackedEmbedding,
     PackedLinear,
     can_compute,
-    empty,
     filled_up,
     interleaved,
+    new_bytes,
 )
 from token_recycling.util.huge_pages import Arena, has_huge_pages
 
@@ -73,7 +73,7 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = check_types(file)
-    new = Arena(sizes).new if has_huge_pages() else empty
+    new = Arena(sizes).new if has_huge_pages() else new_bytes
     about = _about(file)
     kind = about.pop("model_type")
     config = AutoConfig.for_model(kind, **about)

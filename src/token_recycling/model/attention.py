@@ -195,11 +195,11 @@ def pack_queries(
         committed: int64 [B] on the host: slots of each row before the queries' own, which are the
             last q; those between are hidden from all. None: all other slots.
     """
-    for mask in masks.values() if isinstance(masks, dict) else (masks,):
+    for kind, mask in masks.items() if isinstance(masks, dict) else ((None, masks),):
         if committed is None:
             batch, _, q, s = mask.shape
             committed = torch.full((batch,), s - q, dtype=torch.long, device="cpu")
-        setattr(mask, PACKED, Packing(committed))
+        setattr(mask, PACKED, Packing(committed, kind))
     return masks
 
 

@@ -14,7 +14,9 @@ from torch.nn.functional import linear
 
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.cpu.attention import is_available
+from token_recycling.model.cpu.elementwise import converted
 from token_recycling.model.cpu.linear import product
+from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.shadow import replace_forward
 from token_recycling.util.modes import ThreadContext, ordinary_tensors, without_autocast
 
@@ -102,10 +104,11 @@ class Float32Head(ThreadContext):
     def __call__(self, hidden: Tensor) -> Tensor:
         """Project ``hidden`` [B, q, d] to logits float32 [B, q, V], also under autocast."""
         with without_autocast(self.weight.device):
-            inputs = hidden.to(self.weight.device).float()
-            if inputs.is_cpu and inputs.numel() and is_available():
+            hidden = hidden.to(self.weight.device)
+            if hidden.is_cpu and hidden.dtype in FORMS and hidden.numel() and is_available():
+                inputs = converted(hidden.contiguous(), torch.float32)
                 return product(inputs, self.weight, self.bias)
-            return linear(inputs, self.weight, self.bias)
+            return linear(hidden.float(), self.weight, self.bias)
 
     def __enter__(self) -> Float32Head:
         if self not in self.entered.objects and self._copied != self._version():

@@ -21,7 +21,9 @@ from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, Pro
 from token_recycling.model.cache_name import cache_name
 from token_recycling.model.cpu import layers as cpu_layers
 from token_recycling.model.cpu.attention import deepest
+from token_recycling.model.cpu.capture import Step
 from token_recycling.model.cpu.packed import PackedLinear
+from token_recycling.model.cpu.recordings import Recordings
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.fingerprint import Fingerprint
 from token_recycling.model.gpu import layers as gpu_layers
@@ -83,7 +85,7 @@ class TreeTarget:
             else is verified in the same forward (see ``probe.probe``). It holds for drafts of at
             most ``linear.MOST_TOKENS`` tokens a row.
         shadow: what our forwards compute with (see ``shadow``).
-        recordings: of the shadow's layers, on a CPU; None: its kernels do not compute them.
+        recordings: of steps of the shadow, on a CPU; None: the kernels do not compute them.
         fingerprint: of the model as it was adopted; None: it has not been looked at since a copy.
         generation: how often the model was adopted.
         refused: why trees are not verified in this state; None: they are.
@@ -91,7 +93,7 @@ class TreeTarget:
 
     state: ModelState
     shadow: Any
-    recordings: cpu_layers.Recordings | None
+    recordings: Recordings | None
     fingerprint: Fingerprint | None
 
     def __init__(self, model: Any, lm_head: Float32Head | None = None) -> None:
@@ -342,19 +344,27 @@ class TreeTarget:
         if self.recordings is not None and nodes > cpu_layers.MULTIPLE:
             draft = draft.padded(-(-nodes // cpu_layers.MULTIPLE) * cpu_layers.MULTIPLE)
         draft = draft.to(self.device)
-        batch, n = draft.tokens.shape
+        tokens = draft.tokens.contiguous()
         lengths = torch.tensor(self.cache.lengths, device=self.device)[:, None]
-        slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)
-        committed = (slots < lengths)[:, None].expand(batch, n, -1)
         positions = self.positions(lengths, draft)
-        logits = self._forward(
-            draft.tokens,
-            positions,
-            torch.cat([committed, draft.ancestors], dim=2),
-            torch.cat([slots, positions], dim=1),
-            draft=(lengths[:, 0], draft.ancestors),
-        )
-        return logits[:, :nodes]
+
+        def forward() -> Tensor:
+            batch, n = tokens.shape
+            slots = torch.arange(self.cache.end, device=self.device).expand(batch, -1)
+            committed = (slots < lengths)[:, None].expand(batch, n, -1)
+            return self._forward(
+                tokens,
+                positions,
+                torch.cat([committed, draft.ancestors], dim=2),
+                torch.cat([slots, positions], dim=1),
+                draft=(lengths[:, 0], draft.ancestors),
+            )
+
+        if self.recordings is None:
+            return forward()
+        self.cache.reserve(tokens.shape[1])
+        step = Step(tokens, positions, draft.ancestors, self.cache, self.windows, self.dtype)
+        return self.recordings.logits(step, forward)[:, :nodes]
 
     def steps(self, tokens: list[int]) -> list[Tensor]:
         """Read tokens of a single row one by one; return the logits [1, V] after each."""

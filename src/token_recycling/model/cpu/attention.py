@@ -6,6 +6,7 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,11 @@ from token_recycling.model.cpu.elementwise import packed_queries
 from token_recycling.model.cpu.launch import empty, launch, recording, unwatched
 from token_recycling.model.cpu.machine_code import Kernel
 from token_recycling.model.cpu.vectors import FORMS, processor
+from token_recycling.model.limits import AttentionWindow
+from token_recycling.util.compiled import as_array, compiled
 
+RULES = ("full", "sliding", "chunked")
+FULL, SLIDING, CHUNKED = range(3)
 # Attribute of a mask that requests packed queries: its ``Packing``.
 PACKED = "token_recycling_packed"
 
@@ -25,11 +30,12 @@ class Packing:
 
     Attributes:
         committed: int64 [B] on the host, each row's slots before them; the others are hidden.
+        kind: the type of the layers that it is for; None: of all.
         masks: that mask packed, by heads in a group.
     """
 
-    def __init__(self, committed: Tensor) -> None:
-        self.committed = committed
+    def __init__(self, committed: Tensor, kind: str | None = None) -> None:
+        self.committed, self.kind = committed, kind
         self.masks: dict[int, Tensor] = {}
 
 
@@ -68,6 +74,8 @@ def packed_mask(mask: Tensor, group: int) -> tuple[Tensor, Tensor]:
     packing: Packing = getattr(mask, PACKED)
     if group not in packing.masks:
         packing.masks[group] = pack_mask(mask, packing.committed, group)
+    if recording.recorder is not None:
+        recording.recorder.note_mask(packing.masks[group], packing.kind)
     return packing.masks[group], packing.committed
 
 
@@ -90,6 +98,62 @@ def pack_mask(mask: Tensor, committed: Tensor, group: int) -> Tensor:
     by_slot = by_slot[:, :, None].expand(batch, slots, group, tokens)
     packed[:, :, :rows].view(batch, slots, group, tokens).copy_(by_slot)
     return packed
+
+
+@compiled
+def _hide(
+    out: Any,
+    committed: Any,
+    positions: Any,
+    ancestors: Any,
+    rule: Any,
+    size: Any,
+    group: Any,
+    lowest: Any,
+) -> None:
+    """Write ``lowest`` to ``out`` where a token does not see a slot (see ``draft_mask``)."""
+    batch, tokens = positions.shape
+    for b in range(batch):
+        length = committed[b]
+        # Without a window, all tokens see the slots before them.
+        for slot in range(length if rule == FULL else 0, length + tokens):
+            own = slot - length
+            at = slot if own < 0 else positions[b, own]
+            for t in range(tokens):
+                seen = own < 0 or ancestors[b, t, own]
+                if rule == SLIDING:
+                    seen = seen and positions[b, t] - at < size
+                elif rule == CHUNKED:
+                    seen = seen and positions[b, t] // size == at // size
+                if not seen:
+                    for g in range(group):
+                        out[b, slot, g * tokens + t] = lowest
+
+
+def draft_mask(
+    committed: Any,
+    positions: Tensor,
+    ancestors: Tensor,
+    window: AttentionWindow,
+    group: int,
+    dtype: torch.dtype,
+) -> Any:
+    """Return the mask of a draft as ``pack_mask`` packs it, float32 [B, s, width].
+
+    Args:
+        committed: array int64 [B] (see ``Packing``).
+        positions: int64 [B, q], of the draft's tokens.
+        ancestors: bool [B, q, q], which of them each one sees.
+        window: of the layers.
+        group: heads in a group.
+        dtype: whose lowest value hides a slot.
+    """
+    batch, tokens = positions.shape
+    out = np.zeros((batch, int(committed.max()) + tokens, _width(group * tokens)), np.float32)
+    rule, lowest = RULES.index(window.rule), np.float32(torch.finfo(dtype).min)
+    seen = as_array(positions), as_array(ancestors)
+    _hide(out, committed, *seen, rule, window.size, group, lowest)
+    return out
 
 
 @unwatched
@@ -128,27 +192,28 @@ def attend(
         width,
     )
     slots = key.shape[2]
-    parts = parts_for(fields, slots)
-    for position, word in (*entries(key, value), *per_step(slots, mask, committed, parts)):
+    blocks = kernels.blocks_of(slots, tokens)
+    parts = np.empty(part_floats(fields) * blocks, np.float32)
+    step = per_step(slots, mask.numpy(), committed.numpy(), parts)
+    for position, word in (*entries(key, value), *step):
         fields[position] = word
     if recording.recorder is not None:
-        recording.recorder.rebind_attention(fields, key, value, mask)
+        recording.recorder.rebind_attention(fields, key, mask)
     threads = torch.get_num_threads()
-    pieces = pieces_of(fields, slots)
+    pieces = heads_of(fields) * blocks
     launch(_kernel(key.dtype), fields, pieces, threads, (number, parts, committed))
     return out
 
 
-def pieces_of(fields: Any, slots: int) -> int:
-    """Return the pieces of a launch: blocks of all heads."""
-    blocks = kernels.blocks_of(slots, fields[kernels.TOKENS])
-    return int(fields[kernels.BATCH] * fields[kernels.HEADS] * blocks)
+def heads_of(fields: Any) -> int:
+    """Return the heads of all rows in a launch, each of which has a piece for every block."""
+    return int(fields[kernels.BATCH] * fields[kernels.HEADS])
 
 
-def parts_for(fields: Any, slots: int) -> Tensor:
-    """Return memory that the pieces of a launch write to."""
+def part_floats(fields: Any) -> int:
+    """Return the float32 numbers of the parts of a launch, for each block."""
     size = (fields[kernels.VALUE_SIZE] + 2) * fields[kernels.WIDTH]
-    return torch.empty(pieces_of(fields, slots) * size, dtype=torch.float32, device="cpu")
+    return int(fields[kernels.BATCH] * fields[kernels.HEADS] * size)
 
 
 def deepest(committed: Tensor) -> Tensor:
@@ -177,21 +242,22 @@ def entries(key: Tensor, value: Tensor) -> list[tuple[int, int]]:
     return words
 
 
-def per_step(slots: int, mask: Tensor, committed: Tensor, parts: Tensor) -> list[tuple[int, int]]:
-    """Return the fields that are the same in all layers of a forward, as positions and words."""
+def per_step(slots: int, mask: Any, committed: Any, parts: Any) -> list[tuple[int, int]]:
+    """Return the fields that are the same in all layers of a step, as positions and words.
+
+    Args:
+        slots: of the cache, those of the queries' own tokens included.
+        mask: array (see ``attend``).
+        committed: array (see ``attend``).
+        parts: array float32 [``part_floats`` times blocks], which the pieces write to.
+    """
     return [
         (kernels.SLOTS, slots),
-        (kernels.MASK, mask.data_ptr()),
-        (kernels.PARTS, parts.data_ptr()),
-        (kernels.MASK_BATCH, mask.stride(0) * 4),
-        (kernels.COMMITTED, committed.data_ptr()),
+        (kernels.MASK, mask.ctypes.data),
+        (kernels.PARTS, parts.ctypes.data),
+        (kernels.MASK_BATCH, mask.strides[0]),
+        (kernels.COMMITTED, committed.ctypes.data),
     ]
-
-
-def shape_of(fields: Any) -> list[int]:
-    """Return the fields that differ from layer to layer only if the layers' shapes do."""
-    numbers: list[int] = fields[kernels.BATCH : kernels.WIDTH + 1]
-    return numbers[: kernels.SLOTS - kernels.BATCH] + numbers[kernels.SLOTS - kernels.BATCH + 1 :]
 
 
 @lru_cache

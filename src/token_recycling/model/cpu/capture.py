@@ -1,21 +1,23 @@
-"""Decoder layers as recorded launches, which are replayed without Python between them.
+"""Steps as recorded launches, which are replayed without Python between them.
 
 Python and PyTorch take as long between the kernels of a small model as the kernels themselves,
-because the weights that stream through the caches displace their code. So the launches of a layer
-are recorded while the model's own code runs, as a CUDA graph records them, and are replayed when
-the layer is called again with as many tokens. Memory that the layer uses in between belongs to the
-recording; its inputs, its output and the KV cache are set at every replay.
+because the weights that stream through the caches displace their code. So the launches of a step
+are recorded while the model's own code runs, as a CUDA graph records them, and are replayed in
+every later step of as many tokens. Memory that is used in between belongs to the recording; tokens,
+rotary angles, masks, logits and the KV cache are set at every replay.
 
-A recording is right only if nothing but kernels computes: all functions of PyTorch that the layer's
-code calls are watched. Views are allowed, sums and products with a number are replaced by kernels,
-and anything else leaves the layer as it is. The first recording of a layer is replayed at once, and
-must give the same bits.
+A recording is right only if nothing but kernels computes: all functions of PyTorch that the model's
+code calls are watched. Views are allowed; embeddings, sums, and products and quotients with a
+number are replaced by kernels; any other result must not be read by a kernel.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -24,68 +26,157 @@ from torch.overrides import TorchFunctionMode
 
 from token_recycling.model.cpu import attention, elementwise
 from token_recycling.model.cpu import attention_kernel as kernels
-from token_recycling.model.cpu.attention import PACKED, packed_mask
 from token_recycling.model.cpu.launch import Launch, pieces_at, recording, tape
 from token_recycling.model.cpu.team import run
 from token_recycling.model.cpu.vectors import FORMS
+from token_recycling.model.limits import AttentionWindow
+from token_recycling.util.compiled import as_array
 
 logger = logging.getLogger(__name__)
 CHUNK = 2**22  # bytes by which the memory of recordings grows
 ALIGNED = 64  # bytes, of a line of the cache
+ANGLES = 512  # positions ahead whose angles are computed at once
 SUMS, PRODUCTS = ("add", "__add__", "__radd__"), ("mul", "__mul__", "__rmul__")
+QUOTIENTS = ("div", "__truediv__", "true_divide")
+IN_PLACE = {"__setitem__"} | {
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+}
 # Functions that compute nothing, although their results are no views: properties of a tensor.
-PROPERTIES = ("__get__", "size", "dim", "numel", "stride", "is_contiguous", "data_ptr", "__len__")
+PROPERTIES = (
+    *("__get__", "size", "dim", "numel", "stride", "is_contiguous", "data_ptr", "__len__"),
+    "is_floating_point",
+)
+
+
+class Step(NamedTuple):
+    """The tokens of a step, on a CPU.
+
+    Attributes:
+        tokens: int64 [B, q], contiguous.
+        positions: int64 [B, q].
+        ancestors: bool [B, q, q], which of the tokens each one sees.
+        cache: a ``RecyclingCache`` with room for them.
+        windows: by layer type.
+        dtype: of the model's masks.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    ancestors: Tensor
+    cache: Any
+    windows: dict[str, AttentionWindow]
+    dtype: torch.dtype
 
 
 class Scratch:
-    """Memory that all recordings of a thread use in turn: no two layers are computed at once."""
+    """Memory that all recordings of a thread use in turn, as no two steps run at once.
+
+    What a tensor leaves is given to the next one of its size.
+    """
 
     def __init__(self) -> None:
-        self._chunks: list[Tensor] = []
+        self._chunks: list[Any] = []
         self.rewind()
 
     def rewind(self) -> None:
         """Give out the same memory again."""
         self._chunk, self._used = 0, 0
+        self._free: dict[int, list[Any]] = defaultdict(list)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that has not been given out since the last ``rewind``."""
-        count = 1
+        """Return memory that no other tensor has that was given out since the last ``rewind``."""
+        count = dtype.itemsize
         for n in shape:
             count *= n
-        size = -(-count * dtype.itemsize // ALIGNED) * ALIGNED
+        size = -(-count // ALIGNED) * ALIGNED
+        free = self._free[size]
+        block = free.pop() if free else self._new(size)
+        owner = block[:count]  # referred to by all tensors in this memory, and by nothing else
+        finalize(owner, free.append, block).atexit = False
+        return torch.from_numpy(owner).view(dtype).view(shape)
+
+    def _new(self, size: int) -> Any:
         while self._chunk < len(self._chunks):
             chunk = self._chunks[self._chunk]
-            if self._used + size <= chunk.numel():
-                part = chunk[self._used : self._used + count * dtype.itemsize]
+            if self._used + size <= len(chunk):
                 self._used += size
-                return part.view(dtype).view(shape)
+                return chunk[self._used - size : self._used]
             self._chunk, self._used = self._chunk + 1, 0
-        self._chunks.append(torch.empty(max(CHUNK, size), dtype=torch.uint8, device="cpu"))
-        return self.empty(shape, dtype)
+        self._chunks.append(_aligned(max(CHUNK, size)))
+        return self._new(size)
+
+
+def _aligned(size: int) -> Any:
+    """Return memory that begins with a line of the cache."""
+    memory = np.empty(size + ALIGNED, np.uint8)
+    begin = -memory.ctypes.data % ALIGNED
+    return memory[begin : begin + size]
+
+
+class Angles:
+    """Cosines and sines of a model's rotary embedding."""
+
+    def __init__(self, compute: Callable[[Tensor], Any], by_position: bool) -> None:
+        """Look up what ``compute`` returns.
+
+        Args:
+            compute: returns cosines and sines [B, n, size] of positions int64 [B, n].
+            by_position: whether those of a position are always the same, so that they are kept.
+        """
+        self._compute, self._by_position = compute, by_position
+        self._begin, self._tables = 0, (np.empty((0, 0)),) * 2
+
+    def at(self, positions: Tensor) -> tuple[Any, ...]:
+        """Return contiguous arrays of the cosines' and of the sines' bits [B, n, size]."""
+        if not self._by_position:
+            return tuple(_bits(one.contiguous()) for one in self._compute(positions))
+        numbers = as_array(positions)
+        first, end = int(numbers.min()), int(numbers.max()) + 1
+        if first < self._begin or end > self._begin + len(self._tables[0]):
+            span = torch.arange(first, end + ANGLES, device="cpu")[None]
+            self._tables = tuple(_bits(one[0].contiguous()) for one in self._compute(span))
+            self._begin = first
+        return tuple(table.take(numbers - self._begin, axis=0) for table in self._tables)
+
+
+def _bits(tensor: Tensor) -> Any:
+    """Return a tensor as an array of whole numbers with its bits."""
+    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32).numpy()
 
 
 class _NotRecordableError(Exception):
-    """The layer computes something that is not a kernel."""
+    """The launches do not say all that the step computes."""
 
 
 class Capture(TorchFunctionMode):
-    """Records the launches of a layer (see ``threads.Recorder``), and watches PyTorch's functions.
+    """Records the launches of a step (see ``launch.Recorder``), and watches PyTorch's functions.
 
     Attributes:
+        step: what is computed.
         launches: in order.
-        reason: why the layer cannot be replayed; None if it can.
+        given: tensors that are set at a replay: the tokens, then what ``angles`` return.
+        angles: of all rotary embeddings.
+        copies: fields of the launches that write to the cache, and the layer.
+        attentions: fields of those that read it, the layer, and the type of its window.
+        reason: why the step cannot be replayed; None if it can.
     """
 
-    def __init__(self, scratch: Scratch, cache: Any) -> None:
+    def __init__(self, scratch: Scratch, step: Step) -> None:
         super().__init__()
-        self._scratch, self._cache = scratch, cache
+        self._scratch, self.step = scratch, step
         self.launches: list[Launch] = []
-        self.copies: list[Any] = []  # fields of launches that write to the cache
-        self.attentions: list[Any] = []  # and of those that read it
-        self.layer_index: int | None = None
-        self.mask: Tensor | None = None
+        self.given: list[Tensor] = [step.tokens]
+        self.angles: list[Angles] = []
+        self.copies: list[tuple[Any, int]] = []
+        self.attentions: list[tuple[Any, int, str]] = []
         self.reason: str | None = None
+        self.large: list[Tensor] = []  # memory that is not worth keeping for all recordings
+        self.unknown: list[tuple[str, Tensor]] = []  # results of other functions
+        self._kinds: dict[int, str] = {}  # type of the window, by a packed mask's address
 
     def __enter__(self) -> Any:
         self._scratch.rewind()
@@ -102,37 +193,51 @@ class Capture(TorchFunctionMode):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that belongs to the recording."""
-        return self._scratch.empty(tuple(shape), dtype)
+        count = dtype.itemsize
+        for n in shape:
+            count *= n
+        if count <= CHUNK // 4:
+            return self._scratch.empty(tuple(shape), dtype)
+        self.large.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        return self.large[-1]
+
+    def note_mask(self, packed: Tensor, kind: str | None) -> None:
+        """Note for which type of layers a mask is packed; None: for all."""
+        self._kinds[packed.data_ptr()] = kind or next(iter(self.step.windows))
+
+    def note_angles(self, angles: Angles, positions: Tensor, computed: tuple[Tensor, ...]) -> None:
+        """Note cosines and sines that were computed for ``positions``."""
+        asked = self.step.positions
+        if positions.data_ptr() != asked.data_ptr() or positions.shape != asked.shape:
+            self.reason = "it rotates by other positions"
+        self.angles.append(angles)
+        self.given += computed
 
     def rebind_copy(self, fields: Any, layer: Any) -> None:
         """Record that a launch writes to the cache."""
-        layers = self._cache.layers
+        layers = self.step.cache.layers
         index = next((i for i, candidate in enumerate(layers) if candidate is layer), None)
-        if index is None or self.copies:
+        if index is None:
             self.reason = "it writes to another cache"
-        self.layer_index = index
-        self.copies.append(fields)
+        else:
+            self.copies.append((fields, index))
 
-    def rebind_attention(self, fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> None:
+    def rebind_attention(self, fields: Any, key: Tensor, mask: Tensor) -> None:
         """Record that a launch reads the cache."""
-        layer = self._cache.layers[self.layer_index] if self.layer_index is not None else None
-        if layer is None or self.attentions or key.data_ptr() != layer.keys.data_ptr():
-            self.reason = "it reads another layer's cache"
-        self.mask = mask
-        self.attentions.append(fields)
+        layers = enumerate(self.step.cache.layers)
+        addresses = {one.keys.data_ptr(): n for n, one in layers if one.is_initialized}
+        index, kind = addresses.get(key.data_ptr()), self._kinds.get(mask.data_ptr())
+        if index is None or kind is None:
+            self.reason = "it reads another cache"
+        else:
+            self.attentions.append((fields, index, kind))
 
-    def recording(self, inputs: list[Tensor], others: list[Any], output: Any) -> Recording | None:
-        """Return a recording of the layer that has been called; None if it cannot be made.
-
-        Args:
-            inputs: all tensors that it was given, but mask and cache.
-            others: all other arguments.
-            output: what it returned.
-        """
+    def recording(self, output: Any) -> Recording | None:
+        """Return a recording of the step, whose logits are ``output``; None: it cannot be made."""
         try:
-            return Recording(self, inputs, others, output)
+            return Recording(self, output)
         except _NotRecordableError as reason:
-            logger.debug("a layer is not recorded: %s", reason)
+            logger.debug("steps of %s are not recorded: %s", self.step.tokens.shape, reason)
             return None
 
     def __torch_function__(
@@ -140,19 +245,46 @@ class Capture(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in SUMS and not kwargs and len(args) == 2 and _can_add(*args):
-            return elementwise.add(*args)
-        if name in PRODUCTS and not kwargs and len(args) == 2:
-            tensor, factor = args if isinstance(args[0], Tensor) else reversed(args)
-            if isinstance(factor, float) and _can_add(tensor, tensor):
-                return elementwise.multiply(tensor, factor)
+        result = self._by_kernel(name, args) if not kwargs else None
+        if name == "embedding" and len(args) >= 2 and not any((*args[3:4], kwargs.get("max_norm"))):
+            result = _embedded(*args[:2])
+        if result is not None:
+            return result
         result = function(*args, **kwargs)
-        if not _is_view(name, result, args) and self.reason is None:
-            self.reason = f"it calls {name}"
+        if not _is_view(name, result, args):
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            writes = "out" in kwargs or (_is_in_place(name) and not self._is_unknown(args[0]))
+            if writes or not all(isinstance(x, Tensor) for x in results):
+                self.reason = self.reason or f"it calls {name}"
+            else:
+                self.unknown += [(name, x) for x in results]
         return result
 
+    def _is_unknown(self, tensor: Any) -> bool:
+        """Return whether a tensor is in the memory of what another function has computed."""
+        memory = tensor.untyped_storage().data_ptr()
+        return any(one.untyped_storage().data_ptr() == memory for _, one in self.unknown)
 
-def _can_add(first: Any, second: Any) -> bool:
+    def _by_kernel(self, name: str, args: Any) -> Tensor | None:
+        """Return what a kernel computes in place of a function of two arguments; None: nothing."""
+        if len(args) != 2 or name not in (*SUMS, *PRODUCTS, *QUOTIENTS):
+            return None
+        first, second = args
+        if name in SUMS:
+            return elementwise.add(first, second) if _are_alike(first, second) else None
+        if name in PRODUCTS and not isinstance(first, Tensor):
+            first, second = second, first
+        if isinstance(second, Tensor) and isinstance(first, Tensor):
+            known = second.dim() == 0 and second.dtype == first.dtype and second.is_cpu
+            second = float(second) if known else None
+        if type(second) not in (int, float) or not _are_alike(first, first):
+            return None
+        by = elementwise.multiply if name in PRODUCTS else elementwise.divide
+        return by(first, float(second))
+
+
+def _are_alike(first: Any, second: Any) -> bool:
+    """Return whether these are tensors that ``elementwise.add`` takes."""
     return (
         isinstance(first, Tensor)
         and isinstance(second, Tensor)
@@ -166,6 +298,19 @@ def _can_add(first: Any, second: Any) -> bool:
     )
 
 
+def _embedded(ids: Tensor, table: Tensor) -> Tensor | None:
+    """Return rows of an embedding's table; None if there is no kernel."""
+    known = ids.is_cpu and ids.dtype == torch.long and ids.is_contiguous() and ids.numel() > 0
+    if not (known and table.is_cpu and table.dtype in FORMS and table.stride(1) == 1):
+        return None
+    return elementwise.embed(ids, table)
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether a function writes to its first argument."""
+    return name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def _is_view(name: str, result: Any, args: Any) -> bool:
     """Return whether a function computes nothing: its results are views, or properties."""
     if name in PROPERTIES:
@@ -173,8 +318,7 @@ def _is_view(name: str, result: Any, args: Any) -> bool:
     results = result if isinstance(result, (tuple, list)) else (result,)
     if not results or not all(isinstance(value, Tensor) for value in results):
         return False
-    in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
-    if in_place or name == "__setitem__":
+    if _is_in_place(name):
         return False
     memory = {
         argument.untyped_storage().data_ptr() for argument in args if isinstance(argument, Tensor)
@@ -183,179 +327,102 @@ def _is_view(name: str, result: Any, args: Any) -> bool:
 
 
 class Recording:
-    """The launches of a layer for one number of tokens."""
+    """The launches of a step of so many rows and tokens."""
 
-    def __init__(
-        self, capture: Capture, inputs: list[Tensor], others: list[Any], output: Any
-    ) -> None:
+    def __init__(self, capture: Capture, output: Any) -> None:
         """Prepare replays; see ``Capture.recording``.
 
         Raises:
-            _NotRecordableError: the launches do not say all that the layer does.
+            _NotRecordableError: the launches do not say all that the step computes.
         """
         if capture.reason is not None:
             raise _NotRecordableError(capture.reason)
-        if len(capture.copies) != 1 or len(capture.attentions) != 1 or capture.mask is None:
-            raise _NotRecordableError("it does not attend once")
-        if not isinstance(output, Tensor):
-            raise _NotRecordableError("it returns more than one tensor")
-        self.launches, self._others = capture.launches, others
-        (self.copy,), (self.attention,) = capture.copies, capture.attentions
-        self.index: Any = capture.layer_index
-        self.forms = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs]
-        self.shape, self.dtype = tuple(output.shape), output.dtype
-        # (fields, position, number of the input, bytes from its beginning)
-        self.inputs: list[tuple[Any, int, int, int]] = []
-        self.outputs: list[tuple[Any, int]] = []
-        output_address = output.data_ptr()
-        given = [
-            (n, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-            for n, tensor in enumerate(inputs)
-        ]
-        for launch in capture.launches:
-            for position, number in enumerate(launch.fields):
-                if number == output_address:
-                    self.outputs.append((launch.fields, position))
-                for n, begin, end in given:
-                    if begin <= number < end:
-                        self.inputs.append((launch.fields, position, n, number - begin))
-        if not self.outputs or not output.is_contiguous():
-            raise _NotRecordableError("its output is not that of a kernel")
-
-    def fits(self, inputs: list[Tensor], others: list[Any], mask: Tensor, cache: Any) -> bool:
-        """Return whether these are such arguments as those recorded, with a mask for them."""
-        batch, tokens = self.shape[:2]
-        extent = cache.layers[self.index].extent
-        return (
-            len(inputs) == len(self.forms)
-            and others == self._others
-            and [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs] == self.forms
-            and mask.shape == (batch, 1, tokens, extent.end + tokens)
-            and len(extent.lengths) == len(getattr(mask, PACKED).committed) == batch
-        )
-
-    def is_like(self, other: Recording) -> bool:
-        """Return whether it takes whatever another layer's recording takes."""
-        return (
-            self.forms == other.forms
-            and self._others == other._others
-            and attention.shape_of(self.attention) == attention.shape_of(other.attention)
-        )
-
-    def is_right(self, inputs: list[Tensor], mask: Tensor, cache: Any, output: Tensor) -> bool:
-        """Return whether a replay gives the bits of ``output``."""
-        (again,) = Chain([self]).replay(inputs, mask, cache)
-        return torch.equal(again.view(torch.uint8), output.view(torch.uint8))
-
-
-class Chain:
-    """Recorded layers, each of which is given the output of the one before, in one run.
-
-    What differs from replay to replay is written to the fields of all launches at once.
-    """
-
-    def __init__(self, layers: list[Recording]) -> None:
-        """Prepare replays of recordings that are like the first of them."""
-        self._layers, self._shape, self._dtype = layers, layers[0].shape, layers[0].dtype
-        launches = [launch for layer in layers for launch in layer.launches]
-        self._threads = max(launch.threads for launch in launches)
-        sizes = [len(launch.fields) for launch in launches]
+        launches = capture.launches
+        self._held = launches, [one for one in capture.large if one is not output]
+        self._angles, self._windows = capture.angles, capture.step.windows
+        self._shape, self._dtype = tuple(output.shape), output.dtype
+        self._threads = max((launch.threads for launch in launches), default=1)
         self._fields = np.concatenate([np.array(launch.fields, np.int64) for launch in launches])
         self._tape = tape(launches, self._fields)
-        begins = np.cumsum([0, *sizes])
-        at = {id(launch.fields): begins[n] for n, launch in enumerate(launches)}
+        self._words = np.frombuffer(self._tape, np.int64)
+        begins = np.cumsum([0, *(len(launch.fields) for launch in launches)])
+        first = {id(launch.fields): begin for launch, begin in zip(launches, begins)}
+        number = {id(launch.fields): n for n, launch in enumerate(launches)}
 
-        def positions(pairs: Any) -> Any:
-            return np.array([at[id(fields)] + position for fields, position in pairs], np.int64)
+        for name, tensor in capture.unknown:
+            if len(self._inside(tensor.untyped_storage())):
+                raise _NotRecordableError(f"a kernel reads what {name} computes")
+        self._outputs = np.flatnonzero(self._fields == output.data_ptr())
+        if not len(self._outputs) or not output.is_contiguous():
+            raise _NotRecordableError("its logits are not those of a kernel")
+        self._inputs = [(self._inside(tensor), tensor) for tensor in capture.given]
+        self._inputs = [(at, self._fields[at] - one.data_ptr()) for at, one in self._inputs]
 
-        attentions = [layer.attention for layer in layers]
-        self._attention_pieces = [
-            pieces_at(n)
-            for n, launch in enumerate(launches)
-            if any(launch.fields is fields for fields in attentions)
-        ]
-        self._attention_fields = positions((fields, 0) for fields in attentions)
-        self._copy_fields = positions((layer.copy, 0) for layer in layers)
-        given = [(n, *one) for n, layer in enumerate(layers) for one in layer.inputs]
-        self._inputs = positions((fields, position) for _, fields, position, _, _ in given)
-        # Tensors by number: those given, then the outputs; the hidden states come first.
-        count = len(layers[0].forms)
-        numbers = [count + layer - 1 if layer and not n else n for layer, _, _, n, _ in given]
-        self._input_numbers = np.array(numbers, np.int64)
-        self._input_offsets = np.array([offset for *_, offset in given], np.int64)
-        written = [(n, *one) for n, layer in enumerate(layers) for one in layer.outputs]
-        self._outputs = positions((fields, position) for _, fields, position in written)
-        self._output_numbers = np.array([n for n, *_ in written], np.int64)
+        self._copies = [(first[id(fields)], layer) for fields, layer in capture.copies]
+        self._attentions = [(first[id(fields)], layer) for fields, layer, _ in capture.attentions]
+        shapes = [fields for fields, *_ in capture.attentions]
+        self._pieces_at = np.array([pieces_at(number[id(fields)]) for fields in shapes], np.int64)
+        self._heads = np.array([attention.heads_of(fields) for fields in shapes], np.int64)
+        self._part_floats = max(map(attention.part_floats, shapes), default=0)
+        # By type of window and heads in a group, whose mask is the same: the fields to set.
+        groups: dict[tuple[str, int], list[int]] = {}
+        for fields, _, kind in capture.attentions:
+            groups.setdefault((kind, fields[kernels.GROUP]), []).append(first[id(fields)])
+        self._masks = [(*key, np.array(at, np.int64)) for key, at in groups.items()]
         self._extent: Any = None  # whose memory is bound, as it was after so many moves
         self._moves = 0
 
-    def replay(self, inputs: list[Tensor], mask: Tensor, cache: Any) -> tuple[Tensor, ...]:
-        """Compute the layers.
+    def _inside(self, tensor: Any) -> Any:
+        """Return the positions of fields that are addresses inside of a tensor or its storage."""
+        begin = tensor.data_ptr()
+        end = begin + (tensor.nbytes if isinstance(tensor, Tensor) else tensor.nbytes())
+        return np.flatnonzero((self._fields >= begin) & (self._fields < end))
 
-        Args:
-            inputs: like those recorded, of the first layer.
-            mask: additive, marked for packed queries.
-            cache: a ``RecyclingCache``.
-
-        Returns:
-            The output of each layer.
-        """
-        fields, extent = self._fields, cache.extent
+    def replay(self, step: Step) -> Tensor:
+        """Compute a step of as many rows and tokens; return its logits [B, q, V]."""
+        fields, tokens = self._fields, step.tokens.shape[1]
+        extent = step.cache.extent
         if self._extent is not extent or self._moves != extent.moves:
-            self._bind_cache(cache)
+            self._bind_cache(step.cache)
             self._extent, self._moves = extent, extent.moves
-        begin, tokens = extent.end, self._shape[1]
-        fields[self._slots] = self._entries + begin * self._slot_bytes
-        outputs = torch.empty((len(self._layers), *self._shape), dtype=self._dtype, device="cpu")
-        size = outputs.nbytes // len(self._layers)
-        addresses = outputs.data_ptr() + size * np.arange(len(self._layers))
-        given = np.array([tensor.data_ptr() for tensor in inputs], np.int64)
-        places = np.concatenate([given, addresses])
-        fields[self._inputs] = places[self._input_numbers] + self._input_offsets
-        fields[self._outputs] = addresses[self._output_numbers]
-        first = self._layers[0].attention
-        packed, committed = packed_mask(mask, first[kernels.GROUP])
-        parts = attention.parts_for(first, begin + tokens)
-        for position, value in attention.per_step(begin + tokens, packed, committed, parts):
-            fields[self._attention_fields + position] = value
-        pieces = attention.pieces_of(first, begin + tokens)
-        for at in self._attention_pieces:
-            self._tape[at] = pieces
+        begin, slots = extent.end, extent.end + tokens
+        fields[self._entries_at] = self._entries + begin * self._slot_bytes
+        logits = torch.empty(self._shape, dtype=self._dtype, device="cpu")
+        fields[self._outputs] = logits.data_ptr()
+        angles = [table for one in self._angles for table in one.at(step.positions)]
+        given = (step.tokens.data_ptr(), *(table.ctypes.data for table in angles))
+        for address, (at, offsets) in zip(given, self._inputs):
+            fields[at] = offsets + address
+        committed = np.array(extent.lengths, np.int64)
+        blocks = kernels.blocks_of(slots, tokens)
+        parts = np.empty(self._part_floats * blocks, np.float32)
+        held = []
+        for kind, group, at in self._masks:
+            window = self._windows[kind]
+            mask = attention.draft_mask(
+                committed, step.positions, step.ancestors, window, group, step.dtype
+            )
+            held.append(mask)
+            for field, word in attention.per_step(slots, mask, committed, parts):
+                fields[at + field] = word
+        self._words[self._pieces_at] = self._heads * blocks
         run(self._tape, self._threads)
-        return outputs.unbind()
+        return logits
 
     def _bind_cache(self, cache: Any) -> None:
         """Note where the layers' keys and values are."""
-        slots, entries, slot_bytes = [], [], []
-        for layer, copy, attention_at in zip(
-            self._layers, self._copy_fields, self._attention_fields
-        ):
-            keys, values = (getattr(cache.layers[layer.index], name) for name in ("keys", "values"))
-            for position, value in attention.entries(keys, values):
-                self._fields[attention_at + position] = value
-            for n, tensor in enumerate((keys, values)):
-                for position, value in elementwise.output_strides(n, tensor):
-                    self._fields[copy + position] = value
-                slots.append(copy + elementwise.output_at(n))
+        entries_at, entries, slot_bytes = [], [], []
+        for at, layer in self._attentions:
+            both = cache.layers[layer].keys, cache.layers[layer].values
+            for field, word in attention.entries(*both):
+                self._fields[at + field] = word
+        for at, layer in self._copies:
+            for n, tensor in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
+                for field, word in elementwise.output_strides(n, tensor):
+                    self._fields[at + field] = word
+                entries_at.append(at + elementwise.output_at(n))
                 entries.append(tensor.data_ptr())
                 slot_bytes.append(tensor.stride(2) * tensor.itemsize)
-        self._slots, self._entries, self._slot_bytes = map(np.array, (slots, entries, slot_bytes))
-
-
-class Watched(Tensor):
-    """A layer's output that notes whether anybody computes with it before the next layer does."""
-
-    is_touched = False
-    given: Any = None  # all that the layer was given, but this tensor's predecessor
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(function, "__name__", "") not in PROPERTIES:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Watched):
-                    value.is_touched = True
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+        self._entries_at, self._entries, self._slot_bytes = (
+            np.array(numbers, np.int64) for numbers in (entries_at, entries, slot_bytes)
+        )

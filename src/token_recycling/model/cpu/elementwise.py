@@ -130,12 +130,40 @@ def add(first: Tensor, second: Tensor) -> Tensor:
     return out
 
 
-@unwatched
 def multiply(x: Tensor, factor: float) -> Tensor:
     """Multiply a contiguous tensor by a number, which is rounded to float32."""
-    out, number = empty(x.shape, x.dtype), ctypes.c_float(factor)
-    fields = _fields(4)(x.data_ptr(), ctypes.addressof(number), out.data_ptr(), out.numel())
-    launch(_kernel("multiply", x.dtype), fields, 1, held=number)
+    return _with_number("multiply", x, factor)
+
+
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """Divide a contiguous tensor by a number, which is rounded to float32."""
+    return _with_number("divide", x, divisor)
+
+
+@unwatched
+def _with_number(name: str, x: Tensor, number: float) -> Tensor:
+    out, second = empty(x.shape, x.dtype), ctypes.c_float(number)
+    fields = _fields(4)(x.data_ptr(), ctypes.addressof(second), out.data_ptr(), out.numel())
+    launch(_kernel(name, x.dtype), fields, 1, held=second)
+    return out
+
+
+@unwatched
+def embed(ids: Tensor, table: Tensor) -> Tensor:
+    """Return rows of a table.
+
+    Args:
+        ids: contiguous int64 [...], each the number of a row.
+        table: [rows, size] of a dtype in ``FORMS``; the numbers of a row are contiguous.
+
+    Returns:
+        Contiguous [..., size].
+    """
+    size = table.shape[1]
+    out = empty((*ids.shape, size), table.dtype)
+    stride = table.stride(0) * table.itemsize
+    fields = _fields(6)(table.data_ptr(), stride, size, ids.data_ptr(), ids.numel(), out.data_ptr())
+    launch(_kernel("embed", table.dtype), fields, 1, held=table)
     return out
 
 

@@ -18,8 +18,10 @@ from token_recycling.model.cpu.vectors import (
     Emitter,
     constant,
     convert,
+    copy_bytes,
     get,
     processor,
+    word_at,
 )
 
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
@@ -32,8 +34,10 @@ COS, SIN, COS_BATCH, COS_TOKEN, SIN_BATCH, SIN_TOKEN, BATCH, TOKENS, HEAD_SIZE, 
 # The same for each input.
 FROM, TO, HEADS, FROM_BATCH, FROM_HEAD, FROM_TOKEN, TO_BATCH, TO_HEAD, TO_TOKEN = range(9)
 TENSOR_FIELDS, ROTARY_FIELDS = 9, TENSORS + 1
-# Sum of two tensors of COUNT numbers, or product of one and a number.
-FIRST, SECOND, SUM, COUNT = range(4)
+# Sum of two tensors of COUNT numbers, or product or quotient of one and a number.
+FIRST, SECOND, RESULT, COUNT = range(4)
+# Copy of rows of ROW_SIZE numbers, TABLE_ROW bytes apart.
+TABLE, TABLE_ROW, ROW_SIZE, IDS, IDS_COUNT, EMBEDDED = range(6)
 # Conversion of COUNT numbers from or to float32.
 CONVERTED_FROM, CONVERTED_TO, CONVERTED_COUNT = range(3)
 # Interleaving of rows of PAIRS pairs of bfloat16 numbers.
@@ -120,48 +124,39 @@ def _rotate(typing: Any, form: Any, source: Any, cos: Any, sin: Any, target: Any
     return types.void(constant(form), *[types.int64] * 5), generate
 
 
-@intrinsic(prefer_literal=True)
-def _sum(typing: Any, form: Any, first: Any, second: Any, target: Any, count: Any) -> Any:
-    """Add ``count`` numbers."""
+def _combination(operation: str) -> Any:
+    """Return an intrinsic that combines ``count`` numbers with one of LLVM's operations.
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, first, second, target, count = arguments
-        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
-        emitter.b = builder
+    The second operand is ``count`` numbers too, or one float32 number for all if that is ``one``.
+    """
 
-        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-            at = builder.mul(k, I64(BYTES[kind]))
-            x = emitter.numbers(builder.add(first, at), kind, mask)
-            y = emitter.numbers(builder.add(second, at), kind, mask)
-            emitter.write(builder.fadd(x, y), builder.add(target, at), kind, mask)
-            return []
+    @intrinsic(prefer_literal=True)
+    def combine(
+        typing: Any, form: Any, one: Any, first: Any, second: Any, target: Any, count: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _, _, first, second, target, count = arguments
+            kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+            emitter.b = builder
+            number = emitter.splat(emitter.load(second, F32)) if one.literal_value else None
 
-        emitter.vectors(count, [], body)
-        return context.get_dummy_value()
+            def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+                at = builder.mul(k, I64(BYTES[kind]))
+                x = emitter.numbers(builder.add(first, at), kind, mask)
+                y = number or emitter.numbers(builder.add(second, at), kind, mask)
+                result = getattr(builder, operation)(x, y)
+                emitter.write(result, builder.add(target, at), kind, mask)
+                return []
 
-    return types.void(constant(form), *[types.int64] * 4), generate
+            emitter.vectors(count, [], body)
+            return context.get_dummy_value()
+
+        return types.void(constant(form), constant(one), *[types.int64] * 4), generate
+
+    return combine
 
 
-@intrinsic(prefer_literal=True)
-def _product(typing: Any, form: Any, source: Any, factor: Any, target: Any, count: Any) -> Any:
-    """Multiply ``count`` numbers by the float32 number at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, source, factor, target, count = arguments
-        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
-        emitter.b = builder
-        repeated = emitter.splat(emitter.load(factor, F32))
-
-        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-            at = builder.mul(k, I64(BYTES[kind]))
-            x = emitter.numbers(builder.add(source, at), kind, mask)
-            emitter.write(builder.fmul(x, repeated), builder.add(target, at), kind, mask)
-            return []
-
-        emitter.vectors(count, [], body)
-        return context.get_dummy_value()
-
-    return types.void(constant(form), *[types.int64] * 4), generate
+_sum, _product, _quotient = map(_combination, ("fadd", "fmul", "fdiv"))
 
 
 @intrinsic(prefer_literal=True)
@@ -285,14 +280,33 @@ def rotary(fields: Any, form: Any) -> None:
 def add(fields: Any, form: Any) -> None:
     """Add two tensors."""
     numba.literally(form)
-    _sum(form, get(fields, FIRST), get(fields, SECOND), get(fields, SUM), get(fields, COUNT))
+    _sum(form, 0, get(fields, FIRST), get(fields, SECOND), get(fields, RESULT), get(fields, COUNT))
 
 
 @numba.njit(error_model="numpy")
 def multiply(fields: Any, form: Any) -> None:
     """Multiply a tensor by a number, at the address SECOND."""
     numba.literally(form)
-    _product(form, get(fields, FIRST), get(fields, SECOND), get(fields, SUM), get(fields, COUNT))
+    x, y, to = get(fields, FIRST), get(fields, SECOND), get(fields, RESULT)
+    _product(form, 1, x, y, to, get(fields, COUNT))
+
+
+@numba.njit(error_model="numpy")
+def divide(fields: Any, form: Any) -> None:
+    """Divide a tensor by a number, at the address SECOND."""
+    numba.literally(form)
+    x, y, to = get(fields, FIRST), get(fields, SECOND), get(fields, RESULT)
+    _quotient(form, 1, x, y, to, get(fields, COUNT))
+
+
+@numba.njit(error_model="numpy")
+def embed(fields: Any, form: Any) -> None:
+    """Copy rows of a table."""
+    numba.literally(form)
+    size = get(fields, ROW_SIZE) * BYTES[form]
+    for n in range(get(fields, IDS_COUNT)):
+        row = word_at(get(fields, IDS) + 8 * n) * get(fields, TABLE_ROW)
+        copy_bytes(get(fields, TABLE) + row, get(fields, EMBEDDED) + n * size, size)
 
 
 @numba.njit(error_model="numpy")

@@ -73,7 +73,13 @@ class Recorder(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that the launches use again in a replay."""
 
-    def rebind_attention(self, fields: Any, key: Tensor, value: Tensor, mask: Tensor) -> None:
+    def note_mask(self, packed: Tensor, kind: str | None) -> None:
+        """Note the type of layers that a packed mask is for (see ``attention.Packing``)."""
+
+    def note_angles(self, angles: Any, positions: Tensor, computed: tuple[Tensor, ...]) -> None:
+        """Note what a rotary embedding has computed (see ``capture.Angles``)."""
+
+    def rebind_attention(self, fields: Any, key: Tensor, mask: Tensor) -> None:
         """Record that a launch reads the cache, whose extent differs from step to step."""
 
     def rebind_copy(self, fields: Any, layer: Any) -> None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
-from token_recycling.model.cache_name import NEW, OLD, cache_in
 from token_recycling.model.cpu import elementwise, linear, linear_kernel
-from token_recycling.model.cpu.attention import PACKED, is_available
+from token_recycling.model.cpu.attention import is_available
 from token_recycling.model.cpu.block_formats import ROWS
-from token_recycling.model.cpu.capture import Capture, Chain, Recording, Scratch, Watched
+from token_recycling.model.cpu.capture import Angles
+from token_recycling.model.cpu.launch import recording
 from token_recycling.model.cpu.packed import PackedLinear
+from token_recycling.model.cpu.recordings import Recordings
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.known_forms import (
     GATED,
@@ -37,7 +37,7 @@ from token_recycling.model.known_forms import (
     rotates,
     sample,
 )
-from token_recycling.model.kv_cache import RecyclingCache
+from token_recycling.model.limits import GROWING_ROPE
 from token_recycling.model.shadow import replace_forward, replacement, stock_class
 from token_recycling.util.modes import without_autocast
 
@@ -45,7 +45,7 @@ LINEAR = (nn.Linear, PackedLinear)
 # Layers that are several in one, as in Phi-3.
 MERGED_PROJECTIONS, MERGED_GATED = ("qkv_proj",), ("gate_up_proj", "down_proj")
 FUNCTIONS = ("act_fn", "activation_fn")  # names of an MLP's activation
-# Drafts are filled up to a multiple of this: layers are recorded for every number of tokens, which
+# Drafts are filled up to a multiple of this: steps are recorded for every number of tokens, which
 # takes longer than a step, and tiles are four tokens wide and more.
 MULTIPLE = 4
 ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
@@ -53,7 +53,6 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     linear_kernel.GELU_TANH: partial(functional.gelu, approximate="tanh"),
     linear_kernel.GELU: functional.gelu,
 }
-BOUND = ("attention_mask", OLD, NEW)  # arguments that are set at every replay
 
 
 class _Shared(threading.local):
@@ -77,7 +76,7 @@ def _is_plain(tensor: Any) -> bool:
     Quantised weights are tensor subclasses with their own ``linear`` and are left alone.
     """
     return (
-        type(tensor) in (Tensor, Parameter, Watched)
+        type(tensor) in (Tensor, Parameter)
         and tensor.is_cpu
         and tensor.dtype in FORMS
         and tensor.layout is torch.strided
@@ -240,6 +239,20 @@ def _rotary(
     return stock(query, key, cos, sin, *a, **k)
 
 
+def _angles(module: nn.Module, stock: Any, like: Tensor, positions: Tensor, *others: Any) -> Any:
+    """``forward`` of a rotary embedding: cosines and sines [B, n, size] of positions."""
+    recorder = recording.recorder
+    if recorder is None:
+        return stock(like, positions, *others)
+    with torch._C.DisableTorchFunction():
+        empty, kinds = like.new_empty(0), getattr(module, "rope_type", None)
+        found: Any = stock(like, positions, *others)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    angles = Angles(lambda some: stock(empty, some, *others), GROWING_ROPE.issuperset(kinds))
+    recorder.note_angles(angles, positions, found)
+    return found
+
+
 def _rotated(*inputs: Tensor) -> tuple[Tensor, ...]:
     """Call the kernel."""
     query, key, cos, sin = inputs
@@ -256,171 +269,24 @@ def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def _decoder_layer(
-    recordings: Recordings, index: int, layer: nn.Module, stock: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """``forward`` of a decoder layer: replayed if it has been recorded."""
-    computed = recordings.computed.pop(index, None)
-    if computed is not None and computed.given.is_same(args, kwargs):
-        return computed.output
-    watched = None
-    if args and isinstance(args[0], Watched):
-        watched = args[0]
-        args = (watched.as_subclass(Tensor), *args[1:])
-    if (
-        args
-        and isinstance(args[0], Tensor)
-        and isinstance(cache_in(kwargs), RecyclingCache)
-        and hasattr(kwargs.get("attention_mask"), PACKED)
-        and _is_ours(args[0])
-    ):
-        return recordings.call(index, layer, stock, _Given(args, kwargs), watched)
-    return stock(*args, **kwargs)
-
-
-class _Given(NamedTuple):
-    """Arguments of a decoder layer, the hidden states first."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def is_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether these are the very same objects."""
-        return (
-            len(args) == len(self.args)
-            and all(a is b for a, b in zip(args, self.args))
-            and kwargs.keys() == self.kwargs.keys()
-            and all(value is self.kwargs[name] for name, value in kwargs.items())
-        )
-
-    def after(self, hidden: Tensor) -> _Given:
-        """Return what a layer is given after this one whose output is ``hidden``."""
-        return _Given((hidden, *self.args[1:]), self.kwargs)
-
-
-class _Computed(NamedTuple):
-    """The output of a layer that has been computed together with one before it."""
-
-    given: _Given
-    output: Tensor
-
-
-class Recordings(threading.local):
-    """Recordings of one thread, by a layer's index, shape of its inputs and number of threads.
-
-    None in place of a recording means that it cannot be made. Layers of which each is given the
-    output of the one before, as it is, and all else that this was given, are replayed together when
-    the first of them is called; the calls of the others return what was computed.
-    """
-
-    def __init__(self, order: list[int]) -> None:
-        """Record nothing yet; ``order``: indices of the decoder layers."""
-        self.scratch = Scratch()
-        self.made: dict[Any, Recording | None] = {}
-        self.right: dict[int, bool] = {}  # whether a layer's first recording gave its bits
-        self.following = dict(pairwise(order))
-        self.linked: dict[int, bool] = {}  # whether a layer follows the one before it (see above)
-        self.chains: dict[Any, tuple[list[int], Chain]] = {}
-        self.computed: dict[int, _Computed] = {}  # by a layer's index, until it is called
-
-    def call(
-        self, index: int, layer: nn.Module, stock: Any, given: _Given, watched: Watched | None
-    ) -> Any:
-        """Call a decoder layer with few tokens; ``watched``: its hidden states, if they were."""
-        if watched is not None:
-            is_next = not watched.is_touched and watched.given.after(given.args[0]).is_same(*given)
-            self.linked[index] = is_next
-        output = self._call(index, layer, stock, given)
-        following = self.following.get(index)
-        if following is None or following in self.linked or not isinstance(output, Tensor):
-            return output
-        following_input: Watched = output.as_subclass(Watched)
-        following_input.given = given
-        return following_input
-
-    def _call(self, index: int, layer: nn.Module, stock: Any, given: _Given) -> Any:
-        """Replay or record a layer, or call it."""
-        args, kwargs = given
-        mask, cache = kwargs["attention_mask"], cache_in(kwargs)
-        inputs, others = _arguments(args, kwargs)
-        key = index, inputs[0].shape, torch.get_num_threads()
-        recording = self.made.get(key)
-        if recording is not None:
-            if recording.fits(inputs, others, mask, cache):
-                return self._replay(key, given, inputs)
-            return stock(*args, **kwargs)
-        if key in self.made or not _is_known(layer):
-            return stock(*args, **kwargs)
-        capture = Capture(self.scratch, cache)
-        with capture:
-            output = stock(*args, **kwargs)
-        recording = capture.recording(inputs, others, output)
-        if not isinstance(output, Tensor):  # of Transformers before 5
-            self.made[key] = None
-            return tuple(item.clone() if isinstance(item, Tensor) else item for item in output)
-        if recording is not None and index not in self.right:
-            # What is set at a replay does not depend on the number of tokens, so once is enough.
-            self.right[index] = recording.is_right(inputs, mask, cache, output)
-        self.made[key] = recording if self.right.get(index) else None
-        return output.clone()
-
-    def _replay(self, key: Any, given: _Given, inputs: list[Tensor]) -> Tensor:
-        """Compute a layer, and those that are known to follow; return the output of the first."""
-        indices, chain = self.chains.get(key) or self._chain(key)
-        mask, cache = given.kwargs["attention_mask"], cache_in(given.kwargs)
-        first, *others = chain.replay(inputs, mask, cache)
-        hidden = first
-        self.computed.clear()
-        for index, output in zip(indices[1:], others):
-            self.computed[index] = _Computed(given.after(hidden), output)
-            hidden = output
-        return first
-
-    def _chain(self, key: Any) -> tuple[list[int], Chain]:
-        """Return a recorded layer and those that follow; keep them once all are known."""
-        index, *others = key
-        recording = first = self.made[key]
-        assert first is not None
-        indices, recordings, is_final = [], [], True
-        while recording is not None and recording.is_like(first):
-            indices.append(index)
-            recordings.append(recording)
-            following = self.following.get(index)
-            if following is None or not self.linked.get(following, True):
-                break
-            index, at = following, (following, *others)
-            is_final = index in self.linked and at in self.made
-            if not is_final:
-                break
-            recording = self.made[at]
-        chain = indices, Chain(recordings)
-        if is_final:
-            self.chains[key] = chain
-        return chain
-
-
 def cover(shadow: nn.Module) -> Recordings:
     """Let the layers of a model's shadow be computed by the kernels.
 
     Results are equal up to rounding, as between any two kernels.
 
     Returns:
-        The recordings of its decoder layers.
+        The recordings of its steps.
     """
-    modules = list(shadow.modules())
-    order = [index for index, module in enumerate(modules) if _is_decoder_layer(module)]
-    recordings = Recordings(order)
     known: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
+    layers = [module for module in shadow.modules() if _is_decoder_layer(module)]
     if is_available():
         with torch.inference_mode(), without_autocast(torch.device("cpu")):
-            for index, module in enumerate(modules):
-                _cover(shadow, module, known, recordings, index)
-    return recordings
+            for module in shadow.modules():
+                _cover(shadow, module, known)
+    return Recordings(shadow, is_available() and bool(layers) and all(map(_is_known, layers)))
 
 
-def _cover(
-    shadow: nn.Module, module: nn.Module, known: dict[Any, Any], recordings: Recordings, index: int
-) -> None:
+def _cover(shadow: nn.Module, module: nn.Module, known: dict[Any, Any]) -> None:
     if type(module) in LINEAR:
         head = getattr(shadow, "get_output_embeddings", lambda: None)()
         replace_forward(module, _lm_head if module is head else _linear)
@@ -437,8 +303,8 @@ def _cover(
         for other in others:
             replace_forward(other, _other_projection)
         replace_rotary(module, _rotary, _rotated, known)
-    elif _is_decoder_layer(module):
-        replace_forward(module, _decoder_layer, recordings, index)
+    elif "RotaryEmbedding" in type(module).__name__:
+        replace_forward(module, _angles)
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:
@@ -462,16 +328,6 @@ def _is_known(layer: nn.Module) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
-    """Return the tensors that a decoder layer is given, but mask and cache, and all else."""
-    inputs: list[Tensor] = []
-    others: list[Any] = []
-    for value in (*args, *(kwargs[name] for name in kwargs if name not in BOUND)):
-        for item in value if isinstance(value, tuple) else (value,):
-            (inputs if isinstance(item, Tensor) else others).append(item)
-    return inputs, others
 
 
 def _compared(

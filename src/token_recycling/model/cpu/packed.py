@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from token_recycling.model.cpu import block_layout, linear
+from token_recycling.model.cpu import block_layout, elementwise, linear
 from token_recycling.model.cpu.block_formats import FORMATS, ROWS
-from token_recycling.model.cpu.launch import launch, unwatched
+from token_recycling.model.cpu.launch import empty, launch, unwatched
 from token_recycling.model.cpu.machine_code import Kernel
 from token_recycling.model.cpu.team import is_available
 from token_recycling.model.cpu.vectors import processor
 
-empty = partial(torch.empty, dtype=torch.uint8, device="cpu")
+new_bytes = partial(torch.empty, dtype=torch.uint8, device="cpu")
 
 
 def can_compute(ggml_type: int) -> bool:
@@ -40,7 +40,7 @@ def interleaved(
     blocks: Tensor,
     ggml_type: int,
     order: Tensor | None = None,
-    new: Callable[..., Tensor] = empty,
+    new: Callable[..., Tensor] = new_bytes,
 ) -> Tensor:
     """Return blocks of a file in the order in which the kernels read them (see ``block_formats``).
 
@@ -85,7 +85,7 @@ def read_rows(weight: Tensor, ggml_type: int, ids: Tensor) -> Tensor:
     """
     form, ids = FORMATS[ggml_type], ids.contiguous()
     blocks = weight.shape[1] // form.size
-    out = torch.empty((len(ids), blocks * form.numbers), dtype=torch.float32, device="cpu")
+    out = empty((len(ids), blocks * form.numbers), torch.float32)
     numbers = (weight.data_ptr(), ids.data_ptr(), len(ids), out.data_ptr(), blocks)
     fields = (ctypes.c_int64 * len(numbers))(*numbers)
     kernel = _kernel(block_layout.read_row, ggml_type)
@@ -156,6 +156,7 @@ class PackedEmbedding(nn.Module):
         self.ggml_type, self.scale = ggml_type, scale
         self.weight = nn.Parameter(weight, requires_grad=False)
 
+    @unwatched
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
         """Return float32 [..., embedding_dim] of ids [...].
@@ -168,7 +169,7 @@ class PackedEmbedding(nn.Module):
             raise IndexError("index out of range in self")
         embeddings = read_rows(self.weight, self.ggml_type, flat)
         if self.scale != 1.0:
-            embeddings *= self.scale
+            embeddings = elementwise.multiply(embeddings, self.scale)
         return embeddings.view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
