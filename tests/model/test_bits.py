@@ -59,7 +59,7 @@ def test_a_path_across_blocks_of_keys(target, left):
     steps, nodes = plain_steps(target, prompt, tokens), in_a_tree(target, prompt, tokens)
     target.reset()
     target.prefill([prompt])
-    (deepest,) = target.deepest().tolist()
+    (deepest,) = target.deepest()
     assert deepest == left
     same = [torch.equal(one, other) for one, other in zip(steps, nodes)]
     assert all(same[: deepest + 1])

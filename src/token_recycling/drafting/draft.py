@@ -64,11 +64,12 @@ class DraftTree:
         included = torch.arange(self.size, device=self.tokens.device) < counts[:, None]
         return replace(self, valid=self.valid & included)
 
-    def down_to(self, depths: Tensor) -> DraftTree:
-        """Return the draft with all nodes deeper than ``depths`` (int64 [B]) of a row invalid."""
-        if int(depths.min()) >= self.max_depth:
+    def down_to(self, depths: list[int]) -> DraftTree:
+        """Return the draft with all nodes of row b that are deeper than ``depths[b]`` invalid."""
+        if min(depths) >= self.max_depth:
             return self
-        return replace(self, valid=self.valid & (self.depths <= depths[:, None]))
+        deepest = torch.tensor(depths, device=self.depths.device)[:, None]
+        return replace(self, valid=self.valid & (self.depths <= deepest))
 
     def first(self, size: int | None) -> DraftTree:
         """Return the draft of the first ``size`` nodes, including the root; None: all."""
@@ -117,6 +118,8 @@ class DraftTree:
         This saves time on a CPU, where every verified node costs time, above all with a cold
         matrix. Shapes of the result depend on the data, so graph steps do not use it.
         """
+        if self.size == 1:
+            return self
         used = self.valid.any(dim=0)
         used[0] = True
         if bool(used.all()):

@@ -59,8 +59,8 @@ class Target(Protocol):
             TokenRecyclingError: a prompt is empty, or leaves no room in the context.
         """
 
-    def deepest(self) -> Tensor | None:
-        """Return the depth of each row's deepest node to verify next, int64 [B]; None: any."""
+    def deepest(self) -> list[int] | None:
+        """Return the depth of each row's deepest node to verify next; None: any."""
 
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node in one forward."""

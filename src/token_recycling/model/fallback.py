@@ -52,7 +52,7 @@ class PlainTarget:
         self._ids = torch.zeros((1, 0), dtype=torch.long, device=self.device)
         self._state: dict[str, Any] = {}  # generate's model_kwargs
 
-    def deepest(self) -> Tensor | None:
+    def deepest(self) -> list[int] | None:
         """Return None: there are no drafts."""
         return None
 

@@ -84,6 +84,7 @@ class TreeTarget:
         batch_invariant: True if the logits of a node have the bits of a step of its own, whatever
             else is verified in the same forward (see ``probe.probe``). It holds for drafts of at
             most ``linear.MOST_TOKENS`` tokens a row.
+        dtype: of the model's queries.
         shadow: what our forwards compute with (see ``shadow``).
         recordings: of steps of the shadow, on a CPU; None: the kernels do not compute them.
         fingerprint: of the model as it was adopted; None: it has not been looked at since a copy.
@@ -92,6 +93,7 @@ class TreeTarget:
     """
 
     state: ModelState
+    dtype: torch.dtype
     shadow: Any
     recordings: Recordings | None
     fingerprint: Fingerprint | None
@@ -133,6 +135,7 @@ class TreeTarget:
             raise TokenRecyclingError("the model's vocabulary has changed")
         self.max_positions, self.max_context = state.max_positions, state.max_context
         self.inference_context = inference_context_of(model)
+        self.dtype = model.dtype
         self.config = text_config(model.config)
         takes = frozenset(inspect.signature(model.forward).parameters)
         self.takes_positions = "position_ids" in takes
@@ -181,25 +184,19 @@ class TreeTarget:
         return self.state.windows
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the model's queries."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
-
-    @property
     def rounding(self) -> torch.dtype:
         """Dtype that is as coarse as what layers round their inputs to."""
         packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
         return torch.bfloat16 if packed else self.dtype
 
-    def deepest(self) -> Tensor | None:
-        """Return the depth of the deepest node of each row to verify next, int64 [B]; None: any.
+    def deepest(self) -> list[int] | None:
+        """Return the depth of the deepest node of each row to verify next; None: any.
 
         Deeper ones would be computed with other rounding than in plain steps, on a CPU.
         """
         if self.recordings is None:
             return None
-        return deepest(torch.tensor(self.cache.lengths, device="cpu"))
+        return list(map(deepest, self.cache.lengths))
 
     def reset(self) -> None:
         """Drop the context and free its memory."""

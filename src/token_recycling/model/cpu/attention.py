@@ -216,11 +216,11 @@ def part_floats(fields: Any) -> int:
     return int(fields[kernels.BATCH] * fields[kernels.HEADS] * size)
 
 
-def deepest(committed: Tensor) -> Tensor:
+def deepest(committed: int) -> int:
     """Return the depth of the deepest node whose sums have the bits of a step of its own.
 
     Args:
-        committed: int64 [B], tokens of each row before the draft.
+        committed: tokens of a row before the draft.
     """
     return kernels.KEYS - 1 - committed % kernels.KEYS
 

@@ -70,10 +70,11 @@ class Recordings(threading.local):
 
     def _is_recordable(self, step: Step) -> bool:
         """Return whether the kernels compute this step now."""
-        return (
-            step.tokens.shape[1] <= MOST_TOKENS
+        tokens = step.tokens.numpy()
+        return bool(
+            tokens.shape[1] <= MOST_TOKENS
             and all(layer.is_initialized for layer in step.cache.layers)
-            and 0 <= int(step.tokens.min()) <= int(step.tokens.max()) < self._vocab_size
+            and 0 <= tokens.min() <= tokens.max() < self._vocab_size
             and recording.recorder is None
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
