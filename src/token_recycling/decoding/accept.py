@@ -38,11 +38,12 @@ class Acceptor(Protocol):
     """Chooses the emitted tokens from the target's logits along the draft."""
 
     def __call__(
-        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence], best: Any = None
     ) -> tuple[Accepted, Appended]:
         """Accept a path of ``draft`` by ``logits`` [B, n, V]; append its tokens to ``sequences``.
 
-        A row whose root is invalid emits nothing.
+        A row whose root is invalid emits nothing. ``best``: the result of ``greedy`` as an array,
+        if it is known.
         """
 
 
@@ -139,10 +140,11 @@ class GreedyAcceptor:
     """Accepts by argmax: all rows and nodes at once, with one read by the host."""
 
     def __call__(
-        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence], best: Any = None
     ) -> tuple[Accepted, Appended]:
         """Accept the longest path along the argmax tokens."""
-        return accept_and_append(draft, greedy(logits), sequences)
+        choices = greedy(logits) if best is None else torch.from_numpy(best)
+        return accept_and_append(draft, choices, sequences)
 
 
 # (ids int64 [1, t], logits float32 [1, V]) -> scores [1, V]
@@ -191,7 +193,7 @@ class FollowAcceptor:
         return int(token)
 
     def __call__(
-        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence], best: Any = None
     ) -> tuple[Accepted, Appended]:
         """Walk every row's tree from its root."""
         with ordinary_tensors():  # processors may be third-party code
@@ -232,11 +234,11 @@ class RowAcceptor:
         self._greedy = all(isinstance(accept, GreedyAcceptor) for accept in accepts)
 
     def __call__(
-        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence]
+        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence], best: Any = None
     ) -> tuple[Accepted, Appended]:
         """Accept row by row, or all at once if all rows are greedy."""
         if self._greedy or len(self.accepts) == 1:
-            return self.accepts[0](draft, logits, sequences)
+            return self.accepts[0](draft, logits, sequences, best)
         results = [
             accept(draft.select([row]), logits[row : row + 1], [sequence])
             for row, (accept, sequence) in enumerate(zip(self.accepts, sequences))

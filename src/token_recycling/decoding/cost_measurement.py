@@ -93,7 +93,7 @@ def measure(target: TreeTarget) -> dict[int, float] | None:
             if perf_counter() > deadline and times[SIZES[1]]:
                 break
             if turn < len(SIZES):
-                steps.time(size)  # kernels are prepared and layers recorded
+                steps.time(size)  # kernels are prepared and steps recorded
             times[size].append(steps.time(size))
     finally:
         target.reset()
@@ -133,8 +133,8 @@ class _Steps:
             root = torch.tensor(self.prompt[-1:], device="cpu")
             draft = self.drafter.propose(self.rows, root, size)
             logits = target.verify(draft)
-            accepted, _ = self.accept(draft, logits, [Sequence(self.prompt)])
             candidates = best_candidates(logits, self.drafter.k)
+            accepted, _ = self.accept(draft, logits, [Sequence(self.prompt)], candidates.best)
             self.drafter.observe(self.rows, draft, candidates, accepted)
             target.commit(accepted.path, accepted.counts.tolist())
             synchronize(target.device)

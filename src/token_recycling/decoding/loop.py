@@ -188,15 +188,20 @@ class Decoding:
             target.clear_drafts()
             logits = target.verify(draft)
         timestamps.append(perf_counter())
+        with without_autocast(target.device):
+            candidates = best_candidates(logits[..., : target.vocab_size], drafter.k)
+        # Other devices may rank equal logits in another order than ``greedy``.
+        ranks_all = logits.is_cpu and logits.shape[-1] == target.vocab_size
         active = [sequence.active for sequence in self.sequences]
-        accepted, appended = self.accept(draft, logits, self.sequences)
+        accepted, appended = self.accept(
+            draft, logits, self.sequences, candidates.best if ranks_all else None
+        )
         timestamps.append(perf_counter())
         if any(on and not new for on, new in zip(active, appended.tokens)):  # nor would the next
             raise TokenRecyclingError(f"a step with a draft of {drafter.name} has emitted no token")
         if self.hooks.on_draft is not None:
             self.hooks.on_draft(self.rows, draft, accepted)
         with without_autocast(target.device):
-            candidates = best_candidates(logits[..., : target.vocab_size], drafter.k)
             drafter.observe(self.rows, draft, candidates, accepted)
         timestamps.append(perf_counter())
         target.commit(accepted.path, accepted.counts.tolist())

@@ -169,6 +169,11 @@ class Candidates(NamedTuple):
     probabilities: Any
     finite: Any
 
+    @property
+    def best(self) -> Any:
+        """The best token after each node, int64 [...]; None if k is 0."""
+        return np.ascontiguousarray(self.ids[..., 0]) if self.ids.shape[-1] else None
+
     def at(self, index: Any) -> Candidates:
         """Return the candidates at ``index`` of the leading dimensions."""
         return Candidates(self.ids[index], self.probabilities[index], self.finite[index])
