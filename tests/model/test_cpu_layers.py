@@ -366,16 +366,20 @@ def test_angles(dtype, by_position):
 
     def compute(positions):
         calls.append(positions.shape)
-        angles = positions[..., None] * torch.linspace(0.1, 1, 6)
+        angles = positions[..., None] * frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    angles = capture.Angles(compute, by_position)
+    frequencies = torch.linspace(0.1, 1, 6)
+    angles = capture.Angles(compute, by_position, [frequencies.numpy()])
     for positions in ([[40]], [[41, 43, 42]], [[700], [30]], [[705], [31]], [[9000], [2]]):
         asked = torch.tensor(positions)
         wanted = compute(asked)
         for found, one in zip(angles.at(asked), wanted):
             assert torch.from_numpy(found).view(dtype).equal(one)
     assert len(calls) == 5 + (3 if by_position else 5)
+    frequencies *= 2
+    for found, one in zip(angles.at(asked), compute(asked)):
+        assert torch.from_numpy(found).view(dtype).equal(one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -383,7 +387,9 @@ def test_embeddings_and_operations_with_a_number(dtype):
     table, ids = torch.randn(50, 9).to(dtype), torch.tensor([[3, 49, 0], [3, 7, 1]])
     assert elementwise.embed(ids, table[:, :7]).equal(table[ids][..., :7])
     x = torch.randn(2, 3, 20).to(dtype)
+    number = torch.tensor(0.3, dtype=dtype)
     assert elementwise.multiply(x, 0.3).equal(x * 0.3)
+    assert elementwise.multiply(x, number).equal(x * number)
     assert elementwise.divide(x, 13.0).equal(x / 13.0)
 
 

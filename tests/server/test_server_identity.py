@@ -245,14 +245,19 @@ def test_long_prompts_do_not_stop_other_answers(recycler):
         for prompt, tokens in (("Once upon a time", 600), (story, 5))
     ]
     chunks = []
-    forward = TreeTarget._forward
+    forward, verify = TreeTarget._forward, TreeTarget.verify
 
     def watched(self, tokens, *args, **options):
         chunks.append((tokens.shape[0], tokens.shape[1]))
         return forward(self, tokens, *args, **options)
 
+    def watched_step(self, draft):
+        chunks.append(tuple(draft.tokens.shape))
+        return verify(self, draft)
+
     with running(recycler, prefix=0) as served, pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeTarget, "_forward", watched)
+        patch.setattr(TreeTarget, "verify", watched_step)
         first = {}
         thread = threading.Thread(
             target=lambda: first.update(served.post("/v1/completions", **short).json())

@@ -15,8 +15,7 @@ from token_recycling import defaults
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.model.cpu.elementwise import copy_heads
 from token_recycling.model.cpu.launch import recording
-
-WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+from token_recycling.util.compiled import as_bits
 
 
 @dataclass
@@ -56,9 +55,7 @@ def _numbers(tensor: Tensor) -> Any:
 
     Copies between arrays need no threads, which other programs may hold up.
     """
-    if not tensor.is_cpu:
-        return tensor
-    return tensor.view(WHOLE_NUMBERS[tensor.itemsize]).numpy()
+    return as_bits(tensor) if tensor.is_cpu else tensor
 
 
 class _PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]

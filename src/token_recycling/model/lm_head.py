@@ -56,7 +56,7 @@ class Float32Head(ThreadContext):
             TokenRecyclingError: the LM head is not a plain linear layer with weights in memory.
         """
         self.model = model
-        self.head = model.get_output_embeddings()
+        self.head: Any = model.get_output_embeddings()
         if not _is_plain(self.head):
             kind = type(self.head).__name__
             raise TokenRecyclingError(f"float32 logits need a plain linear LM head, not {kind}")
@@ -76,8 +76,9 @@ class Float32Head(ThreadContext):
     def _copy(self) -> None:
         bias = self.head.bias
         with ordinary_tensors():
-            self.weight = self.head.weight.detach().to(torch.float32, copy=True)
-            self.bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+            self.weight = _copied(self.head.weight, getattr(self, "weight", None))
+            before = getattr(self, "bias", None)
+            self.bias = None if bias is None else _copied(bias, before)
         self._copied = self._version()
 
     def refresh(self) -> None:
@@ -95,8 +96,8 @@ class Float32Head(ThreadContext):
             pairs.append((self.head.bias, self.bias))
         same = self._copied == self._version() and all(
             torch.equal(given.detach().float(), copied)
-            for weight, copy in pairs
-            for given, copied in zip(weight.split(ROWS), copy.split(ROWS))
+            for weights in pairs
+            for given, copied in zip(*(torch.split(weight, ROWS) for weight in weights))
         )
         if not same:
             self._copy()
@@ -120,6 +121,13 @@ class Float32Head(ThreadContext):
     def __exit__(self, *about: Any) -> None:
         super().__exit__(*about)
         _replaced.leave()
+
+
+def _copied(given: Tensor, before: Tensor | None) -> Tensor:
+    """Copy weights to float32, to where they were before: recorded steps read them there."""
+    if before is None or before.shape != given.shape or before.device != given.device:
+        return given.detach().to(torch.float32, copy=True)
+    return before.copy_(given.detach())
 
 
 def _is_plain(head: Any) -> bool:

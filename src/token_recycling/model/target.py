@@ -21,7 +21,7 @@ from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, Pro
 from token_recycling.model.cache_name import cache_name
 from token_recycling.model.cpu import layers as cpu_layers
 from token_recycling.model.cpu.attention import deepest
-from token_recycling.model.cpu.capture import Step
+from token_recycling.model.cpu.capture import StepInputs
 from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.recordings import Recordings
 from token_recycling.model.cpu.vectors import FORMS
@@ -360,7 +360,7 @@ class TreeTarget:
         if self.recordings is None:
             return forward()
         self.cache.reserve(tokens.shape[1])
-        step = Step(tokens, positions, draft.ancestors, self.cache, self.windows, self.dtype)
+        step = StepInputs(tokens, positions, draft.ancestors, self.cache, self.windows, self.dtype)
         return self.recordings.logits(step, forward)[:, :nodes]
 
     def steps(self, tokens: list[int]) -> list[Tensor]:

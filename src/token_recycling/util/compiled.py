@@ -22,6 +22,7 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 CHECKSUM = ".crc"  # ending of a file beside each file of machine code
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 logger = logging.getLogger(__name__)
 
 
@@ -183,6 +184,11 @@ def as_array(tensor: Tensor) -> Any:
     A compiled function is compiled anew for every combination of memory layouts, hence one layout.
     """
     return tensor.contiguous().numpy()
+
+
+def as_bits(tensor: Tensor) -> Any:
+    """Return a tensor on the host as an array of whole numbers with its bits."""
+    return tensor.view(WHOLE_NUMBERS[tensor.itemsize]).numpy()
 
 
 @lru_cache

@@ -30,7 +30,7 @@ from token_recycling.model.cpu.launch import Launch, pieces_at, recording, tape
 from token_recycling.model.cpu.team import run
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.limits import AttentionWindow
-from token_recycling.util.compiled import as_array
+from token_recycling.util.compiled import as_array, as_bits
 
 logger = logging.getLogger(__name__)
 CHUNK = 2**22  # bytes by which the memory of recordings grows
@@ -52,7 +52,7 @@ PROPERTIES = (
 )
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """The tokens of a step, on a CPU.
 
     Attributes:
@@ -120,32 +120,36 @@ def _aligned(size: int) -> Any:
 class Angles:
     """Cosines and sines of a model's rotary embedding."""
 
-    def __init__(self, compute: Callable[[Tensor], Any], by_position: bool) -> None:
+    def __init__(
+        self, compute: Callable[[Tensor], Any], by_position: bool, frequencies: list[Any]
+    ) -> None:
         """Look up what ``compute`` returns.
 
         Args:
             compute: returns cosines and sines [B, n, size] of positions int64 [B, n].
-            by_position: whether those of a position are always the same, so that they are kept.
+            by_position: whether those of a position are the same in every text, and can be kept.
+            frequencies: arrays that it reads; what is kept is computed anew when they change.
         """
         self._compute, self._by_position = compute, by_position
-        self._begin, self._tables = 0, (np.empty((0, 0)),) * 2
+        self._frequencies = frequencies
+        self._known: list[Any] = []
+        self._begin = 0
+        self._tables: tuple[Any, ...] = (np.empty((0, 0)),) * 2
 
     def at(self, positions: Tensor) -> tuple[Any, ...]:
         """Return contiguous arrays of the cosines' and of the sines' bits [B, n, size]."""
         if not self._by_position:
-            return tuple(_bits(one.contiguous()) for one in self._compute(positions))
+            return tuple(as_bits(one.contiguous()) for one in self._compute(positions))
         numbers = as_array(positions)
         first, end = int(numbers.min()), int(numbers.max()) + 1
+        if not all(map(np.array_equal, self._known, self._frequencies)):
+            self._tables = tuple(table[:0] for table in self._tables)
         if first < self._begin or end > self._begin + len(self._tables[0]):
             span = torch.arange(first, end + ANGLES, device="cpu")[None]
-            self._tables = tuple(_bits(one[0].contiguous()) for one in self._compute(span))
+            self._tables = tuple(as_bits(one[0].contiguous()) for one in self._compute(span))
             self._begin = first
+            self._known = [array.copy() for array in self._frequencies]
         return tuple(table.take(numbers - self._begin, axis=0) for table in self._tables)
-
-
-def _bits(tensor: Tensor) -> Any:
-    """Return a tensor as an array of whole numbers with its bits."""
-    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32).numpy()
 
 
 class _NotRecordableError(Exception):
@@ -165,7 +169,7 @@ class Capture(TorchFunctionMode):
         reason: why the step cannot be replayed; None if it can.
     """
 
-    def __init__(self, scratch: Scratch, step: Step) -> None:
+    def __init__(self, scratch: Scratch, step: StepInputs) -> None:
         super().__init__()
         self._scratch, self.step = scratch, step
         self.launches: list[Launch] = []
@@ -274,13 +278,16 @@ class Capture(TorchFunctionMode):
             return elementwise.add(first, second) if _are_alike(first, second) else None
         if name in PRODUCTS and not isinstance(first, Tensor):
             first, second = second, first
-        if isinstance(second, Tensor) and isinstance(first, Tensor):
-            known = second.dim() == 0 and second.dtype == first.dtype and second.is_cpu
-            second = float(second) if known else None
-        if type(second) not in (int, float) or not _are_alike(first, first):
+        if not _are_alike(first, first):
             return None
-        by = elementwise.multiply if name in PRODUCTS else elementwise.divide
-        return by(first, float(second))
+        if isinstance(second, Tensor):
+            if second.dim() or second.dtype != first.dtype or not second.is_cpu:
+                return None
+            if self._is_unknown(second):  # a constant of the code
+                second = float(second)
+        elif type(second) not in (int, float):
+            return None
+        return (elementwise.multiply if name in PRODUCTS else elementwise.divide)(first, second)
 
 
 def _are_alike(first: Any, second: Any) -> bool:
@@ -378,7 +385,7 @@ class Recording:
         end = begin + (tensor.nbytes if isinstance(tensor, Tensor) else tensor.nbytes())
         return np.flatnonzero((self._fields >= begin) & (self._fields < end))
 
-    def replay(self, step: Step) -> Tensor:
+    def replay(self, step: StepInputs) -> Tensor:
         """Compute a step of as many rows and tokens; return its logits [B, q, V]."""
         fields, tokens = self._fields, step.tokens.shape[1]
         extent = step.cache.extent

@@ -130,21 +130,31 @@ def add(first: Tensor, second: Tensor) -> Tensor:
     return out
 
 
-def multiply(x: Tensor, factor: float) -> Tensor:
-    """Multiply a contiguous tensor by a number, which is rounded to float32."""
+def multiply(x: Tensor, factor: float | Tensor) -> Tensor:
+    """Multiply a contiguous tensor by a number, which is rounded to float32, or by one in memory.
+
+    ``factor``: if it is a tensor, of one number and a dtype in ``FORMS``.
+    """
     return _with_number("multiply", x, factor)
 
 
-def divide(x: Tensor, divisor: float) -> Tensor:
-    """Divide a contiguous tensor by a number, which is rounded to float32."""
+def divide(x: Tensor, divisor: float | Tensor) -> Tensor:
+    """Divide a contiguous tensor by a number (see ``multiply``)."""
     return _with_number("divide", x, divisor)
 
 
 @unwatched
-def _with_number(name: str, x: Tensor, number: float) -> Tensor:
-    out, second = empty(x.shape, x.dtype), ctypes.c_float(number)
-    fields = _fields(4)(x.data_ptr(), ctypes.addressof(second), out.data_ptr(), out.numel())
-    launch(_kernel(name, x.dtype), fields, 1, held=second)
+def _with_number(name: str, x: Tensor, number: float | Tensor) -> Tensor:
+    out = empty(x.shape, x.dtype)
+    held: Any
+    if isinstance(number, Tensor):
+        held = converted(number, torch.float32)
+        address = held.data_ptr()
+    else:
+        held = ctypes.c_float(number)
+        address = ctypes.addressof(held)
+    fields = _fields(4)(x.data_ptr(), address, out.data_ptr(), out.numel())
+    launch(_kernel(name, x.dtype), fields, 1, held=held)
     return out
 
 

@@ -39,6 +39,7 @@ from token_recycling.model.known_forms import (
 )
 from token_recycling.model.limits import GROWING_ROPE
 from token_recycling.model.shadow import replace_forward, replacement, stock_class
+from token_recycling.util.compiled import as_bits
 from token_recycling.util.modes import without_autocast
 
 LINEAR = (nn.Linear, PackedLinear)
@@ -247,8 +248,10 @@ def _angles(module: nn.Module, stock: Any, like: Tensor, positions: Tensor, *oth
     with torch._C.DisableTorchFunction():
         empty, kinds = like.new_empty(0), getattr(module, "rope_type", None)
         found: Any = stock(like, positions, *others)
+        frequencies = [as_bits(buffer) for buffer in module.buffers()]
     kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
-    angles = Angles(lambda some: stock(empty, some, *others), GROWING_ROPE.issuperset(kinds))
+    by_position = GROWING_ROPE.issuperset(kinds)
+    angles = Angles(lambda some: stock(empty, some, *others), by_position, frequencies)
     recorder.note_angles(angles, positions, found)
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from token_recycling.model.cpu.capture import Capture, Recording, Scratch, Step
+from token_recycling.model.cpu.capture import Capture, Recording, Scratch, StepInputs
 from token_recycling.model.cpu.launch import recording
 from token_recycling.model.cpu.linear import MOST_TOKENS
 
@@ -40,7 +40,7 @@ class Recordings(threading.local):
         embeddings: Any = getattr(shadow, "get_input_embeddings", lambda: None)()
         self._vocab_size: int = getattr(embeddings, "num_embeddings", 0)
 
-    def logits(self, step: Step, forward: Callable[[], Tensor]) -> Tensor:
+    def logits(self, step: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a step, [B, q, V].
 
         Args:
@@ -68,7 +68,7 @@ class Recordings(threading.local):
         self.made[key] = capture.recording(logits)
         return logits.clone()
 
-    def _is_recordable(self, step: Step) -> bool:
+    def _is_recordable(self, step: StepInputs) -> bool:
         """Return whether the kernels compute this step now."""
         tokens = step.tokens.numpy()
         return bool(
