@@ -335,7 +335,7 @@ def test_unseen_changes_are_lost(change, wanted, monkeypatch):
         return result
 
     monkeypatch.setattr(capture.Capture, "__torch_function__", unseen)
-    monkeypatch.setattr(recordings_module, "_bits", lambda tensor: torch.zeros(1))
+    monkeypatch.setattr(recordings_module, "as_bits", lambda tensor: torch.zeros(1))
     with pytest.raises(AssertionError):
         test_what_happens_between_two_layers_is_seen(change, wanted, monkeypatch)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -89,9 +90,7 @@ class Scratch:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that no other tensor has that was given out since the last ``rewind``."""
-        count = dtype.itemsize
-        for n in shape:
-            count *= n
+        count = prod(shape) * dtype.itemsize
         size = -(-count // ALIGNED) * ALIGNED
         free = self._free[size]
         block = free.pop() if free else self._new(size)
@@ -197,9 +196,7 @@ class Capture(TorchFunctionMode):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that belongs to the recording."""
-        count = dtype.itemsize
-        for n in shape:
-            count *= n
+        count = prod(shape) * dtype.itemsize
         if count <= CHUNK // 4:
             return self._scratch.empty(tuple(shape), dtype)
         self.large.append(torch.empty(shape, dtype=dtype, device="cpu"))
@@ -362,8 +359,8 @@ class Recording:
         self._outputs = np.flatnonzero(self._fields == output.data_ptr())
         if not len(self._outputs) or not output.is_contiguous():
             raise _NotRecordableError("its logits are not those of a kernel")
-        self._inputs = [(self._inside(tensor), tensor) for tensor in capture.given]
-        self._inputs = [(at, self._fields[at] - one.data_ptr()) for at, one in self._inputs]
+        given = [(self._inside(tensor), tensor.data_ptr()) for tensor in capture.given]
+        self._inputs = [(at, self._fields[at] - address) for at, address in given]
 
         self._copies = [(first[id(fields)], layer) for fields, layer in capture.copies]
         self._attentions = [(first[id(fields)], layer) for fields, layer, _ in capture.attentions]
