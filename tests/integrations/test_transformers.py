@@ -206,13 +206,15 @@ class Slow(BaseStreamer):
 
     def __init__(self, target, monkeypatch):
         self.forwards, self.at, self.ended = 0, [], 0
-        compute = target.compute
+        for name in "prefill", "verify":
+            monkeypatch.setattr(target, name, self.counted(getattr(target, name)))
 
-        def counted(*args, **options):
+    def counted(self, step):
+        def run(*args, **options):
             self.forwards += 1
-            return compute(*args, **options)
+            return step(*args, **options)
 
-        monkeypatch.setattr(target, "compute", counted)
+        return run
 
     def put(self, value):
         self.at.append(self.forwards)
