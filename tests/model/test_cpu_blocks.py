@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from few import first_of
 from token_recycling.model.cpu import linear, team
+from token_recycling.model.cpu.activations import SILU
 from token_recycling.model.cpu.block_formats import FORMATS, ROWS
 from token_recycling.model.cpu.block_inputs import GROUP
 from token_recycling.model.cpu.block_tile import MOST_ROWS
 from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, products
-from token_recycling.model.cpu.linear_kernel import SILU
 from token_recycling.model.cpu.packed import (
     PackedEmbedding,
     PackedLinear,

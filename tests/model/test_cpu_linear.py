@@ -15,9 +15,9 @@ from few import first_of
 from models import plain, random_prompts
 from token_recycling import TokenRecycling
 from token_recycling.model.cpu import layers, linear, team
+from token_recycling.model.cpu.activations import GELU, GELU_TANH, SILU
 from token_recycling.model.cpu.layers import ACTIVATIONS, cover
 from token_recycling.model.cpu.linear import MOST_TOKENS, Layer, product, products
-from token_recycling.model.cpu.linear_kernel import GELU, GELU_TANH, SILU
 from token_recycling.model.cpu.vectors import FORMS, Processor, processor
 from token_recycling.model.shadow import shadow_of
 

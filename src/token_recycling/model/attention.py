@@ -21,7 +21,7 @@ from token_recycling.model.limits import AttentionWindow
 SDPA = "sdpa"  # its name in Transformers
 VIEW = "token_recycling_view"  # attribute of such a mask that says what its nodes see
 PROMPT = "token_recycling_prompt"  # attribute of a causal mask: how many keys precede the queries
-UNKNOWN = ("position_bias", "softcap")  # options that alter the scores; left to the stock function
+EAGER = "eager_attention_forward"  # the function of a Python module of Transformers
 # PyTorch may choose cuDNN, whose plans are made anew for every length of the keys (23 to 37 ms).
 CUDA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ALIGNED = 8  # entries, required of a mask's rows by the memory-efficient kernel
@@ -50,28 +50,30 @@ def packed_attention(
         key: [B, heads / group, s, size].
         value: like ``key``.
         attention_mask: additive [B, 1, q, s].
-        **others: as for sdpa; ``scaling`` multiplies the scores.
+        **others: as for sdpa; ``scaling`` multiplies the scores, ``softcap`` caps them.
 
     Returns:
         The output [B, q, heads, size], and None in place of the attention weights.
     """
     packing: Packing | None = getattr(attention_mask, PACKED, None)
     before: int | None = getattr(attention_mask, PROMPT, None)
-    altered = any(others.get(name) is not None for name in UNKNOWN)
+    altered = others.get("position_bias") is not None  # the scores: left to the stock function
     if attention_mask is None or altered or (packing is None and before is None):
         return stock(module, query, key, value, attention_mask, **others)
     batch, heads, q, size = query.shape
     group = heads // key.shape[1]
     scale = others.get("scaling")
+    cap = others.get("softcap")
     same = query.dtype == key.dtype == value.dtype and size == value.shape[3]
-    if before is not None and query.is_cpu and same:
+    if before is not None and query.is_cpu and same and cap is None:
         return prompt_attention(query, key, value, before, scale), None
     if packing is None or attention_mask.shape[1] != 1:
         return stock(module, query, key, value, attention_mask, **others)
     if cpu.fits(query, key, value, attention_mask):
         scale = size**-0.5 if scale is None else scale
-        return cpu.attend(query, key, value, *cpu.packed_mask(attention_mask, group), scale), None
-    if group == 1 and not query.is_cuda:
+        packed = cpu.packed_mask(attention_mask, group)
+        return cpu.attend(query, key, value, *packed, scale, cap or 0.0), None
+    if cap is not None or (group == 1 and not query.is_cuda):
         return stock(module, query, key, value, attention_mask, **others)
 
     def by_pytorch() -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from token_recycling.model.shadow import replace_globals, stock_class
+from token_recycling.model.shadow import stock_class
 
 # Children of an attention layer that have the same inputs, in the order in which they are called.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -95,35 +95,37 @@ def rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def replace_rotary(
+def rotary_names(
     attention: nn.Module,
     call: Callable[..., Any],
     rotary: Callable[..., tuple[Tensor, ...]],
     known: dict[Any, Any],
     like: Tensor | None = None,
-) -> None:
-    """Let an attention layer of a shadow use a kernel for rotary embeddings, if it is the same.
+) -> dict[str, Any]:
+    """Return the name by which an attention layer finds a kernel for rotary embeddings.
 
-    Model code finds the function by its name in its own Python module.
+    Model code finds the function by its name in its own Python module (see ``replace_globals``).
 
     Args:
-        attention: the layer.
+        attention: the layer, of a shadow.
         call: called with the module's own function and its arguments.
         rotary: the kernel, called with query, key, cosines and sines, for the comparison.
         known: results of comparisons by function.
         like: of the kernel's device and dtype; None: float32 on a CPU.
+
+    Returns:
+        Nothing if the kernel does not compute the same.
     """
     code = sys.modules.get(stock_class(attention).__module__)
     stock = getattr(code, ROTARY, None)
     if stock is None:
-        return
+        return {}
     if stock not in known:
         # With the size of the model's heads, as a GPU's kernels are compiled for each size.
         size = getattr(attention, "head_dim", None) or 8
         like = torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like
         known[stock] = _is_rotary(stock, rotary, size, like)
-    if known[stock]:
-        replace_globals(attention, {ROTARY: partial(call, stock)})
+    return {ROTARY: partial(call, stock)} if known[stock] else {}
 
 
 def _is_rotary(

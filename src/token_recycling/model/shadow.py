@@ -114,7 +114,7 @@ def _subclass(
 def replace_globals(module: nn.Module, names: dict[str, Any]) -> None:
     """Let the forward of a shadow see other values of these global names, where it uses them."""
     cls = stock_class(module)
-    forward = with_globals(cls.forward, names)
+    forward = with_globals(cls.forward, names) if names else None
     if forward is not None and "forward" not in vars(module):
         body = {"__module__": cls.__module__, "forward": forward, "stock_class": cls}
         module.__class__ = type(cls.__name__, (cls,), body)

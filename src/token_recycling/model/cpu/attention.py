@@ -158,7 +158,13 @@ def draft_mask(
 
 @unwatched
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, committed: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    committed: Tensor,
+    scale: float,
+    cap: float = 0.0,
 ) -> Tensor:
     """Compute softmax(query key^T scale + mask) value.
 
@@ -169,6 +175,7 @@ def attend(
         mask: from ``pack_mask``.
         committed: int64 [B] on the host (see ``Packing``).
         scale: of the scores.
+        cap: if not 0, scaled scores s become cap tanh(s / cap).
 
     Returns:
         [B, q, heads, value size].
@@ -177,10 +184,10 @@ def attend(
     key_heads, value_size, width = key.shape[1], value.shape[3], mask.shape[2]
     queries = packed_queries(query, key_heads, width)
     out = empty((batch, tokens, heads, value_size), query.dtype)
-    number = ctypes.c_float(scale)
+    numbers = (ctypes.c_float * 2)(scale, cap)
     fields = _fields(batch * key_heads)()
     fields[kernels.QUERIES], fields[kernels.OUT] = queries.data_ptr(), out.data_ptr()
-    fields[kernels.SCALE] = ctypes.addressof(number)
+    fields[kernels.SCALE] = ctypes.addressof(numbers)
     fields[kernels.BATCH : kernels.WIDTH + 1] = (
         batch,
         key_heads,
@@ -201,7 +208,7 @@ def attend(
         recording.recorder.rebind_attention(fields, key, mask)
     threads = torch.get_num_threads()
     pieces = heads_of(fields) * blocks
-    launch(_kernel(key.dtype), fields, pieces, threads, (number, parts, committed))
+    launch(_kernel(key.dtype), fields, pieces, threads, (numbers, parts, committed))
     return out
 
 

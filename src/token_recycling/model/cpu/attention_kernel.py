@@ -26,6 +26,9 @@ import numpy as np
 
 from token_recycling.model.cpu.atomics import fetch_add
 from token_recycling.model.cpu.attention_vectors import (
+    BARE,
+    CAPPED,
+    MASKED,
     MOST_VECTORS,
     buffer_of,
     lanes,
@@ -55,7 +58,7 @@ SCORES, FLOATS = (KEYS + MOST_TOKENS) * MOST_VECTORS * 16, (KEYS + MOST_TOKENS) 
     MASK,  # float32 [batch, slots, width], those of a row without the slots that are skipped
     PARTS,  # float32 [batch, heads, blocks, 2 + value size, width]: sum, maximum, weighted values
     OUT,  # [batch, tokens, heads, group, value size]
-    SCALE,  # float32
+    SCALE,  # float32, twice: of the scores, and what they are capped by; 0: they are not
     BATCH,
     HEADS,
     SLOTS,
@@ -118,10 +121,10 @@ def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
     row, lane_bytes = 4 * width, 4 * lanes()
     part = (value_size + 2) * row
     parts = get(fields, PARTS) + head * _blocks(fields) * part
-    unused = buffer_of(16)
+    unused, none = buffer_of(16), np.float32(0)
     for column in range(0, row, lane_bytes):
         sums, weights = parts + column, parts + row + column
-        softmax(0, weights, part, 0, 0, blocks, np.float32(0), unused, unused)
+        softmax(BARE, weights, part, 0, 0, blocks, none, none, unused, unused)
         for n in range(value_size + 1):
             values = sums if n == value_size else weights + (n + 1) * row
             weighted(weights, values, part, part, blocks, values)
@@ -178,7 +181,7 @@ def attend(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> Non
     part = buffer_of(PART_FLOATS) if is_buffered else parts
     scores, score_row = buffer_of(SCORES), MOST_VECTORS * lane_bytes
     key_floats, value_floats = buffer_of(FLOATS), buffer_of(FLOATS)
-    scale = read_float(get(fields, SCALE))
+    scale, cap = read_float(get(fields, SCALE)), read_float(get(fields, SCALE) + 4)
     is_last = begin // KEYS == committed // KEYS
     skipped = get(fields, SLOTS) - tokens - committed
     next_keys, next_values = keys, values  # are in the cache
@@ -213,7 +216,11 @@ def attend(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> Non
         )
         for j in range(v):
             at, to = column + j * lane_bytes, scores + j * lane_bytes
-            softmax(1, to, score_row, mask + at, row, count, scale, part + row + at, part + at)
+            line, top, total = mask + at, part + row + at, part + at
+            if cap:
+                softmax(CAPPED, to, score_row, line, row, count, scale, cap, top, total)
+            else:
+                softmax(MASKED, to, score_row, line, row, count, scale, cap, top, total)
         product(
             form,
             v,

@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from token_recycling.model.cpu.activations import capped
 from token_recycling.model.cpu.vectors import (
     BYTES,
     F32,
@@ -25,6 +26,7 @@ from token_recycling.model.cpu.vectors import (
 # Rows of A in a tile, by vectors of B: as many sums as the registers hold, next to those vectors.
 TILES = {16: (16, 12, 8), 8: (8, 6, 4), 4: (16, 12, 8)}
 MOST_VECTORS = 3
+BARE, MASKED, CAPPED = range(3)  # forms of softmax
 
 
 class AttentionEmitter(Emitter):
@@ -73,12 +75,13 @@ class AttentionEmitter(Emitter):
         kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
         return self.function(f"sums_{r}_{v}_{size}", kind, emit)
 
-    def softmax(self, masked: bool) -> Any:
+    def softmax(self, form: int) -> Any:
         """Return the function that exponentiates a vector of rows in place.
 
-        ``void (scores, row, mask, row of the mask, count, scale, maximum, total)``: ``count``
-        vectors, ``row`` bytes apart; scores become e^(score * scale + mask - maximum). Without a
-        mask, neither it nor ``scale`` is used.
+        ``void (scores, row, mask, row of the mask, count, scale, cap, maximum, total)``: ``count``
+        vectors, ``row`` bytes apart; scores become e^(score * scale + mask - maximum). ``CAPPED``:
+        the scaled score is capped (see ``activations.capped``) before the mask is added. ``BARE``:
+        neither mask nor scale nor cap is used.
         """
 
         def emit(
@@ -88,19 +91,22 @@ class AttentionEmitter(Emitter):
             mask_row: Any,
             count: Any,
             scale: Any,
+            cap: Any,
             top: Any,
             total: Any,
         ) -> None:
             b = self.b
-            factor = self.splat(scale)
+            factor, limit = self.splat(scale), self.splat(cap)
 
             def add_mask(k: Any, maxima: list[Any]) -> list[Any]:
                 line = self.at(scores, k, row)
                 value = self.numbers(line, FLOAT32)
-                if masked:
-                    value = self.fma(
-                        value, factor, self.numbers(self.at(mask, k, mask_row), FLOAT32)
-                    )
+                if form != BARE:
+                    hidden = self.numbers(self.at(mask, k, mask_row), FLOAT32)
+                    if form == CAPPED:
+                        value = b.fadd(capped(self, b.fmul(value, factor), limit), hidden)
+                    else:
+                        value = self.fma(value, factor, hidden)
                     self.store(value, line)
                 return [b.select(b.fcmp_ordered(">", value, maxima[0]), value, maxima[0])]
 
@@ -116,8 +122,8 @@ class AttentionEmitter(Emitter):
             self.store(weight_sum, total)
             b.ret_void()
 
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 5 + [F32] + [I64] * 2)
-        return self.function(f"softmax_{int(masked)}", kind, emit)
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 5 + [F32] * 2 + [I64] * 2)
+        return self.function(f"softmax_{form}", kind, emit)
 
     def weighted(self) -> Any:
         """Return ``void (weights, parts, row, part, count, out)``: out = sum of weight * part.
@@ -214,13 +220,14 @@ def product(
 @intrinsic(prefer_literal=True)
 def softmax(
     typing: Any,
-    masked: Any,
+    form: Any,
     scores: Any,
     row: Any,
     mask: Any,
     mask_row: Any,
     count: Any,
     scale: Any,
+    cap: Any,
     top: Any,
     total: Any,
 ) -> Any:
@@ -228,12 +235,12 @@ def softmax(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emitter = AttentionEmitter(builder.module, processor().lanes)
-        builder.call(emitter.softmax(bool(masked.literal_value)), arguments[1:])
+        builder.call(emitter.softmax(form.literal_value), arguments[1:])
         return context.get_dummy_value()
 
     integers = [types.int64] * 5
-    numbers = types.float32, types.int64, types.int64
-    return types.void(constant(masked), *integers, *numbers), generate
+    numbers = types.float32, types.float32, types.int64, types.int64
+    return types.void(constant(form), *integers, *numbers), generate
 
 
 @intrinsic

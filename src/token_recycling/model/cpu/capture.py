@@ -7,8 +7,9 @@ every later step of as many tokens. Memory that is used in between belongs to th
 rotary angles, masks, logits and the KV cache are set at every replay.
 
 A recording is right only if nothing but kernels computes: all functions of PyTorch that the model's
-code calls are watched. Views are allowed; embeddings, sums, and products and quotients with a
-number are replaced by kernels; any other result must not be read by a kernel.
+code calls are watched. Views are allowed; embeddings, sums, hyperbolic tangents, heads put together
+of parts, and products and quotients with a number are replaced by kernels; any other result must
+not be read by a kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from token_recycling.model.cpu import attention, elementwise
+from token_recycling.model.cpu import activations, attention, elementwise
 from token_recycling.model.cpu import attention_kernel as kernels
 from token_recycling.model.cpu.launch import Launch, pieces_at, recording, tape
 from token_recycling.model.cpu.team import run
@@ -249,6 +250,8 @@ class Capture(TorchFunctionMode):
         result = self._by_kernel(name, args) if not kwargs else None
         if name == "embedding" and len(args) >= 2 and not any((*args[3:4], kwargs.get("max_norm"))):
             result = _embedded(*args[:2])
+        elif name in ("cat", "concat") and args:
+            result = _joined(args[0], *args[1:], **kwargs)
         if result is not None:
             return result
         result = function(*args, **kwargs)
@@ -267,7 +270,9 @@ class Capture(TorchFunctionMode):
         return any(one.untyped_storage().data_ptr() == memory for _, one in self.unknown)
 
     def _by_kernel(self, name: str, args: Any) -> Tensor | None:
-        """Return what a kernel computes in place of a function of two arguments; None: nothing."""
+        """Return what a kernel computes in place of a function; None: nothing."""
+        if name == "tanh" and _are_alike(*args, *args):
+            return elementwise.activate(args[0], activations.CAP, 1.0)
         if len(args) != 2 or name not in (*SUMS, *PRODUCTS, *QUOTIENTS):
             return None
         first, second = args
@@ -300,6 +305,18 @@ def _are_alike(first: Any, second: Any) -> bool:
         and first.is_cpu
         and second.is_cpu
     )
+
+
+def _joined(parts: Any, dim: int = 0, **others: Any) -> Tensor | None:
+    """Return parts of heads [B, heads, n, size] as whole heads; None if there is no kernel."""
+    whole = [part for part in parts if isinstance(part, Tensor) and part.dim() == 4]
+    if others or dim not in (-1, 3) or len(whole) < len(parts):
+        return None
+    shapes = {(*part.shape[:3], part.dtype, part.stride(3), part.is_cpu) for part in whole}
+    dtype, stride, is_cpu = next(iter(shapes))[3:]
+    if len(shapes) > 1 or dtype not in FORMS or stride != 1 or not is_cpu:
+        return None
+    return elementwise.joined(whole)
 
 
 def _embedded(ids: Tensor, table: Tensor) -> Tensor | None:

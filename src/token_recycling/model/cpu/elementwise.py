@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from token_recycling.model.cpu import block_inputs
+from token_recycling.model.cpu import block_inputs, norm_kernel
 from token_recycling.model.cpu import elementwise_kernel as kernels
 from token_recycling.model.cpu.amx_tile import SIDE
 from token_recycling.model.cpu.launch import empty, launch, unwatched
 from token_recycling.model.cpu.machine_code import Kernel
 from token_recycling.model.cpu.vectors import FLOAT32, FORMS
 
-PIECE = 2**13  # numbers that a thread normalises at a time
+PIECE = 2**13  # numbers that a thread normalises or activates at a time
+IN_PIECES = "norm", "activate", "multiply", "divide"
 Constants = ctypes.c_float * 2
 
 
 @lru_cache
 def _kernel(name: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel, compiled at the first call."""
-    return Kernel(getattr(kernels, name), FORMS[dtype], in_pieces=name == "norm")
+    module = norm_kernel if name == "norm" else kernels
+    return Kernel(getattr(module, name), FORMS[dtype], in_pieces=name in IN_PIECES)
 
 
 @lru_cache
@@ -46,12 +48,24 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
         Contiguous, of the shape and dtype of ``x``. With ``added`` 0, it is rounded before it is
         multiplied by the weights.
     """
+    return _norm(x, weight, None, Constants(epsilon, added))
+
+
+@unwatched
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """Compute ``(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias`` (see ``rms_norm``).
+
+    ``bias``: like ``weight``.
+    """
+    return _norm(x, weight, bias, Constants(epsilon))
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Any) -> Tensor:
     size, out = x.shape[-1], empty(x.shape, x.dtype)
-    numbers = Constants(epsilon, added)
     rows = x.numel() // size
     share = max(1, PIECE // size)
     x = x[(None,) * (4 - x.dim())]
-    fields = _fields(12)(
+    fields = _fields(13)(
         x.data_ptr(),
         out.data_ptr(),
         weight.data_ptr(),
@@ -61,9 +75,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
         *x.shape[1:3],
         *_strides(x),
         share,
+        0 if bias is None else bias.data_ptr(),
     )
     pieces, threads = -(-rows // share), torch.get_num_threads()
-    launch(_kernel("norm", x.dtype), fields, pieces, threads, (weight, numbers))
+    launch(_kernel("norm", x.dtype), fields, pieces, threads, (weight, bias, numbers))
     return out
 
 
@@ -80,7 +95,7 @@ def rotary(inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor
 
     Args:
         inputs: [B, heads, n, size] each, of a dtype in ``FORMS``; a head's numbers are contiguous.
-        cos: [B, n, size] of the same dtype; a token's numbers are contiguous.
+        cos: [B, n, size] of the same dtype or float32; a token's numbers are contiguous.
         sin: likewise.
 
     Returns:
@@ -90,14 +105,30 @@ def rotary(inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor
     width = cos.itemsize
     (c_batch, c_token, _), (s_batch, s_token, _) = cos.stride(), sin.stride()
     angles = (cos.data_ptr(), sin.data_ptr(), c_batch, c_token, s_batch, s_token)
-    _rotate(inputs, outputs, angles[:2] + tuple(width * stride for stride in angles[2:]))
+    strides = tuple(width * stride for stride in angles[2:])
+    _rotate(inputs, outputs, (*angles[:2], *strides, int(cos.dtype != inputs[0].dtype)))
     return outputs
+
+
+@unwatched
+def joined(inputs: Any) -> Tensor:
+    """Return [B, heads, n, size], the numbers of heads of several tensors behind each other.
+
+    Args:
+        inputs: [B, heads, n, some numbers] each, of a dtype in ``FORMS``; a head's numbers are
+            contiguous.
+    """
+    sizes = [x.shape[3] for x in inputs]
+    out = empty((*inputs[0].shape[:3], sum(sizes)), inputs[0].dtype)
+    for x, part in zip(inputs, torch.split(out, sizes, dim=3)):
+        copy_heads((x,), (part,))
+    return out
 
 
 @unwatched
 def copy_heads(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
     """Copy each of ``inputs`` [B, heads, n, size] to one of ``outputs``; return the fields."""
-    return _rotate(inputs, outputs, (0,) * 6)
+    return _rotate(inputs, outputs, (0,) * 7)
 
 
 def output_at(n: int) -> int:
@@ -153,8 +184,24 @@ def _with_number(name: str, x: Tensor, number: float | Tensor) -> Tensor:
     else:
         held = ctypes.c_float(number)
         address = ctypes.addressof(held)
-    fields = _fields(4)(x.data_ptr(), address, out.data_ptr(), out.numel())
-    launch(_kernel(name, x.dtype), fields, 1, held=held)
+    fields = _fields(5)(x.data_ptr(), address, out.data_ptr(), out.numel(), PIECE)
+    pieces, threads = -(-out.numel() // PIECE), torch.get_num_threads()
+    launch(_kernel(name, x.dtype), fields, pieces, threads, held)
+    return out
+
+
+@unwatched
+def activate(x: Tensor, activation: int, limit: float = 0.0) -> Tensor:
+    """Compute an activation (``activations.SILU`` and so on) of all numbers of a contiguous tensor.
+
+    ``limit``: of ``CAP``.
+    """
+    out = empty(x.shape, x.dtype)
+    number = ctypes.c_float(limit)
+    address, count = ctypes.addressof(number), x.numel()
+    fields = _fields(6)(x.data_ptr(), address, out.data_ptr(), count, PIECE, activation)
+    pieces, threads = -(-count // PIECE), torch.get_num_threads()
+    launch(_kernel("activate", x.dtype), fields, pieces, threads, number)
     return out
 
 

@@ -1,4 +1,4 @@
-"""The kernels of ``elementwise``: RMS norms and rotary embeddings, compiled for this processor."""
+"""The kernels of ``elementwise`` but for norms, compiled for this processor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numba
 from numba import types
 from numba.extending import intrinsic
 
+from token_recycling.model.cpu.activations import CAP, GELU, GELU_TANH, SILU, activated, capped
 from token_recycling.model.cpu.amx_tile import SIDE
 from token_recycling.model.cpu.team_kernel import claim
 from token_recycling.model.cpu.vectors import (
@@ -25,17 +26,18 @@ from token_recycling.model.cpu.vectors import (
 )
 
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
-# RMS norm of inputs [batch, heads, tokens, size], ROWS in all, with contiguous outputs; EPSILON is
-# the address of two float32 numbers, epsilon and what is added to the weights.
-NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, EPSILON, ROWS, SIZE, NORM_HEADS, NORM_TOKENS = range(8)
-NORM_BATCH, NORM_HEAD, NORM_TOKEN, NORM_SHARE = range(8, 12)
-# Rotary embedding, or a copy if COS is 0, of ``TENSORS`` inputs [batch, heads, tokens, size].
-COS, SIN, COS_BATCH, COS_TOKEN, SIN_BATCH, SIN_TOKEN, BATCH, TOKENS, HEAD_SIZE, TENSORS = range(10)
+# Rotary embedding, or a copy if COS is 0, of TENSORS inputs [batch, heads, tokens, size]. Angles
+# are float32 if WIDE_ANGLES is 1, else of the inputs' dtype.
+COS, SIN, COS_BATCH, COS_TOKEN, SIN_BATCH, SIN_TOKEN, WIDE_ANGLES = range(7)
+BATCH, TOKENS, HEAD_SIZE, TENSORS = range(7, 11)
 # The same for each input.
 FROM, TO, HEADS, FROM_BATCH, FROM_HEAD, FROM_TOKEN, TO_BATCH, TO_HEAD, TO_TOKEN = range(9)
 TENSOR_FIELDS, ROTARY_FIELDS = 9, TENSORS + 1
-# Sum of two tensors of COUNT numbers, or product or quotient of one and a number.
-FIRST, SECOND, RESULT, COUNT = range(4)
+# Sum of two tensors of COUNT numbers, or product or quotient of one and a number, in pieces.
+FIRST, SECOND, RESULT, COUNT, SHARE = range(5)
+# Activation of COUNT numbers, in pieces; the other fields are those of a product or quotient, and
+# SECOND is the address of a limit.
+FUNCTION = 5
 # Copy of rows of ROW_SIZE numbers, TABLE_ROW bytes apart.
 TABLE, TABLE_ROW, ROW_SIZE, IDS, IDS_COUNT, EMBEDDED = range(6)
 # Conversion of COUNT numbers from or to float32.
@@ -50,78 +52,43 @@ QUERY, PACKED, Q_BATCH, Q_HEAD, Q_TOKEN, Q_BATCHES, KEY_HEADS, GROUP, Q_TOKENS, 
 
 
 @intrinsic(prefer_literal=True)
-def _normalise(
-    typing: Any, form: Any, source: Any, weight: Any, target: Any, epsilon: Any, size: Any
+def _rotate(
+    typing: Any,
+    form: Any,
+    angle_form: Any,
+    source: Any,
+    cos: Any,
+    sin: Any,
+    target: Any,
+    half: Any,
 ) -> Any:
-    """Write ``x / sqrt(mean(x^2) + epsilon)``, rounded where PyTorch rounds, times the weights."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, source, weight, target, constants, size = arguments
-        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
-        emitter.b = b = builder
-        step = I64(BYTES[kind])
-
-        def square(k: Any, mask: Any, sums: list[Any]) -> list[Any]:
-            x = emitter.numbers(emitter.at(source, k, step), kind, mask)
-            return [emitter.fma(x, x, sums[0])]
-
-        (squares,) = emitter.vectors(size, [emitter.splat(0.0)], square)
-        mean = b.fdiv(emitter.lane_sum(squares), b.sitofp(size, F32))
-        total = b.fadd(mean, emitter.load(constants, F32))
-        sqrt = builder.module.declare_intrinsic("llvm.sqrt", [F32])
-        scale = emitter.splat(b.fdiv(F32(1.0), b.call(sqrt, [total])))
-        added = emitter.load(b.add(constants, I64(4)), F32)
-        # Llama's forms round before the weights, Gemma's, which add one to them, behind.
-        early = b.fcmp_ordered("==", added, F32(0.0))
-        added = emitter.splat(added)
-
-        def write(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-            at = emitter.at(I64(0), k, step)
-            x = b.fmul(emitter.numbers(b.add(source, at), kind, mask), scale)
-            x = b.select(early, emitter.through(x, kind), x)
-            w = b.fadd(emitter.numbers(b.add(weight, at), kind, mask), added)
-            emitter.write(b.fmul(x, w), b.add(target, at), kind, mask)
-            return []
-
-        emitter.vectors(size, [], write)
-        return context.get_dummy_value()
-
-    return types.void(constant(form), *[types.int64] * 5), generate
-
-
-@intrinsic(prefer_literal=True)
-def _rotate(typing: Any, form: Any, source: Any, cos: Any, sin: Any, target: Any, half: Any) -> Any:
     """Write ``(a cos - b sin, b cos + a sin)`` of the halves a and b of a head's numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, source, cos, sin, target, half = arguments
+        _, _, source, cos, sin, target, half = arguments
         kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
         emitter.b = b = builder
-        size = I64(BYTES[kind])
-        other = b.mul(half, size)
+        angle_kind = angle_form.literal_value
 
         def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-            at = b.mul(k, size)
+            def both(address: Any, kind: int) -> tuple[Any, Any]:
+                first = emitter.at(address, k, I64(BYTES[kind]))
+                second = emitter.at(first, half, I64(BYTES[kind]))
+                return emitter.numbers(first, kind, mask), emitter.numbers(second, kind, mask)
 
-            def both(address: Any) -> tuple[Any, Any]:
-                first = b.add(address, at)
-                return (
-                    emitter.numbers(first, kind, mask),
-                    emitter.numbers(b.add(first, other), kind, mask),
-                )
-
-            (a, c), (cos_a, cos_c), (sin_a, sin_c) = both(source), both(cos), both(sin)
-            to = b.add(target, at)
+            a, c = both(source, kind)
+            (cos_a, cos_c), (sin_a, sin_c) = both(cos, angle_kind), both(sin, angle_kind)
+            to = emitter.at(target, k, I64(BYTES[kind]))
             minus = b.fneg(b.fmul(c, sin_a))
             emitter.write(emitter.fma(a, cos_a, minus), to, kind, mask)
             turned = emitter.fma(c, cos_c, b.fmul(a, sin_c))
-            emitter.write(turned, b.add(to, other), kind, mask)
+            emitter.write(turned, emitter.at(to, half, I64(BYTES[kind])), kind, mask)
             return []
 
         emitter.vectors(half, [], body)
         return context.get_dummy_value()
 
-    return types.void(constant(form), *[types.int64] * 5), generate
+    return types.void(constant(form), constant(angle_form), *[types.int64] * 5), generate
 
 
 def _combination(operation: str) -> Any:
@@ -157,6 +124,36 @@ def _combination(operation: str) -> Any:
 
 
 _sum, _product, _quotient = map(_combination, ("fadd", "fmul", "fdiv"))
+
+
+@intrinsic(prefer_literal=True)
+def _apply(
+    typing: Any, form: Any, activation: Any, source: Any, target: Any, count: Any, limit: Any
+) -> Any:
+    """Write the activation of ``count`` numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind, emitter = form.literal_value, Emitter(builder.module, processor().lanes)
+        emitter.b = builder
+        _, _, source, target, count, limit = arguments
+        size = I64(BYTES[kind])
+        is_cap = activation.literal_value == CAP
+        most = emitter.splat(emitter.load(limit, F32)) if is_cap else None
+
+        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            x = emitter.numbers(emitter.at(source, k, size), kind, mask)
+            result = (
+                capped(emitter, x, most)
+                if is_cap
+                else activated(emitter, activation.literal_value, x)
+            )
+            emitter.write(result, emitter.at(target, k, size), kind, mask)
+            return []
+
+        emitter.vectors(count, [], body)
+        return context.get_dummy_value()
+
+    return types.void(constant(form), constant(activation), *[types.int64] * 4), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -229,28 +226,6 @@ def _interleave(typing: Any, source: Any, target: Any, rows: Any, width: Any, pa
 
 
 @numba.njit(error_model="numpy")
-def norm(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
-    """Normalise ``NORM_SHARE`` rows."""
-    numba.literally(form)
-    size, share = get(fields, SIZE), get(fields, NORM_SHARE)
-    heads, tokens = get(fields, NORM_HEADS), get(fields, NORM_TOKENS)
-    if not claim(seat):
-        return
-    for row in range(piece * share, min((piece + 1) * share, get(fields, ROWS))):
-        position = row // tokens % heads * get(fields, NORM_HEAD)
-        position += row // (tokens * heads) * get(fields, NORM_BATCH)
-        position += row % tokens * get(fields, NORM_TOKEN)
-        _normalise(
-            form,
-            get(fields, NORM_INPUT) + position,
-            get(fields, NORM_WEIGHT),
-            get(fields, NORM_OUTPUT) + row * size * BYTES[form],
-            get(fields, EPSILON),
-            size,
-        )
-
-
-@numba.njit(error_model="numpy")
 def rotary(fields: Any, form: Any) -> None:
     """Rotate or copy all heads of all inputs."""
     numba.literally(form)
@@ -271,7 +246,10 @@ def rotary(fields: Any, form: Any) -> None:
                         sin = get(fields, SIN) + b * get(fields, SIN_BATCH)
                         cos += t * get(fields, COS_TOKEN)
                         sin += t * get(fields, SIN_TOKEN)
-                        _rotate(form, source, cos, sin, target, size // 2)
+                        if get(fields, WIDE_ANGLES):
+                            _rotate(form, FLOAT32, source, cos, sin, target, size // 2)
+                        else:
+                            _rotate(form, form, source, cos, sin, target, size // 2)
                     source += get(fields, offset + FROM_TOKEN)
                     target += get(fields, offset + TO_TOKEN)
 
@@ -284,19 +262,47 @@ def add(fields: Any, form: Any) -> None:
 
 
 @numba.njit(error_model="numpy")
-def multiply(fields: Any, form: Any) -> None:
-    """Multiply a tensor by a number, at the address SECOND."""
+def multiply(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
+    """Multiply numbers of a tensor by one, at the address SECOND."""
     numba.literally(form)
-    x, y, to = get(fields, FIRST), get(fields, SECOND), get(fields, RESULT)
-    _product(form, 1, x, y, to, get(fields, COUNT))
+    x, to, count = _part(fields, piece, BYTES[form])
+    if claim(seat):
+        _product(form, 1, x, get(fields, SECOND), to, count)
 
 
 @numba.njit(error_model="numpy")
-def divide(fields: Any, form: Any) -> None:
-    """Divide a tensor by a number, at the address SECOND."""
+def divide(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
+    """Divide numbers of a tensor by one, at the address SECOND."""
     numba.literally(form)
-    x, y, to = get(fields, FIRST), get(fields, SECOND), get(fields, RESULT)
-    _quotient(form, 1, x, y, to, get(fields, COUNT))
+    x, to, count = _part(fields, piece, BYTES[form])
+    if claim(seat):
+        _quotient(form, 1, x, get(fields, SECOND), to, count)
+
+
+@numba.njit(error_model="numpy")
+def activate(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
+    """Compute the activation ``FUNCTION`` of ``SHARE`` numbers."""
+    numba.literally(form)
+    source, target, count = _part(fields, piece, BYTES[form])
+    function, limit = get(fields, FUNCTION), get(fields, SECOND)
+    if not claim(seat):
+        return
+    if function == SILU:
+        _apply(form, SILU, source, target, count, limit)
+    elif function == GELU_TANH:
+        _apply(form, GELU_TANH, source, target, count, limit)
+    elif function == GELU:
+        _apply(form, GELU, source, target, count, limit)
+    else:
+        _apply(form, CAP, source, target, count, limit)
+
+
+@numba.njit(error_model="numpy")
+def _part(fields: Any, piece: Any, size: Any) -> tuple[Any, Any, Any]:
+    """Return addresses of the SHARE numbers of a piece and of their results, and how many."""
+    begin = piece * get(fields, SHARE)
+    count = min(get(fields, SHARE), get(fields, COUNT) - begin)
+    return get(fields, FIRST) + begin * size, get(fields, RESULT) + begin * size, count
 
 
 @numba.njit(error_model="numpy")

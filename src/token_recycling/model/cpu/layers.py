@@ -1,12 +1,13 @@
-"""A model's layers on a CPU: linear layers, gated MLPs, RMS norms and rotary embeddings.
+"""A model's layers on a CPU: linear layers, MLPs, norms, activations and rotary embeddings.
 
 Models keep their own code: in a model's shadow, ``forward`` of modules of a known form is replaced
-by one that calls the kernels for few tokens. Norms, MLPs and rotary embeddings are compared with
-the model's own code before they are replaced, and ``probe`` compares the whole model.
+by one that calls the kernels for few tokens. All but linear layers are compared with the model's
+own code before they are replaced, and ``probe`` compares the whole model.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
-from token_recycling.model.cpu import elementwise, linear, linear_kernel
-from token_recycling.model.cpu.attention import is_available
+from token_recycling.model.attention import EAGER, packed_attention
+from token_recycling.model.cpu import activations, attention, elementwise, linear
 from token_recycling.model.cpu.block_formats import ROWS
 from token_recycling.model.cpu.capture import Angles
 from token_recycling.model.cpu.launch import recording
@@ -33,26 +34,33 @@ from token_recycling.model.known_forms import (
     is_same,
     linear_children,
     own_result,
-    replace_rotary,
+    rotary_names,
     rotates,
     sample,
 )
 from token_recycling.model.limits import GROWING_ROPE
-from token_recycling.model.shadow import replace_forward, replacement, stock_class
+from token_recycling.model.shadow import (
+    replace_forward,
+    replace_globals,
+    replacement,
+    stock_class,
+)
 from token_recycling.util.compiled import as_bits
 from token_recycling.util.modes import without_autocast
 
 LINEAR = (nn.Linear, PackedLinear)
 # Layers that are several in one, as in Phi-3.
 MERGED_PROJECTIONS, MERGED_GATED = ("qkv_proj",), ("gate_up_proj", "down_proj")
-FUNCTIONS = ("act_fn", "activation_fn")  # names of an MLP's activation
+FUNCTIONS = ("act_fn", "activation_fn")  # names of a gated MLP's activation
+ACTIVATION_CODE = "torch.nn.modules.activation", "transformers.activations"
+MODELS = "transformers.models."  # whose code depends on the inputs alone
 # Drafts are filled up to a multiple of this: steps are recorded for every number of tokens, which
 # takes longer than a step, and tiles are four tokens wide and more.
 MULTIPLE = 4
 ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
-    linear_kernel.SILU: functional.silu,
-    linear_kernel.GELU_TANH: partial(functional.gelu, approximate="tanh"),
-    linear_kernel.GELU: functional.gelu,
+    activations.SILU: functional.silu,
+    activations.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    activations.GELU: functional.gelu,
 }
 
 
@@ -215,7 +223,26 @@ def _projections(attention: nn.Module) -> list[nn.Module]:
 def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of an RMS norm."""
     weight = norm._parameters["weight"]
-    if (
+    if _are_normalised(inputs, weight):
+        return elementwise.rms_norm(inputs, weight, epsilon(norm), added)  # type: ignore[arg-type]
+    unchanged: Tensor = stock(inputs)
+    return unchanged
+
+
+def _layer_norm(zeros: Tensor, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of a layer norm; ``zeros`` are its bias if it has none."""
+    weight: Any = norm._parameters["weight"]
+    own: Any = norm._parameters.get("bias")
+    bias = zeros if own is None else own
+    if _are_normalised(inputs, weight) and _are_normalised(inputs, bias):
+        return elementwise.layer_norm(inputs, weight, bias, epsilon(norm))
+    unchanged: Tensor = stock(inputs)
+    return unchanged
+
+
+def _are_normalised(inputs: Tensor, weight: Tensor | None) -> bool:
+    """Return whether the kernels normalise these inputs with these weights, or this bias."""
+    return (
         _is_used(inputs)
         and inputs.numel() > 0
         and inputs.dim() <= 4
@@ -225,8 +252,13 @@ def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
         and weight.dtype == inputs.dtype
         and weight.shape == inputs.shape[-1:]
         and weight.is_contiguous()
-    ):
-        return elementwise.rms_norm(inputs, weight, epsilon(norm), added)
+    )
+
+
+def _activation(activation: int, module: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+    """``forward`` of an activation."""
+    if _is_ours(inputs) and inputs.is_contiguous():
+        return elementwise.activate(inputs, activation)
     unchanged: Tensor = stock(inputs)
     return unchanged
 
@@ -268,7 +300,9 @@ def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
         rotates(query, key, cos, sin)
         and query.shape[2] <= linear.MOST_TOKENS
         and _is_plain(key)
-        and cos.dtype == sin.dtype == key.dtype == query.dtype
+        and cos.dtype == sin.dtype
+        and cos.dtype in (query.dtype, torch.float32)
+        and key.dtype == query.dtype
     )
 
 
@@ -282,18 +316,24 @@ def cover(shadow: nn.Module) -> Recordings:
     """
     known: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
     layers = [module for module in shadow.modules() if _is_decoder_layer(module)]
-    if is_available():
+    if attention.is_available():
         with torch.inference_mode(), without_autocast(torch.device("cpu")):
             for module in shadow.modules():
                 _cover(shadow, module, known)
-    return Recordings(shadow, is_available() and bool(layers) and all(map(_is_known, layers)))
+    known_layers = attention.is_available() and bool(layers) and all(map(_is_known, layers))
+    return Recordings(shadow, known_layers)
 
 
 def _cover(shadow: nn.Module, module: nn.Module, known: dict[Any, Any]) -> None:
+    cls = stock_class(module)
     if type(module) in LINEAR:
         head = getattr(shadow, "get_output_embeddings", lambda: None)()
         replace_forward(module, _lm_head if module is head else _linear)
-    elif "Norm" in type(module).__name__:
+    elif cls is nn.LayerNorm:
+        if _compared(module, known, _is_layer_norm, [module]):
+            weight: Any = module.weight
+            replace_forward(module, _layer_norm, torch.zeros_like(weight))
+    elif "Norm" in cls.__name__:
         added = _compared(module, known, _added, [module])
         if added is not None:
             replace_forward(module, _norm, added)
@@ -305,9 +345,48 @@ def _cover(shadow: nn.Module, module: nn.Module, known: dict[Any, Any]) -> None:
         replace_forward(first, _first_projection, tuple(others))
         for other in others:
             replace_forward(other, _other_projection)
-        replace_rotary(module, _rotary, _rotated, known)
-    elif "RotaryEmbedding" in type(module).__name__:
+        names = rotary_names(module, _rotary, _rotated, known)
+        replace_globals(module, names | _attention_names(module, known))
+    elif "RotaryEmbedding" in cls.__name__:
         replace_forward(module, _angles)
+    elif cls.__module__ in ACTIVATION_CODE and (
+        activation := _activation_of(partial(cls.forward, module))
+    ):
+        replace_forward(module, _activation, activation)
+
+
+def _attention_names(layer: nn.Module, known: dict[Any, Any]) -> dict[str, Any]:
+    """Return the name by which an attention layer finds the kernel, if PyTorch has none for it.
+
+    That is so if scores are capped, as in Gemma 2. Nothing if the kernel does not compute the same.
+    """
+    stock = getattr(sys.modules.get(stock_class(layer).__module__), EAGER, None)
+    cap = getattr(layer, "attn_logit_softcapping", None)
+    if stock is None or not cap:
+        return {}
+    if (stock, cap) not in known:
+        known[stock, cap] = _is_attention(layer, stock, cap)
+    return {EAGER: partial(packed_attention, stock)} if known[stock, cap] else {}
+
+
+def _is_attention(layer: Any, stock: Callable[..., Any], cap: float) -> bool:
+    """Return whether the kernel's results are those of a Python module's own attention function."""
+    group = getattr(layer, "num_key_value_groups", 1)
+    query, key, value = (
+        sample(heads * 8, torch.float32).view(1, 2, heads, 8).transpose(1, 2)
+        for heads in (2 * group, 2, 2)
+    )
+    mask = torch.zeros(1, 1, 2, 2, device="cpu")
+    mask[..., 0, 1] = torch.finfo(torch.float32).min
+    committed = torch.zeros(1, dtype=torch.long, device="cpu")
+    scale = 4 * cap  # so that scores reach the limit
+    try:
+        right, *_ = stock(layer, query, key, value, mask, scaling=scale, softcap=cap)
+    except Exception:  # whatever unknown code raises
+        return False
+    packed = attention.pack_mask(mask, committed, group)
+    found = attention.attend(query, key, value, packed, committed, scale, cap)
+    return is_same(found, right)
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:
@@ -319,11 +398,12 @@ def _is_known(layer: nn.Module) -> bool:
 
     Others may compute differently the next time: adapters, for example, can be switched off.
     """
-    ours = (_linear, _first_projection, _other_projection, _mlp, _norm)
+    ours = (_linear, _first_projection, _other_projection, _mlp, _norm, _layer_norm)
     return not any(map(_has_hooks, layer.modules())) and all(
         replacement(module) in ours
         or bool(_projections(module))
         or not (module._modules or module._parameters)
+        or (not module._parameters and stock_class(module).__module__.startswith(MODELS))
         for module in layer.modules()
         if module is not layer
     )
@@ -358,13 +438,24 @@ def _added(norm: nn.Module) -> float | None:
     return added_to_weights(norm, elementwise.rms_norm)
 
 
+def _is_layer_norm(norm: Any) -> bool:
+    """Return whether the kernel computes the same as a layer norm."""
+    if norm.weight.dim() != 1:
+        return False
+    bias = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
+    inputs = sample(norm.weight.shape[0], norm.weight.dtype)
+    found = elementwise.layer_norm(inputs, norm.weight, bias, epsilon(norm))
+    return is_same(found, own_result(norm, inputs))
+
+
 def _gated_activation(mlp: nn.Module) -> int | None:
     """Return the activation of a module that computes ``down(activation(gate(x)) * up(x))``."""
     layers = _gated_children(mlp)
     dtypes: set[Any] = {layer._parameters["weight"].dtype for layer in layers}  # type: ignore[union-attr]
     dtype = torch.float32 if torch.uint8 in dtypes else dtypes.pop()
     found = _gated_weights(layers, dtype)
-    activation = next(filter(None, (_activation(getattr(mlp, n, None)) for n in FUNCTIONS)), None)
+    functions = (getattr(mlp, name, None) for name in FUNCTIONS)
+    activation = next(filter(None, map(_activation_of, functions)), None)
     if found is None or activation is None:
         return None
     gate, up, down = found
@@ -377,7 +468,7 @@ def _gated_activation(mlp: nn.Module) -> int | None:
     return activation if same else None
 
 
-def _activation(function: Any) -> int | None:
+def _activation_of(function: Any) -> int | None:
     """Return which activation a model's function computes; None: none of the kernel's."""
     numbers = torch.linspace(-9, 9, 999, dtype=torch.float32, device="cpu")
     try:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from token_recycling.model.cpu import amx_tile, elementwise, linear_kernel
+from token_recycling.model.cpu import activations, amx_tile, elementwise, linear_kernel
 from token_recycling.model.cpu.block_formats import FORMATS
 from token_recycling.model.cpu.launch import empty, launch, unwatched
 from token_recycling.model.cpu.machine_code import Kernel
@@ -98,14 +98,14 @@ def _fields(layers: int) -> Any:
 
 @unwatched
 def products(
-    inputs: Tensor, layers: Sequence[Layer], *, gated: int = linear_kernel.NOT_GATED
+    inputs: Tensor, layers: Sequence[Layer], *, gated: int = activations.NOT_GATED
 ) -> list[Tensor]:
     """Compute ``torch.nn.functional.linear`` of the same inputs for several layers.
 
     Args:
         inputs: [..., in_features] of the weights' dtype, float32 for blocks; not empty.
         layers: the layers; in one launch if their weights are of one kind.
-        gated: an activation (``linear_kernel.SILU`` and so on): the first of two outputs becomes
+        gated: an activation (``activations.SILU`` and so on): the first of two outputs becomes
             activation(first) * second; the layers are of one kind.
 
     Returns:

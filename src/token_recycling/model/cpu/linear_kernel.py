@@ -17,13 +17,13 @@ threads nor the other rows, so that these change no bit of it; the number of row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import pi
 from typing import Any
 
 import numba
 from numba import types
 from numba.extending import intrinsic
 
+from token_recycling.model.cpu.activations import GELU, GELU_TANH, SILU, gate
 from token_recycling.model.cpu.amx_tile import SIDE, AmxEmitter, AmxTile
 from token_recycling.model.cpu.attention_vectors import buffer_of
 from token_recycling.model.cpu.block_formats import ROWS as INTERLEAVED
@@ -60,12 +60,6 @@ STRIP = 2**14
 SHARES = 10
 PIECE, BUFFER = 2**19, 2**16
 BUFFER_FLOATS = BUFFER // 4
-
-# Activations of the first of two layers, by which the outputs of the second are multiplied.
-NOT_GATED, SILU, GELU_TANH, GELU = range(4)
-SQRT_HALF = 0.5**0.5
-ERFC: tuple[float, ...] = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806)
-ERFC += (0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)
 
 # What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
 X, X_STRIDE, ROWS, INPUTS, LAYERS, GATED, HEIGHT, STRIP_ROWS, SHARE = range(9)
@@ -121,6 +115,9 @@ def _most_rows(form: int) -> int:
 def _output(form: int) -> int:
     """Return the dtype of the outputs and biases."""
     return FLOAT32 if form >= BLOCKS else BFLOAT16 if form == AMX else form
+
+
+_gate = gate(_output)
 
 
 def _amx_tiles(builder: Any, call: Any) -> None:
@@ -274,60 +271,6 @@ def _release(typing: Any, form: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(constant(form)), generate
-
-
-def _activated(emitter: Any, activation: int, g: Any) -> Any:
-    """Return silu(g), or gelu(g) by tanh or by erf, of a vector; each is g times a share.
-
-    silu(g) = g s(g) and, by tanh, gelu(g) = g s(2 sqrt(2 / pi) (g + 0.044715 g^3)), where s(z) is
-    1 / (1 + e^-z), computed as e^z / (1 + e^z) for z < 0. By erf, gelu(g) is
-    g erfc(-g / sqrt(2)) / 2 (Hendrycks and Gimpel, arXiv 1606.08415); erfc has a fractional error
-    of 1.2e-7 (Press et al., Numerical Recipes, 6.2: Chebyshev fitting).
-    """
-    b, ones, zeros = emitter.b, emitter.splat(1.0), emitter.splat(0.0)
-    if activation == GELU:
-        z = b.fmul(g, emitter.splat(SQRT_HALF))
-        negative = b.fcmp_ordered("<", z, zeros)
-        size = b.select(negative, b.fsub(zeros, z), z)
-        t = b.fdiv(ones, emitter.fma(size, emitter.splat(0.5), ones))
-        power = emitter.splat(ERFC[-1])
-        for factor in reversed(ERFC[:-1]):
-            power = emitter.fma(power, t, emitter.splat(factor))
-        raised = emitter.exponential(emitter.fma(b.fsub(zeros, size), size, power))
-        half = b.fmul(b.fmul(t, raised), emitter.splat(0.5))
-        return b.fmul(g, b.select(negative, half, b.fsub(ones, half)))
-    z = g
-    if activation == GELU_TANH:
-        cubic = emitter.fma(b.fmul(g, g), emitter.splat(0.044715), ones)
-        z = b.fmul(b.fmul(g, emitter.splat(4 * SQRT_HALF * pi**-0.5)), cubic)
-    negative = b.fcmp_ordered("<", z, zeros)
-    t = emitter.exponential(b.select(negative, z, b.fsub(zeros, z)))
-    above = b.fmul(g, b.select(negative, t, ones))
-    return b.fdiv(above, b.fadd(ones, t))
-
-
-@intrinsic(prefer_literal=True)
-def _gate(typing: Any, form: Any, activation: Any, gate: Any, up: Any, count: Any) -> Any:
-    """Replace ``count`` numbers g by activation(g) * up, rounded where PyTorch rounds."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, emitter = _output(form.literal_value), Emitter(builder.module, processor().lanes)
-        emitter.b = b = builder
-        _, _, gate, up, count = arguments
-        size = I64(BYTES[kind])
-
-        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-            at = emitter.at(gate, k, size)
-            g = emitter.numbers(at, kind, mask)
-            other = emitter.numbers(emitter.at(up, k, size), kind, mask)
-            activated = _activated(emitter, activation.literal_value, g)
-            emitter.write(b.fmul(emitter.through(activated, kind), other), at, kind, mask)
-            return []
-
-        emitter.vectors(count, [], body)
-        return context.get_dummy_value()
-
-    return types.void(constant(form), constant(activation), *[types.int64] * 3), generate
 
 
 _output_bytes = known(lambda form: BYTES[_output(form)])

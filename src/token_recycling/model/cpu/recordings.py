@@ -57,20 +57,22 @@ class Recordings(threading.local):
             logits = known.replay(step)
             if self.right is None:
                 # Other tokens than those recorded, so that what is not set at a replay shows.
-                own = forward()
+                with Capture(self._scratch, step):
+                    own = forward()
                 self.right = logits.dtype == own.dtype and np.array_equal(
                     as_bits(logits), as_bits(own)
                 )
                 if not self.right:
                     logger.warning("steps are not replayed: their bits are not the model's own")
-                return own
+                return own.clone()
             return logits
         if key in self.made:
             return forward()
         with Capture(self._scratch, step) as capture:
             logits = forward()
         self.made[key] = capture.recording(logits)
-        return logits.clone()
+        # Functions that kernels have computed may be rounded otherwise in later steps.
+        return forward() if self.made[key] is None else logits.clone()
 
     def _is_recordable(self, step: StepInputs) -> bool:
         """Return whether the kernels compute this step now."""

@@ -24,11 +24,11 @@ from token_recycling.model.known_forms import (
     is_same,
     linear_children,
     own_result,
-    replace_rotary,
+    rotary_names,
     rotates,
     sample,
 )
-from token_recycling.model.shadow import BOUND, replace_forward, replacement
+from token_recycling.model.shadow import BOUND, replace_forward, replace_globals, replacement
 from token_recycling.util.modes import without_autocast
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ def _cover(module: nn.Module, known: dict[Any, Any], sums: Sums) -> None:
     elif layers := linear_children(module, PROJECTIONS):
         weight = layers[0]._parameters["weight"]
         if weight is not None and is_ours(weight):
-            replace_rotary(module, _rotary, _kernels().rotary, known, weight)
+            names = rotary_names(module, _rotary, _kernels().rotary, known, weight)
+            replace_globals(module, names)
             product = JointProduct.of(layers)
             for number, layer in enumerate(layers if product is not None else ()):
                 replace_forward(layer, _projection, product, number)
