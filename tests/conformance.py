@@ -66,6 +66,7 @@ class Record:
     greedy: bool | None = None
     distinct: int = 0
     accepted: int = 0
+    recorded: bool = False
     batch: bool | None = None
     stock_batch: bool | None = None
     sampled: bool | None = None
@@ -132,6 +133,8 @@ def _examine(record: Record, changes: dict[str, Any]) -> None:
     record.greedy = [answer.token_ids for answer in answers] == expected
     record.distinct = min(len(set(tokens)) for tokens in expected)
     record.accepted = sum(answer.stats.accepted for answer in answers)
+    recordings = recycler.target.recordings
+    record.recorded = recordings is not None and recordings.right is True
     _batch(record, model, recycler, expected)
     record.sampled = all(
         ours(recycler, SINGLES[0], SAMPLED_NEW, seed=seed, **SAMPLING)
@@ -238,6 +241,8 @@ are those of `model.generate`. As a negative control, a wrong tree mask changes 
 texts. For the others, plain text and the batch are compared.
 
 {markdown(records)}
+
+On a CPU, [steps are recorded](cpu.md#how-they-work) of: {_recorded(records)}.
 """
 
 
@@ -259,6 +264,10 @@ def markdown(records: list[Record]) -> str:
         lines += [_row(text, " · ".join(names)) for text, names in reasons.items() if names]
     wrong = [f"- **{r.name}**: {'; '.join(r.problems)}" for r in records if r.problems]
     return "\n".join([*lines, *(["", *wrong] if wrong else [])])
+
+
+def _recorded(records: list[Record]) -> str:
+    return " · ".join(sorted(record.name for record in records if record.recorded))
 
 
 def _row(*cells: str) -> str:

@@ -462,7 +462,7 @@ def test_layers_that_somebody_else_has_changed_stay_so(calls):
 
 
 def test_no_team_means_the_ordinary_way(monkeypatch, calls):
-    monkeypatch.setattr(layers, "is_available", lambda: False)
+    monkeypatch.setattr(layers.attention, "is_available", lambda: False)
     with torch.inference_mode():
         fast(Model(8, 5))(torch.ones(3, 8))
     assert not calls

@@ -30,7 +30,8 @@ def fingerprint(tokenizer: Any, vocab_size: int) -> str:
     """
     if tokenizer is None:
         return ""
-    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
+    vocabulary = tokenizer.get_vocab()
+    pairs = sorted(zip(vocabulary.values(), vocabulary))
     digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
     return f"{vocab_size}-{digest[:16]}"
 

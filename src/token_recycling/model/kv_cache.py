@@ -203,7 +203,11 @@ class RecyclingCache(Cache):  # type: ignore[misc]
         """
         end = self.end
         rows = list(zip(self.lengths, counts))
-        if any(count > 1 or (count and length != end) for length, count in rows):
+        if not all(
+            length == end and nodes[:count] == list(range(count))
+            for (length, count), nodes in zip(rows, path.tolist())
+            if count
+        ):
             self._stack()
             for stack, _ in self._stacks:
                 slots, numbers = _numbers(path.to(stack.device) + end), _numbers(stack)
