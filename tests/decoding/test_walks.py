@@ -12,6 +12,7 @@ from token_recycling.decoding.walks import (
 )
 from token_recycling.drafting.draft import chains
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
+from token_recycling.util.tokens import NO_TOKEN
 
 
 def test_padding_is_on_no_branch():
@@ -64,7 +65,10 @@ def test_the_path_follows_from_the_tokens_alone(seed):
     parts = [part.numpy() for part in (draft.tokens, draft.parents, draft.valid)]
     path = np.empty((6, draft.max_depth + 1), np.int64)
     emitted = np.empty_like(path)
-    host_walk(*parts[:2], draft.depths.numpy(), parts[2], choices.numpy(), path, emitted)
+    counts = np.empty((2, len(path)), np.int64)
+    host_walk(*parts[:2], draft.depths.numpy(), parts[2], choices.numpy(), path, emitted, counts)
+    assert counts[0].tolist() == parts[2].sum(1).tolist()
+    assert counts[1].tolist() == (emitted != NO_TOKEN).sum(1).tolist()
     found = np.full_like(path, 7)
     host_path(*parts, emitted, found)
     twice = len(children) < int(draft.valid[:, 1:].sum())  # a token stands twice below a node

@@ -129,11 +129,12 @@ def test_a_wrong_acceptor_turns_it_red(model, batch, monkeypatch):
     def one_more(*args):
         """Emit the choice after the next node, which was not accepted."""
         right(*args)
-        choices, path, emitted = args[-3:]
+        choices, path, emitted, counts = args[-4:]
         for row, count in enumerate((emitted != NO_TOKEN).sum(axis=1)):
             if 0 < count < emitted.shape[1]:
                 node = min(int(path[row, count - 1]) + 1, choices.shape[1] - 1)
                 path[row, count], emitted[row, count] = node, choices[row, node]
+                counts[1, row] += 1
                 changed.append(row)
 
     with enable(model):

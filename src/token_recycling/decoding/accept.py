@@ -114,26 +114,28 @@ def accept_and_append(
         choices: int64 [B, n], the target's choice after each node.
         sequences: one per row.
     """
-    valid = as_array(draft.valid)
-    path = np.empty((len(choices), draft.max_depth + 1), np.int64)
-    emitted = np.empty_like(path)
+    path, emitted = np.empty((2, len(choices), draft.max_depth + 1), np.int64)
+    counts = np.empty((2, len(choices)), np.int64)
     host_walk(
         as_array(draft.tokens),
         as_array(draft.parents),
         as_array(draft.depths),
-        valid,
+        as_array(draft.valid),
         as_array(choices.cpu()),
         path,
         emitted,
+        counts,
     )
-    drafted = (valid.sum(axis=1) - 1).tolist()
-    rows = [[count, *row] for count, row in zip(drafted, emitted.tolist())]
+    valid, found = counts.tolist()
+    rows = [[n - 1, *row[:count]] for n, row, count in zip(valid, emitted.tolist(), found)]
     appended = append_emitted(rows, sequences)
-    counts = np.array([len(tokens) for tokens in appended.tokens])
-    longest = max(1, counts.max())
-    path, emitted = path[:, :longest], emitted[:, :longest]
-    emitted[np.arange(longest) >= counts[:, None]] = NO_TOKEN  # of rows that end
-    return Accepted(*map(torch.from_numpy, (path, emitted, counts))), appended
+    kept = [len(tokens) for tokens in appended.tokens]
+    for row, (count, before) in enumerate(zip(kept, found)):
+        if count < before:  # it ends
+            emitted[row, count:], counts[1, row] = NO_TOKEN, count
+    longest = max(1, *kept)
+    columns = path[:, :longest], emitted[:, :longest], counts[1]
+    return Accepted(*map(torch.from_numpy, columns)), appended
 
 
 class GreedyAcceptor:

@@ -16,7 +16,7 @@ from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter
-from token_recycling.drafting.candidates import best_candidates
+from token_recycling.drafting.candidates import Candidates, best_candidates
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError
@@ -180,16 +180,17 @@ class Decoding:
         draft = self._propose()
         timestamps.append(perf_counter())
         logits = target.verify(draft)
-        if draft.size > 1 and bool(overflowed(logits)):
+        timestamps.append(perf_counter())
+        candidates = self._ranked(logits)
+        is_certain = drafter.k > 0 and bool(candidates.finite.all())
+        if draft.size > 1 and not is_certain and bool(overflowed(logits)):
             # A drafted token whose activations overflow makes every node of the forward NaN,
             # since masked entries get a weight of 0 and 0 * NaN is NaN. Plain decoding would not
             # have read that token, so verify the root alone.
             draft = draft.first(1)
             target.clear_drafts()
             logits = target.verify(draft)
-        timestamps.append(perf_counter())
-        with without_autocast(target.device):
-            candidates = best_candidates(logits[..., : target.vocab_size], drafter.k)
+            candidates = self._ranked(logits)
         # Other devices may rank equal logits in another order than ``greedy``.
         ranks_all = logits.is_cpu and logits.shape[-1] == target.vocab_size
         active = [sequence.active for sequence in self.sequences]
@@ -209,6 +210,11 @@ class Decoding:
         seconds = tuple(end - begin for begin, end in pairwise(timestamps))
         lost = max(0.0, sum(seconds) - (thread_time() - begun))
         return Step(*appended, draft.size, seconds, lost if target.device.type == "cpu" else 0.0)
+
+    def _ranked(self, logits: Tensor) -> Candidates:
+        """Return the best candidates after each node."""
+        with without_autocast(self.target.device):
+            return best_candidates(logits[..., : self.target.vocab_size], self.drafter.k)
 
     def _propose(self) -> DraftTree:
         """Return the draft to verify."""

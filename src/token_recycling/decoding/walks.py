@@ -23,7 +23,14 @@ Children = dict[tuple[int, int], int]
 
 @compiled
 def host_walk(
-    tokens: Any, parents: Any, depths: Any, valid: Any, choices: Any, path: Any, emitted: Any
+    tokens: Any,
+    parents: Any,
+    depths: Any,
+    valid: Any,
+    choices: Any,
+    path: Any,
+    emitted: Any,
+    counts: Any,
 ) -> None:
     """Find the longest path of each row along the choices, as ``longest_paths`` does.
 
@@ -35,10 +42,14 @@ def host_walk(
         choices: int64 [B, n].
         path: int64 [B, p], gets the accepted nodes, padded with 0.
         emitted: int64 [B, p], gets the choices after them, padded with ``NO_TOKEN``.
+        counts: int64 [2, B], gets how many nodes are valid, and how many choices there are.
     """
     path[:] = 0
     emitted[:] = NO_TOKEN
+    counts[:] = 0
     for row in range(len(tokens)):
+        for node in range(tokens.shape[1]):
+            counts[0, row] += valid[row, node]
         if not valid[row, 0]:
             continue
         best = 0
@@ -54,6 +65,7 @@ def host_walk(
             if at == 0:
                 best = node
         at = best
+        counts[1, row] = depths[row, best] + 1
         for depth in range(depths[row, best], -1, -1):
             path[row, depth] = at
             emitted[row, depth] = choices[row, at]
