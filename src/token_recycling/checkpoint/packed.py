@@ -30,6 +30,8 @@ from token_recycling.model.cpu.packed import (
 )
 from token_recycling.util.huge_pages import Arena, has_huge_pages
 
+# Fields of a header with as many values as the vocabulary, which no configuration depends on.
+OF_TOKENS = tuple(f"tokenizer.ggml.{name}" for name in ("scores", "token_type", "merges"))
 NUMBERS = ("F64", "F32", "F16", "BF16")  # types that are not quantised
 
 
@@ -144,12 +146,18 @@ def _about(file: Path) -> dict[str, Any]:
     Raises:
         NotPackableError: this version of Transformers reads it in another way.
     """
+    import gguf
     from transformers import modeling_gguf_pytorch_utils as loader
 
+    fields = gguf.GGUFReader(str(file), "c").fields
+    # The loader takes a second to look at every number of a large vocabulary.
+    others = {name: fields.pop(name) for name in OF_TOKENS if name in fields}
     try:
         about: dict[str, Any] = dict(loader.load_gguf_checkpoint(str(file))["config"])
     except (AttributeError, ImportError, KeyError, ValueError) as error:
         raise NotPackableError(f"its architecture is not read packed ({error})") from error
+    finally:
+        fields.update(others)
     return about
 
 

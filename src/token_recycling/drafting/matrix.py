@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +32,13 @@ def fingerprint(tokenizer: Any, vocab_size: int) -> str:
     if tokenizer is None:
         return ""
     vocabulary = tokenizer.get_vocab()
-    pairs = sorted(zip(vocabulary.values(), vocabulary))
-    digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-    return f"{vocab_size}-{digest[:16]}"
+    tokens, ids = list(vocabulary), np.fromiter(vocabulary.values(), np.int64)
+    order = ids.argsort().tolist()
+    if not np.diff(ids[order]).all():  # an id has two tokens
+        order.sort(key=lambda n: (ids[n], tokens[n]))
+    digest = hashlib.sha256(json.dumps([tokens[n] for n in order]).encode())
+    digest.update(ids[order].tobytes())
+    return f"{vocab_size}-{digest.hexdigest()[:16]}"
 
 
 class AdjacencyMatrix:

@@ -144,9 +144,12 @@ def _compare(
     inputs = {"input_ids": ids}
     if target.takes_positions:  # as generate does; the model's default may differ
         inputs["position_ids"] = torch.arange(ids.shape[1], device=target.device).expand_as(ids)
+    compared = ids.shape[1] - len(prefix)  # positions, at the end of every row
+    if target.slices_logits:
+        inputs["logits_to_keep"] = torch.arange(len(prefix), ids.shape[1], device=target.device)
     with target.lm_head:
         output = target.model(**inputs, use_cache=False, return_dict=True)
-    right: Tensor = output.logits.to(target.device).float()
+    right: Tensor = output.logits[:, -compared:].to(target.device).float()
 
     # Inputs as generate prepares them: these include, e.g., a soft prompt, which is not in the ids.
     prepared = PlainTarget(target.model, target.lm_head).prefill(rows[:1])
@@ -160,7 +163,7 @@ def _compare(
 
     def difference(node_logits: Tensor) -> float:
         return max(
-            _distance(node_logits[list(leaf)], right[row, len(prefix) : -1])
+            _distance(node_logits[list(leaf)], right[row, :-1])
             for row, leaf in enumerate(LEAVES)
         )
 
