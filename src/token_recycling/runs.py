@@ -25,7 +25,7 @@ from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import GraphError, TokenRecyclingError, one_line
 from token_recycling.graph.decoder import GraphDecoder, can_capture
 from token_recycling.model.base import OnProgress, Target
-from token_recycling.model.cpu.layers import MULTIPLE
+from token_recycling.model.cpu.recordings import MULTIPLE
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.prefix_cache import PrefixCache
 from token_recycling.model.target import TreeTarget

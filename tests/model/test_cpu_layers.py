@@ -23,7 +23,7 @@ from token_recycling.model import known_forms
 from token_recycling.model.cpu import activations, capture, elementwise, layers, team
 from token_recycling.model.cpu import recordings as recordings_module
 from token_recycling.model.cpu.layers import cover
-from token_recycling.model.probe import refusal
+from token_recycling.model.probe import open_target, refusal
 from token_recycling.model.shadow import replacement, shadow_of
 from token_recycling.model.target import TreeTarget
 
@@ -561,6 +561,39 @@ def test_capped_logits():
         assert (first[0, 0] - wanted).abs().max() < 1e-4
     assert 1.9 < wanted.abs().max() < 2
     assert len(recordings(target)) == 3
+
+
+def test_rare_sizes_are_filled_up(wanted):
+    """To one that is recorded, since a recording takes as long as many steps; the bits are same."""
+    target = target_of()
+    draft = next(drafts(11))
+    with torch.inference_mode():
+        target.prefill([list(range(1, 40))])
+        found = [target.verify(draft) for _ in range(8)]
+        sizes = [shape[1] for shape, _ in target.recordings.made]
+        assert sizes == [16, 12]
+        assert all(one.shape == found[0].shape for one in found)
+        assert same(found, [found[0]] * 8)
+        for size in (9, 5, 4, 3, 2):
+            target.verify(next(drafts(size)))
+        assert [shape[1] for shape, _ in target.recordings.made] == [16, 12, 2]
+
+
+def test_the_probe_records_what_answers_replay():
+    target = open_target(make("llama", attn_implementation="sdpa"))
+    probed = dict(target.recordings.made)
+    assert {tokens for (_, tokens), _ in probed} == {1, 8}
+    assert target.recordings.right
+    with torch.inference_mode():
+        target.prefill([list(range(1, 40))])
+        for draft in drafts(1, 2, 7):
+            target.verify(draft)
+    assert target.recordings.made == probed
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_probe_with_short_windows_leaves_nothing(name):
+    assert not open_target(make(name)).recordings.made
 
 
 def test_recordings_of_several_threads(wanted):

@@ -30,7 +30,7 @@ from token_recycling.version import __version__
 logger = logging.getLogger(__name__)
 CONTEXT = 64  # tokens in the cache
 # Tokens verified. The measurement may end after any of them, so those that say most come first.
-SIZES = (1, 8, 4, 16, 2, 32, 48)
+SIZES = (1, 8, 4, 16, 2, 32, 64)
 ROUNDS = 5  # after steps to warm up
 SECONDS = 1.0  # after which no step begins
 LONGEST_STEP = 0.2  # seconds of a plain step; models that take longer are not measured

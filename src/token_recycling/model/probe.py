@@ -163,8 +163,7 @@ def _compare(
 
     def difference(node_logits: Tensor) -> float:
         return max(
-            _distance(node_logits[list(leaf)], right[row, :-1])
-            for row, leaf in enumerate(LEAVES)
+            _distance(node_logits[list(leaf)], right[row, :-1]) for row, leaf in enumerate(LEAVES)
         )
 
     wrong = target.verify(replace(draft, ancestors=causal))
@@ -262,6 +261,8 @@ def _twin(target: TreeTarget) -> TreeTarget:
                 setattr(configs[id(config)], name, short)
     twin.model = shadow_of(model, configs, training=False)
     twin.lm_head.cover(twin.model)
+    if vars(short) == vars(text) and not any(module.training for module in model.modules()):
+        return twin  # what it records is used by answers too
     twin.cast_shadow()
     twin.state = copy.copy(target.state)
     twin.state.windows = {

@@ -338,8 +338,8 @@ class TreeTarget:
     def verify(self, draft: DraftTree) -> Tensor:
         """Return the logits [B, n, V] of every node in one forward."""
         nodes = draft.size
-        if self.recordings is not None and nodes > cpu_layers.MULTIPLE:
-            draft = draft.padded(-(-nodes // cpu_layers.MULTIPLE) * cpu_layers.MULTIPLE)
+        if self.recordings is not None:
+            draft = draft.padded(self.recordings.size_of(len(draft.tokens), nodes))
         draft = draft.to(self.device)
         tokens = draft.tokens.contiguous()
         lengths = torch.tensor(self.cache.lengths, device=self.device)[:, None]

@@ -54,9 +54,6 @@ MERGED_PROJECTIONS, MERGED_GATED = ("qkv_proj",), ("gate_up_proj", "down_proj")
 FUNCTIONS = ("act_fn", "activation_fn")  # names of a gated MLP's activation
 ACTIVATION_CODE = "torch.nn.modules.activation", "transformers.activations"
 MODELS = "transformers.models."  # whose code depends on the inputs alone
-# Drafts are filled up to a multiple of this: steps are recorded for every number of tokens, which
-# takes longer than a step, and tiles are four tokens wide and more.
-MULTIPLE = 4
 ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     activations.SILU: functional.silu,
     activations.GELU_TANH: partial(functional.gelu, approximate="tanh"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,10 @@ from token_recycling.model.cpu.linear import MOST_TOKENS
 from token_recycling.util.compiled import as_bits
 
 logger = logging.getLogger(__name__)
+# Drafts are filled up to a multiple of ``MULTIPLE``, since tiles are four tokens wide and more. To
+# record steps of another number of tokens takes as long as ten plain steps of a small model: hence
+# the first ``RARE`` times, up to ``MOST_FILLED`` times as many are computed if they are recorded.
+MULTIPLE, RARE, MOST_FILLED = 4, 4, 4
 
 
 class Recordings(threading.local):
@@ -39,8 +44,26 @@ class Recordings(threading.local):
         self.made: dict[Any, Recording | None] = {}
         self.right: bool | None = None if recordable else False
         self._scratch = Scratch()
+        self._uses: Counter[tuple[int, int]] = Counter()
         embeddings: Any = getattr(shadow, "get_input_embeddings", lambda: None)()
         self._vocab_size: int = getattr(embeddings, "num_embeddings", 0)
+
+    def size_of(self, rows: int, tokens: int) -> int:
+        """Return how many tokens to compute in a step of ``tokens`` a row, so that it is fast."""
+        size = tokens if tokens <= MULTIPLE else -(-tokens // MULTIPLE) * MULTIPLE
+        threads = torch.get_num_threads()
+        if size > MOST_TOKENS or self._has(rows, size, threads):
+            return size
+        self._uses[rows, size] += 1
+        if self.right is False or self._uses[rows, size] > RARE:
+            return size
+        power = 1 << (size - 1).bit_length()
+        recorded = (n for n in range(size, MOST_FILLED * size + 1) if self._has(rows, n, threads))
+        return next(recorded, min(power, MOST_TOKENS))
+
+    def _has(self, rows: int, tokens: int, threads: int) -> bool:
+        """Return whether steps of so many rows and tokens are recorded."""
+        return self.made.get(((rows, tokens), threads)) is not None
 
     def logits(self, step: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a step, [B, q, V].
