@@ -24,6 +24,7 @@ class ToyTarget:
     device = torch.device("cpu")
     vocab_size = VOCABULARY
     max_context = None
+    is_warm = True
     inference_context = staticmethod(torch.inference_mode)
 
     def __init__(self, logits=next_logits):

@@ -172,3 +172,25 @@ def test_prompt_lookup_and_none_are_lossless_too():
         tokens, _, steps = run(ToyTarget(looping), drafter, [[3, 1, 4], [2]], [40, 30])
         assert tokens == [plain_greedy([3, 1, 4], 40, looping), plain_greedy([2], 30, looping)]
     assert len(steps) == 40  # none: a token a step
+
+
+def test_the_size_learns_nothing_from_the_seconds_of_steps_that_were_prepared():
+    class Noting(FixedSize):
+        def __init__(self):
+            super().__init__()
+            self.seconds = []
+
+        def record(self, rows, drafted, emitted, seconds):
+            self.seconds.append(seconds)
+
+    target, size = ToyTarget(), Noting()
+    steps = Decoding(
+        target, NoDrafter(), size, GreedyAcceptor(), [Sequence([1], [at_most(6)])]
+    ).steps()
+    next(steps)
+    for warm in (True, False, True):
+        target.is_warm = warm
+        next(steps)
+    target.is_warm = True
+    list(steps)
+    assert [one is None for one in size.seconds] == [False, True, False, False, False]

@@ -569,7 +569,11 @@ def test_rare_sizes_are_filled_up(wanted):
     draft = next(drafts(11))
     with torch.inference_mode():
         target.prefill([list(range(1, 40))])
-        found = [target.verify(draft) for _ in range(8)]
+        found, warm = [], []
+        for _ in range(8):
+            found.append(target.verify(draft))
+            warm.append(target.is_warm)
+        assert warm == [False] * 5 + [True] * 3
         sizes = [shape[1] for shape, _ in target.recordings.made]
         assert sizes == [16, 12]
         assert all(one.shape == found[0].shape for one in found)

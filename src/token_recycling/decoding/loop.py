@@ -159,7 +159,7 @@ class Decoding:
                 step = self._advance()
             rows = len(step.tokens)
             # Other programs change what a step takes, but not which size is the best one.
-            seconds = sum(step.seconds) - step.lost_seconds
+            seconds = sum(step.seconds) - step.lost_seconds if self.target.is_warm else None
             self.size.record(rows, rows * (step.size - 1), step.mean_emitted, seconds)
             yield step
 

@@ -31,6 +31,10 @@ class Target(Protocol):
     batch_invariant: bool
 
     @property
+    def is_warm(self) -> bool:
+        """False if the last ``verify`` took longer than later ones of its size will."""
+
+    @property
     def lm_head(self) -> Float32Head | StockHead:
         """The context in which forwards compute their logits."""
 

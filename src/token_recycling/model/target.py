@@ -189,6 +189,11 @@ class TreeTarget:
         packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
         return torch.bfloat16 if packed else self.dtype
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether the last step replayed a recording of its own size, or none is made."""
+        return self.recordings is None or self.recordings.is_warm
+
     def deepest(self) -> list[int] | None:
         """Return the depth of the deepest node of each row to verify next; None: any.
 

@@ -31,6 +31,7 @@ class Recordings(threading.local):
 
     Attributes:
         made: the recordings.
+        is_warm: False if the last step was recorded or compared, or filled up for being rare.
         right: whether the first one gave the bits of the model's own code; None: not yet compared.
     """
 
@@ -43,6 +44,7 @@ class Recordings(threading.local):
         """
         self.made: dict[Any, Recording | None] = {}
         self.right: bool | None = None if recordable else False
+        self.is_warm = True
         self._scratch = Scratch()
         self._uses: Counter[tuple[int, int]] = Counter()
         embeddings: Any = getattr(shadow, "get_input_embeddings", lambda: None)()
@@ -52,12 +54,14 @@ class Recordings(threading.local):
         """Return how many tokens to compute in a step of ``tokens`` a row, so that it is fast."""
         size = tokens if tokens <= MULTIPLE else -(-tokens // MULTIPLE) * MULTIPLE
         threads = torch.get_num_threads()
+        self.is_warm = True
         if size > MOST_TOKENS or self._has(rows, size, threads):
             return size
         self._uses[rows, size] += 1
         if self.right is False or self._uses[rows, size] > RARE:
             return size
         power = 1 << (size - 1).bit_length()
+        self.is_warm = False
         recorded = (n for n in range(size, MOST_FILLED * size + 1) if self._has(rows, n, threads))
         return next(recorded, min(power, MOST_TOKENS))
 
@@ -79,6 +83,7 @@ class Recordings(threading.local):
         if known is not None:
             logits = known.replay(step)
             if self.right is None:
+                self.is_warm = False
                 # Other tokens than those recorded, so that what is not set at a replay shows.
                 with Capture(self._scratch, step):
                     own = forward()
@@ -91,6 +96,7 @@ class Recordings(threading.local):
             return logits
         if key in self.made:
             return forward()
+        self.is_warm = False
         with Capture(self._scratch, step) as capture:
             logits = forward()
         self.made[key] = capture.recording(logits)
