@@ -311,7 +311,7 @@ def test_where_it_is_used(calls):
     """In steps, not in prompts, and not in the caller's own forwards."""
     model, prompts = make("llama", attn_implementation="sdpa"), random_prompts([200, 12])
     answers = TokenRecycling(model, nodes=16).generate(prompts, max_new_tokens=20)
-    assert {call[0].shape[2] for call in calls} <= set(range(1, 21))
+    assert {call[0].shape[2] for call in calls} <= set(range(1, 33))  # filled up
     assert calls
     calls.clear()
     assert [one.token_ids for one in answers] == [plain(model, one, 20) for one in prompts]

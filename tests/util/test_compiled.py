@@ -196,14 +196,14 @@ def test_machine_code_that_cannot_be_written_is_not_needed(copy, tmp_path):
 
 
 KERNELS = """
-from token_recycling.model.cpu import elementwise_kernel
+from token_recycling.model.cpu import elementwise_kernel, norm_kernel
 from token_recycling.model.cpu.machine_code import Kernel
 from token_recycling.model.cpu.vectors import BFLOAT16, FLOAT32, processor
 
 if processor().lanes:
     kernels = [(elementwise_kernel.add, FLOAT32), (elementwise_kernel.add, BFLOAT16)]
     addresses = {Kernel(*kernel).address for kernel in kernels}
-    addresses.add(Kernel(elementwise_kernel.norm, FLOAT32, in_pieces=True).address)
+    addresses.add(Kernel(norm_kernel.norm, FLOAT32, in_pieces=True).address)
     assert len(addresses) == 3
 """
 
