@@ -176,7 +176,6 @@ def divide(x: Tensor, divisor: float | Tensor) -> Tensor:
 
 @unwatched
 def _with_number(name: str, x: Tensor, number: float | Tensor) -> Tensor:
-    out = empty(x.shape, x.dtype)
     held: Any
     if isinstance(number, Tensor):
         held = converted(number, torch.float32)
@@ -184,8 +183,15 @@ def _with_number(name: str, x: Tensor, number: float | Tensor) -> Tensor:
     else:
         held = ctypes.c_float(number)
         address = ctypes.addressof(held)
-    fields = _fields(5)(x.data_ptr(), address, out.data_ptr(), out.numel(), PIECE)
-    pieces, threads = -(-out.numel() // PIECE), torch.get_num_threads()
+    return _each(name, x, address, held)
+
+
+def _each(name: str, x: Tensor, address: int, held: Any, *others: int) -> Tensor:
+    """Launch a kernel for all numbers of a contiguous tensor and the number at ``address``."""
+    out = empty(x.shape, x.dtype)
+    numbers = (x.data_ptr(), address, out.data_ptr(), x.numel(), PIECE, *others)
+    fields = _fields(len(numbers))(*numbers)
+    pieces, threads = -(-x.numel() // PIECE), torch.get_num_threads()
     launch(_kernel(name, x.dtype), fields, pieces, threads, held)
     return out
 
@@ -196,13 +202,8 @@ def activate(x: Tensor, activation: int, limit: float = 0.0) -> Tensor:
 
     ``limit``: of ``CAP``.
     """
-    out = empty(x.shape, x.dtype)
     number = ctypes.c_float(limit)
-    address, count = ctypes.addressof(number), x.numel()
-    fields = _fields(6)(x.data_ptr(), address, out.data_ptr(), count, PIECE, activation)
-    pieces, threads = -(-count // PIECE), torch.get_num_threads()
-    launch(_kernel("activate", x.dtype), fields, pieces, threads, number)
-    return out
+    return _each("activate", x, ctypes.addressof(number), number, activation)
 
 
 @unwatched
