@@ -57,13 +57,15 @@ def packed_attention(
     """
     packing: Packing | None = getattr(attention_mask, PACKED, None)
     before: int | None = getattr(attention_mask, PROMPT, None)
-    altered = others.get("position_bias") is not None  # the scores: left to the stock function
+    cap = others.get("softcap")  # ignored or refused by PyTorch's attention in Transformers
+    uncapped = cap is not None and getattr(stock, "__name__", None) != EAGER
+    # Such scores are left to the stock function.
+    altered = uncapped or others.get("position_bias") is not None
     if attention_mask is None or altered or (packing is None and before is None):
         return stock(module, query, key, value, attention_mask, **others)
     batch, heads, q, size = query.shape
     group = heads // key.shape[1]
     scale = others.get("scaling")
-    cap = others.get("softcap")
     same = query.dtype == key.dtype == value.dtype and size == value.shape[3]
     if before is not None and query.is_cpu and same and cap is None:
         return prompt_attention(query, key, value, before, scale), None
