@@ -286,9 +286,9 @@ def test_rows_with_a_candidate_twice_change_no_other_memory():
     matrix.keys.copy_(torch.arange(len(matrix.keys)))
     tables = both.drafter._tables()
     gathered = tree.new_gathered(matrix.k)
-    rows = both.rows.root_rows
-    rows.candidates.fill_(1)
-    count, _, _ = tree.gather(0, 0, 1, 1, 3, 0, 0, rows.arrays(), tables, gathered)
+    both.rows.root_rows.candidates.fill_(1)
+    roots = both.rows.state().roots
+    count, _, _ = tree.gather(0, 0, 1, 1, 3, 0, 0, roots, tables, gathered)
     assert 0 < count <= len(gathered.candidates)
     assert gathered.features[:count, -1].min() >= 0
     assert gathered.features[:count, -1].max() < state.PATTERNS

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
+import numpy as np
 import pytest
+import torch
 
 import token_recycling
 from few import first_of
@@ -223,3 +228,21 @@ def test_the_next_process_compiles_no_kernel(copy, tmp_path):
     with (copy / "model" / "cpu" / "tile.py").open("a") as file:
         file.write("# changed\n")
     assert len(after_a_process()) == 2 * len(first)
+
+
+def test_views_follow_the_tensors():
+    """Also after a copy, whose arrays must not have the memory of the first one."""
+    owner = SimpleNamespace(tensors=[torch.zeros(3), torch.ones(2).half()], views=compiled.Views())
+    first, bits = owner.views.of(*owner.tensors)
+    assert bits.dtype == np.uint16
+    owner.tensors[0][1] = 5
+    assert first.tolist() == [0, 5, 0]
+    assert owner.views.of(*owner.tensors)[0] is first
+    other = deepcopy(owner)
+    for one in (other, pickle.loads(pickle.dumps(owner))):
+        one.tensors[0][2] = 7
+        assert one.views.of(*one.tensors)[0].tolist() == [0, 5, 7]
+    assert first.tolist() == [0, 5, 0]
+    owner.tensors[0] = torch.zeros(4)
+    assert len(owner.views.of(*owner.tensors)[0]) == 4
+    assert len(owner.views.of(owner.tensors[0])) == 1

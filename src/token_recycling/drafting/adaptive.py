@@ -35,7 +35,7 @@ from token_recycling.drafting.kernels.host.tree import propose
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.ngram import Chains, Context
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.util.compiled import as_array, in_threads
+from token_recycling.util.compiled import Views, as_array, in_threads
 from token_recycling.util.tokens import NO_TOKEN
 
 # Slots for pairs and triples of tokens, prime numbers: 12.5 MiB with k = 12
@@ -75,11 +75,6 @@ class RootRows(Rows):
         self.probabilities.zero_()
         self.rejected.zero_()
 
-    def arrays(self) -> RootArrays:
-        """Return views for the kernels."""
-        bits = self.probabilities.view(torch.uint16)
-        return RootArrays(self.candidates.numpy(), bits.numpy(), self.rejected.numpy())
-
 
 @dataclass
 class AdaptiveRows(Rows):
@@ -95,16 +90,23 @@ class AdaptiveRows(Rows):
     chains: Chains
     root_rows: RootRows
 
+    def __post_init__(self) -> None:
+        self._views = Views()
+
     def state(self) -> State:
         """Return views for the kernels."""
-        return State(
-            self.context.tokens.numpy(),
-            self.context.lengths.numpy(),
-            self.chains.tokens.numpy(),
-            self.chains.counts.numpy(),
-            self.chains.runs.numpy(),
-            self.root_rows.arrays(),
+        context, chains, roots = self.context, self.chains, self.root_rows
+        arrays = self._views.of(
+            context.tokens,
+            context.lengths,
+            chains.tokens,
+            chains.counts,
+            chains.runs,
+            roots.candidates,
+            roots.probabilities,
+            roots.rejected,
         )
+        return State._make((*arrays[:5], RootArrays._make(arrays[5:])))
 
 
 def expected_acceptance(nodes: int) -> tuple[float, ...]:
@@ -169,6 +171,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         self.max_depth = min(chain + DEEPER, nodes)
         matrix.reserve(pairs, triples)
         matrix.assume_probabilities()
+        self._views = Views()
         self._rates = expected_rates(matrix.k)
         self.logits = np.zeros_like(self._rates)
         if matrix.evidence.shape[1] != len(self._rates):
@@ -192,18 +195,15 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     def _tables(self) -> Tables:
         """Return views of what has been learnt."""
         matrix = self.matrix
-        return Tables(
-            matrix.vocab_size,
-            matrix.pairs,
-            matrix.triples,
-            matrix.all_candidates.numpy(),
-            matrix.all_probabilities.view(torch.uint16).numpy(),
-            matrix.keys.numpy(),
-            matrix.evidence.numpy(),
-            matrix.weights.numpy(),
-            self._rates,
-            self.logits,
+        learnt = self._views.of(
+            matrix.all_candidates,
+            matrix.all_probabilities,
+            matrix.keys,
+            matrix.evidence,
+            matrix.weights,
         )
+        sizes = matrix.vocab_size, matrix.pairs, matrix.triples
+        return Tables._make((*sizes, *learnt, self._rates, self.logits))
 
     def new_rows(self, batch: int, capacity: int | None = None) -> AdaptiveRows:
         """Return empty contexts."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import pairwise
+from operator import is_
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -189,6 +190,31 @@ def as_array(tensor: Tensor) -> Any:
 def as_bits(tensor: Tensor) -> Any:
     """Return a tensor on the host as an array of whole numbers with its bits."""
     return tensor.view(WHOLE_NUMBERS[tensor.itemsize]).numpy()
+
+
+class Views:
+    """Arrays that share the memory of tensors, made anew when a tensor is another one.
+
+    Making one takes as long as a small kernel does, and a step needs some tens of them.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: tuple[Tensor, ...] = ()
+        self._arrays: tuple[Any, ...] = ()
+
+    def of(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """Return the arrays of tensors on the host; of float16 their bits, as uint16."""
+        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+            self._arrays = tuple(
+                (one.view(torch.uint16) if one.dtype == torch.float16 else one).numpy()
+                for one in tensors
+            )
+            self._tensors = tensors
+        return self._arrays
+
+    def __reduce__(self) -> tuple[type[Views], tuple[()]]:
+        """Copies have tensors of their own, so they begin without arrays."""
+        return Views, ()
 
 
 @lru_cache

@@ -19,8 +19,10 @@ from torch import Tensor
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.drafting.size.costs import CostCurve
+from token_recycling.drafting.size.speeds import best, choose, speeds
 from token_recycling.drafting.size.step_costs import StepCosts
 from token_recycling.errors import TokenRecyclingError
+from token_recycling.util.compiled import as_array
 
 LEARNING = 0.15  # value of twice the nodes for learning, in the tokens that drafts bring at present
 MEMORY = 100.0  # steps after which the weight of an old one is 1/e
@@ -170,30 +172,35 @@ class AutoSize(DraftSize):
             promised: sum of the scores per row of each choice.
             at: its index into prices.
         """
-        learnt = self._learning * self._gain * self._doublings[at]
-        worth = 1 + self._accepted / self._expected * promised + learnt
-        return np.concatenate([[1.0], worth]) / self._prices[np.concatenate([[0], at])]
+        ratio, learnt = self._accepted / self._expected, self._learning * self._gain
+        return speeds(promised, at, self._prices, self._doublings, ratio, learnt)
 
     def _best(self, promised: Any, at: Any) -> int:
         """Return the number of the choice to verify, from 1 on; 0: plain (see ``_speeds``)."""
-        speeds = self._speeds(promised, at)
-        speeds[1:-1][self._odd[at[:-1]]] = 0.0
-        if self._pause.probe_left:
-            speeds[0] = 0.0
-        return int(speeds.argmax())
+        probing = self._pause.probe_left > 0
+        return int(best(self._speeds(promised, at), at, self._odd, probing))
 
     def choose(self, draft: DraftTree) -> int:
         """Return the best size of these drafts, one for all rows."""
         if draft.size == 1:
             self._promised = 0.0
             return 1
-        valid = draft.valid.numpy()
-        scores = self._scores(draft)[valid[:, 0], 1:].mean(axis=0)[: self.most - 1]
-        promised = scores[: scores.nonzero()[0].max(initial=-1) + 1].cumsum()
-        n = self._best(promised, self._rows * np.arange(1, len(promised) + 1))
+        scores = self._scores(draft) if draft.scores is None else as_array(draft.scores)
+        n, promised = choose(
+            scores,
+            as_array(draft.valid),
+            self._mean,
+            1 / MEMORY,
+            self._rows,
+            self._prices,
+            self._doublings,
+            self._odd,
+            self._accepted / self._expected,
+            self._learning * self._gain,
+            self._pause.probe_left > 0,
+        )
         n = self._explored(n, self._rows)
         self._note(float(promised[n - 1]) if n else 0.0, n)
-        self._mean[: len(scores)] += (scores - self._mean[: len(scores)]) / MEMORY
         return n + 1
 
     def choose_each(self, draft: DraftTree) -> Any:
@@ -203,7 +210,7 @@ class AutoSize(DraftSize):
         """
         scores = self._scores(draft)[:, 1:]
         worth = np.sort(scores[scores > 0])[::-1][: (self.most - 1) * self._rows]
-        promised = worth.cumsum() / self._rows
+        promised = worth.cumsum(dtype=np.float64) / self._rows
         n = self._explored(self._best(promised, np.arange(1, len(worth) + 1)), 1)
         self._note(float(promised[n - 1]) if n else 0.0, -(-n // self._rows))
         if not n:

@@ -30,6 +30,7 @@ class StepCosts:
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
+        self._assumed: dict[int, float] = {}  # the curve's costs by tokens
         # Decayed sums over steps of 1, x, d, y, x x, x d, x y, d y; d is 1 in steps with drafts.
         self._sums = [0.0] * 8
         # By tokens, and by d: decayed sums of 1, and of what the line leaves of y.
@@ -67,9 +68,10 @@ class StepCosts:
         known = self._residuals.setdefault((tokens, drafted), (-1.0, 0.0))
         if known[0] < 0:
             self._residuals[tokens, drafted] = 0.0, 0.0
+            self._assumed[tokens] = float(self.curve.at(tokens))
             return
         x, d = log2(tokens), float(drafted)
-        y = log(max(seconds, 1e-9) / self.curve.at(tokens))
+        y = log(max(seconds, 1e-9) / self._assumed[tokens])
         if self._sums[0]:
             height, slope, jump = self.line()
             usual = height + slope * x + jump * d
