@@ -118,7 +118,7 @@ class DraftTree:
         This saves time on a CPU, where every verified node costs time, above all with a cold
         matrix. Shapes of the result depend on the data, so graph steps do not use it.
         """
-        if self.size == 1:
+        if self.size == 1 or bool(self.valid.all()):
             return self
         used = self.valid.any(dim=0)
         used[0] = True
