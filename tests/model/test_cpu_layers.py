@@ -22,6 +22,7 @@ from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model import known_forms
 from token_recycling.model.cpu import activations, capture, elementwise, layers, team
 from token_recycling.model.cpu import recordings as recordings_module
+from token_recycling.model.cpu.angles import Angles
 from token_recycling.model.cpu.layers import cover
 from token_recycling.model.probe import open_target, refusal
 from token_recycling.model.shadow import replacement, shadow_of
@@ -341,8 +342,8 @@ def faulty(fault, monkeypatch, target):
         mask = capture.attention.draft_mask
         monkeypatch.setattr(capture.attention, "draft_mask", lambda *a: mask(*a) * 0)
     elif fault == "positions":
-        at = capture.Angles.at
-        monkeypatch.setattr(capture.Angles, "at", lambda self, positions: at(self, positions + 1))
+        at = Angles.at
+        monkeypatch.setattr(Angles, "at", lambda self, positions: at(self, positions + 1))
     else:
         begun = replay.__init__
 
@@ -451,7 +452,7 @@ def test_angles(dtype, by_position):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     frequencies = torch.linspace(0.1, 1, 6)
-    angles = capture.Angles(compute, by_position, [frequencies.numpy()])
+    angles = Angles(compute, by_position, [frequencies.numpy()])
     for positions in ([[40]], [[41, 43, 42]], [[700], [30]], [[705], [31]], [[9000], [2]]):
         asked = torch.tensor(positions)
         wanted = compute(asked)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 import numba
+import numpy as np
 import torch
 from numba.core import event
 from numba.core.caching import FunctionCache, NullCache
@@ -184,7 +185,8 @@ def as_array(tensor: Tensor) -> Any:
 
     A compiled function is compiled anew for every combination of memory layouts, hence one layout.
     """
-    return tensor.contiguous().numpy()
+    array = tensor.numpy()
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def as_bits(tensor: Tensor) -> Any:

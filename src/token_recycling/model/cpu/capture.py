@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -28,16 +27,15 @@ from torch.overrides import TorchFunctionMode
 
 from token_recycling.model.cpu import activations, attention, elementwise
 from token_recycling.model.cpu import attention_kernel as kernels
+from token_recycling.model.cpu.angles import Angles
 from token_recycling.model.cpu.launch import Launch, pieces_at, recording, tape
 from token_recycling.model.cpu.team import run
 from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.limits import AttentionWindow
-from token_recycling.util.compiled import as_array, as_bits
 
 logger = logging.getLogger(__name__)
 CHUNK = 2**22  # bytes by which the memory of recordings grows
 ALIGNED = 64  # bytes, of a line of the cache
-ANGLES = 512  # positions ahead whose angles are computed at once
 SUMS, PRODUCTS = ("add", "__add__", "__radd__"), ("mul", "__mul__", "__rmul__")
 QUOTIENTS = ("div", "__truediv__", "true_divide")
 IN_PLACE = {"__setitem__"} | {
@@ -115,41 +113,6 @@ def _aligned(size: int) -> Any:
     memory = np.empty(size + ALIGNED, np.uint8)
     begin = -memory.ctypes.data % ALIGNED
     return memory[begin : begin + size]
-
-
-class Angles:
-    """Cosines and sines of a model's rotary embedding."""
-
-    def __init__(
-        self, compute: Callable[[Tensor], Any], by_position: bool, frequencies: list[Any]
-    ) -> None:
-        """Look up what ``compute`` returns.
-
-        Args:
-            compute: returns cosines and sines [B, n, size] of positions int64 [B, n].
-            by_position: whether those of a position are the same in every text, and can be kept.
-            frequencies: arrays that it reads; what is kept is computed anew when they change.
-        """
-        self._compute, self._by_position = compute, by_position
-        self._frequencies = frequencies
-        self._known: list[Any] = []
-        self._begin = 0
-        self._tables: tuple[Any, ...] = (np.empty((0, 0)),) * 2
-
-    def at(self, positions: Tensor) -> tuple[Any, ...]:
-        """Return contiguous arrays of the cosines' and of the sines' bits [B, n, size]."""
-        if not self._by_position:
-            return tuple(as_bits(one.contiguous()) for one in self._compute(positions))
-        numbers = as_array(positions)
-        first, end = int(numbers.min()), int(numbers.max()) + 1
-        if not all(map(np.array_equal, self._known, self._frequencies)):
-            self._tables = tuple(table[:0] for table in self._tables)
-        if first < self._begin or end > self._begin + len(self._tables[0]):
-            span = torch.arange(first, end + ANGLES, device="cpu")[None]
-            self._tables = tuple(as_bits(one[0].contiguous()) for one in self._compute(span))
-            self._begin = first
-            self._known = [array.copy() for array in self._frequencies]
-        return tuple(table.take(numbers - self._begin, axis=0) for table in self._tables)
 
 
 class _NotRecordableError(Exception):

@@ -77,7 +77,7 @@ class Recorder(Protocol):
         """Note the type of layers that a packed mask is for (see ``attention.Packing``)."""
 
     def note_angles(self, angles: Any, positions: Tensor, computed: tuple[Tensor, ...]) -> None:
-        """Note what a rotary embedding has computed (see ``capture.Angles``)."""
+        """Note what a rotary embedding has computed (see ``angles.Angles``)."""
 
     def rebind_attention(self, fields: Any, key: Tensor, mask: Tensor) -> None:
         """Record that a launch reads the cache, whose extent differs from step to step."""

@@ -20,8 +20,8 @@ from torch.nn import Parameter, functional
 
 from token_recycling.model.attention import EAGER, packed_attention
 from token_recycling.model.cpu import activations, attention, elementwise, linear
+from token_recycling.model.cpu.angles import Angles
 from token_recycling.model.cpu.block_formats import ROWS
-from token_recycling.model.cpu.capture import Angles
 from token_recycling.model.cpu.launch import recording
 from token_recycling.model.cpu.packed import PackedLinear
 from token_recycling.model.cpu.recordings import Recordings
