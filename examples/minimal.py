@@ -1,6 +1,9 @@
 """Token Recycling in a hundred lines: greedy, one text, a tree of fixed shape.
 
-python examples/minimal.py [MODEL] [PROMPT]     (without a model: a toy of 3.4 M parameters)
+python examples/minimal.py [--prompt TEXT] [--model MODEL] [--tree paper] [--k 8]
+
+Without a model it is a toy of 3.4 M parameters. Models with sliding windows are not served: their
+caches drop entries, which this commit would have to follow.
 
 After every forward pass the k best candidates behind each token that was read are kept in a matrix.
 The next draft is a tree that is filled from the matrix. One forward pass verifies all of its nodes,
@@ -18,6 +21,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -80,16 +84,16 @@ def commit(cache: DynamicCache, length: int, path: list[int]) -> None:
 
 @torch.inference_mode()
 def generate(
-    model: Any, prompt: list[int], new_tokens: int, matrix: AdjacencyMatrix, tree: Tree
+    model: Any, prompt: list[int], most: int, matrix: AdjacencyMatrix, tree: Tree, ends: set[int]
 ) -> tuple[list[int], int]:
-    """Return ``new_tokens`` tokens behind ``prompt``, and the number of forward passes."""
+    """Return the tokens behind ``prompt``, up to one of ``ends``, and the number of forwards."""
     cache = DynamicCache(config=model.config)
     ids = torch.tensor(prompt)
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     logits = forward(model, ids, cache, torch.arange(len(ids)), causal)
     text, forwards = [int(logits[-1].argmax())], 1
     matrix.update(ids, logits.topk(matrix.k).indices)
-    while len(text) < new_tokens:
+    while len(text) < most and not ends.intersection(text):
         length = cache.get_seq_length()
         tokens = tree.fill(text[-1], matrix)
         logits = forward(model, tokens, cache, tree.depths, tree.visible)  # verify
@@ -99,18 +103,27 @@ def generate(
         matrix.update(tokens, logits.topk(matrix.k).indices)  # recycle
         commit(cache, length, path)
         forwards += 1
-    return text[:new_tokens], forwards
+    end = next((n for n, token in enumerate(text) if token in ends), most)
+    return text[: min(end + 1, most)], forwards
 
 
-def main(name: str = str(BUNDLED_MODEL), prompt: str = "Once upon a time there was a king") -> None:
-    """Print a text of 100 tokens, and how many forward passes it took."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="float32").eval()
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    matrix, tree = AdjacencyMatrix(model.config.vocab_size, 8), Tree(TreeTemplate.load("paper", 8))
-    text, forwards = generate(model, tokenizer(prompt).input_ids, 100, matrix, tree)
+def main(
+    prompt: str = "Once upon a time there was a king",
+    model: str = str(BUNDLED_MODEL),
+    tree: str = "paper",
+    k: int = 8,
+) -> None:
+    """Print a text of at most 100 tokens, and how many forward passes it took."""
+    target = AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+    if any(layer.is_sliding for layer in DynamicCache(config=target.config).layers):
+        sys.exit("this model has layers with sliding windows; use the library")
+    tokenizer, ends = AutoTokenizer.from_pretrained(model), target.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    matrix, shape = AdjacencyMatrix(target.config.vocab_size, k), Tree(TreeTemplate.load(tree, k))
+    text, forwards = generate(target, tokenizer(prompt).input_ids, 100, matrix, shape, ends)
     print(tokenizer.decode(text))
     print(f"{len(text)} tokens in {forwards} forward passes")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

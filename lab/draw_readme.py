@@ -319,7 +319,7 @@ def idea() -> str:
 # name in the results: (name in the legend, colours, marker)
 DECODERS = {
     "auto": ("auto, the default", ("#1a7f37", "#3fb950"), "o"),
-    "adaptive@8": ("8 nodes", ("#0969da", "#58a6ff"), "D"),
+    "adaptive:nodes=8": ("8 nodes", ("#0969da", "#58a6ff"), "D"),
     "prompt-lookup": ("prompt lookup in our loop", ("#bf5700", "#f0883e"), "s"),
     "none": ("our loop without drafts", ("#cf226e", "#ff7bac"), "X"),
 }

@@ -4,7 +4,7 @@
     python lab/llamacpp.py FILE --python ENVIRONMENT/bin/python --questions QUESTIONS
 
 Both answer the same questions in turn, with the same chat template and as many threads. Decoders
-are those of the benchmark (``none``, ``auto``, ``adaptive@8``), each cold at the first question;
+are those of the benchmark (``auto``, ``adaptive:nodes=8``), each cold at the first question;
 ``--speculation NGRAM_SIMPLE`` adds llama.cpp's own. The speed of an answer counts from its first
 token on. Random weights answer with random tokens: give ``--lengths`` of such prompts instead of
 questions, where only the cost of steps is of interest.
@@ -23,6 +23,7 @@ import torch
 import typer
 
 from token_recycling import TokenRecycling
+from token_recycling.bench.variants import parse
 from token_recycling.checkpoint.load import load_checkpoint
 from token_recycling.util.machine import processor
 
@@ -92,7 +93,7 @@ def main(
     questions: Annotated[Path | None, typer.Option(help="JSONL, as lab/questions.py makes")] = None,
     per_kind: int = 3,
     lengths: Annotated[str, typer.Option(help="tokens of prompts without meaning")] = "",
-    decoders: str = "none,auto,adaptive@4,adaptive@8",
+    decoders: str = "none,auto,adaptive:nodes=4,adaptive:nodes=8",
     speculation: Annotated[str, typer.Option(help="a type of llama.cpp's")] = "",
     tokens: int = 128,
     threads: int = 2,
@@ -104,11 +105,7 @@ def main(
     model, tokenizer = load_checkpoint(file)
     recyclers = {}
     for name in decoders.split(","):
-        drafter, _, nodes = name.partition("@")
-        options = {"drafter": drafter} if drafter != "auto" else {}
-        if nodes:
-            options["nodes"] = int(nodes)
-        recyclers[name] = TokenRecycling(model, tokenizer, **options)
+        recyclers[name] = TokenRecycling(model, tokenizer, **vars(parse(name).options()))
     prompts = []
     if questions is not None:
         kinds: dict[str, int] = {}

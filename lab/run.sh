@@ -37,7 +37,7 @@ real() {
 export TOKEN_RECYCLING_CACHE=$PWD/build/bench/cache
 python lab/questions.py --data "$DATA" --out "$QUESTIONS"
 
-real real --per-kind 3 --decoders generate,generate-pld,none,prompt-lookup,paper,auto,adaptive@8
+real real --per-kind 3 --decoders generate,generate-pld,none,prompt-lookup,paper,auto,adaptive:nodes=8
 real real-cold --cold --per-kind 1 --decoders generate,none,auto
 real real-sampled --per-kind 1 --temp 0.8 --decoders generate,none,auto
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere

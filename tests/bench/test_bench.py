@@ -33,7 +33,7 @@ QUESTIONS = [
     Question("own", str(i), kind, kind, turns)
     for i, (turns, kind) in enumerate(zip(TEXTS, KINDS), start=1)
 ]
-FIXED = "prompt-lookup,paper@8,adaptive@8"  # the sizes of auto follow the time
+FIXED = "prompt-lookup,paper:nodes=8,adaptive:nodes=8"  # the sizes of auto follow the time
 
 
 @pytest.fixture(autouse=True)
@@ -77,22 +77,33 @@ def forget_nothing(monkeypatch):
     [
         ("generate", Variant("generate")),
         ("generate-pld", Variant("generate-pld", lookup=True)),
-        ("auto", Variant("auto", "adaptive")),
-        ("adaptive", Variant("adaptive", "adaptive", nodes=80)),
-        ("adaptive@8", Variant("adaptive@8", "adaptive", nodes=8)),
+        ("auto", Variant("auto", "adaptive", k=12)),
+        ("adaptive", Variant("adaptive", "adaptive", nodes=80, k=12)),
+        ("adaptive:nodes=8", Variant("adaptive:nodes=8", "adaptive", nodes=8, k=12)),
+        ("auto:k=16", Variant("auto:k=16", "adaptive", k=16)),
         ("paper", Variant("paper", "paper", k=8)),
-        ("paper@8", Variant("paper@8", "paper", nodes=8, k=8)),
-        ("paper@chain-3", Variant("paper@chain-3", "paper", tree="chain-3", k=8)),
-        ("paper@a@b.json", Variant("paper@a@b.json", "paper", tree="a@b.json", k=8)),
-        ("prompt-lookup", Variant("prompt-lookup", "prompt-lookup", nodes=10)),
-        ("none", Variant("none", "none")),
+        ("paper:nodes=8", Variant("paper:nodes=8", "paper", nodes=8, k=8)),
+        ("paper:tree=chain-3", Variant("paper:tree=chain-3", "paper", tree="chain-3", k=8)),
+        (
+            "paper:k=4:tree=C:a@b.json:graph=no",
+            Variant(
+                "paper:k=4:tree=C:a@b.json:graph=no",
+                "paper",
+                tree="C:a@b.json",
+                k=4,
+                graph=False,
+            ),
+        ),
+        ("paper:matrix=a=b", Variant("paper:matrix=a=b", "paper", matrix="a=b")),
+        ("prompt-lookup", Variant("prompt-lookup", "prompt-lookup", nodes=10, k=12)),
+        ("none", Variant("none", "none", k=12)),
     ],
 )
 def test_a_decoder_is_read(spec, expected):
     assert parse(spec) == expected
 
 
-@pytest.mark.parametrize("spec", ["", "generat", "generate@paper", "auto@paper", "@paper", "Paper"])
+@pytest.mark.parametrize("spec", ["", "generat", "generate:k=4", "auto@paper", ":k=4", "Paper"])
 def test_no_decoder_is_named_with_those_that_there_are(spec):
     with pytest.raises(
         TokenRecyclingError, match=r"no such decoder: .*generate-pld, auto, adaptive, paper"
@@ -100,9 +111,23 @@ def test_no_decoder_is_named_with_those_that_there_are(spec):
         parse(spec)
 
 
-def test_a_drafter_that_shapes_its_trees_takes_none():
-    with pytest.raises(TokenRecyclingError, match="write adaptive@NODES"):
-        parse("adaptive@paper")
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("paper:sizes=4", "sizes is no setting; choose from nodes, tree, k, matrix, graph"),
+        ("paper:k=4:k=5", "k is given twice"),
+        ("paper:k=four", "k must be a whole number"),
+        ("paper:graph=maybe", "graph must be yes or no"),
+        ("auto:nodes=8", "write adaptive:nodes=N"),
+        ("prompt-lookup:k=4", "prompt-lookup keeps no matrix"),
+        ("adaptive:tree=paper", "takes no tree"),
+        ("paper:tree=no-tree", "no-tree"),
+        ("paper:nodes=0", "nodes is 0"),
+    ],
+)
+def test_a_wrong_setting(spec, message):
+    with pytest.raises(TokenRecyclingError, match=message):
+        parse(spec).check()
 
 
 def test_the_baseline_is_always_there_and_first():
@@ -111,13 +136,30 @@ def test_the_baseline_is_always_there_and_first():
     assert {(variant.temperature, variant.cold) for variant in chosen} == {(0.5, True)}
 
 
-def test_a_tree_is_cut_to_the_candidates(tmp_path):
-    (tmp_path / "t.json").write_text("[[3], [0], [0, 3], [0, 0]]")
-    tree = Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).options().tree
-    assert tree.paths == ((0,), (0, 0))
-    (tmp_path / "t.json").write_text("[[3]]")
-    with pytest.raises(TokenRecyclingError, match="tree t has no nodes left with k=2"):
-        Variant("", "paper", tree=str(tmp_path / "t.json"), k=2).options()
+def test_a_tree_that_needs_more_candidates_is_refused(tmp_path):
+    """As ``generate`` refuses it: a tree without these paths would be measured under its name."""
+    (tmp_path / "t.json").write_text("[[0], [9], [0, 0]]")
+    spec = f"paper:tree={tmp_path / 't.json'}"
+    with pytest.raises(TokenRecyclingError, match=r"uses rank 9, but .*; it needs k=10"):
+        parse(spec).check()
+    assert parse(f"{spec}:k=10").check() == 10
+
+
+def test_a_matrix_to_start_from(tmp_path, bundled):
+    file = tmp_path / "learnt.safetensors"
+    first = TokenRecycling(bundled.model, bundled.tokenizer, k=4)
+    first.generate("Once upon a time", max_new_tokens=20)
+    first.matrix.save(file)
+    name = f"auto:matrix={file}"
+    assert parse(name).check() == 4
+    with pytest.raises(TokenRecyclingError, match="keeps k=4 candidates, not 5"):
+        parse(f"{name}:k=5").check()
+    with pytest.raises(TokenRecyclingError, match="--cold would empty"):
+        select([name], cold=True)[1].check()
+    records, running = decode(bundled, f"auto,{name}", questions=QUESTIONS[:1])
+    assert rows_before(records, "auto") == [0]
+    assert rows_before(records, name) == [first.matrix.rows_seen]
+    assert running.decoders[name].recycler.matrix.k == 4
 
 
 def test_no_two_variants_share_an_answer_file():
@@ -457,17 +499,17 @@ def test_the_warm_up_leaves_no_rows(bundled, monkeypatch):
     names = ["generate", *FIXED.split(",")]
     assert warmed[:4] == [(name, runner.WARM_UP_TOKENS) for name in names]
     assert sorted(warmed[4:]) == sorted((name, 4) for name in names)
-    assert rows_before(records, "paper@8") == [0]
-    assert rows_before(records, "adaptive@8") == [0]
-    assert running.decoders["paper@8"].recycler.matrix.rows_seen > 0
+    assert rows_before(records, "paper:nodes=8") == [0]
+    assert rows_before(records, "adaptive:nodes=8") == [0]
+    assert running.decoders["paper:nodes=8"].recycler.matrix.rows_seen > 0
     forget_nothing(monkeypatch)  # control
     records, _ = decode(bundled, questions=QUESTIONS[:1], max_new_tokens=4)
-    assert rows_before(records, "paper@8") > [0]
+    assert rows_before(records, "paper:nodes=8") > [0]
 
 
 @pytest.mark.slow
 def test_rounds_do_the_same_work(bundled, monkeypatch):
-    name = "paper@8"
+    name = "paper:nodes=8"
     single, _ = decode(bundled, name, QUESTIONS[:3])
     thrice, _ = decode(bundled, name, QUESTIONS[:3], rounds=3)
     for round_ in range(3):
@@ -481,7 +523,7 @@ def test_rounds_do_the_same_work(bundled, monkeypatch):
 
 @pytest.mark.slow
 def test_no_decoder_learns_from_another(bundled, monkeypatch):
-    name = "paper@8"
+    name = "paper:nodes=8"
     alone, _ = decode(bundled, name, QUESTIONS[:3])
     bundled.reset()
     several = f"generate-pld,auto,{name},none,prompt-lookup"
@@ -502,13 +544,13 @@ def test_no_decoder_learns_from_another(bundled, monkeypatch):
             self.recycler.drafter.matrix = self.recycler.matrix = first.matrix
 
     monkeypatch.setattr(Decoder, "__init__", shared)
-    among, _ = decode(bundled, f"paper@16,{name}", QUESTIONS[:3])
+    among, _ = decode(bundled, f"paper:nodes=16,{name}", QUESTIONS[:3])
     bundled.reset()
     assert lengths(among, name) != lengths(alone, name)
 
 
 def test_cold_begins_every_question_without_rows(bundled):
-    name, cats = "paper@8", [QUESTIONS[0], QUESTIONS[4], QUESTIONS[0]]
+    name, cats = "paper:nodes=8", [QUESTIONS[0], QUESTIONS[4], QUESTIONS[0]]
     records, _ = decode(bundled, f"{name},none", cats)
     hot = rows_before(records, name)
     assert hot[0] == 0 < hot[1]
@@ -544,7 +586,7 @@ def test_samples_are_those_of_generate_at_the_same_temperature(bundled, monkeypa
 
 
 def test_the_times_cover_the_whole_call(bundled):
-    decoders = "generate-pld,prompt-lookup,paper@8"
+    decoders = "generate-pld,prompt-lookup,paper:nodes=8"
     records, _ = decode(bundled, decoders, QUESTIONS[:3], max_new_tokens=20)
     for found in records:
         for name, row in found["variants"].items():
@@ -630,8 +672,8 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
     folder, out = finished
     found = contents(folder)
     assert found["files"] == sorted(
-        ["answers", "answers/adaptive@8.jsonl", "answers/generate.jsonl",
-         "answers/paper@8.jsonl",
+        ["answers", "answers/adaptive_nodes=8.jsonl", "answers/generate.jsonl",
+         "answers/paper_nodes=8.jsonl",
          "answers/prompt-lookup.jsonl", "report.html", "summary.json", "tables.md"]
     )  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
@@ -647,8 +689,8 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
         assert entry["overall"]["identical"] == 1
         kept = still(folder / "answers" / f"{name}.jsonl")
         assert [line["question_id"] for line in kept] == [1, 2, 3, 4, 5]
-    assert summary["decoders"]["paper@8"]["about"]["size"] == 9
-    assert summary["decoders"]["paper@8"]["matrix_bytes"] == 4096 * 8 * 6
+    assert summary["decoders"]["paper:nodes=8"]["about"]["size"] == 9
+    assert summary["decoders"]["paper:nodes=8"]["matrix_bytes"] == 4096 * 8 * 6
 
 
 def spec_bench_speed(path, base):
@@ -795,7 +837,7 @@ def test_models_that_are_decoded_plainly(name, tmp_path):
         Question("own", str(i), "k", "k", turns)
         for i, turns in enumerate([("abe,bi. ",), ("fo", "da")])
     ]
-    records, running = decode(first, "none,paper@4,auto", questions=questions)
+    records, running = decode(first, "none,paper:nodes=4,auto", questions=questions)
     figures = all_figures(records, running)
     assert all(entry["overall"]["identical"] == 1 for entry in figures["decoders"].values())
     assert figures["decoders"]["auto"]["overall"]["mat"] == 1
@@ -827,7 +869,7 @@ def test_names_with_brackets_and_strokes(tmp_path):
         Question("own", "2", "a|b", "", ("Why?",)),
     ]
     (tmp_path / "[red]|.json").write_text("[[0], [1]]")
-    decoder = f"paper@{tmp_path / '[red]|.json'}"
+    decoder = f"paper:tree={tmp_path / '[red]|.json'}"
     out = tmp_path / "out"
     bench = bench_of(write_suite(tmp_path / "own.jsonl", odd), out, "-n", 2, "--decoders", decoder)
     code, printed, err = call(*bench, "--rounds", 3)
@@ -845,8 +887,8 @@ def wrong_calls(folder):
     (folder / "broken.jsonl").write_text("{")
     return [
         (["--decoders", "oracle"], "oracle"),
-        (["--decoders", "paper@no-tree"], "no-tree"),
-        (["--decoders", f"paper@{folder / 'high.json'}"], "high has no nodes left with k=8"),
+        (["--decoders", "paper:tree=no-tree"], "no-tree"),
+        (["--decoders", f"paper:tree={folder / 'high.json'}"], "it needs k="),
         (["--rounds", 0], "--rounds"),
         (["-n", 1], "-n is 1"),
         (["--per-kind", 0], "per kind"),

@@ -21,11 +21,11 @@ def example():
     return module
 
 
-def text(example, model, prompt, new_tokens):
+def text(example, model, prompt, new_tokens, ends=frozenset()):
     matrix = AdjacencyMatrix(model.config.vocab_size, 4)
     tree = example.Tree(TreeTemplate.load("ranked", 4).first(20))
     with torch.inference_mode():
-        return example.generate(model, prompt, new_tokens, matrix, tree)
+        return example.generate(model, prompt, new_tokens, matrix, tree, set(ends))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -60,11 +60,25 @@ def test_breaking_a_part_turns_this_red(example, what, monkeypatch):
     assert text(example, model, prompt, 80)[0] != plain(model, prompt, 80)
 
 
+def test_it_ends_where_generate_does(example):
+    model, (prompt,) = make("llama"), random_prompts([23])
+    whole = plain(model, prompt, 80)
+    end = whole[40]
+    found, _ = text(example, model, prompt, 80, {end, 10**6})
+    assert found == whole[: whole.index(end) + 1]
+
+
 def test_the_command(example, capsys):
-    example.main()
+    example.main("Once there was", tree="chain-3", k=2)
     told = capsys.readouterr().out
     assert "100 tokens in" in told
 
 
+def test_models_with_sliding_windows_are_refused(example, tmp_path):
+    make("mistral", sliding_window=16).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="sliding windows"):
+        example.main(model=str(tmp_path))
+
+
 def test_it_stays_minimal():
-    assert PATH.read_text("utf-8").count("\n") <= 120
+    assert PATH.read_text("utf-8").count("\n") <= 130

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,6 +27,20 @@ def test_memory_of_32k_tokens_is_below_two_megabytes():
     matrix = AdjacencyMatrix(32000, 8)
     assert matrix.nbytes == 32000 * 8 * (4 + 2) < 2_000_000
     assert (matrix.candidates.dtype, matrix.probabilities.dtype) == (torch.int32, torch.float16)
+
+
+def test_rows_are_arrays_or_tensors():
+    """As ``observe`` gets candidates as arrays and drafts as tensors."""
+    tokens, ids, p = np.array([4, 2, 4]), np.array([[1, 2], [3, 4], [5, 6]]), np.full((3, 2), 0.25)
+    both = [AdjacencyMatrix(20, 2) for _ in range(2)]
+    both[0].update(torch.from_numpy(tokens), ids, torch.from_numpy(p), np.array([1, 1, 0], bool))
+    both[1].update(tokens, torch.from_numpy(ids), p, torch.tensor([True, True, False]))
+    for matrix in both:
+        assert matrix.candidates[[4, 2]].tolist() == [[1, 2], [3, 4]]
+        assert matrix.probabilities[4].tolist() == [0.25, 0.25]
+        matrix.update(tokens, ids)
+        assert matrix.candidates[4].tolist() == [5, 6]
+        assert matrix.probabilities[4].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])

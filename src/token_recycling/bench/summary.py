@@ -111,9 +111,11 @@ def summarise(
         table[name] = {
             "about": {
                 "drafter": variant.drafter,
-                "tree": variant.tree if variant.drafter else None,
+                "tree": variant.tree,
                 "size": decoder.size,
-                "k": variant.k if variant.recycles else None,
+                "k": decoder.recycler.matrix.k if recycles else None,
+                "matrix": variant.matrix,
+                "graph": variant.graph,
                 "temperature": variant.temperature,
             },
             "overall": measures.measure(counted, name),

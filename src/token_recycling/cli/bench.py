@@ -41,8 +41,8 @@ def bench(
         str | None,
         typer.Option(
             "--decoders",
-            help="generate, generate-pld, auto, DRAFTER, DRAFTER@NODES, DRAFTER@TREE, separated by "
-            "commas; +graph at the end: captured.",
+            help="generate, generate-pld, auto and names of drafters, separated by commas; with "
+            "settings: paper:tree=chain-8:k=4, adaptive:nodes=8 (also matrix=FILE, graph=yes).",
             autocompletion=completion.decoders,
         ),
     ] = None,
@@ -77,15 +77,18 @@ def bench(
     specs = [spec.strip() for spec in (decoders or ",".join(DEFAULT)).split(",") if spec.strip()]
     _check_sampling(temp, seed)
     variants = select(specs, temperature=temp, cold=cold)
-    for variant in variants:
-        if variant.drafter:  # report an invalid tree before loading a model
-            variant.options().template(variant.k)
+    # Report an invalid tree or matrix before loading a model.
+    most = max(variant.check() for variant in variants)
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         raise TokenRecyclingError(f"cannot write to {existing}; choose another folder for --out")
     if out.is_dir() and any(out.iterdir()):
         raise TokenRecyclingError(f"{out} is not empty; choose a new folder")
     recycler = loading.open()
+    if most > recycler.target.vocab_size:
+        raise TokenRecyclingError(
+            f"k is {most}; it must not exceed the vocabulary of {recycler.target.vocab_size} tokens"
+        )
     run = _Run(recycler, loading.model or "the bundled model", questions, variants)
     run.settings = {
         "suites": suite or ["builtin"],
@@ -146,12 +149,6 @@ class _Run:
         if left_out:
             show.note(
                 f"questions skipped because they do not fit into the context: {len(left_out)}"
-            )
-        max_k = max(variant.k for variant in self.variants)
-        if max_k > self.recycler.target.vocab_size:
-            raise TokenRecyclingError(
-                f"k is {max_k}; it must not exceed the vocabulary of "
-                f"{self.recycler.target.vocab_size} tokens"
             )
         decoding = runner.Runner(
             self.recycler,

@@ -66,7 +66,7 @@ def check(name: Name, top_k_candidates: o.Candidates = None) -> None:
     """Check a tree file; the error names the invalid path."""
     from token_recycling.drafting.templates import TreeTemplate
 
-    k = defaults.CANDIDATES if top_k_candidates is None else top_k_candidates
+    k = defaults.PAPER_CANDIDATES if top_k_candidates is None else top_k_candidates
     tree = TreeTemplate.load(name, k)
     counts = [len(level) for level in tree.levels]
     print(

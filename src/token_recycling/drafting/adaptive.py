@@ -230,12 +230,12 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
 
     def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
         """Store rows of prompt tokens; none for pairs, as the preceding tokens are unknown here."""
-        valid = mask.cpu() & torch.from_numpy(candidates.finite)
+        k = candidates.ids.shape[-1]
         self.matrix.update(
-            tokens.cpu().flatten(),
-            torch.from_numpy(candidates.ids).flatten(0, 1),
-            torch.from_numpy(candidates.probabilities).flatten(0, 1),
-            valid.flatten(),
+            tokens.flatten(),
+            candidates.ids.reshape(-1, k),
+            candidates.probabilities.reshape(-1, k),
+            (mask.cpu().numpy() & candidates.finite).reshape(-1),
         )
 
     def propose(self, rows: AdaptiveRows, roots: Tensor, size: int | None = None) -> DraftTree:

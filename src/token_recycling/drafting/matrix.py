@@ -205,27 +205,23 @@ class AdjacencyMatrix:
         return missing & ~same.triu(diagonal=1).any(dim=2)
 
     def update(
-        self,
-        tokens: Tensor,
-        candidates: Tensor,
-        probabilities: Tensor | None = None,
-        valid: Tensor | None = None,
+        self, tokens: Any, candidates: Any, probabilities: Any = None, valid: Any = None
     ) -> None:
         """Replace the rows of ``tokens``; the last entry of a repeated token wins.
 
         Args:
-            tokens: int64 [n].
+            tokens: integers [n], a tensor or an array, like all arguments.
             candidates: [n, k] ids, best first.
             probabilities: [n, k]; None: not recorded.
             valid: bool [n]; False entries are not written. None: all are valid.
         """
+        given = (tokens, candidates, 0.0 if probabilities is None else probabilities)
+        rows, ids, p = (x.cpu().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in given)
         if valid is not None:
-            tokens, candidates = tokens[valid], candidates[valid]
-            probabilities = None if probabilities is None else probabilities[valid]
+            chosen = np.flatnonzero(valid.cpu() if isinstance(valid, Tensor) else valid)
+            rows, ids, p = rows[chosen], ids[chosen], p[chosen] if p.ndim else p
         # NumPy writes repeated indices in order, so that the last one wins; PyTorch need not.
-        rows = tokens.numpy()
-        self.candidates.numpy()[rows] = candidates.numpy()
-        p = 0.0 if probabilities is None else probabilities.numpy()
+        self.candidates.numpy()[rows] = ids
         self.probabilities.numpy()[rows] = p
 
     def merge(self, other: AdjacencyMatrix) -> AdjacencyMatrix:

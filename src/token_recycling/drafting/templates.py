@@ -201,7 +201,8 @@ class TreeTemplate:
             if max(path) >= k:
                 raise TokenRecyclingError(
                     f"tree {self.name}: path {list(path)} uses rank {max(path)}, "
-                    f"but the matrix keeps k={k} candidates (ranks 0 to {k - 1})"
+                    f"but the matrix keeps k={k} candidates (ranks 0 to {k - 1}); it needs "
+                    f"k={self.max_rank + 1}"
                 )
 
     def limited(self, k: int) -> TreeTemplate:
