@@ -687,7 +687,7 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
         assert any(line.split()[:1] == [name] and speedup in line for line in out.splitlines())
         assert speedup in (folder / "tables.md").read_text()
         assert entry["overall"]["identical"] == 1
-        kept = still(folder / "answers" / f"{name}.jsonl")
+        kept = still(folder / "answers" / answers.file_names([name])[name])
         assert [line["question_id"] for line in kept] == [1, 2, 3, 4, 5]
     assert summary["decoders"]["paper:nodes=8"]["about"]["size"] == 9
     assert summary["decoders"]["paper:nodes=8"]["matrix_bytes"] == 4096 * 8 * 6
@@ -710,7 +710,7 @@ def test_spec_benchs_own_script_agrees(finished, tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     base = folder / "answers" / "generate.jsonl"
     for name, entry in summary["decoders"].items():
-        path = folder / "answers" / f"{name}.jsonl"
+        path = folder / "answers" / answers.file_names([name])[name]
         expected = list(entry["spec_bench"].values())
         assert spec_bench_speed(path, base) == pytest.approx(expected, rel=1e-9)
         lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -90,6 +90,21 @@ def test_the_matrix_file_is_made_and_used(capsys, tmp_path):
     assert 0 < matrix.triples_seen <= matrix.triples
     assert about["evidence"] > 0
     assert 0 < about["rows_seen"] <= 4096
+    _, out, _ = call(capsys, "matrix", "show", file, "--text", "king", "--rows", 2, "--json")
+    *_, row = rows = list(json.loads(out)["rows"].values())
+    assert len(rows) >= 3
+    assert rows[0]["text"] in "king"
+    [best, *_] = row["candidates"]
+    assert best["id"] == int(matrix.candidates[row["id"], 0])
+    assert best["probability"] == float(matrix.probabilities[row["id"], 0])
+    _, out, _ = call(capsys, "matrix", "show", file, "--token", row["id"])
+    assert f"{json.dumps(best['text'])} ({best['id']}) {best['probability']:.2f}" in out
+    unknown = tmp_path / "other.safetensors"
+    AdjacencyMatrix(20, 4, fingerprint="20-other").save(unknown)
+    assert "7: no row" in call(capsys, "matrix", "show", unknown, "--token", 7)[1]
+    for arguments in (["--text", "king"], ["--rows", 1, "-m", BUNDLED_MODEL]):
+        code, _, err = call(capsys, "matrix", "show", unknown, *arguments)
+        assert (code, "tokenizer" in err) == (2, True)
     merged = tmp_path / "both.safetensors"
     assert call(capsys, "matrix", "merge", file, file, "-o", merged)[0] == 0
     assert AdjacencyMatrix.load(merged).rows_seen == about["rows_seen"]

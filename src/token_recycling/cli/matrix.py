@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,10 @@ from token_recycling import defaults
 from token_recycling.cli import options as o
 from token_recycling.cli import progress, show
 from token_recycling.errors import TokenRecyclingError, printable
+from token_recycling.util.tokens import NO_TOKEN
+
+if TYPE_CHECKING:
+    from token_recycling.drafting.matrix import AdjacencyMatrix
 
 app = typer.Typer(help="Show, merge and teach matrix files.", rich_markup_mode=None)
 
@@ -22,17 +26,34 @@ app = typer.Typer(help="Show, merge and teach matrix files.", rich_markup_mode=N
 def show_file(
     file: Annotated[Path, typer.Argument(help="A matrix file.")],
     token: Annotated[
-        list[int] | None, typer.Option("--token", help="Show the row of this token id.")
+        list[int] | None, typer.Option("--token", help="Show the row of this token id. Repeatable.")
     ] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", help="Show the rows of the tokens of this text.")
+    ] = None,
+    rows: Annotated[
+        int, typer.Option("--rows", help="Show the first rows that are filled, so many.")
+    ] = 0,
+    model: o.Model = None,
     as_json: o.Json = False,
 ) -> None:
-    """Show the contents of a matrix file."""
+    """Show the contents of a matrix file; rows with the text of tokens, if -m names their model."""
     from token_recycling.drafting.matrix import AdjacencyMatrix
 
     matrix = AdjacencyMatrix.load(file)
     for token_id in token or ():
         if not 0 <= token_id < matrix.vocab_size:
             raise TokenRecyclingError(f"--token is {token_id}; choose 0 to {matrix.vocab_size - 1}")
+    shown, tokenizer = list(token or ()), None
+    if shown or text or rows:
+        tokenizer = _tokenizer_of(matrix, model)
+    if text:
+        if tokenizer is None:
+            raise TokenRecyclingError("--text needs the tokenizer of the matrix; give -m MODEL")
+        shown += tokenizer(text, add_special_tokens=False).input_ids
+    if rows > 0:
+        shown += (matrix.candidates[:, 0] != NO_TOKEN).nonzero()[:rows, 0].tolist()
+    contents = {str(t): _row(matrix, t, tokenizer) for t in dict.fromkeys(shown)}
     about = {
         "vocabulary": matrix.vocab_size,
         "k": matrix.k,
@@ -44,7 +65,7 @@ def show_file(
         "evidence": float(matrix.evidence[1].sum()),
         "bytes": matrix.nbytes,
         "fingerprint": matrix.fingerprint,
-        "rows": {str(t): matrix.candidates[t].tolist() for t in token or ()},
+        "rows": contents,
     }
     if as_json:
         print(json.dumps(about))
@@ -56,8 +77,46 @@ def show_file(
         f"{matrix.evidence[1].sum():.0f} candidates counted; "
         f"{matrix.nbytes} bytes; tokenizer {printable(matrix.fingerprint) or 'unknown'}"
     )
-    for t in token or ():
-        print(f"{t}: {' '.join(map(str, matrix.candidates[t].tolist()))}")
+    for row in contents.values():
+        candidates = [
+            f"{_name(one)} {one['probability']:.2f}" if one["probability"] else _name(one)
+            for one in row["candidates"]
+        ]
+        print(f"{_name(row)}: {', '.join(candidates) or 'no row'}")
+
+
+def _tokenizer_of(matrix: AdjacencyMatrix, model: str | None) -> Any:
+    """Return the tokenizer of a matrix; None if it is not the bundled one and ``model`` is None.
+
+    Raises:
+        TokenRecyclingError: ``model`` has another one.
+    """
+    from token_recycling.checkpoint.load import load_tokenizer
+    from token_recycling.drafting.matrix import fingerprint
+
+    tokenizer = load_tokenizer(model)
+    if fingerprint(tokenizer, matrix.vocab_size) == matrix.fingerprint:
+        return tokenizer
+    if model is not None:
+        raise TokenRecyclingError(f"{model} has another tokenizer than the model of this matrix")
+    return None
+
+
+def _row(matrix: AdjacencyMatrix, token: int, tokenizer: Any) -> dict[str, Any]:
+    """Return a row's token and candidates, best first, with their probabilities, or 0."""
+    pairs = zip(matrix.candidates[token].tolist(), matrix.probabilities[token].tolist())
+
+    def named(one: int) -> dict[str, Any]:
+        return {"id": one, "text": None if tokenizer is None else tokenizer.decode([one])}
+
+    filled = [{**named(one), "probability": p} for one, p in pairs if one != NO_TOKEN]
+    return {**named(token), "candidates": filled}
+
+
+def _name(one: dict[str, Any]) -> str:
+    """Return a token's id, and its text if that is known."""
+    text = one["text"]
+    return str(one["id"]) if text is None else f"{printable(json.dumps(text))} ({one['id']})"
 
 
 @app.command("merge")
