@@ -744,6 +744,8 @@ def test_a_run_that_is_interrupted_reports_what_it_has(suite, tmp_path, monkeypa
     assert [question["name"] for question in summary["questions"]] == ["own/1", "own/2"]
     assert summary["decoders"]["none"]["overall"]["questions"] == 2
     assert "none" in out
+    for name in ("tables.md", "report.html"):
+        assert "interrupted after 2 of 5 questions" in (folder / name).read_text()
 
 
 def test_a_folder_with_other_files_is_refused(finished, suite):

@@ -85,6 +85,7 @@ def example(kinds=KINDS, **decoders):
         },
         "left_out": [],
         "repeating": [],
+        "asked": 6,
         "questions": [
             {"suite": "builtin", "id": i, "kind": kinds[i % len(kinds)], "name": f"builtin/{i}"}
             for i in range(6)

@@ -188,11 +188,13 @@ def document(summary: dict[str, Any]) -> str:
 
 
 def subject(summary: dict[str, Any]) -> str:
-    """Return a line with the model and the machine that were measured."""
+    """Return a line with the model and the machine that were measured, and whether to the end."""
     machine, model = summary["machine"], summary["model"]
+    answered, asked = len(summary["questions"]), summary["asked"]
+    end = f"; interrupted after {answered} of {asked} questions" if answered < asked else ""
     note = f", {model['note']}" if model["note"] else ""
     return (
         f"{model['name']}{note}: {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}; "
         f"{machine['device_name']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}"
+        f"torch {machine['torch']}, transformers {machine['transformers']}{end}"
     )

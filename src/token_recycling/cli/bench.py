@@ -159,7 +159,7 @@ class _Run:
             raw=raw,
         )
         make_folder(out)
-        records = decoding.records
+        records, asked = decoding.records, len(fits)
         try:
             with progress.progress_shown("questions") as on_progress:
                 decoding.run(fits, on_progress)
@@ -167,9 +167,10 @@ class _Run:
             if not records:
                 raise
             self.interrupted = True
-            show.note(f"interrupted: {len(records)} of {len(fits)} questions have been answered")
+            show.note(f"interrupted: {len(records)} of {asked} questions have been answered")
             fits = fits[: len(records)]
-        summary = summarise(records, decoding.decoders, about=self._about(fits, left_out, records))
+        about = {"asked": asked, **self._about(fits, left_out, records)}
+        summary = summarise(records, decoding.decoders, about=about)
         answers.write(records, out / "answers")
         report.write(summary, out / "report.html")
         for name, text in (
