@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 import unicodedata
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 BAD_INPUT = 2  # exit code of the command line
 INTERRUPTED = 130  # exit code: 128 + SIGINT, as in a shell
@@ -37,7 +38,8 @@ def unknown_option(name: str, known: Iterable[str]) -> TokenRecyclingError:
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the caller's own code, outside this package and those that call it."""
-    level, frame = 1, inspect.currentframe()
+    level = 1
+    frame: Any = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
