@@ -18,7 +18,7 @@ import torch
 import typer
 from safetensors import safe_open
 
-SUPER, PARTS, NUMBERS = 256, 8, 32  # numbers of a Q4_K block, its parts and their numbers
+PARTS, NUMBERS = 8, 32  # of a Q4_K block, and numbers of a part
 SPLIT = 4  # parts whose 6-bit numbers lie whole in a byte
 # Keys of the configuration, and what they are called in the header of a GGUF file.
 SIZES = {
@@ -36,7 +36,6 @@ def q4_k(weight: np.ndarray) -> np.ndarray:
     parts = weight.reshape(-1, PARTS, NUMBERS)
     low = np.minimum(parts.min(-1), 0)
     step = (parts.max(-1) - low) / 15
-    step[step < 0] = 0
     outer = np.stack([step.max(-1), -low.min(-1)], -1) / 63
     outer = outer.astype(np.float16)
     whole = np.where(outer > 0, outer, 1).astype(np.float32)
