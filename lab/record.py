@@ -60,7 +60,8 @@ class Watch(AdaptiveDrafter):
 
     recording: Recording
     seen: list[tuple[int, tuple[int, ...], Any, Any]]
-    prompts: list[tuple[Any, Any]]
+    prompt_notes: list[tuple[Any, Any]]
+    prompts = "whole"
 
     @property
     def k(self) -> int:
@@ -68,7 +69,7 @@ class Watch(AdaptiveDrafter):
 
     def begin(self, recording: Recording) -> None:
         """Note what follows in ``recording``."""
-        self.recording, self.seen, self.prompts = recording, [], []
+        self.recording, self.seen, self.prompt_notes = recording, [], []
 
     def _first(self, candidates: Candidates) -> Candidates:
         """Return the candidates that a row keeps, with their softmax."""
@@ -80,7 +81,7 @@ class Watch(AdaptiveDrafter):
         return torch.ones_like(tokens, dtype=torch.bool)
 
     def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
-        self.prompts.append(noted(candidates))
+        self.prompt_notes.append(noted(candidates))
         unseen = self.matrix.unseen(tokens)
         if unseen is not None:
             super().learn_prompt(tokens, self._first(candidates), mask & unseen)
@@ -103,7 +104,7 @@ class Watch(AdaptiveDrafter):
     def finish(self) -> None:
         """Put everything into the recording."""
         one = self.recording
-        one.prompt_ids, one.prompt_logits = map(np.concatenate, zip(*self.prompts))
+        one.prompt_ids, one.prompt_logits = map(np.concatenate, zip(*self.prompt_notes))
         found = {along(one.answer, root, branch): rows for root, branch, *rows in self.seen}
         one.places = {place: row for row, place in enumerate(found)}
         one.ids, one.logits = map(np.stack, zip(*found.values()))
@@ -147,7 +148,6 @@ def main(
     first = TokenRecycling.from_pretrained(model, device="cpu")
     watch = Watch(first.matrix, nodes)
     recycler = TokenRecycling(first.model, first.tokenizer, drafter=watch)
-    recycler.target.prompt_fraction = 1.0  # all tokens of a prompt, not only the last ones
     found: list[Recording] = torch.load(out, weights_only=False) if out.exists() else []
     done = {one.name for one in found}
     asked = questions(data, per_kind, others)

@@ -31,7 +31,7 @@ class ToyTarget:
         self.logits = logits
         self.forwards = 0
 
-    def prefill(self, prompts, *, prompt_mask=None, learn_prompt=None, on_progress=None, cached=0):
+    def prefill(self, prompts, *, prompt_mask=None, learn_prompt=None, **options):
         self.rows = [list(prompt) for prompt in prompts]
         if learn_prompt is not None:
             for row, prompt in enumerate(prompts):

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 
 from token_recycling import defaults
-from token_recycling.drafting.base import AnyDrafter, Drafter
+from token_recycling.drafting.base import PROMPTS, AnyDrafter, Drafter
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN, check_name
@@ -28,6 +28,7 @@ class OptionArguments(TypedDict, total=False):
     tree: str | Path | TreeTemplate | None
     k: int | None
     matrix: AdjacencyMatrix | str | Path | None
+    prompts: str | None
     graph: bool | None
     float32_logits: bool
     queue: bool
@@ -46,6 +47,9 @@ class Options:
             given that many of the paths that text takes most often.
         k: candidates kept per token; None: those of ``matrix``, or else 12, or 8 for "paper".
         matrix: the adjacency matrix to start from, or its file; a ``Drafter`` object uses its own.
+        prompts: what a prompt's logits teach: "whole": every token that the drafter selects,
+            "part": of these only the last ones, as many as cost at most 5 % of the reading, or
+            "none". None: "part", or "whole" for "paper" and for a ``Drafter`` that says so.
         graph: True: capture steps as CUDA graphs; what cannot be captured runs in the eager loop,
             with the same output. False: always eager. None: True on CUDA, else False. On a CPU,
             True runs the steps that a GPU would capture, more slowly than the eager loop.
@@ -63,6 +67,7 @@ class Options:
     tree: str | Path | TreeTemplate | None = None
     k: int | None = None
     matrix: AdjacencyMatrix | str | Path | None = None
+    prompts: str | None = None
     graph: bool | None = None
     float32_logits: bool = False
     queue: bool = True
@@ -94,6 +99,9 @@ class Options:
             raise TokenRecyclingError(f"drafter has type {kind}; it must be a name or a Drafter")
         if isinstance(self.drafter, str):
             check_name(self.drafter)
+        elif not isinstance(getattr(self.drafter, "name", None), str):
+            kind = type(self.drafter).__name__
+            raise TokenRecyclingError(f"the drafter {kind} has no name; give its class a name")
         for name in ("k", "nodes"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
@@ -118,6 +126,12 @@ class Options:
             raise TokenRecyclingError(
                 f"tree has type {kind}; it must be a name, a file or a TreeTemplate"
             )
+        if self.prompts not in (None, *PROMPTS):
+            raise TokenRecyclingError(
+                f"prompts is {self.prompts!r}; choose from {', '.join(PROMPTS)}"
+            )
+        if self.prompts is not None and not isinstance(self.drafter, str):
+            raise TokenRecyclingError("prompts is given for a Drafter object; set its own")
         if not (self.graph is None or isinstance(self.graph, bool)):
             raise TokenRecyclingError(f"graph is {self.graph!r}; it must be True, False or None")
         for name in ("float32_logits", "queue", "strict"):
@@ -175,9 +189,3 @@ class Options:
     def graphs_on(self, device: torch.device) -> bool:
         """Return whether steps on ``device`` run as graphs where they can."""
         return device.type == "cuda" if self.graph is None else bool(self.graph)
-
-    def size(self, template: TreeTemplate | None) -> str:
-        """Return the size or tree of the drafts in words."""
-        if self.nodes is not None:
-            return f"{self.nodes} nodes"
-        return "draft size chosen automatically" if template is None else f"tree {template.name}"

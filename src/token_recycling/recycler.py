@@ -27,8 +27,10 @@ from token_recycling.decoding.teach import teach
 from token_recycling.decoding.text import Batch, Prompt, is_batch
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
+from token_recycling.drafting.checked import CheckedDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
-from token_recycling.drafting.size.auto import GRAPH_SIZES
+from token_recycling.drafting.none import NoDrafter
+from token_recycling.drafting.size.auto import GRAPH_SIZES, AutoSize
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.graph.compilation import compile_ahead
@@ -121,7 +123,7 @@ class TokenRecycling(DecodingMethod):
 
     def __repr__(self) -> str:
         """Name the model, how drafts are made, and what they have brought so far."""
-        drafts = f"drafter={self.drafter.name!r}, {self.options.size(self.template)}"
+        drafts = f"drafter={self.drafter.name!r}, {self.drafts}"
         bits = ", batch-invariant" * self.batch_invariant
         brought = f", MAT {self.stats.mat:.2f} in {self.stats.steps} steps" * bool(self.stats.steps)
         return f"<TokenRecycling of {type(self.model).__name__}: {drafts}{bits}{brought}>"
@@ -134,8 +136,9 @@ class TokenRecycling(DecodingMethod):
         forward contains: other nodes, other rows of a batch. It is found out when the model is
         loaded and when an answer begins after it has changed, and is False between such a change
         and that answer. On a CPU it is False for steps as graphs and for drafts of more than 128
-        tokens. On a GPU the sizes of captured steps are tried, alone and in batches of up to 16
-        prompts and 256 tokens (see ``probe.SHAPES``); it is False for steps of other sizes.
+        tokens, such as one that a drafter of another package has made. On a GPU the sizes of
+        captured steps are tried, alone and in batches of up to 16 prompts and 256 tokens (see
+        ``probe.SHAPES``); it is False for steps of other sizes.
         """
         target = self.target
         changed = isinstance(target, TreeTarget) and (
@@ -145,13 +148,33 @@ class TokenRecycling(DecodingMethod):
 
     def _is_invariant(self) -> bool:
         """Return ``batch_invariant`` of a model that has not changed."""
-        nodes = defaults.MOST_NODES if self.options.nodes is None else self.options.nodes
-        largest = nodes + 1 if self.template is None else self.template.size
+        largest = self.largest_draft
         if self.target.device.type == "cuda":  # captured steps run the kernels of eager ones
             fits = self.runs.graphs and (self.options.nodes is None or largest in GRAPH_SIZES)
         else:
             fits = largest <= MOST_TOKENS and not self.runs.graphs
         return self.target.batch_invariant and fits
+
+    @property
+    def largest_draft(self) -> int:
+        """Most nodes of a draft, root included; of another package's drafter, so far."""
+        if self.options.nodes is not None:
+            return self.options.nodes + 1
+        if isinstance(self.drafter, CheckedDrafter):
+            return self.drafter.largest
+        return self.drafter.full_size if self.template is None else self.template.size
+
+    @property
+    def drafts(self) -> str:
+        """The size or tree of the drafts in words."""
+        if self.options.nodes is not None:
+            return f"{self.options.nodes} nodes"
+        if isinstance(self.draft_size, AutoSize):
+            return "draft size chosen automatically"
+        if isinstance(self.drafter, NoDrafter):
+            return "no drafts"
+        own = isinstance(self.drafter, CheckedDrafter) and self.options.tree is None
+        return "whole drafts" if own or self.template is None else f"tree {self.template.name}"
 
     def __copy__(self) -> TokenRecycling:
         """Share the model and nothing else."""
@@ -294,7 +317,7 @@ class TokenRecycling(DecodingMethod):
             raise TokenRecyclingError("without a tokenizer the model cannot be asked anything")
         target, drafter = self.target, self.drafter
         if not (isinstance(target, TreeTarget) and isinstance(drafter, AdaptiveDrafter)):
-            raise TokenRecyclingError(f"the drafter {drafter.name} learns nothing from answers")
+            raise TokenRecyclingError(f"teach needs the drafter adaptive, not {drafter.name}")
         with self._locked(), ordinary_tensors():
             if reason := self.refusal():
                 raise TokenRecyclingError(f"the model cannot verify trees: {reason}")

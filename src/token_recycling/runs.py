@@ -56,6 +56,7 @@ def drafter_and_size(
         size = FixedSize(None if given is None else given + 1)
         return checked(options.drafter, target.vocab_size), size
     drafter = checked(make_drafter(options.drafter, matrix, template, given), target.vocab_size)
+    drafter.prompts = options.prompts or drafter.prompts
     if given is not None:
         return drafter, FixedSize(given + 1)
     if not drafter.acceptance:

@@ -89,7 +89,7 @@ def test_paper_is_the_published_algorithm_draft_by_draft(name):
 
 def test_without_learning_from_the_prompt_the_first_draft_is_empty():
     drafter = PaperDrafter(
-        AdjacencyMatrix(VOCABULARY, 8), TreeTemplate.load("paper"), learn_prompts=False
+        AdjacencyMatrix(VOCABULARY, 8), TreeTemplate.load("paper"), prompts="none"
     )
     _, _, steps = run(ToyTarget(), drafter, [[3, 1, 4]], [5])
     assert steps[1].drafted == [0]

@@ -77,7 +77,7 @@ def test_its_time_is_limited(bundled):
 def test_what_cannot_be_taught_is_one_line(bundled):
     with pytest.raises(TokenRecyclingError, match="without a tokenizer"):
         TokenRecycling(bundled.model).teach(TOKENS)
-    with pytest.raises(TokenRecyclingError, match="the drafter paper learns nothing"):
+    with pytest.raises(TokenRecyclingError, match="needs the drafter adaptive, not paper"):
         make(bundled, drafter="paper").teach(TOKENS)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from token_recycling.bench.measures import repeats
-from token_recycling.decoding.metrics import Stats
+from token_recycling.decoding.answers import Generation
+from token_recycling.decoding.metrics import Stats, Step
 from token_recycling.decoding.text import Prompt, encode
 from token_recycling.hf.prepare import generate_options
 from token_recycling.model.fallback import PlainTarget
@@ -32,6 +36,8 @@ class Comparison:
         tokens: new tokens of Token Recycling.
         plain_seconds: per round, time of the whole ``model.generate`` call including prefill.
         seconds: the same for Token Recycling.
+        plain_step_seconds: median time of a step of ``model.generate`` after the prompt's.
+        step_seconds: the same for Token Recycling.
         stats: of the recycled answer.
         fallback: whether the model cannot verify drafts, so that both are plain decoding.
     """
@@ -41,6 +47,8 @@ class Comparison:
     tokens: list[int]
     plain_seconds: list[float]
     seconds: list[float]
+    plain_step_seconds: float
+    step_seconds: float
     stats: Stats
     fallback: bool = False
 
@@ -65,9 +73,10 @@ class Comparison:
         return self.tokens_per_second / self.plain_tokens_per_second
 
     @property
-    def step_ratio(self) -> float:
-        """Seconds of a step over those of one of ``model.generate``."""
-        return self.stats.mat / self.speedup
+    def c(self) -> float:
+        """Median time of a step in steps of ``model.generate``; 1 if a side has none."""
+        plain = self.plain_step_seconds
+        return self.step_seconds / plain if plain and self.step_seconds else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as JSON types."""
@@ -76,11 +85,12 @@ class Comparison:
             "stats": self.stats.to_dict(),
             "identical": self.identical,
             "speedup": self.speedup,
+            "c": self.c,
         }
 
     def table(self) -> str:
         """Return the comparison as a few lines of text."""
-        stats, ratio = self.stats, self.step_ratio
+        stats, ratio = self.stats, self.c
         rounds = [plain / own for plain, own in zip(self.plain_seconds, self.seconds)]
         if self.fallback:
             steps = "both decode plainly, by the model's own steps: a difference is noise"
@@ -101,6 +111,51 @@ class Comparison:
             + f"{min(rounds):.2f}x to {max(rounds):.2f}x)\n{steps}"
             + ("\nthe answer mostly repeats itself: others gain less" * repeats(self.tokens))
         )
+
+
+class StepClock(BaseStreamer):  # type: ignore[misc]
+    """Notes when each step of a decoder ends, and how many tokens it emits.
+
+    It is a streamer for ``model.generate``, and ``note`` is called with every ``Step`` of our own.
+
+    Attributes:
+        first: time at which the first tokens came.
+        lengths: tokens emitted by each step after the prompt's.
+        sizes: tokens verified by each of these steps; empty for ``model.generate``.
+        seconds: time of each of these steps, and of whatever came between it and the one before.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no step."""
+        self.first, self._last = 0.0, 0.0
+        self.lengths: list[int] = []
+        self.sizes: list[int] = []
+        self.seconds: list[float] = []
+        self._prompt_came = False
+
+    def _end(self, tokens: int) -> None:
+        now = perf_counter()
+        if not self.first:
+            self.first = now
+        else:
+            self.lengths.append(tokens)
+            self.seconds.append(now - self._last)
+        self._last = now
+
+    def put(self, value: Tensor) -> None:
+        """Take the tokens of a step; ``generate`` passes the prompt first."""
+        if self._prompt_came:
+            self._end(value.numel())
+        self._prompt_came = True
+
+    def end(self) -> None:
+        """Do nothing at the end of an answer."""
+
+    def note(self, step: Step) -> None:
+        """Take a step of one row."""
+        if self.first:
+            self.sizes.append(step.size)
+        self._end(len(step.tokens[0]))
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
@@ -165,30 +220,39 @@ def compare(
     options = {**options, "seed": options.get("seed") or 0}
     before = recycler.matrix.clone()
 
-    def recycled() -> Any:
-        return recycler.generate(prompt, **options)
+    def plain(clock: StepClock) -> list[int]:
+        return plain_generate(recycler, prompt, {**options, "streamer": clock})
 
-    def plain() -> list[int]:
-        return plain_generate(recycler, prompt, options)
+    def recycled(clock: StepClock) -> Generation:
+        return recycler.generate(prompt, on_step=clock.note, **options)
 
     plain_seconds, seconds = [], []
+    plain_steps: list[float] = []
+    steps: list[float] = []
+    device = recycler.target.device
     total = 2 * (rounds + warm_up)
     on_progress(0, total)
     for done in range(0, total, 2):
-        plain_tokens, plain_time = timed(plain, recycler.target.device)
+        clock = StepClock()
+        plain_tokens, plain_time = timed(partial(plain, clock), device)
         on_progress(done + 1, total)
         recycler.matrix.copy_(before)
-        answer, time = timed(recycled, recycler.target.device)
+        own = StepClock()
+        answer, time = timed(partial(recycled, own), device)
         on_progress(done + 2, total)
         if done or not warm_up:
             plain_seconds.append(plain_time)
             seconds.append(time)
+            plain_steps += clock.seconds
+            steps += own.seconds
     return Comparison(
         answer.text,
         plain_tokens,
         answer.token_ids,
         plain_seconds,
         seconds,
+        median(plain_steps) if plain_steps else 0.0,
+        median(steps) if steps else 0.0,
         answer.stats,
         fallback=isinstance(recycler.target, PlainTarget),
     )

@@ -7,9 +7,8 @@ from time import perf_counter
 from typing import Any
 
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
-from token_recycling.bench.compare import plain_generate, timed
+from token_recycling.bench.compare import StepClock, plain_generate, timed
 from token_recycling.bench.variants import Variant
 from token_recycling.decoding.metrics import PHASES, Step
 from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS
@@ -27,10 +26,11 @@ class Turn:
         text: the decoded ``token_ids``.
         seconds: time of the whole call including prefill.
         first_seconds: time to the first token.
-        accept_lengths: tokens emitted by each forward pass after prefill; for
-            ``model.generate``, by each forward pass.
+        seed: of the random numbers.
+        accept_lengths: tokens emitted by each forward pass after the prompt's.
         sizes: tokens verified by each of these forward passes; empty for ``model.generate`` with
             prompt lookup, which does not report the length of its drafts.
+        step_seconds: time of each of these steps.
         phases: seconds by phase.
     """
 
@@ -38,8 +38,10 @@ class Turn:
     text: str = ""
     seconds: float = 0.0
     first_seconds: float = 0.0
+    seed: int = 0
     accept_lengths: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,17 +52,21 @@ class Turn:
 class Decoder:
     """A variant with its recycler, which shares the model with all other variants."""
 
-    def __init__(self, variant: Variant, first: TokenRecycling, max_new_tokens: int) -> None:
+    def __init__(self, variant: Variant, first: TokenRecycling, options: dict[str, Any]) -> None:
         """Create a decoder on the model of ``first``.
+
+        Args:
+            variant: which one.
+            first: of the model.
+            options: of every call: ``max_new_tokens``, and for sampling ``temperature``, ``top_p``.
 
         Raises:
             TokenRecyclingError: the variant's tree or k cannot be used.
         """
         self.variant = variant
         self.recycler = first if variant.drafter is None else _recycler(variant, first)
-        self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-        if variant.temperature:
-            self.options["temperature"] = variant.temperature
+        self.options = dict(options)
+        self.initial = self.state()
 
     @property
     def auto_size(self) -> AutoSize | None:
@@ -71,11 +77,7 @@ class Decoder:
     @property
     def size(self) -> int | None:
         """Maximum number of tokens verified per step; None if not fixed or nothing is recycled."""
-        if not self.variant.recycles or self.auto_size:
-            return None
-        if self.variant.nodes is not None:
-            return self.variant.nodes + 1
-        return None if self.recycler.template is None else self.recycler.template.size
+        return self.recycler.largest_draft if self.variant.recycles and not self.auto_size else None
 
     def answer(self, prompt: list[int], seed: int) -> Turn:
         """Decode ``prompt``; ``seed`` is used when sampling.
@@ -83,17 +85,17 @@ class Decoder:
         Raises:
             TokenRecyclingError: the prompt does not fit, or ``model.generate`` fails.
         """
-        options = {**self.options, "seed": seed} if self.variant.temperature else self.options
+        options = {**self.options, "seed": seed}
         by_generate = self.variant.drafter is None
         turn = self._generate(prompt, options) if by_generate else self._recycle(prompt, options)
-        tokenizer = self.recycler.tokenizer
+        turn.seed, tokenizer = seed, self.recycler.tokenizer
         if tokenizer is not None:
             turn.text = tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         self.recycler.forget_context()
         return turn
 
     def _generate(self, prompt: list[int], options: dict[str, Any]) -> Turn:
-        clock = _Clock()
+        clock = StepClock()
         options = {**options, "streamer": clock}
         if self.variant.lookup:
             options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
@@ -109,31 +111,27 @@ class Decoder:
             raise TokenRecyclingError(
                 f"{self.variant.name} fails with this model: {line}"
             ) from error
-        sizes = [] if self.variant.lookup else [1] * len(clock.counts)
-        return Turn(tokens, "", seconds, clock.first - begin, clock.counts, sizes)
+        sizes = [] if self.variant.lookup else [1] * len(clock.lengths)
+        return _turn(tokens, seconds, begin, clock, sizes)
 
     def _recycle(self, prompt: list[int], options: dict[str, Any]) -> Turn:
-        steps: list[Step] = []
-        ends: list[float] = []
+        clock = StepClock()
+        phases = dict.fromkeys(PHASES, 0.0)
 
         def note(step: Step) -> None:
-            steps.append(step)
-            ends.append(perf_counter())
+            clock.note(step)
+            if not step.is_prefill:
+                for phase, spent in zip(PHASES, step.seconds):
+                    phases[phase] += spent
 
         begin = perf_counter()
         answer, seconds = timed(
             lambda: self.recycler.generate(prompt, on_step=note, **options),
             self.recycler.target.device,
         )
-        return Turn(
-            answer.token_ids,
-            "",
-            seconds,
-            ends[0] - begin,
-            [len(step.tokens[0]) for step in steps[1:]],
-            [step.size for step in steps[1:]],
-            {phase: sum(s.seconds[i] for s in steps[1:]) for i, phase in enumerate(PHASES)},
-        )
+        turn = _turn(answer.token_ids, seconds, begin, clock, clock.sizes)
+        turn.phases = phases
+        return turn
 
     def state(self) -> dict[str, Tensor]:
         """Return what matrix and draft-size policy have learned from text; timings are excluded."""
@@ -154,20 +152,14 @@ def _recycler(variant: Variant, first: TokenRecycling) -> TokenRecycling:
     return TokenRecycling(first.model, first.tokenizer, **options)
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Records when ``model.generate`` emits its first token, and how many each forward emits."""
-
-    def __init__(self) -> None:
-        self.first = 0.0
-        self.counts: list[int] = []
-        self._prompt_came = False
-
-    def put(self, value: Tensor) -> None:
-        if not self._prompt_came:  # generate passes the prompt first
-            self._prompt_came = True
-            return
-        self.first = self.first or perf_counter()
-        self.counts.append(value.numel())
-
-    def end(self) -> None:
-        pass
+def _turn(
+    tokens: list[int], seconds: float, begin: float, clock: StepClock, sizes: list[int]
+) -> Turn:
+    return Turn(
+        tokens,
+        seconds=seconds,
+        first_seconds=clock.first - begin,
+        accept_lengths=clock.lengths,
+        sizes=sizes,
+        step_seconds=clock.seconds,
+    )

@@ -38,10 +38,14 @@ def new_tokens(record: Record, name: str, round_: int = 0) -> int:
 
 
 def speed(record: Record, name: str, round_: int | None = None) -> float:
-    """Return tokens per second in one round, or over the median time of all rounds."""
+    """Return tokens per second in one round, or the median over all rounds."""
     which = range(rounds(record, name)) if round_ is None else (round_,)
-    seconds: float = median(sum(t["seconds"] for t in turns(record, name, r)) for r in which)
-    return new_tokens(record, name, which[0]) / seconds
+    return median(
+        [
+            new_tokens(record, name, r) / sum(float(t["seconds"]) for t in turns(record, name, r))
+            for r in which
+        ]
+    )
 
 
 def ratios(records: Sequence[Record], name: str, round_: int | None = None) -> list[float]:
@@ -102,21 +106,45 @@ def spec_bench(records: Sequence[Record], name: str) -> dict[str, float]:
     }
 
 
-def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
-    """Return the figures of one variant over ``records``; ``speedup`` is a median over them."""
+def every_turn(records: Sequence[Record], name: str) -> Turns:
+    """Return the turns of one variant in all rounds of all questions."""
+    return [t for r in records for i in range(rounds(r, name)) for t in turns(r, name, i)]
+
+
+def step_seconds(turns: Turns) -> float | None:
+    """Return the median time of the steps after the prompt's; None if there is none."""
+    seconds = [one for turn in turns for one in turn["step_seconds"]]
+    return median(seconds) if seconds else None
+
+
+def step_costs(turns: Turns) -> list[list[float]]:
+    """Return [tokens verified, median seconds, steps] for every size of a step."""
+    by_size: dict[int, list[float]] = {}
+    for turn in turns:
+        for size, seconds in zip(turn["sizes"], turn["step_seconds"]):
+            by_size.setdefault(size, []).append(seconds)
+    return [[size, median(found), len(found)] for size, found in sorted(by_size.items())]
+
+
+def measure(records: Sequence[Record], name: str, reference: str = BASELINE) -> dict[str, Any]:
+    """Return the figures of one variant over ``records``; ``speedup`` is a median over them.
+
+    ``c`` is the median time of a step in steps of ``reference``.
+    """
     speedups = ratios(records, name)
-    first = [turn for record in records for turn in turns(record, name, 0)]
-    every = [t for r in records for i in range(rounds(r, name)) for t in turns(r, name, i)]
-    lengths = accept_lengths(first)
+    every = every_turn(records, name)
+    lengths = accept_lengths(every)
     mat = mean_accepted(lengths)
     ratio = median(speedups)
-    sizes = [n for turn in first for n in turn["sizes"]]
+    sizes = [n for turn in every for n in turn["sizes"]]
+    step, plain = step_seconds(every), step_seconds(every_turn(records, reference))
     deepest = min(max(lengths, default=1) - 1, DEEPEST)
     phases = {phase: sum(turn["phases"].get(phase, 0.0) for turn in every) for phase in PHASES}
     total = sum(phases.values())
     return {
         "questions": len(records),
-        "tokens": sum(len(turn["token_ids"]) for turn in first),
+        "tokens": sum(new_tokens(record, name) for record in records),
+        "forwards": len(lengths),
         "tokens_per_second": median(speed(record, name) for record in records),
         "speedup": ratio,
         "speedup_interval": interval(speedups),
@@ -129,7 +157,8 @@ def measure(records: Sequence[Record], name: str) -> dict[str, Any]:
         "size": fmean(sizes) if sizes else None,
         "identical": fmean(turn["identical"] for turn in every),
         "ttft_seconds": median(turn["first_seconds"] for turn in every),
-        "c": mat / ratio,
+        "step_seconds": step,
+        "c": step / plain if step and plain else None,
         "phases": {phase: spent / total for phase, spent in phases.items()} if total else None,
     }
 

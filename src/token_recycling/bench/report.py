@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from token_recycling.bench import tables
+from token_recycling.bench import plots, tables
 from token_recycling.util.files import write_text
 
 SHOWN = 12  # losing prompts shown; the others are collapsed
@@ -28,10 +28,12 @@ def render(summary: dict[str, Any]) -> str:
     return environment.get_template("report.html.j2").render(
         model=summary["model"]["name"],
         baseline=summary["baseline"],
+        reference=summary["reference"],
         headline=tables.headline(summary),
         subject=tables.subject(summary),
         overall=tables.overall(summary),
         by_kind=tables.by_kind(summary),
+        plots=plots.plots(summary),
         depths=tables.depths(summary),
         phases=tables.phases(summary),
         spec_bench=tables.spec_bench(summary),

@@ -6,8 +6,12 @@ from collections.abc import Callable, Sequence
 from random import Random
 from time import time
 from typing import Any
+from zlib import crc32
+
+import numpy as np
 
 from token_recycling.bench.decoders import Decoder, Turn
+from token_recycling.bench.journal import Journal, States
 from token_recycling.bench.memory import PeakMemory
 from token_recycling.bench.prompts import DEMO
 from token_recycling.bench.suites import Question
@@ -43,17 +47,20 @@ def fitting(
     return fits, others
 
 
+def seed_of(seed: int, name: str, round_: int, turn: int) -> int:
+    """Return the seed of an answer, the same for all variants and independent of all others."""
+    entropy = [seed, crc32(name.encode()), round_, turn]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+
 class Runner:
     """Answers the questions one by one.
 
     All variants answer each turn of a question, in an order that changes (see ``order``). Each has
     its own matrix. Repeated rounds of a question start from the same matrix, so that they do the
-    same work; afterwards the matrix holds the additions of one round. In a multi-turn question,
-    every variant continues from the baseline's answers. The question ends early if the next answer
-    might not fit into the context.
-
-    Attributes:
-        records: of the questions that have been answered.
+    same work unless they sample, each with its own seed; afterwards the matrix holds the additions
+    of one round. In a multi-turn question, every variant continues from the baseline's answers. The
+    question ends early if the next answer might not fit into the context.
     """
 
     def __init__(
@@ -65,28 +72,37 @@ class Runner:
         rounds: int,
         seed: int,
         raw: bool,
+        temperature: float = 0.0,
+        top_p: float | None = None,
     ) -> None:
         """Create the decoders on the model of ``first``."""
         self.first, self.rounds, self.seed, self.raw = first, rounds, seed, raw
         self.max_new_tokens = max_new_tokens
-        self.decoders = {v.name: Decoder(v, first, max_new_tokens) for v in variants}
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+        self.decoders = {v.name: Decoder(v, first, options) for v in variants}
         self.memory = PeakMemory(first.target.device)
-        self.records: list[dict[str, Any]] = []
 
     def run(
-        self, questions: Sequence[Question], on_progress: Callable[[int, int], None]
-    ) -> list[dict[str, Any]]:
-        """Answer the questions; return their records.
+        self,
+        questions: Sequence[Question],
+        journal: Journal,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Answer the questions that have no record in ``journal`` yet, and add theirs.
 
         Raises:
             TokenRecyclingError: a variant cannot decode.
         """
         self._warm_up()
-        on_progress(0, len(questions))
-        for index, question in enumerate(questions):
-            self.records.append(self.answer(question, index))
-            on_progress(index + 1, len(questions))
-        return self.records
+        for name, state in journal.states.items():
+            self.decoders[name].restore(state)
+        for index in range(len(journal.records), len(questions)):
+            on_progress(index, len(questions))
+            journal.add(self.answer(questions[index], index), self._states())
+        on_progress(len(questions), len(questions))
+
+    def _states(self) -> States:
+        return {name: decoder.state() for name, decoder in self.decoders.items()}
 
     def _warm_up(self) -> None:
         """Let every variant decode once, then restore its state."""
@@ -106,8 +122,8 @@ class Runner:
         """Answer a question with all variants and return its record."""
         for decoder in self.decoders.values():
             if decoder.variant.cold:
-                decoder.recycler.reset()
-        before = {name: decoder.state() for name, decoder in self.decoders.items()}
+                decoder.restore(decoder.initial)
+        before = self._states()
         record: dict[str, Any] = {
             "name": question.name,
             "suite": question.suite,
@@ -152,7 +168,7 @@ class Runner:
     def _round(self, question: Question, index: int, round_: int, variants: dict[str, Any]) -> None:
         said: list[str] = []  # the conversation so far
         for number, text in enumerate(question.turns):
-            seed = self.seed + number
+            seed = seed_of(self.seed, question.name, round_, number)
             prompt = conversation(self.first, [*said, text], self.raw)
             if not self._fits(prompt):
                 break

@@ -8,13 +8,13 @@ from typing import Any
 from token_recycling.bench import measures
 from token_recycling.bench.decoders import Decoder
 from token_recycling.bench.measures import Record
-from token_recycling.bench.variants import BASELINE
+from token_recycling.bench.variants import BASELINE, PLAIN
 from token_recycling.decoding.text import TextStream
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import text_config
 from token_recycling.recycler import TokenRecycling
 
-FORMAT = "token-recycling-bench-1"
+FORMAT = "token-recycling-bench-2"
 LOSING = 30  # maximum number of prompts listed
 PROMPT = 120  # characters shown of a prompt
 
@@ -100,6 +100,7 @@ def summarise(
     # All of them if none is left.
     counted = [record for record in records if record["name"] not in repeating] or records
     kinds = measures.by_kind(counted)
+    reference = PLAIN if PLAIN in decoders else BASELINE
     table: dict[str, Any] = {}
     for name, decoder in decoders.items():
         variant = decoder.variant
@@ -110,17 +111,17 @@ def summarise(
         recycles = variant.recycles and not isinstance(decoder.recycler.target, PlainTarget)
         table[name] = {
             "about": {
-                "drafter": variant.drafter,
-                "tree": variant.tree,
-                "size": decoder.size,
+                **variant.settings(),
                 "k": decoder.recycler.matrix.k if recycles else None,
-                "matrix": variant.matrix,
-                "graph": variant.graph,
-                "temperature": variant.temperature,
+                "prompts": decoder.recycler.drafter.prompts if recycles else None,
+                "size": decoder.size,
             },
-            "overall": measures.measure(counted, name),
+            "overall": measures.measure(counted, name, reference),
             "spec_bench": measures.spec_bench(records, name),
-            "kinds": {kind: measures.measure(rows, name) for kind, rows in kinds.items()},
+            "kinds": {
+                kind: measures.measure(rows, name, reference) for kind, rows in kinds.items()
+            },
+            "step_costs": measures.step_costs(measures.every_turn(counted, name)),
             "rounds": repeated,
             "spread": measures.spread(repeated),
             "peak_memory_bytes": max((p for p in peaks if p), default=None),
@@ -132,6 +133,7 @@ def summarise(
     return {
         "format": FORMAT,
         "baseline": BASELINE,
+        "reference": reference,
         "kinds": list(kinds),
         "decoders": table,
         "losing": losing(records, drafting),
@@ -142,6 +144,7 @@ def summarise(
                 {
                     "tokens": measures.new_tokens(record, name),
                     "tokens_per_second": measures.speed(record, name),
+                    "matrix_rows_before": record["variants"][name]["matrix_rows_before"],
                 }
                 for record in records
             ]

@@ -20,8 +20,9 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
     def only(self, *columns: str) -> Table:
-        """Return the first column and those named."""
-        indices = [0, *map(self.columns.index, columns)]
+        """Return the first column and those whose titles begin with these words."""
+        titles = [column.partition(" (")[0] for column in self.columns]
+        indices = [0, *map(titles.index, columns)]
         return Table(
             [self.columns[i] for i in indices], [[row[i] for i in indices] for row in self.rows]
         )
@@ -52,7 +53,8 @@ OVERALL: dict[str, Callable[[dict[str, Any]], str]] = {
     "quartiles": lambda d: _of_several(d, "{:.2f} / {:.2f} / {:.2f}", "speedup_quartiles"),
     "slower on": lambda d: f"{d['overall']['slower_than_baseline']} of {d['overall']['questions']}",
     "MAT": lambda d: f"{d['overall']['mat']:.2f}",
-    "c": lambda d: f"{d['overall']['c']:.2f}",
+    "forwards": lambda d: str(d["overall"]["forwards"]),
+    "c": lambda d: NOTHING if d["overall"]["c"] is None else f"{d['overall']['c']:.2f}",
     "tokens a step": lambda d: (
         NOTHING if d["overall"]["size"] is None else f"{d['overall']['size']:.1f}"
     ),
@@ -70,7 +72,8 @@ def overall(summary: dict[str, Any]) -> Table:
         [name, *(cell(entry) for cell in OVERALL.values())]
         for name, entry in summary["decoders"].items()
     ]
-    return Table(["decoder", *OVERALL], rows)
+    titles = [f"c ({summary['reference']})" if title == "c" else title for title in OVERALL]
+    return Table(["decoder", *titles], rows)
 
 
 def headline(summary: dict[str, Any]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from token_recycling import defaults
@@ -13,10 +14,10 @@ from token_recycling.drafting.registry import names
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.options import Options
 
-BASELINE, LOOKUP, AUTO = "generate", "generate-pld", "auto"
+BASELINE, LOOKUP, PLAIN, AUTO = "generate", "generate-pld", "none", "auto"
 DEFAULT = (BASELINE, LOOKUP, "prompt-lookup", "paper", AUTO)
 # Drafters without a matrix; None stands for ``model.generate``.
-NOT_RECYCLED = (None, "none", "prompt-lookup")
+NOT_RECYCLED = (None, PLAIN, "prompt-lookup")
 SWITCH = {"yes": True, "no": False}
 # What may follow a decoder's name, and how it is read.
 SETTINGS: dict[str, Callable[[str], Any]] = {
@@ -25,8 +26,11 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     "k": int,
     "matrix": str,
     "graph": SWITCH.__getitem__,
+    "prompts": str,
+    "cold": SWITCH.__getitem__,
 }
 NEXT = re.compile(r":(?=[a-z]+=)")  # a path may contain colons
+OR = "|"  # between several values of a setting
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,9 @@ class Variant:
         tree: see ``Options``.
         k: candidates per token; None: those of ``matrix``.
         matrix: file that it starts from.
-        temperature: 0 is greedy.
         graph: see ``Options``.
-        cold: the matrix is emptied before each question.
+        prompts: see ``Options``.
+        cold: every question starts from the matrix that the run started from.
     """
 
     name: str
@@ -53,8 +57,8 @@ class Variant:
     tree: str | None = None
     k: int | None = None
     matrix: str | None = None
-    temperature: float = 0.0
     graph: bool | None = None
+    prompts: str | None = None
     cold: bool = False
 
     @property
@@ -68,8 +72,7 @@ class Variant:
         Raises:
             TokenRecyclingError: they cannot be used.
         """
-        names = ("nodes", "tree", "k", "matrix", "graph")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in SETTINGS if name != "cold"}
         return Options.of({"drafter": self.drafter or "none", **given})
 
     def check(self) -> int:
@@ -86,11 +89,11 @@ class Variant:
             options.template(k)
         except TokenRecyclingError as error:
             raise TokenRecyclingError(f"{self.name}: {error}") from error
-        if self.cold and self.matrix is not None:
-            raise TokenRecyclingError(
-                f"{self.name}: --cold would empty the matrix before each question; leave one out"
-            )
         return k
+
+    def settings(self) -> dict[str, Any]:
+        """Return the drafter and the settings, by name."""
+        return {name: asdict(self)[name] for name in ("drafter", *SETTINGS)}
 
     @property
     def automatic(self) -> bool:
@@ -129,8 +132,11 @@ def parse(spec: str) -> Variant:
         except (ValueError, KeyError) as error:
             kind = "a whole number" if SETTINGS[key] is int else "yes or no"
             raise TokenRecyclingError(f"{spec}: {key} must be {kind}") from error
-    if drafter in NOT_RECYCLED and {"k", "matrix"} & settings.keys():
-        raise TokenRecyclingError(f"{spec}: {drafter} keeps no matrix; leave k and matrix out")
+    learning = {"k", "matrix", "prompts", "cold"} & settings.keys()
+    if drafter in NOT_RECYCLED and learning:
+        raise TokenRecyclingError(
+            f"{spec}: {drafter} keeps no matrix; leave {sorted(learning)[0]} out"
+        )
     if name == AUTO and "nodes" in settings:
         raise TokenRecyclingError(f"{AUTO} chooses the nodes; write {drafter}:nodes=N")
     most = {defaults.DRAFTER: defaults.MOST_NODES, PromptLookupDrafter.name: LOOKUP_TOKENS}
@@ -140,13 +146,24 @@ def parse(spec: str) -> Variant:
     return replace(variant, **settings)
 
 
-def select(specs: Sequence[str], *, temperature: float = 0.0, cold: bool = False) -> list[Variant]:
+def expanded(spec: str) -> list[str]:
+    """Return the decoders of ``spec``, in which settings may have several values.
+
+    ``paper:nodes=8:k=2|4`` stands for ``paper:nodes=8:k=2`` and ``paper:nodes=8:k=4``.
+    """
+    name, *given = NEXT.split(spec)
+    alternatives = []
+    for text in given:
+        key, equals, values = text.partition("=")
+        alternatives.append([f"{key}{equals}{value}" for value in values.split(OR)])
+    return [":".join([name, *settings]) for settings in product(*alternatives)]
+
+
+def select(specs: Sequence[str]) -> list[Variant]:
     """Return the variants of ``specs``; the baseline is always among them, and the first.
 
     Raises:
         TokenRecyclingError: a decoder or setting is unknown.
     """
-    return [
-        replace(parse(spec), temperature=temperature, cold=cold)
-        for spec in dict.fromkeys([BASELINE, *specs])
-    ]
+    every = [one for spec in specs for one in expanded(spec)]
+    return [parse(spec) for spec in dict.fromkeys([BASELINE, *every])]

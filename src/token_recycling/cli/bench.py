@@ -15,7 +15,9 @@ from token_recycling.cli import options as o
 from token_recycling.errors import INTERRUPTED, TokenRecyclingError
 
 if TYPE_CHECKING:
+    from token_recycling.bench.journal import Journal
     from token_recycling.bench.suites import Question
+    from token_recycling.bench.tables import Table
     from token_recycling.bench.variants import Variant
     from token_recycling.recycler import TokenRecycling
 
@@ -23,8 +25,15 @@ TOKENS = 128
 WIDE = 170  # columns of a terminal that has room for all figures
 
 
+app = typer.Typer(
+    help="Measure the speedup for a model, a machine and a set of questions.", rich_markup_mode=None
+)
+
+
+@app.callback(invoke_without_command=True)
 @o.expanded(loading=("model", "device", "dtype", "dequantize", "float32_logits", "threads"))
 def bench(
+    context: typer.Context,
     loading: o.Loading,
     suite: Annotated[
         list[str] | None,
@@ -42,29 +51,38 @@ def bench(
         typer.Option(
             "--decoders",
             help="generate, generate-pld, auto and names of drafters, separated by commas; with "
-            "settings: paper:tree=chain-8:k=4, adaptive:nodes=8 (also matrix=FILE, graph=yes).",
+            "settings: paper:tree=chain-8:k=4, auto:cold=yes, 'adaptive:nodes=8|16' (also "
+            "matrix=FILE, prompts=none, graph=yes).",
             autocompletion=completion.decoders,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="Runs of each question per decoder.")] = 1,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            "--rounds", help="Answers to each question per decoder; if sampled, of as many seeds."
+        ),
+    ] = 1,
     max_tokens: o.MaxTokens = TOKENS,
     temp: o.Temperature = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Random seed for sampling.")] = 0,
-    cold: Annotated[
-        bool,
-        typer.Option("--cold/--hot", help="Forget all text before each question, or not."),
-    ] = False,
+    top_p: o.TopP = None,
+    seed: Annotated[
+        int, typer.Option("--seed", help="The seeds of all answers are drawn from this one.")
+    ] = 0,
     raw: o.Raw = False,
     out: Annotated[
-        Path, typer.Option("-o", "--out", help="Folder for answers, summary and report.")
+        Path,
+        typer.Option("-o", "--out", help="Folder for the results; of an interrupted run, too."),
     ] = Path("token-recycling-bench"),
 ) -> None:
     """Benchmark several decoders on the same questions.
 
-    Reports the speedup of each, and writes to the folder --out: answers/*.jsonl in
-    Spec-Bench's format, summary.json, tables.md and report.html. Ctrl-C ends a run early; the
-    report is then of the questions that have been answered.
+    Reports the speedup of each, and writes to the folder --out: questions.jsonl and figures.csv
+    with every answer, answers/*.jsonl in Spec-Bench's format, summary.json, tables.md and
+    report.html. Ctrl-C ends a run early; the report is then of the questions that have been
+    answered, and the same command continues the run.
     """
+    if context.invoked_subcommand is not None:
+        return
     from token_recycling.bench import suites
     from token_recycling.bench.variants import DEFAULT, select
 
@@ -75,15 +93,12 @@ def bench(
     if decoders is not None and not decoders.strip(", "):
         raise TokenRecyclingError(f"--decoders is {decoders!r}; name at least one decoder")
     specs = [spec.strip() for spec in (decoders or ",".join(DEFAULT)).split(",") if spec.strip()]
-    _check_sampling(temp, seed)
-    variants = select(specs, temperature=temp, cold=cold)
+    _check_sampling(temp, top_p, seed)
+    variants = select(specs)
     # Report an invalid tree or matrix before loading a model.
     most = max(variant.check() for variant in variants)
-    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise TokenRecyclingError(f"cannot write to {existing}; choose another folder for --out")
-    if out.is_dir() and any(out.iterdir()):
-        raise TokenRecyclingError(f"{out} is not empty; choose a new folder")
+    _check_folder(out)
+    _check_plots()
     recycler = loading.open()
     if most > recycler.target.vocab_size:
         raise TokenRecyclingError(
@@ -95,8 +110,8 @@ def bench(
         "per_kind": per_kind,
         "max_new_tokens": max_tokens,
         "rounds": rounds,
-        "start": "cold" if cold else "hot",
         "temperature": temp,
+        "top_p": top_p,
         "seed": seed,
         "raw": raw,
         "float32_logits": loading.float32_logits,
@@ -109,13 +124,80 @@ def bench(
         raise SystemExit(INTERRUPTED)
 
 
-def _check_sampling(temperature: float, seed: int) -> None:
+@app.command("compare")
+def compare(
+    first: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    second: Annotated[Path, typer.Argument(help="That of another, or the same.")],
+    decoders: Annotated[
+        str | None,
+        typer.Option(
+            "--decoders",
+            help="Two names: one of the first run, and the one of the second to compare it with. "
+            "Default: all that both have.",
+        ),
+    ] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Compare two runs on the questions that both answered.
+
+    Ratios are of the second run to the first, medians over questions with bootstrap intervals.
+    """
+    from token_recycling.bench import journal, paired
+
+    runs = journal.read(first), journal.read(second)
+    pairs = paired.pairs_of(*runs)
+    here, there = map(paired.decoders, runs)
+    if decoders is None:
+        names = [(name, name) for name in here if name in there]
+    else:
+        chosen = [name.strip() for name in decoders.split(",")]
+        if len(chosen) != 2:
+            raise TokenRecyclingError(f"--decoders is {decoders!r}; give two names, with a comma")
+        names = [(chosen[0], chosen[1])]
+    for one, other in names:
+        for name, folder, known in ((one, first, here), (other, second, there)):
+            if name not in known:
+                raise TokenRecyclingError(f"{folder} has no {name}; it has {', '.join(known)}")
+    if not names:
+        raise TokenRecyclingError("the runs have no decoder in common; name two with --decoders")
+    comparisons = [paired.compared(pairs, one, other) for one, other in names]
+    if as_json:
+        print(json.dumps(comparisons))
+    else:
+        _print_tables(paired.table(comparisons))
+
+
+def _check_folder(out: Path) -> None:
+    from token_recycling.bench.journal import STATE
+
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise TokenRecyclingError(f"cannot write to {existing}; choose another folder for --out")
+    if out.is_dir() and any(out.iterdir()) and not (out / STATE).exists():
+        raise TokenRecyclingError(f"{out} is not empty; choose a new folder")
+
+
+def _check_plots() -> None:
+    """Raise now what would otherwise be missing at the end of a run."""
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise TokenRecyclingError(
+            "the plots of a benchmark need matplotlib: pip install 'token-recycling[cli]'"
+        ) from error
+
+
+def _check_sampling(temperature: float, top_p: float | None, seed: int) -> None:
     if not (temperature == 0 or 1e-5 <= temperature <= 100):
         raise TokenRecyclingError(
             f"--temp is {temperature}; a temperature must be 0 or from 0.00001 to 100"
         )
-    if not 0 <= seed < 2**62:  # later turns use seed + turn
-        raise TokenRecyclingError(f"--seed is {seed}; it must be a whole number below 2^62")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise TokenRecyclingError(f"--top-p is {top_p}; it must be above 0 and at most 1")
+    if top_p is not None and temperature == 0:
+        raise TokenRecyclingError("--top-p needs --temp above 0: greedy decoding draws nothing")
+    if seed < 0:
+        raise TokenRecyclingError(f"--seed is {seed}; it must be 0 or more")
 
 
 class _Run:
@@ -134,11 +216,15 @@ class _Run:
         self.interrupted = False
 
     def execute(self, out: Path) -> dict[str, Any]:
-        """Answer the questions, write all files and return the summary."""
+        """Answer the questions, write all files and return the summary.
+
+        Raises:
+            TokenRecyclingError: ``out`` holds another run, or no question fits into the context.
+        """
         from token_recycling.bench import answer_files as answers
-        from token_recycling.bench import report, runner, tables
+        from token_recycling.bench import figures, report, runner, tables
         from token_recycling.bench.summary import summarise
-        from token_recycling.util.files import make_folder, write_text
+        from token_recycling.util.files import write_text
 
         tokens, raw = self.settings["max_new_tokens"], self.settings["raw"]
         fits, left_out = runner.fitting(self.recycler, self.questions, tokens, raw)
@@ -150,6 +236,9 @@ class _Run:
             show.note(
                 f"questions skipped because they do not fit into the context: {len(left_out)}"
             )
+        journal = self._journal(out, fits)
+        if journal.records:
+            show.note(f"continuing after {len(journal.records)} of {len(fits)} questions")
         decoding = runner.Runner(
             self.recycler,
             self.variants,
@@ -157,28 +246,60 @@ class _Run:
             rounds=self.settings["rounds"],
             seed=self.settings["seed"],
             raw=raw,
+            temperature=self.settings["temperature"],
+            top_p=self.settings["top_p"],
         )
-        make_folder(out)
-        records, asked = decoding.records, len(fits)
+        asked = len(fits)
         try:
             with progress.progress_shown("questions") as on_progress:
-                decoding.run(fits, on_progress)
+                decoding.run(fits, journal, on_progress)
         except KeyboardInterrupt:
-            if not records:
+            if not journal.records:
                 raise
             self.interrupted = True
-            show.note(f"interrupted: {len(records)} of {asked} questions have been answered")
-            fits = fits[: len(records)]
+            journal.save()
+            show.note(
+                f"interrupted: {len(journal.records)} of {asked} questions have been answered"
+            )
+            fits = fits[: len(journal.records)]
+        records = journal.records
         about = {"asked": asked, **self._about(fits, left_out, records)}
         summary = summarise(records, decoding.decoders, about=about)
         answers.write(records, out / "answers")
         report.write(summary, out / "report.html")
         for name, text in (
+            ("figures.csv", figures.table(records, self.variants)),
             ("summary.json", json.dumps(summary, indent=1) + "\n"),
             ("tables.md", tables.document(summary)),
         ):
             write_text(out / name, text)
+        if not self.interrupted:
+            journal.finish()
         return summary
+
+    def _journal(self, out: Path, questions: list[Question]) -> Journal:
+        """Begin or continue the journal of the run."""
+        from token_recycling.bench.journal import Journal, checksum
+        from token_recycling.bench.summary import describe_model
+        from token_recycling.util.machine import describe
+
+        machine = describe(self.recycler.target.device)
+        versions = {name: machine[name] for name in ("token_recycling", "torch", "transformers")}
+        run = {
+            "settings": self.settings,
+            "decoders": [variant.name for variant in self.variants],
+            "questions": checksum(questions),
+            "model": describe_model(self.recycler, self.name),
+            "versions": versions,
+            "machine": {name: machine[name] for name in ("device_name", "threads")},
+        }
+        about = {
+            "asked": len(questions),
+            "checksum": run["questions"],
+            "versions": " ".join(f"{name}=={version}" for name, version in versions.items()),
+            "command": machine["command"],
+        }
+        return Journal(out, run, about)
 
     def _about(
         self, questions: list[Question], left_out: list[Question], records: list[dict[str, Any]]
@@ -207,26 +328,37 @@ class _Run:
 
 def _print(summary: dict[str, Any]) -> None:
     """Print the tables on stdout."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from token_recycling.bench import tables
 
-    known = Console().is_terminal or "COLUMNS" in os.environ
-    console = Console(width=None if known else 220)
     print(tables.headline(summary))
     overall = tables.overall(summary)
-    fitting = overall if console.width >= WIDE else overall.only(*tables.NARROW)
-    for content in (fitting, tables.by_kind(summary), tables.spec_bench(summary)):
-        table = Table(box=box.SIMPLE)
+    fitting = overall if _width() >= WIDE else overall.only(*tables.NARROW)
+    _print_tables(fitting, tables.by_kind(summary), tables.spec_bench(summary))
+    for name, decoder in summary["decoders"].items():
+        if decoder["why_plain"] is not None:
+            show.note(f"{name}: {decoder['why_plain']}")
+
+
+def _width() -> int:
+    """Return the columns of the terminal, or as many as all tables need where there is none."""
+    from rich.console import Console
+
+    console = Console()
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else 220
+
+
+def _print_tables(*contents: Table) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as Shown
+    from rich.text import Text
+
+    console = Console(width=_width())
+    for content in contents:
+        table = Shown(box=box.SIMPLE)
         for index, title in enumerate(content.columns):
             justify: Any = "right" if index else "left"
             table.add_column(Text(title), justify=justify, overflow="fold", no_wrap=not index)
         for row in content.rows:
             table.add_row(*map(Text, row))
         console.print(table)
-    for name, decoder in summary["decoders"].items():
-        if decoder["why_plain"] is not None:
-            show.note(f"{name}: {decoder['why_plain']}")

@@ -74,6 +74,7 @@ def read_prompts(
         TokenRecyclingError: a prompt is empty or longer than the context.
     """
     begin = perf_counter()
+    learns = learns and drafter.prompts != "none"
 
     def prompt_mask(tokens: Tensor) -> Tensor | None:
         with without_autocast(target.device):
@@ -89,6 +90,7 @@ def read_prompts(
         prompts,
         prompt_mask=prompt_mask,
         learn_prompt=learn_prompt,
+        whole_prompts=drafter.prompts == "whole",
         on_progress=on_progress,
         cached=sequences[0].cached,
     )

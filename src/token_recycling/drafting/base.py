@@ -15,6 +15,7 @@ from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.matrix import AdjacencyMatrix
 
 Self = TypeVar("Self", bound="Rows")
+PROMPTS = ("whole", "part", "none")  # how much of a prompt teaches (see ``Drafter.prompts``)
 
 
 @dataclass
@@ -76,6 +77,9 @@ class Drafter(ABC, Generic[R]):
 
     name: str
     matrix: AdjacencyMatrix | None = None
+    # "whole": ``learn_prompt`` gets all that ``prompt_mask`` selects, "part": only the last of
+    # these in a chunk, as many as ``model.base.PROMPT_COST`` allows, "none": nothing.
+    prompts: str = "part"
 
     @property
     def k(self) -> int:

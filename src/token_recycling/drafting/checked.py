@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.base import AnyDrafter, Drafter, Rows
+from token_recycling.drafting.base import PROMPTS, AnyDrafter, Drafter, Rows
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.host.check import FAULTS, find_fault
@@ -36,13 +36,19 @@ class CheckedDrafter(Drafter[Any]):
 
     Attributes:
         inner: the drafter.
+        largest: nodes of its largest draft so far, the root included.
     """
 
     def __init__(self, inner: AnyDrafter, vocab_size: int) -> None:
         """Check the drafts of ``inner`` for a vocabulary of this size."""
-        self.inner, self._vocab_size = inner, vocab_size
+        self.inner, self._vocab_size, self.largest = inner, vocab_size, 1
+        self.name = type(inner).__name__  # until it is known
         with self._calling("name"):
             self.name = printable(inner.name)
+        if inner.prompts not in PROMPTS:
+            problem = f"{inner.prompts!r}; choose from {', '.join(PROMPTS)}"
+            raise TokenRecyclingError(f"prompts of the drafter {self.name} is {problem}")
+        self.prompts = inner.prompts
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
@@ -52,9 +58,8 @@ class CheckedDrafter(Drafter[Any]):
         except TokenRecyclingError:
             raise
         except Exception as error:  # whatever somebody else's code raises
-            name = getattr(self, "name", type(self.inner).__name__)
             line = one_line(f"{type(error).__name__}: {error}", 200)
-            raise TokenRecyclingError(f"the drafter {name} fails in {what}: {line}") from error
+            raise TokenRecyclingError(f"the drafter {self.name} fails in {what}: {line}") from error
 
     @property
     def matrix(self) -> AdjacencyMatrix | None:  # type: ignore[override]
@@ -115,6 +120,7 @@ class CheckedDrafter(Drafter[Any]):
         if not isinstance(draft, DraftTree):
             self._refuse(f"it is a {type(draft).__name__}; propose must return a DraftTree")
         deepest = self._check(draft, roots)
+        self.largest = max(self.largest, draft.size if size is None else min(size, draft.size))
         scores = None if draft.scores is None else draft.scores.detach()
         return replace(draft, max_depth=deepest, scores=scores).first(size)
 

@@ -41,6 +41,12 @@ def fingerprint(tokenizer: Any, vocab_size: int) -> str:
     return f"{vocab_size}-{digest.hexdigest()[:16]}"
 
 
+def last_occurrences(tokens: Tensor) -> Tensor:
+    """Return bool [B, c], True at the last occurrence of each of ``tokens`` [B, c] in its row."""
+    same = tokens[:, :, None] == tokens[:, None, :]
+    return ~same.triu(diagonal=1).any(dim=2)
+
+
 class AdjacencyMatrix:
     """Candidate ids int32 [V, k], best first, with probabilities float16 [V, k].
 
@@ -199,10 +205,7 @@ class AdjacencyMatrix:
         """
         tokens = tokens.cpu()
         missing = ~self.seen(tokens)
-        if not bool(missing.any()):
-            return missing
-        same = tokens[:, :, None] == tokens[:, None, :]
-        return missing & ~same.triu(diagonal=1).any(dim=2)
+        return missing & last_occurrences(tokens) if bool(missing.any()) else missing
 
     def update(
         self, tokens: Any, candidates: Any, probabilities: Any = None, valid: Any = None

@@ -10,7 +10,7 @@ from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.kernels import template as kernels
-from token_recycling.drafting.matrix import AdjacencyMatrix
+from token_recycling.drafting.matrix import AdjacencyMatrix, last_occurrences
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.util.compiled import as_array
 
@@ -26,15 +26,14 @@ class PaperDrafter(Drafter[Rows]):
     matrix: AdjacencyMatrix
 
     def __init__(
-        self, matrix: AdjacencyMatrix, template: TreeTemplate, *, learn_prompts: bool = True
+        self, matrix: AdjacencyMatrix, template: TreeTemplate, *, prompts: str = "whole"
     ) -> None:
         """Draft from ``matrix`` in the shape of ``template``.
 
         Args:
             matrix: shared by all rows of a batch.
             template: the tree's shape.
-            learn_prompts: also learn from prompt logits, for tokens that have no row yet. The
-                paper does not specify this; for tokens with a row it gains next to nothing.
+            prompts: see ``Drafter.prompts``.
 
         Raises:
             TokenRecyclingError: the template uses more candidates than the matrix keeps.
@@ -42,7 +41,7 @@ class PaperDrafter(Drafter[Rows]):
         template.check_k(matrix.k)
         self.matrix, self.template = matrix, template
         self.shape = TreeShape(template, "cpu")
-        self.learn_prompts = learn_prompts
+        self.prompts = prompts
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -50,8 +49,8 @@ class PaperDrafter(Drafter[Rows]):
         return self.template.acceptance
 
     def prompt_mask(self, tokens: Tensor) -> Tensor | None:
-        """Select tokens without a row, each at its last occurrence."""
-        return self.matrix.unseen(tokens) if self.learn_prompts else None
+        """Select every token at its last occurrence, whose row replaces those before."""
+        return last_occurrences(tokens.cpu())
 
     def learn_prompt(self, tokens: Tensor, candidates: Candidates, mask: Tensor) -> None:
         """Store the candidates of prompt tokens."""

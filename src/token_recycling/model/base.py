@@ -46,6 +46,7 @@ class Target(Protocol):
         *,
         prompt_mask: PromptMask | None = None,
         learn_prompt: LearnPrompt | None = None,
+        whole_prompts: bool = False,
         on_progress: OnProgress | None = None,
         cached: int = 0,
     ) -> Tensor:
@@ -53,9 +54,10 @@ class Target(Protocol):
 
         Args:
             prompts: B lists of tokens.
-            prompt_mask: selects the prompt tokens to learn from; None: all. Of those selected in a
-                chunk only the last are used, as many as ``PROMPT_COST`` allows.
+            prompt_mask: selects the prompt tokens to learn from; None: all.
             learn_prompt: gets their logits, chunk by chunk; None: they are not computed.
+            whole_prompts: use all tokens that ``prompt_mask`` selects; False: of those in a chunk
+                only the last, as many as ``PROMPT_COST`` allows.
             on_progress: called after every chunk.
             cached: for a single row, how many of its first tokens are already in the cache.
 

@@ -63,6 +63,7 @@ class PlainTarget:
         *,
         prompt_mask: PromptMask | None = None,
         learn_prompt: LearnPrompt | None = None,
+        whole_prompts: bool = False,
         on_progress: OnProgress | None = None,
         cached: int = 0,
     ) -> Tensor:

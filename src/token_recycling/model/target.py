@@ -214,11 +214,13 @@ class TreeTarget:
         *,
         prompt_mask: PromptMask | None = None,
         learn_prompt: LearnPrompt | None = None,
+        whole_prompts: bool = False,
         on_progress: OnProgress | None = None,
         cached: int = 0,
     ) -> Tensor:
         """Read the prompts (see ``Target.prefill``)."""
         self.lm_head.refresh()
+        share = 1.0 if whole_prompts or prompt_mask is None else self.prompt_fraction
         limit = self.max_positions
         check_prompts(prompts, None if limit is None else limit + 1)
         if self.recordings is None or len(prompts) == 1:
@@ -226,7 +228,7 @@ class TreeTarget:
                 self.cache.rewind([cached])
             else:
                 self.cache = RecyclingCache(self.config.num_hidden_layers, len(prompts))
-            return self._read(prompts, prompt_mask, learn_prompt, on_progress)
+            return self._read(prompts, prompt_mask, learn_prompt, share, on_progress)
         # One by one, as they are read alone: PyTorch's kernels round by the number of tokens.
         read, total = 0, sum(map(len, prompts))
 
@@ -237,7 +239,7 @@ class TreeTarget:
         ends, caches = [], []
         for prompt in prompts:
             self.reset()
-            ends.append(self._read([prompt], prompt_mask, learn_prompt, progress))
+            ends.append(self._read([prompt], prompt_mask, learn_prompt, share, progress))
             caches.append(self.cache)
             read += len(prompt)
         self.cache = caches[0]
@@ -250,9 +252,13 @@ class TreeTarget:
         prompts: list[list[int]],
         prompt_mask: PromptMask | None,
         learn_prompt: LearnPrompt | None,
+        share: float,
         on_progress: OnProgress | None,
     ) -> Tensor:
-        """Read prompts together, from the end of the cache on (see ``prefill``)."""
+        """Read prompts together, from the end of the cache on (see ``prefill``).
+
+        Of the tokens of a chunk, at most ``share`` are learnt from.
+        """
         batch, longest = len(prompts), max(map(len, prompts))
         self.cache.reserve(longest - self.cache.end)  # at once: growing copies all entries
         # Pad a row with its own last token: another token might overflow, and entries that are
@@ -273,8 +279,7 @@ class TreeTarget:
             if learn_prompt is not None:
                 mask = _learnt(prompt_mask, tokens, positions < lengths[:, None])
             columns = mask.any(dim=0).nonzero()[:, 0].tolist()
-            if prompt_mask is not None:
-                columns = columns[-max(1, int(self.prompt_fraction * size)) :]
+            columns = columns[-max(1, int(share * size)) :]
             ending = {n for n in last.tolist() if 0 <= n < size}
             computed = sorted({*columns, *ending})
             logits = self._forward(

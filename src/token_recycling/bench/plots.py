@@ -1,0 +1,124 @@
+"""Plots of a summary, as SVG for the report."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+from token_recycling.bench.variants import SETTINGS
+
+Summary = dict[str, Any]
+SIZE = (7.0, 4.0)  # inches
+FEWEST = 3  # values of a setting that make a curve
+FEWEST_STEPS = 5  # of a size, for its cost to be drawn
+VARIED = ("k", "nodes")  # numeric settings
+
+
+def plots(summary: Summary) -> list[tuple[str, str]]:
+    """Return the title and the SVG of every plot that the run has data for."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    drawn = []
+    # Text stays text, and the ids of two plots on one page differ.
+    for number, (title, draw) in enumerate(DRAWN.items()):
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number)}):
+            figure = Figure(figsize=SIZE, layout="constrained")
+            axes = figure.add_subplot()
+            if not draw(summary, axes):
+                continue
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize="small", frameon=False)
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        drawn.append((title, text.getvalue().partition("<svg")[2]))
+    return [(title, f"<svg{svg}") for title, svg in drawn]
+
+
+def _speed_over_mat(summary: Summary, axes: Any) -> bool:
+    for name, entry in summary["decoders"].items():
+        overall = entry["overall"]
+        axes.plot(overall["mat"], overall["speedup"], "o", label=name)
+    axes.axhline(1, color="gray", linewidth=1)
+    axes.set(xlabel="MAT: tokens per forward pass", ylabel=f"speed / {summary['baseline']}'s")
+    return True
+
+
+def _accepted_by_depth(summary: Summary, axes: Any) -> bool:
+    drawn = False
+    for name, entry in summary["decoders"].items():
+        if shares := entry["overall"]["accepted_per_depth"]:
+            axes.plot(range(1, len(shares) + 1), shares, "o-", markersize=3, label=name)
+            drawn = True
+    axes.set(xlabel="depth in the draft tree", ylabel="share of steps that accept so many tokens")
+    return drawn
+
+
+def _cost_by_size(summary: Summary, axes: Any) -> bool:
+    plain = summary["decoders"][summary["reference"]]["overall"]["step_seconds"]
+    drawn = False
+    for name, entry in summary["decoders"].items():
+        costs = [(size, seconds) for size, seconds, steps in entry["step_costs"]
+                 if steps >= FEWEST_STEPS]  # fmt: skip
+        if costs and plain and entry["about"]["drafter"]:
+            sizes, seconds = zip(*costs)
+            axes.plot(sizes, [one / plain for one in seconds], "o-", markersize=3, label=name)
+            drawn = True
+    axes.set(xlabel="tokens verified in a step", ylabel=f"time / a step of {summary['reference']}")
+    axes.set_ylim(bottom=0)
+    return drawn
+
+
+def _filling(summary: Summary, axes: Any) -> bool:
+    vocabulary, drawn = summary["model"]["vocab_size"], False
+    for name, questions in summary["per_question"].items():
+        shares = [question["matrix_rows_before"] / vocabulary for question in questions]
+        if any(shares):
+            axes.plot(range(len(shares)), shares, label=name)
+            drawn = True
+    axes.set(xlabel="questions answered", ylabel="share of tokens with a row in the matrix")
+    return drawn
+
+
+def curves(summary: Summary, setting: str) -> dict[str, list[tuple[int, str]]]:
+    """Return the values of a numeric setting and their decoders, by what these have in common.
+
+    Only groups with ``FEWEST`` values or more are returned.
+    """
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for name, entry in summary["decoders"].items():
+        about = entry["about"]
+        if about[setting] is not None and f":{setting}=" in name:
+            others = [f"{key}={about[key]}" for key in SETTINGS
+                      if key != setting and f":{key}=" in name]  # fmt: skip
+            label = " ".join([about["drafter"], *others])
+            groups.setdefault(label, []).append((about[setting], name))
+    return {label: sorted(found) for label, found in groups.items() if len(found) >= FEWEST}
+
+
+def _ablation(setting: str, figure: str) -> Callable[[Summary, Any], bool]:
+    def draw(summary: Summary, axes: Any) -> bool:
+        found = curves(summary, setting)
+        for label, points in found.items():
+            values = [summary["decoders"][name]["overall"][figure] for _, name in points]
+            axes.plot([value for value, _ in points], values, "o-", label=label)
+        axes.set(xlabel=setting, ylabel=figure)
+        return bool(found)
+
+    return draw
+
+
+DRAWN: dict[str, Callable[[Summary, Any], bool]] = {
+    "Speed over MAT": _speed_over_mat,
+    "Acceptance by depth": _accepted_by_depth,
+    "Cost of a step by its size": _cost_by_size,
+    "Filling of the matrix": _filling,
+    **{
+        f"{title} by {setting}": _ablation(setting, figure)
+        for setting in VARIED
+        for title, figure in (("MAT", "mat"), ("Speedup", "speedup"))
+    },
+}
