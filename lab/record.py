@@ -22,6 +22,8 @@ from torch import Tensor
 
 from questions import questions
 from token_recycling import TokenRecycling
+from token_recycling.bench.suites import Question
+from token_recycling.decoding.text import Prompt
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.candidates import Candidates
@@ -131,6 +133,23 @@ def references(data: Path) -> dict[str, str]:
     return {one["question"]: re.sub("<<.*?>>", "", one["answer"]) for one in found}
 
 
+def answered(
+    recycler: TokenRecycling, watch: Watch, question: Question, prompt: Prompt, options: CallOptions
+) -> Recording:
+    """Return the answer of ``recycler``, whose drafter is ``watch``, with all candidates."""
+    call = prepare_call(
+        recycler.model, recycler.tokenizer, recycler.target, [prompt], options, {}, stream=False
+    )
+    (sequence,) = call.sequences
+    recording = Recording(question.name, question.category, list(sequence.tokens))
+    watch.begin(recording)
+    for step in recycler.steps(call.sequences, call.accept):
+        if not recording.answer:
+            recording.answer += step.tokens[0]  # of the prefill
+    watch.finish()
+    return recording
+
+
 def main(
     model: Annotated[str, typer.Option(help="Checkpoint.")],
     data: Annotated[Path, typer.Option(help="Folder of the question files.")],
@@ -161,16 +180,7 @@ def main(
             continue
         prompt = [{"role": "user", "content": question.turns[0]}]
         options = CallOptions(max_new_tokens=tokens, temperature=temperature, seed=number)
-        call = prepare_call(
-            recycler.model, recycler.tokenizer, recycler.target, [prompt], options, {}, stream=False
-        )
-        (sequence,) = call.sequences
-        recording = Recording(question.name, question.category, list(sequence.tokens))
-        watch.begin(recording)
-        for step in recycler.steps(call.sequences, call.accept):
-            if not recording.answer:
-                recording.answer += step.tokens[0]  # of the prefill
-        watch.finish()
+        recording = answered(recycler, watch, question, prompt, options)
         if use_references:
             text = given[question.turns[0]]
             recording.answer = recycler.tokenizer(text, add_special_tokens=False).input_ids

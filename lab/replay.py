@@ -20,10 +20,9 @@ import torch
 from record import CANDIDATES, Recording, along
 from token_recycling import TokenRecycling, defaults
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import Candidates, top_k
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.model.target import TreeTarget
 
 # A node, by the last token that it shares with the answer, and the tokens that follow that one.
@@ -107,36 +106,38 @@ class Answers:
         one.ids = np.concatenate([one.ids, ids.numpy().astype(np.int32)[at]])
         one.logits = np.concatenate([one.logits, logits[at]])
 
-    def learn_prompt(self, matrix: AdjacencyMatrix, one: Recording) -> None:
-        """Store rows of prompt tokens that have none, as a prefill does.
-
-        Each at its last occurrence; of every chunk, only so many of the last such tokens.
-        """
+    def learn_prompt(self, drafter: AnyDrafter, one: Recording) -> None:
+        """Let a drafter learn from the prompt as a prefill does (see ``Drafter.prompts``)."""
+        if drafter.prompts == "none":
+            return
         for begin in range(0, len(one.prompt), defaults.PREFILL_CHUNK):
             part = slice(begin, begin + defaults.PREFILL_CHUNK)
-            tokens = torch.tensor(one.prompt[part])
-            mask = matrix.unseen(tokens[None])
-            if mask is None:
+            tokens = torch.tensor([one.prompt[part]])
+            mask = drafter.prompt_mask(tokens)
+            if mask is None or not mask.any():
                 continue
-            most = max(1, int(self.target.prompt_fraction * len(tokens)))
-            chosen = mask[0].nonzero()[-most:, 0]
-            ids = torch.from_numpy(one.prompt_ids[part][chosen, : matrix.k].astype(np.int64))
-            logits = one.prompt_logits[part][chosen].astype(np.float32)
-            matrix.update(tokens[chosen], ids, torch.from_numpy(softmax(logits, matrix.k)))
+            chosen = mask[0].nonzero()[:, 0]
+            if drafter.prompts == "part":
+                most = max(1, int(self.target.prompt_fraction * tokens.shape[1]))
+                chosen = chosen[-most:]
+            ids = one.prompt_ids[part][chosen, : drafter.k].astype(np.int64)
+            p = softmax(one.prompt_logits[part][chosen].astype(np.float32), drafter.k)
+            found = Candidates(ids[None], p[None], np.ones((1, len(chosen)), np.bool_))
+            drafter.learn_prompt(tokens[:, chosen], found, mask[:, chosen])
 
     def replay(
-        self, drafter: AdaptiveDrafter, one: Recording, n: int, keep: bool = False
+        self, drafter: AnyDrafter, one: Recording, n: int | None, keep: bool = False
     ) -> Result:
-        """Decode one answer with drafts of ``n`` nodes below the root."""
-        k, answer = drafter.matrix.k, one.answer
+        """Decode one answer with drafts of ``n`` nodes below the root; None: with whole drafts."""
+        k, answer = drafter.k, one.answer
         result = Result(one.name, one.kind)
         rows = drafter.new_rows(1)
         drafter.load(rows, [one.prompt])
-        self.learn_prompt(drafter.matrix, one)
+        self.learn_prompt(drafter, one)
         done = 1  # tokens of the answer; the first comes from the prefill
         while done < len(answer):
             root = done - 1
-            draft = drafter.propose(rows, torch.tensor([answer[root]]), n + 1).compact()
+            draft = drafter.propose(rows, torch.tensor([answer[root]]), n and n + 1).compact()
             valid = draft.valid[0].numpy()
             places = [along(answer, root, branch) for branch in branches(draft)]
             on_path = np.array([not branch for _, branch in places]) & valid
@@ -223,8 +224,8 @@ def by_kind(results: Sequence[Result]) -> dict[str, float]:
 class Run:
     """A drafter that decodes all answers in turn, with ``nodes`` below the root."""
 
-    drafter: AdaptiveDrafter
-    nodes: int
+    drafter: AnyDrafter
+    nodes: int | None
     keep: bool = False
     results: list[Result] = field(default_factory=list)
 

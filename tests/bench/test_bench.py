@@ -1,5 +1,6 @@
 """The benchmark: its figures by hand and by another script."""
 
+import csv
 import json
 import random
 from collections import Counter
@@ -49,11 +50,21 @@ def bench_of(suite, out, *more):
 
 def decode(first, decoders=FIXED, questions=QUESTIONS, **options):
     """Run without the command line; return the records and the runner."""
-    run = {"max_new_tokens": 12, "rounds": 1, "seed": 0, "raw": False}
-    run |= {name: options.pop(name) for name in run.keys() & options.keys()}
-    running = Runner(first, select(decoders.split(","), **options), **run)
-    records = running.run(questions, lambda done, total: None)
-    return json.loads(json.dumps(records, allow_nan=False)), running
+    run = {"max_new_tokens": 12, "rounds": 1, "seed": 0, "raw": False} | options
+    running = Runner(first, select(decoders.split(",")), **run)
+    notes = Notes()
+    running.run(questions, notes, lambda done, total: None)
+    return json.loads(json.dumps(notes.records, allow_nan=False)), running
+
+
+class Notes:
+    """A journal that writes nothing."""
+
+    def __init__(self):
+        self.records, self.states = [], {}
+
+    def add(self, record, states):
+        self.records.append(record)
 
 
 def lengths(records, name, round_=0):
@@ -114,12 +125,15 @@ def test_no_decoder_is_named_with_those_that_there_are(spec):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("paper:sizes=4", "sizes is no setting; choose from nodes, tree, k, matrix, graph"),
+        ("paper:sizes=4", "sizes is no setting; choose from nodes, tree, k, matrix, graph, p"),
         ("paper:k=4:k=5", "k is given twice"),
         ("paper:k=four", "k must be a whole number"),
         ("paper:graph=maybe", "graph must be yes or no"),
         ("auto:nodes=8", "write adaptive:nodes=N"),
-        ("prompt-lookup:k=4", "prompt-lookup keeps no matrix"),
+        ("paper:cold=maybe", "cold must be yes or no"),
+        ("paper:prompts=all", "prompts is 'all'; choose from whole, part, none"),
+        ("prompt-lookup:k=4", "prompt-lookup keeps no matrix; leave k out"),
+        ("none:cold=yes", "none keeps no matrix; leave cold out"),
         ("adaptive:tree=paper", "takes no tree"),
         ("paper:tree=no-tree", "no-tree"),
         ("paper:nodes=0", "nodes is 0"),
@@ -131,9 +145,26 @@ def test_a_wrong_setting(spec, message):
 
 
 def test_the_baseline_is_always_there_and_first():
-    chosen = select(["paper", "paper", "generate"], temperature=0.5, cold=True)
+    chosen = select(["paper", "paper", "generate"])
     assert [variant.name for variant in chosen] == ["generate", "paper"]
-    assert {(variant.temperature, variant.cold) for variant in chosen} == {(0.5, True)}
+
+
+def test_settings_with_several_values():
+    spec = "paper:nodes=8|16:k=2|4"
+    names = [f"paper:nodes={nodes}:k={k}" for nodes in (8, 16) for k in (2, 4)]
+    assert [variant.name for variant in select([spec])] == ["generate", *names]
+    assert select(["paper:k=2:nodes=8", spec]) == select([spec])
+    assert [(v.nodes, v.k) for v in select([spec])[1:]] == [(8, 2), (8, 4), (16, 2), (16, 4)]
+    with pytest.raises(TokenRecyclingError, match="k must be a whole number"):
+        select(["paper:k=2|"])
+
+
+def test_every_setting_is_in_the_figures():
+    about = parse("paper:nodes=4:k=3:prompts=none:cold=yes").settings()
+    assert about == {
+        "drafter": "paper", "nodes": 4, "tree": None, "k": 3, "matrix": None, "graph": None,
+        "prompts": "none", "cold": True,
+    }  # fmt: skip
 
 
 def test_a_tree_that_needs_more_candidates_is_refused(tmp_path):
@@ -154,11 +185,12 @@ def test_a_matrix_to_start_from(tmp_path, bundled):
     assert parse(name).check() == 4
     with pytest.raises(TokenRecyclingError, match="keeps k=4 candidates, not 5"):
         parse(f"{name}:k=5").check()
-    with pytest.raises(TokenRecyclingError, match="--cold would empty"):
-        select([name], cold=True)[1].check()
-    records, running = decode(bundled, f"auto,{name}", questions=QUESTIONS[:1])
-    assert rows_before(records, "auto") == [0]
-    assert rows_before(records, name) == [first.matrix.rows_seen]
+    cold = f"{name}:cold=yes"
+    records, running = decode(bundled, f"auto,{name},{cold}", questions=QUESTIONS[:2])
+    assert rows_before(records, "auto")[0] == 0
+    assert rows_before(records, name)[0] == first.matrix.rows_seen
+    assert rows_before(records, name)[1] > first.matrix.rows_seen
+    assert rows_before(records, cold) == [first.matrix.rows_seen] * 2  # not emptied
     assert running.decoders[name].recycler.matrix.k == 4
 
 
@@ -184,10 +216,11 @@ def test_no_two_variants_share_an_answer_file():
 # Figures
 
 
-def turn(tokens, seconds, accepted, *, sizes=(), identical=True, first=0.1, verify=0.0):
+def turn(tokens, seconds, accepted, *, sizes=(), identical=True, first=0.1, verify=0.0, step=0.1):
     return {
         "token_ids": [0] * tokens, "text": "", "seconds": seconds, "first_seconds": first,
-        "accept_lengths": accepted, "sizes": list(sizes), "identical": identical,
+        "accept_lengths": accepted, "sizes": list(sizes), "identical": identical, "seed": 7,
+        "step_seconds": [step] * len(accepted),
         "phases": {"verify": verify, "draft": verify / 3} if verify else {},
     }  # fmt: skip
 
@@ -208,18 +241,18 @@ HAND = [
     record(
         1,
         generate=[[turn(10, 1.0, [1] * 10, sizes=[1] * 10)]],
-        own=[[turn(10, 0.5, [4, 1, 4], sizes=[9, 5, 9], first=0.2, verify=0.3)]],
+        own=[[turn(10, 0.5, [4, 1, 4], sizes=[9, 5, 9], first=0.2, verify=0.3, step=0.9)]],
     ),
     record(
         2,
         generate=[[turn(10, 2.0, [1] * 10, sizes=[1] * 10)] * 2],
-        own=[[turn(10, 1.0, [3, 3, 3], sizes=[9, 9, 9], first=0.3, verify=0.6),
+        own=[[turn(10, 1.0, [3, 3, 3], sizes=[9, 9, 9], first=0.3, verify=0.6, step=0.2),
               turn(1, 3.2, [], first=0.4, identical=False)]],
     ),
     record(
         3,
         generate=[[turn(40, 1.0, [1] * 40, sizes=[1] * 40)]],
-        own=[[turn(40, 2.0, [1, 2] * 13, sizes=[9] * 26, first=0.1, verify=0.9)]],
+        own=[[turn(40, 2.0, [1, 2] * 13, sizes=[9] * 26, first=0.1, verify=0.9, step=0.3)]],
     ),
 ]  # fmt: skip
 
@@ -240,7 +273,9 @@ def test_the_figures_by_hand():
     assert found["size"] == pytest.approx((23 + 27 + 9 * 26) / 32)
     assert found["identical"] == 0.75
     assert found["ttft_seconds"] == pytest.approx(0.25)
-    assert found["c"] == pytest.approx(found["mat"] / (11 / 21))
+    assert found["forwards"] == 32
+    assert found["c"] == pytest.approx(3)  # of 0.2, 0.3 and 0.9 s in steps of 0.1 s
+    assert measures.step_costs(measures.every_turn(HAND, "own")) == [[5, 0.9, 1], [9, 0.3, 31]]
     assert found["phases"]["verify"] == pytest.approx(0.75)
     assert sum(found["phases"].values()) == pytest.approx(1)
     aggregate = measures.spec_bench(HAND, "own")
@@ -263,6 +298,7 @@ def test_nothing_but_first_tokens_divides_by_nothing():
     rows = [record(1, generate=[[turn(1, 0.1, [1], sizes=[1])]], own=[[turn(1, 0.2, [])]])]
     found = measures.measure(rows, "own")
     assert (found["mat"], found["speedup"], found["size"]) == (1.0, 0.5, None)
+    assert (found["forwards"], found["c"]) == (0, None)
     aggregate = measures.spec_bench(rows, "own")
     assert aggregate == {"tokens_per_second": 5.0, "speedup": 0.5, "mat": 1.0}
     json.dumps(found, allow_nan=False)
@@ -463,7 +499,7 @@ def test_several_turns_go_on_from_the_baselines_answer(bundled):
     said = {}
     for place, (name, prompt, seed) in enumerate(asked, start=1):
         number = (place - 1) // 3
-        assert seed == 3 + number
+        assert seed == runner.seed_of(3, "s/1", 0, number)
         turns = [question.turns[0]]
         for before in range(number):
             turns += [said["generate", before], question.turns[before + 1]]
@@ -555,9 +591,9 @@ def test_cold_begins_every_question_without_rows(bundled):
     hot = rows_before(records, name)
     assert hot[0] == 0 < hot[1]
     assert hot == sorted(hot)
-    cold, _ = decode(bundled, name, cats, cold=True, rounds=2)
-    assert rows_before(cold, name) == [0] * 3
-    assert lengths(cold, name) != lengths(records, name)
+    cold, _ = decode(bundled, f"{name}:cold=yes", cats, rounds=2)
+    assert rows_before(cold, f"{name}:cold=yes") == [0] * 3
+    assert lengths(cold, f"{name}:cold=yes") != lengths(records, name)
 
 
 @pytest.mark.slow
@@ -594,7 +630,10 @@ def test_the_times_cover_the_whole_call(bundled):
                 assert 0 < each["first_seconds"] < each["seconds"]
                 assert sum(each["phases"].values()) < each["seconds"] - each["first_seconds"]
                 emitted = sum(each["accept_lengths"])
-                assert len(each["token_ids"]) == emitted + (not name.startswith("generate"))
+                first = each["token_ids"][: len(each["token_ids"]) - emitted]
+                assert len(first) == 1 or ("pld" in name and first)  # of the prompt's forward
+                assert len(each["step_seconds"]) == len(each["accept_lengths"])
+                assert 0 < sum(each["step_seconds"]) <= each["seconds"] - each["first_seconds"]
                 assert len(each["sizes"]) == len(each["accept_lengths"]) or "pld" in name
                 assert each["identical"]
     pld = lengths(records, "generate-pld")
@@ -618,8 +657,8 @@ def test_questions_that_do_not_fit_are_left_out(bundled):
 
 def still(path):
     """A record or a line without what changes from run to run."""
-    moving = {"seconds", "first_seconds", "phases", "time", "peak_memory_bytes", "wall_time",
-              "first_token_time", "tstamp"}  # fmt: skip
+    moving = {"seconds", "first_seconds", "step_seconds", "phases", "time", "peak_memory_bytes",
+              "wall_time", "first_token_time", "tstamp", "command"}  # fmt: skip
 
     def strip(value):
         if isinstance(value, dict):
@@ -629,7 +668,7 @@ def still(path):
     return [strip(json.loads(line)) for line in path.read_text().splitlines()]
 
 
-FIGURES = ("questions", "tokens", "mat", "accepted_per_depth", "size", "identical")
+FIGURES = ("questions", "tokens", "forwards", "mat", "accepted_per_depth", "size", "identical")
 
 
 def contents(folder):
@@ -639,6 +678,7 @@ def contents(folder):
     return {
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
         "answers": {path.name: still(path) for path in (folder / "answers").iterdir()},
+        "questions": still(folder / "questions.jsonl"),
         "summary": {
             name: (
                 entry["about"],
@@ -674,7 +714,8 @@ def test_a_run_writes_its_files_and_prints_its_tables(finished, suite):
     assert found["files"] == sorted(
         ["answers", "answers/adaptive_nodes=8.jsonl", "answers/generate.jsonl",
          "answers/paper_nodes=8.jsonl",
-         "answers/prompt-lookup.jsonl", "report.html", "summary.json", "tables.md"]
+         "answers/prompt-lookup.jsonl", "figures.csv", "questions.jsonl", "report.html",
+         "summary.json", "tables.md"]
     )  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary["decoders"]) == ["generate", *FIXED.split(",")]
@@ -728,15 +769,22 @@ def test_a_second_run_gives_the_same_but_for_times(finished, suite, tmp_path):
     assert contents(again) == contents(finished[0])
 
 
-def test_a_run_that_is_interrupted_reports_what_it_has(suite, tmp_path, monkeypatch):
-    real, folder = Runner.answer, tmp_path / "run"
+def interrupted_at(monkeypatch, index, error=KeyboardInterrupt):
+    """Let the run end in the middle of question ``index``, after its answers were learnt from."""
+    real = Runner.answer
 
-    def answer(self, question, index):
-        if index == 2:
-            raise KeyboardInterrupt
-        return real(self, question, index)
+    def answer(self, question, number):
+        record = real(self, question, number)
+        if number == index:
+            raise error
+        return record
 
     monkeypatch.setattr(Runner, "answer", answer)
+
+
+def test_a_run_that_is_interrupted_reports_what_it_has(suite, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    interrupted_at(monkeypatch, 2)
     code, out, err = call(*bench_of(suite, folder, "-n", 4, "--decoders", "none"))
     assert code == 130
     assert "interrupted: 2 of 5 questions have been answered" in err
@@ -746,6 +794,147 @@ def test_a_run_that_is_interrupted_reports_what_it_has(suite, tmp_path, monkeypa
     assert "none" in out
     for name in ("tables.md", "report.html"):
         assert "interrupted after 2 of 5 questions" in (folder / name).read_text()
+    assert {line["asked"] for line in still(folder / "questions.jsonl")} == {5}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_the_same_command_continues_a_run(finished, suite, tmp_path, monkeypatch, error):
+    """With the matrices as they were: it gives the figures of a run that nothing disturbed."""
+    folder = tmp_path / "run"
+    command = bench_of(suite, folder, "-n", 20, "--decoders", FIXED)
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, 2, error)
+        if error is KeyboardInterrupt:
+            assert call(*command)[0] == 130
+        else:  # as if it were killed; the state is that after the first question
+            with pytest.raises(MemoryError):
+                call(*command)
+    code, _, err = call(*bench_of(suite, folder, "-n", 21, "--decoders", FIXED))
+    assert code == 2
+    assert "holds an interrupted run with settings" in err
+    code, _, err = call(*command)
+    assert code == 0, err
+    answered = 2 if error is KeyboardInterrupt else 1
+    assert f"continuing after {answered} of 5 questions" in err
+    assert contents(folder) == contents(finished[0])
+    assert call(*command)[0] == 2  # it is complete
+
+
+def test_a_continued_run_needs_the_matrices(finished, suite, tmp_path, monkeypatch):
+    """The negative control: without what was learnt, other figures come out."""
+    folder = tmp_path / "run"
+    command = bench_of(suite, folder, "-n", 20, "--decoders", FIXED)
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, 2)
+        assert call(*command)[0] == 130
+    forget_nothing(monkeypatch)
+    assert call(*command)[0] == 0
+    assert contents(folder) != contents(finished[0])
+
+
+def test_a_damaged_state_is_refused(suite, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    command = bench_of(suite, folder, "-n", 4, "--decoders", "paper:nodes=4")
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, 2)
+        assert call(*command)[0] == 130
+    (folder / "questions.jsonl").write_text("{}\n")
+    code, _, err = call(*command)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "questions.jsonl is too short" in err
+    (folder / "state.safetensors").write_text("nothing")
+    code, _, err = call(*command)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"cannot continue {folder}" in err
+
+
+def test_the_figures_as_a_table(finished):
+    folder, _ = finished
+    with (folder / "figures.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 5 * 4
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+    for name, entry in summary["decoders"].items():
+        rows = [row for row in table if row["decoder"] == name]
+        assert sum(int(row["forwards"]) for row in rows) == entry["overall"]["forwards"]
+        assert sum(int(row["tokens"]) for row in rows) == entry["overall"]["tokens"]
+        speeds = median(float(row["speedup"]) for row in rows)
+        assert speeds == pytest.approx(entry["overall"]["speedup"])
+        for row, line in zip(rows, lines):
+            turns = line["variants"][name]["rounds"][0]["turns"]
+            ids = [list(map(int, part.split())) for part in row["token_ids"].split("|")]
+            assert ids == [each["token_ids"] for each in turns]
+            assert row["seeds"].split() == [str(each["seed"]) for each in turns]
+    assert {row["nodes"] for row in table if row["drafter"] == "paper"} == {"8"}
+    for row in [*table, *lines]:
+        assert len(row["checksum"]) == 16
+        assert "torch==" in row["versions"]
+        assert row["command"] == summary["machine"]["command"]
+
+
+def test_two_runs_are_compared_question_by_question(finished, suite, tmp_path):
+    other = tmp_path / "other"
+    assert call(*bench_of(suite, other, "-n", 20, "--decoders", "adaptive:nodes=8,none"))[0] == 0
+    code, out, err = call("bench", "compare", finished[0], other, "--json")
+    assert code == 0, err
+    found = {one["first"]: one for one in json.loads(out)}
+    assert list(found) == ["generate", "adaptive:nodes=8"]
+    for one in found.values():
+        assert one["questions"] == 5
+        assert one["identical"] == 1
+        assert one["forwards"] == {"median": 1.0, "interval": [1.0, 1.0]}
+        low, high = one["speed"]["interval"]
+        assert low <= one["speed"]["median"] <= high
+    names = "none,adaptive:nodes=8"
+    code, out, err = call("bench", "compare", other, finished[0], "--decoders", names)
+    assert code == 0, err
+    assert "none, adaptive:nodes=8" in out
+    table = [json.loads(line) for line in (other / "questions.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (finished[0] / "questions.jsonl").open()]
+    by_hand = median(
+        len(measures.accept_lengths(measures.turns(one, "adaptive:nodes=8", 0)))
+        / len(measures.accept_lengths(measures.turns(two, "none", 0)))
+        for one, two in zip(records, table)
+    )
+    (one,) = json.loads(
+        call("bench", "compare", other, finished[0], "--decoders", names, "--json")[1]
+    )
+    assert one["forwards"]["median"] == pytest.approx(by_hand)
+    assert one["forwards"]["median"] < 1
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--decoders", "none"], "give two names"),
+        (["--decoders", "none,generate"], "has no none; it has generate"),
+    ],
+)
+def test_comparisons_that_cannot_be_made(finished, tmp_path, more, message):
+    code, _, err = call("bench", "compare", finished[0], finished[0], *more)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+    code, _, err = call("bench", "compare", finished[0], tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "is no folder of a benchmark" in err
+
+
+@pytest.mark.slow
+def test_rounds_sample_with_seeds_of_their_own(bundled):
+    records, _ = decode(
+        bundled, "auto", QUESTIONS[:2], rounds=3, temperature=1.0, top_p=0.9, max_new_tokens=16
+    )
+    seeds, texts = set(), set()
+    for found in records:
+        for round_ in range(3):
+            plain, auto = (measures.turns(found, n, round_) for n in ("generate", "auto"))
+            assert [t["seed"] for t in plain] == [t["seed"] for t in auto]
+            assert [t["token_ids"] for t in plain] == [t["token_ids"] for t in auto]
+            seeds |= {t["seed"] for t in plain}
+            texts |= {t["text"] for t in plain}
+    assert len(seeds) == 9  # the second question has two turns
+    assert len(texts) > 6
 
 
 def test_a_folder_with_other_files_is_refused(finished, suite):
@@ -870,14 +1059,14 @@ def test_names_with_brackets_and_strokes(tmp_path):
         Question("own", "1", "[/b]", "", ("How many?",)),
         Question("own", "2", "a|b", "", ("Why?",)),
     ]
-    (tmp_path / "[red]|.json").write_text("[[0], [1]]")
-    decoder = f"paper:tree={tmp_path / '[red]|.json'}"
+    (tmp_path / "[red]$.json").write_text("[[0], [1]]")
+    decoder = f"paper:tree={tmp_path / '[red]$.json'}"
     out = tmp_path / "out"
     bench = bench_of(write_suite(tmp_path / "own.jsonl", odd), out, "-n", 2, "--decoders", decoder)
     code, printed, err = call(*bench, "--rounds", 3)
     assert code == 0, err
     assert "[/b]" in printed
-    assert "[red]|.json" in printed
+    assert "[red]$.json" in printed
     assert "| a\\|b |" in (out / "tables.md").read_text()
     assert len(list((out / "answers").iterdir())) == 2
     summary = json.loads((out / "summary.json").read_text())
@@ -898,7 +1087,8 @@ def wrong_calls(folder):
         (["--temp", "inf"], "inf"),
         (["--temp", -1], "-1"),
         (["--seed", -1, "--temp", 1], "--seed is -1"),
-        (["--seed", 2**70], "--seed is 1180591620717411303424"),
+        (["--top-p", 0.9], "--top-p needs --temp above 0"),
+        (["--top-p", 0, "--temp", 1], "--top-p is 0"),
         (["--suite", folder / "broken.jsonl"], "broken.jsonl, line 1"),
         (["--suite", folder / "none.jsonl"], "none.jsonl"),
         (["-m", folder / "nowhere"], "nowhere"),
@@ -910,11 +1100,11 @@ def wrong_calls(folder):
     ]
 
 
-@pytest.mark.parametrize("index", range(19))
+@pytest.mark.parametrize("index", range(20))
 def test_wrong_input_is_one_line_and_exit_code_2(index, tmp_path):
     (tmp_path / "files").mkdir()
     calls = wrong_calls(tmp_path / "files")
-    assert len(calls) == 19
+    assert len(calls) == 20
     arguments, named = calls[index]
     suite = (
         []

@@ -16,7 +16,17 @@ PROMPT = list(range(3, 20))
 
 def comparison(tokens, plain=2.0, own=1.0, **options):
     stats = Stats(steps=10, accepted=10, drafted=40)
-    return Comparison("text", tokens, tokens, [plain, plain], [own, 0.8 * own], stats, **options)
+    return Comparison(
+        "text",
+        tokens,
+        tokens,
+        [plain, plain],
+        [own, 0.8 * own],
+        0.1,
+        0.2 * own / plain,
+        stats,
+        **options,
+    )
 
 
 def test_a_fallback_gains_nothing_by_kernels():

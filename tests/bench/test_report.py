@@ -10,6 +10,7 @@ KINDS = ["mt_bench", "translation", "math"]
 SECTIONS = [
     "All decoders",
     "Speedup by kind of prompt",
+    "Plots",
     "Accepted tokens and time by phase",
     "Spec-Bench's own aggregate",
     "Slower than the baseline",
@@ -28,6 +29,8 @@ def measures(speedup, drafts=True):
         "speedup_quartiles": [0.8 * speedup, speedup, 1.2 * speedup],
         "slower_than_baseline": 3,
         "mat": 1.5 * speedup,
+        "forwards": 900,
+        "step_seconds": 0.02,
         "accepted_per_depth": [0.6, 0.3, 0.1] if drafts else [],
         "size": 8.0 if drafts else None,
         "identical": 1.0,
@@ -45,8 +48,8 @@ def decoder(speedup, drafter="paper", kinds=KINDS):
             "drafter": drafter,
             "tree": None,
             "k": drafter and 8,
-            "temperature": 0.0,
         },
+        "step_costs": [[1, 0.01, 9], [8, 0.02, 40], [9, 0.03, 1]] if drafter else [],
         "overall": measures(speedup, bool(drafter)),
         "kinds": {kind: measures(speedup, bool(drafter)) for kind in kinds},
         "rounds": [speedup, speedup],
@@ -62,13 +65,15 @@ def example(kinds=KINDS, **decoders):
     speedups = decoders or {"prompt-lookup": 1.1, "paper": 0.8, "auto": 1.9}
     names = {n: decoder(s, "prompt-lookup" if "-l" in n else "paper") for n, s in speedups.items()}
     return {
-        "format": "token-recycling-bench-1",
+        "format": "token-recycling-bench-2",
+        "reference": "generate",
         "date": "2025-06-01T12:00:00+00:00",
         "baseline": "generate",
         "machine": {"cpu": "A CPU", "device": "cpu", "cores": 2, "memory_bytes": 8 << 30}
         | {"commit": "c0ffee", "command": "token-recycling bench --rounds 2"}
         | {"device_name": "A CPU", "threads": 2, "torch": "2.13.0", "transformers": "5.23.0"},
-        "model": {"name": "tiny", "parameters": 134_515_008, "dtype": "float32", "note": "widened"},
+        "model": {"name": "tiny", "parameters": 134_515_008, "dtype": "float32", "note": "widened"}
+        | {"vocab_size": 100},
         "settings": {"suites": ["builtin"], "max_new_tokens": 80, "rounds": 2, "temperature": 0.0},
         "kinds": kinds,
         "decoders": {"generate": decoder(1.0, None, kinds), **names},
@@ -82,6 +87,9 @@ def example(kinds=KINDS, **decoders):
             "decoder": "auto",
             "prompt": "Count.",
             "pieces": [["One", False], [" two", True], [" three", True], [" four", False]],
+        },
+        "per_question": {
+            name: [{"matrix_rows_before": rows} for rows in (0, 20, 30)] for name in names
         },
         "left_out": [],
         "repeating": [],

@@ -1,4 +1,4 @@
-"""The drafter of docs/drafting.md: in the loop, in a graph, in the benchmark."""
+"""The drafter of docs/research.md: in the loop, in a graph, in the benchmark."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from token_recycling import TokenRecycling, TokenRecyclingError
 from token_recycling.bench.prompts import DEMO
 from token_recycling.cli import main
 from token_recycling.drafting import registry as drafters
+from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import Drafter
+from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.paper import PaperDrafter
 from token_recycling.drafting.templates import TreeTemplate
@@ -25,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
     """The class in the document."""
-    page = (ROOT / "docs/drafting.md").read_text("utf-8")
+    page = (ROOT / "docs/research.md").read_text("utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "Rows" in block]
     folder = tmp_path_factory.mktemp("example")
     (folder / "my_drafters.py").write_text(code, "utf-8")
@@ -77,10 +80,10 @@ def test_a_drafter_without_a_first_draft_is_decoded_eagerly(example, bundled):
 def test_by_name_in_the_benchmark(registered, tmp_path, capsys):
     options = ["--per-kind", "1", "-n", "12", "-o", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "--suite", "builtin", "--decoders", "repeat@chain-4", *options])
+        main(["bench", "--suite", "builtin", "--decoders", "repeat:tree=chain-4", *options])
     assert ended.value.code == 0
     summary = json.loads((tmp_path / "out/summary.json").read_text("utf-8"))
-    found = summary["decoders"]["repeat@chain-4"]["overall"]
+    found = summary["decoders"]["repeat:tree=chain-4"]["overall"]
     assert found["identical"] == 1
     assert found["mat"] > 1
 
@@ -121,6 +124,50 @@ def test_a_number_of_nodes_holds_for_an_object_too(example, bundled):
     steps = []
     recycler.generate(DEMO[0], max_new_tokens=40, on_step=steps.append)
     assert max(step.size for step in steps) == 3
+
+
+def test_its_drafts_are_named_as_they_are(example, bundled):
+    """They are verified whole, and their size is known once there has been one."""
+    vocabulary = bundled.target.vocab_size
+
+    def made(length):
+        drafter = example(AdjacencyMatrix(vocabulary, 8), TreeTemplate.chain(length))
+        return TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter)
+
+    recycler = made(20)
+    assert "whole drafts" in repr(recycler)
+    assert recycler.batch_invariant
+    recycler.generate(DEMO[0], max_new_tokens=8)
+    assert recycler.largest_draft == 21
+    assert recycler.batch_invariant
+    large = made(150)
+    large.generate(DEMO[0], max_new_tokens=8)
+    assert large.largest_draft == 151
+    assert not large.batch_invariant  # linear.MOST_TOKENS
+
+
+def test_a_drafter_without_a_name(example, bundled):
+    class Nameless(Drafter):
+        def propose(self, rows, roots, size=None):
+            return root_only(roots)
+
+    with pytest.raises(TokenRecyclingError, match="the drafter Nameless has no name"):
+        TokenRecycling(bundled.model, bundled.tokenizer, drafter=Nameless())
+
+
+def test_a_drafter_derived_from_the_default(bundled):
+    """Its drafts are checked; below a matrix that knows little they are padded."""
+
+    class Mine(AdaptiveDrafter):
+        name = "mine"
+
+    drafter = Mine(AdjacencyMatrix(bundled.target.vocab_size, 8), 12)
+    recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter)
+    plain = TokenRecycling(bundled.model, bundled.tokenizer, drafter="none")
+    expected = plain.generate(DEMO[0], max_new_tokens=60)
+    answer = recycler.generate(DEMO[0], max_new_tokens=60)
+    assert answer.token_ids == expected.token_ids
+    assert answer.stats.accepted > 5
 
 
 def wrong(change):

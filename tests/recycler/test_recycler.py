@@ -267,3 +267,23 @@ def test_half_precision_emits_plain_argmaxes(recycler):
         logits = half.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     assert float((logits.max(dim=1).values - chosen).max()) <= 0.25
+
+
+@pytest.mark.parametrize("prompts, rows", [("whole", 40), ("part", 4), ("none", 0)])
+def test_how_much_of_a_prompt_teaches(bundled, prompts, rows, monkeypatch):
+    monkeypatch.setattr(bundled.target, "prompt_fraction", 0.1)
+    for drafter in ("paper", "adaptive"):
+        recycler = TokenRecycling(
+            bundled.model, bundled.tokenizer, drafter=drafter, prompts=prompts, nodes=8
+        )
+        recycler.target.prompt_fraction = 0.1
+        recycler.generate(list(range(300, 340)), max_new_tokens=1)
+        assert recycler.matrix.rows_seen == rows
+
+
+def test_only_the_published_method_learns_from_whole_prompts(bundled):
+    for drafter, prompts in (("paper", "whole"), ("adaptive", "part"), ("none", "part")):
+        recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter)
+        assert recycler.drafter.prompts == prompts
+    with pytest.raises(TokenRecyclingError, match="prompts is 'some'; choose from whole, part"):
+        TokenRecycling(bundled.model, bundled.tokenizer, prompts="some")

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
-from token_recycling.bench.variants import SETTINGS
-
 Summary = dict[str, Any]
-SIZE = (7.0, 4.0)  # inches
+WIDTH, HEIGHT = 8.0, 3.6  # inches, of each plot
+METADATA = ("Date", "Creator", "Format", "Type")
+NAMESPACE = re.compile(r' xmlns(:\w+)?="[^"]*"')
 FEWEST = 3  # values of a setting that make a curve
 FEWEST_STEPS = 5  # of a size, for its cost to be drawn
 VARIED = ("k", "nodes")  # numeric settings
 
 
-def plots(summary: Summary) -> list[tuple[str, str]]:
-    """Return the title and the SVG of every plot that the run has data for."""
+def plots(summary: Summary) -> str:
+    """Return one SVG, to stand in HTML, with every plot that the run has data for."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    drawn = []
-    # Text stays text, and the ids of two plots on one page differ.
-    for number, (title, draw) in enumerate(DRAWN.items()):
-        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number)}):
-            figure = Figure(figsize=SIZE, layout="constrained")
-            axes = figure.add_subplot()
-            if not draw(summary, axes):
-                continue
+    probe = Figure().add_subplot()
+    drawn = [(title, draw) for title, draw in DRAWN.items() if draw(summary, probe)]
+    # Text stays text, names may contain dollar signs, and the same summary gives the same bytes.
+    style = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "report"}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(WIDTH, HEIGHT * len(drawn)), layout="constrained")
+        for axes, (title, draw) in zip(figure.subplots(len(drawn), squeeze=False)[:, 0], drawn):
+            draw(summary, axes)
+            axes.set_title(title, loc="left")
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.3)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize="small", frameon=False)
-            text = io.StringIO()
-            figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        drawn.append((title, text.getvalue().partition("<svg")[2]))
-    return [(title, f"<svg{svg}") for title, svg in drawn]
+            axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(METADATA))
+    svg = text.getvalue()
+    return NAMESPACE.sub("", svg[svg.index("<svg") :])  # HTML needs no header and no namespaces
 
 
 def _speed_over_mat(summary: Summary, axes: Any) -> bool:
@@ -89,13 +90,10 @@ def curves(summary: Summary, setting: str) -> dict[str, list[tuple[int, str]]]:
     Only groups with ``FEWEST`` values or more are returned.
     """
     groups: dict[str, list[tuple[int, str]]] = {}
+    given = re.compile(f":{setting}=[^:]*")
     for name, entry in summary["decoders"].items():
-        about = entry["about"]
-        if about[setting] is not None and f":{setting}=" in name:
-            others = [f"{key}={about[key]}" for key in SETTINGS
-                      if key != setting and f":{key}=" in name]  # fmt: skip
-            label = " ".join([about["drafter"], *others])
-            groups.setdefault(label, []).append((about[setting], name))
+        if given.search(name):
+            groups.setdefault(given.sub("", name), []).append((entry["about"][setting], name))
     return {label: sorted(found) for label, found in groups.items() if len(found) >= FEWEST}
 
 

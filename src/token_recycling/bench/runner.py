@@ -114,7 +114,7 @@ class Runner:
                 decoder.options["max_new_tokens"],
                 WARM_UP_TOKENS,
             )
-            decoder.answer(prompt, self.seed)
+            decoder.answer(prompt, 0)
             decoder.options["max_new_tokens"] = limit
             decoder.restore(before)
 

@@ -149,9 +149,12 @@ def parse(spec: str) -> Variant:
 def expanded(spec: str) -> list[str]:
     """Return the decoders of ``spec``, in which settings may have several values.
 
-    ``paper:nodes=8:k=2|4`` stands for ``paper:nodes=8:k=2`` and ``paper:nodes=8:k=4``.
+    ``paper:k=2|4:nodes=8`` stands for ``paper:nodes=8:k=2`` and ``paper:nodes=8:k=4``: settings are
+    put in the order of ``SETTINGS``, so that no decoder is there twice.
     """
     name, *given = NEXT.split(spec)
+    order = list(SETTINGS)
+    given.sort(key=lambda text: [*order, text.partition("=")[0]].index(text.partition("=")[0]))
     alternatives = []
     for text in given:
         key, equals, values = text.partition("=")

@@ -40,11 +40,15 @@ def find_fault(
             token, parent = tokens[row, node], parents[row, node]
             if node and not 0 <= parent < node:
                 return row, 2
-            if node and depths[row, node] != depths[row, parent] + 1:
-                return row, 3
             if not 0 <= token < vocab_size:
                 return row, 4
-            if valid[row, node] and not valid[row, parent]:
+            if not valid[row, node]:  # nothing is below it, and nothing is read of it
+                if not 0 <= depths[row, node] <= node:
+                    return row, 3
+                continue
+            if node and depths[row, node] != depths[row, parent] + 1:
+                return row, 3
+            if not valid[row, parent]:
                 return row, 5
             for other in range(n):
                 expected = other == node or (node > 0 and ancestors[row, parent, other])
