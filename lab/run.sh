@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure of docs/results.md and the README; a run whose folder is there is not repeated.
+# Every figure of docs/results.md and the README; a run that is finished is not repeated.
 #   lab/run.sh [NAME ...]      all runs, or those named; results in lab/results/NAME.json
 # DATA is the folder of the public question files.
 set -euo pipefail
@@ -27,7 +27,7 @@ real() {
     shift
     wanted "$name" || return 0
     echo "== $name"
-    [ -e "build/bench/$name/summary.json" ] ||
+    [ -e "build/bench/$name/tables.md" ] && [ ! -e "build/bench/$name/state.safetensors" ] ||
         token-recycling bench -m "$MODEL" --suite "$QUESTIONS" "$@" --threads "$THREADS" \
             --out "build/bench/$name"
     cp "build/bench/$name/summary.json" "lab/results/$name.json"
@@ -38,11 +38,15 @@ export TOKEN_RECYCLING_CACHE=$PWD/build/bench/cache
 python lab/questions.py --data "$DATA" --out "$QUESTIONS"
 
 real real --per-kind 3 --decoders generate,generate-pld,none,prompt-lookup,paper,auto,adaptive:nodes=8
-real real-cold --cold --per-kind 1 --decoders generate,none,auto
+real real-cold --per-kind 1 --decoders generate,none,auto:cold=yes
 real real-sampled --per-kind 1 --temp 0.8 --decoders generate,none,auto
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch converts elsewhere
     real real-bfloat16 --dtype bfloat16 --per-kind 1 --decoders generate,none,auto
 fi
+
+# docs/research.md
+real ablation --per-kind 1 -n 64 --decoders \
+    'none,paper:nodes=80:k=1|2|4|8|12:cold=no|yes,paper:k=8:nodes=10|20|40|80:cold=no|yes'
 
 if wanted demo; then
     echo "== demo"

@@ -75,7 +75,7 @@ def settings(names: dict[str, str]) -> str:
     for name, title in names.items():
         if (RESULTS / f"{name}.json").exists():  # some need a processor that not all machines have
             found = load(name)["decoders"]
-            auto = found["auto"]["overall"]
+            auto = next(e for n, e in found.items() if n.startswith("auto"))["overall"]
             quartiles = "{:.2f} to {:.2f}".format(*auto["speedup_quartiles"][::2])
             rows.append(
                 [

@@ -22,7 +22,7 @@ COMMANDS = [
     if line.startswith("token-recycling")
 ]
 QUESTIONS = [
-    Question("own", str(i), "k", "k", (text,))
+    Question("own", str(i), f"kind {i}", "k", (text,))
     for i, text in enumerate(("How many legs have 3 cats?", "The king had a red hat."))
 ]
 

@@ -24,7 +24,7 @@ def plots(summary: Summary) -> str:
     probe = Figure().add_subplot()
     drawn = [(title, draw) for title, draw in DRAWN.items() if draw(summary, probe)]
     # Text stays text, names may contain dollar signs, and the same summary gives the same bytes.
-    style = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "report"}
+    style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "report"}
     with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH, HEIGHT * len(drawn)), layout="constrained")
         for axes, (title, draw) in zip(figure.subplots(len(drawn), squeeze=False)[:, 0], drawn):
