@@ -811,7 +811,7 @@ def test_the_same_command_continues_a_run(finished, suite, tmp_path, monkeypatch
                 call(*command)
     code, _, err = call(*bench_of(suite, folder, "-n", 21, "--decoders", FIXED))
     assert code == 2
-    assert "holds an interrupted run with settings" in err
+    assert "holds an interrupted run with settings: max_new_tokens 20, not 21" in err
     code, _, err = call(*command)
     assert code == 0, err
     answered = 2 if error is KeyboardInterrupt else 1

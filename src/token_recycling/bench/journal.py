@@ -74,12 +74,11 @@ class Journal:
         except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
             reason = one_line(error, 100)
             raise TokenRecyclingError(f"cannot continue {self.folder}: {reason}") from error
-        for key, value in self.run.items():
-            if before.get(key) != value:
-                raise TokenRecyclingError(
-                    f"{self.folder} holds an interrupted run with {key} {before.get(key)}, not "
-                    f"{value}; repeat its command or choose a new folder"
-                )
+        if different := _difference(before, self.run):
+            raise TokenRecyclingError(
+                f"{self.folder} holds an interrupted run with {different}; repeat its command or "
+                "choose a new folder"
+            )
         lines = _lines(self.folder / QUESTIONS)[:count]
         if len(lines) < count:
             raise TokenRecyclingError(f"cannot continue {self.folder}: {QUESTIONS} is too short")
@@ -108,6 +107,18 @@ class Journal:
     def finish(self) -> None:
         """Remove what a continued run would start from."""
         (self.folder / STATE).unlink(missing_ok=True)
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Return the first value that differs, with its names, or None."""
+    for key, value in now.items():
+        was = before.get(key)
+        if isinstance(value, dict) and isinstance(was, dict):
+            if inner := _difference(was, value):
+                return f"{key}: {inner}"
+        elif was != value:
+            return f"{key} {was}, not {value}"
+    return None
 
 
 def _lines(path: Path) -> list[str]:
