@@ -18,7 +18,7 @@ from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.util.files import make_folder, write_tensors, write_text
 
 QUESTIONS, STATE = "questions.jsonl", "state.safetensors"
-SAVED_EVERY = 60.0  # seconds
+SAVED_EVERY = 300.0  # seconds
 States = dict[str, dict[str, Tensor]]  # by decoder, what it has learnt from text
 
 
@@ -32,7 +32,7 @@ class Journal:
     """Writes what a run has measured as it goes.
 
     ``questions.jsonl`` gets every record at once. ``state.safetensors`` gets what the decoders have
-    learnt, once a minute and when a run is interrupted; it is there as long as the run can be
+    learnt, every five minutes and when a run is interrupted; it is there as long as the run can be
     continued, which then begins with the first question that the state does not cover.
 
     Attributes:
