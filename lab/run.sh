@@ -45,7 +45,7 @@ if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then               # torch con
 fi
 
 # docs/research.md
-real ablation --per-kind 1 -n 64 --decoders \
+real ablation --per-kind 1 -n 32 --decoders \
     'none,paper:nodes=80:k=1|2|4|8|12:cold=no|yes,paper:k=8:nodes=10|20|40|80:cold=no|yes'
 
 if wanted demo; then

@@ -178,6 +178,15 @@ def test_a_client_that_does_not_read_is_not_waited_for(tmp_path):
         assert "Cancel" not in served.text()
 
 
+@pytest.fixture
+def hangups():
+    """Let servers take SIGHUP: what ``nohup`` starts, tests too, ignores it, and so would they."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
 def test_a_closed_terminal_is_no_loss(tmp_path):
     """SIGHUP ends no stream, and the matrix is saved; the exit code tells if that fails."""
     folder = tmp_path / "learned"
@@ -193,7 +202,7 @@ def test_a_closed_terminal_is_no_loss(tmp_path):
                 served.process.send_signal(signal.SIGHUP)
                 received += frames
             assert received[-2] == "data: [DONE]"
-            assert served.process.wait(timeout=120) == (0 if writable else 1)
+            assert served.process.wait(timeout=30) == (0 if writable else 1)
             text = served.text()
         assert ("the matrix was not saved" in text) is not writable
         assert (folder / "matrix.safetensors").exists() is writable
