@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from letters import letters  # noqa: F401
 from record import CANDIDATES, Watch, answered
 from replay import Answers, mat
 from token_recycling import TokenRecycling, TreeTemplate

@@ -66,7 +66,7 @@ class Decoder:
         self.variant = variant
         self.recycler = first if variant.drafter is None else _recycler(variant, first)
         self.options = dict(options)
-        self.initial = self.state()
+        self.initial = self.state() if variant.cold else {}  # from which every question starts
 
     @property
     def auto_size(self) -> AutoSize | None:

@@ -123,7 +123,7 @@ class Runner:
         for decoder in self.decoders.values():
             if decoder.variant.cold:
                 decoder.restore(decoder.initial)
-        before = self._states()
+        before = self._states() if self.rounds > 1 else {}  # for the rounds after the first
         record: dict[str, Any] = {
             "name": question.name,
             "suite": question.suite,
