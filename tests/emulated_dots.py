@@ -2,7 +2,7 @@
 
 from llvmlite import ir
 
-from token_recycling.model.cpu import block_formats, block_tile
+from token_recycling.model.cpu import block_formats, block_products
 from token_recycling.model.cpu.vectors import I32
 
 
@@ -32,7 +32,7 @@ def _in_16_bits(self, quants, x, places):
     zero = ir.Constant(self.integer_vector, [0] * self.lanes)
     found = []
     for s in range(len(places[0][1])):
-        for lane in range(0, block_tile.ROWS, self.lanes):
+        for lane in range(0, block_products.ROWS, self.lanes):
             low, high = zero, zero
             for rows, offsets in places:
                 at = b.add(quants, ir.Constant(quants.type, rows + 4 * lane))
@@ -67,6 +67,6 @@ def _looked_up(self, places, table):
 
 def install():
     """Let kernels be made of these."""
-    block_tile.Products._dot = _dot
-    block_tile.Products._in_16_bits = _in_16_bits
+    block_products.Products._dot = _dot
+    block_products.Products._in_16_bits = _in_16_bits
     block_formats.InterleavedBlocks._looked_up = _looked_up

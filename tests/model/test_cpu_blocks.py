@@ -240,8 +240,8 @@ def test_an_embedding():
 CHECK = """
 import sys, torch
 from llvmlite import ir
-from token_recycling.model.cpu import block_formats, block_inputs, block_layout, block_tile
-from token_recycling.model.cpu import linear_kernel, vectors
+from token_recycling.model.cpu import block_amx, block_formats, block_inputs, block_layout
+from token_recycling.model.cpu import block_products, block_tile, linear_kernel, vectors
 from token_recycling.model.cpu.vectors import Processor, processor
 numba = linear_kernel.numba
 numba.cfunc = lambda kind, cache=True, cfunc=numba.cfunc: cfunc(kind)
@@ -330,7 +330,10 @@ FAULTS = {
         "block_formats.FORMATS[3] = __import__('dataclasses').replace(block_formats.FORMATS[3],"
         "scale=lambda blocks, n: (old(blocks, n)[0], blocks.emitter.splat(0.0)))",
     ),
-    "sums of halves": ([14], "block_inputs.HALF_SUMS = block_tile.HALF_SUMS = block_tile.SUM"),
+    "sums of halves": (
+        [14],
+        "block_inputs.HALF_SUMS = block_products.HALF_SUMS = block_products.SUM",
+    ),
     "offset": (
         [2],
         "block_formats.FORMATS[2] = __import__('dataclasses').replace("
@@ -352,11 +355,11 @@ FAULTS = {
     "fifth bits": ([6], "block_layout._rearranged = lambda b, word: word"),
     "sums in 16 bits": (
         [8],
-        EMULATE.format(about=EMULATED["AVX2"]) + "old = block_tile.Dots.__init__\n"
+        EMULATE.format(about=EMULATED["AVX2"]) + "old = block_products.Dots.__init__\n"
         "def new(self, *arguments, **options):\n"
         "    old(self, *arguments, **options)\n"
         "    self.many = 8\n"
-        "block_tile.Dots.__init__ = new",
+        "block_products.Dots.__init__ = new",
     ),
 }
 
@@ -379,7 +382,8 @@ def test_code_for_arm():
     from llvmlite import ir
 
     from token_recycling.model.cpu.block_inputs import Record
-    from token_recycling.model.cpu.block_tile import Products, Unpacking
+    from token_recycling.model.cpu.block_products import Products
+    from token_recycling.model.cpu.block_tile import Unpacking
     from token_recycling.model.cpu.vectors import Processor
 
     llvm.initialize_all_targets()
@@ -412,7 +416,8 @@ def test_code_for_avx_512(ggml_type):
     import llvmlite.binding as llvm
     from llvmlite import ir
 
-    from token_recycling.model.cpu.block_tile import AT_ONCE, Products
+    from token_recycling.model.cpu.block_products import Products
+    from token_recycling.model.cpu.block_tile import AT_ONCE
     from token_recycling.model.cpu.vectors import Processor
 
     llvm.initialize_all_targets()
@@ -429,6 +434,30 @@ def test_code_for_avx_512(ggml_type):
     code = machine.emit_assembly(llvm.parse_assembly(str(module)))
     assert len(re.findall(r"vpdpbusd\t\d*\(%\w+\)\{1to16\}, %zmm", code)) == s * GROUP // 4
     assert len(re.findall(r"\(%r[sb]p\)", code)) < 8  # sums stay in registers
+
+
+@pytest.mark.parametrize("ggml_type", [8, 12])
+def test_code_for_amx(ggml_type):
+    """Compiled and not run: one instruction multiplies 32 numbers of 16 rows by 16 rows of x."""
+    import llvmlite.binding as llvm
+    from llvmlite import ir
+
+    from token_recycling.model.cpu.amx_tile import SIDE
+    from token_recycling.model.cpu.block_amx import AmxProducts
+    from token_recycling.model.cpu.vectors import Processor
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    module.triple = "x86_64-unknown-linux-gnu"
+    cpu = Processor(16, True, True, "vpdpbusd", True, True)
+    AmxProducts(module, cpu, ggml_type, SIDE).products().linkage = "external"
+    machine = llvm.Target.from_triple(module.triple).create_target_machine(
+        cpu="sapphirerapids", opt=3
+    )
+    code = machine.emit_assembly(llvm.parse_assembly(str(module)))
+    assert code.count("\ttdpbsud\t") == 1
+    assert len(re.findall(r"zmm\d+, -?\d*\(%r[sb]p\)", code)) < 10  # sums stay in registers
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM assembles instructions of its own")

@@ -26,9 +26,6 @@ LINE = 4 * SIDE  # bytes of a row of a register
 class AmxEmitter(Emitter):
     """Emits the instructions of AMX."""
 
-    def __init__(self, module: Any) -> None:
-        super().__init__(module, SIDE)
-
     def amx(self, name: str, *arguments: Any) -> None:
         """Call an instruction; whole numbers are tile registers."""
         values = [I8(n) if isinstance(n, int) else n for n in arguments]
@@ -40,21 +37,27 @@ class AmxEmitter(Emitter):
         """Return an address as a pointer."""
         return self.b.inttoptr(address, I8.as_pointer())
 
-    def configure(self, width: Any) -> None:
-        """Set the sizes of the registers, for this many rows of x in a tile."""
+    def configure(self, sizes: dict[int, tuple[Any, Any]]) -> None:
+        """Set rows and bytes of a row, int64, of the registers."""
         b = self.b
         configuration = b.alloca(ir.ArrayType(I8, 64))
         configuration.align = 64
         b.store(ir.Constant(ir.ArrayType(I8, 64), None), configuration)
         base = b.ptrtoint(configuration, I64)
         self.store(I8(1), base, align=1)  # the only palette there is
-        narrow = b.trunc(b.mul(width, I64(4)), I16)
-        for register in range(REGISTERS):
-            of_weights = WEIGHTS <= register < INPUTS
-            width = I16(LINE) if of_weights else narrow
-            self.store(width, b.add(base, I64(16 + 2 * register)), align=2)
-            self.store(I8(SIDE), b.add(base, I64(48 + register)), align=1)
+        for register, (rows, width) in sizes.items():
+            self.store(b.trunc(width, I16), b.add(base, I64(16 + 2 * register)), align=2)
+            self.store(b.trunc(rows, I8), b.add(base, I64(48 + register)), align=1)
         self.amx("ldtilecfg", b.bitcast(configuration, I8.as_pointer()))
+
+
+def sizes(b: Any, width: Any) -> dict[int, tuple[Any, Any]]:
+    """Return rows and bytes of a row of the registers for ``width`` rows of x in a tile."""
+    narrow = b.mul(width, I64(4))
+    return {
+        register: (I64(SIDE), I64(LINE) if WEIGHTS <= register < INPUTS else narrow)
+        for register in range(REGISTERS)
+    }
 
 
 class AmxTile(AmxEmitter):
@@ -64,7 +67,7 @@ class AmxTile(AmxEmitter):
     """
 
     def __init__(self, module: Any, r: int, s: int) -> None:
-        super().__init__(module)
+        super().__init__(module, SIDE)
         self.r, self.s = r, s
 
     def tile(self) -> Any:

@@ -23,6 +23,7 @@ import numba
 from numba import types
 from numba.extending import intrinsic
 
+from token_recycling.model.cpu import amx_tile, block_amx
 from token_recycling.model.cpu.activations import GELU, GELU_TANH, SILU, gate
 from token_recycling.model.cpu.amx_tile import SIDE, AmxEmitter, AmxTile
 from token_recycling.model.cpu.attention_vectors import buffer_of
@@ -250,10 +251,13 @@ def _configure(typing: Any, form: Any, rows: Any) -> Any:
     """Set this thread's registers of AMX for so many rows of x."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if form.literal_value == AMX:
-            emitter = AmxEmitter(builder.module)
-            emitter.b = builder
-            emitter.configure(arguments[1])
+        number = form.literal_value
+        emitter = AmxEmitter(builder.module, SIDE)
+        emitter.b = builder
+        if number == AMX:
+            emitter.configure(amx_tile.sizes(builder, arguments[1]))
+        elif number >= BLOCKS and block_amx.can_multiply(number - BLOCKS, processor()):
+            emitter.configure(block_amx.SIZES)
         return context.get_dummy_value()
 
     return types.void(constant(form), types.int64), generate
@@ -264,8 +268,10 @@ def _release(typing: Any, form: Any) -> Any:
     """Give the registers of AMX back."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if form.literal_value == AMX:
-            emitter = AmxEmitter(builder.module)
+        number = form.literal_value
+        of_bytes = number >= BLOCKS and block_amx.can_multiply(number - BLOCKS, processor())
+        if number == AMX or of_bytes:
+            emitter = AmxEmitter(builder.module, SIDE)
             emitter.b = builder
             emitter.amx("tilerelease")
         return context.get_dummy_value()

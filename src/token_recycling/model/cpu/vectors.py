@@ -49,6 +49,7 @@ class Processor:
         dot_unsigned: its instruction that multiplies bytes without sign by bytes with one, and adds
             up four products (VNNI); empty if there is none.
         dot_bytes: it adds up products of bytes with any instruction.
+        byte_tiles: it multiplies tiles of bytes (AMX), has VNNI, and this process may.
     """
 
     lanes: int
@@ -56,6 +57,7 @@ class Processor:
     tiles: bool = False
     dot_unsigned: str = ""
     dot_bytes: bool = False
+    byte_tiles: bool = False
 
     @classmethod
     def of(cls, features: str) -> Processor:
@@ -68,7 +70,10 @@ class Processor:
         unsigned = vnni[1] if vnni and vnni[0] in has else ""
         dots = {16: {"avx512bw"}, 8: {"avx2", "f16c"}, 4: {"dotprod"}}  # of bytes
         dot_bytes = lanes > 0 and dots[lanes] <= has
-        return cls(lanes, lanes == 16 and "avx512bf16" in has, tiles, unsigned, dot_bytes)
+        byte_tiles = unsigned != "" and lanes == 16 and {"amx-tile", "amx-int8"} <= has
+        byte_tiles = byte_tiles and _may_use_tiles()
+        bfloat16 = lanes == 16 and "avx512bf16" in has
+        return cls(lanes, bfloat16, tiles, unsigned, dot_bytes, byte_tiles)
 
     def for_blocks(self) -> Processor:
         """Return what the tiles for block formats need to know: without VNNI, AVX-512 is AVX2."""
