@@ -60,7 +60,7 @@ test-models: .venv/ready ## Examine every architecture of Transformers; fails if
 # Files of the default suite that touch Transformers' own interfaces.
 VERSION_TESTS = model/test_target recycler hf integrations/test_transformers \
 	integrations/test_transformers_corners integrations/test_hub model/test_prefix_cache \
-	model/test_number_formats model/test_attention model/test_cpu_layers
+	model/test_number_formats model/test_attention model/test_cpu_layers model/test_cpu_kernels
 VERSIONS = $(patsubst tests/requirements/transformers-%.txt,%,$(wildcard tests/requirements/transformers-*.txt))
 
 test-versions: $(VERSIONS:%=test-version-%) ## Test with the oldest supported Transformers, and in between.

@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from token_recycling.model.cpu.attention import attend, pack_mask
+from skinny_kernels.attention import attend, pack_mask
 from token_recycling.util.machine import describe
 
 SHAPES = ((9, 3, 64), (14, 2, 64), (32, 8, 128))

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from skinny_kernels.modes import ordinary_tensors
+from skinny_kernels.shadow import shadow_of
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.adaptive import AdaptiveDrafter
@@ -19,9 +21,7 @@ from token_recycling.graph.captured_step import CapturedStep
 from token_recycling.graph.pool import slots_for
 from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.gpu import attention as gpu_attention
-from token_recycling.model.shadow import shadow_of
 from token_recycling.util.machine import synchronize
-from token_recycling.util.modes import ordinary_tensors
 
 NODES = (1, 64, 16)  # kernels for drafts of another size take 10 s to compile
 CONTEXTS = (256, 4096, 16384)

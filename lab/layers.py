@@ -21,11 +21,11 @@ import typer
 from torch.nn.functional import linear
 
 from random_gguf import blocks
-from token_recycling.model.cpu.launch import recording, tape
-from token_recycling.model.cpu.linear import Layer, products
-from token_recycling.model.cpu.packed import interleaved
-from token_recycling.model.cpu.team import run
-from token_recycling.util.huge_pages import Arena
+from skinny_kernels.huge_pages import Arena
+from skinny_kernels.launch import recording, tape
+from skinny_kernels.linear import Layer, products
+from skinny_kernels.packed import interleaved
+from skinny_kernels.team import run
 from token_recycling.util.machine import processor
 
 # hidden size, intermediate size, size of keys, layers, vocabulary; of larger models some layers

@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 from torch.nn.functional import linear
 
-from token_recycling.model.cpu.linear import product
+from skinny_kernels.linear import product
 from token_recycling.util.machine import describe
 
 SHAPES = (

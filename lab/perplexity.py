@@ -21,12 +21,12 @@ import torch
 import typer
 
 from llamacpp import LlamaCpp
+from skinny_kernels.linear import MOST_TOKENS
+from skinny_kernels.packed import PackedEmbedding, PackedLinear, interleaved, read_rows
 from token_recycling import TokenRecycling
 from token_recycling.bench.suites import load_all
 from token_recycling.checkpoint.load import load_checkpoint
 from token_recycling.decoding.text import encode
-from token_recycling.model.cpu.linear import MOST_TOKENS
-from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear, interleaved, read_rows
 
 LENGTH = 2 * MOST_TOKENS
 ANSWER = 64  # tokens of an answer

@@ -21,8 +21,8 @@ import torch
 
 from architectures import ARCHITECTURES, WINDOW, make
 from models import random_prompts
+from skinny_kernels import linear
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.model.cpu import linear
 from token_recycling.model.probe import open_target
 
 NODES = 16

@@ -11,7 +11,7 @@ from typing import Any
 
 BAD_INPUT = 2  # exit code of the command line
 INTERRUPTED = 130  # exit code: 128 + SIGINT, as in a shell
-INSIDE = ("token_recycling.", "transformers.", "torch.", "contextlib")  # modules
+INSIDE = ("token_recycling.", "skinny_kernels.", "transformers.", "torch.", "contextlib")  # modules
 
 
 def one_line(error: object, limit: int | None = None) -> str:

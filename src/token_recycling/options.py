@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling import defaults
 from token_recycling.drafting.base import PROMPTS, AnyDrafter, Drafter
 from token_recycling.drafting.matrix import AdjacencyMatrix
@@ -17,7 +18,6 @@ from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.registry import SHAPE_THEIR_OWN, check_name
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, unknown_option
-from token_recycling.util.modes import ordinary_tensors
 
 
 class OptionArguments(TypedDict, total=False):

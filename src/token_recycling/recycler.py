@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from skinny_kernels.linear import MOST_TOKENS
+from skinny_kernels.modes import RestoredModes, ordinary_tensors
 from token_recycling import defaults
 from token_recycling.checkpoint.load import load_checkpoint, planned
 from token_recycling.decoding.accept import Acceptor
@@ -38,14 +40,12 @@ from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepar
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve, warn_plain
 from token_recycling.model.base import OnProgress
-from token_recycling.model.cpu.linear import MOST_TOKENS
 from token_recycling.model.probe import open_target, refusal
 from token_recycling.model.target import TreeTarget
 from token_recycling.model.unwrap import model_inside
 from token_recycling.options import OptionArguments, Options
 from token_recycling.runs import Runs, Steps, drafter_and_size
 from token_recycling.util.lock import FairLock
-from token_recycling.util.modes import RestoredModes, ordinary_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from skinny_kernels.recordings import MULTIPLE
 from token_recycling.decoding.accept import Acceptor
 from token_recycling.decoding.cost_measurement import step_costs
 from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
@@ -25,7 +26,6 @@ from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import GraphError, TokenRecyclingError, one_line
 from token_recycling.graph.decoder import GraphDecoder, can_capture
 from token_recycling.model.base import OnProgress, Target
-from token_recycling.model.cpu.recordings import MULTIPLE
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.prefix_cache import PrefixCache
 from token_recycling.model.target import TreeTarget

@@ -17,10 +17,10 @@ from transformers import (
 
 from gguf_files import write_gguf
 from models import random_prompts
+from skinny_kernels import packed, team
+from skinny_kernels.packed import PackedEmbedding, PackedLinear
 from token_recycling import PlainDecodingWarning, TokenRecycling, enable
 from token_recycling.checkpoint.load import load_checkpoint
-from token_recycling.model.cpu import packed, team
-from token_recycling.model.cpu.packed import PackedEmbedding, PackedLinear
 
 pytestmark = pytest.mark.skipif(
     not team.is_available(), reason="there is no team of threads on this machine"

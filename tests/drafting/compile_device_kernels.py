@@ -26,6 +26,7 @@ from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from skinny_kernels.windows import AttentionWindow
 from token_recycling import AdjacencyMatrix
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.graph import compilation, kernels
@@ -34,7 +35,6 @@ from token_recycling.model.gpu import attention_launch
 from token_recycling.model.gpu.attention import TreeView
 from token_recycling.model.gpu.attention_launch import Pages, attend_pages
 from token_recycling.model.gpu.cache_kernel import move
-from token_recycling.model.limits import AttentionWindow
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))

@@ -22,14 +22,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from compiled_kernels import Recorded, pickled
 
+from skinny_kernels.modes import ordinary_tensors
+from skinny_kernels.shadow import shadow_of
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model import attention
 from token_recycling.model.gpu import layers
-from token_recycling.model.shadow import shadow_of
 from token_recycling.util import launch
-from token_recycling.util.modes import ordinary_tensors
 
 MOST_KERNELS, MOST_SECONDS, LONGEST = 16, 30, 8
 # Rows, size of a step and tokens of the prompts. What varies is odd, 1, and divisible by 16, as

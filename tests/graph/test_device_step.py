@@ -19,6 +19,8 @@ from gpu_launches import Launches
 
 from architectures import make
 from models import plain, random_prompts
+from skinny_kernels.modes import ordinary_tensors
+from skinny_kernels.windows import AttentionWindow
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.draft import chains
@@ -26,8 +28,6 @@ from token_recycling.drafting.kernels.device import learn, propose
 from token_recycling.graph import kernels, tensors
 from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.gpu.attention import paths_of
-from token_recycling.model.limits import AttentionWindow
-from token_recycling.util.modes import ordinary_tensors
 
 MOST_LAUNCHES = 20
 TOKENS = 14

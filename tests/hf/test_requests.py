@@ -19,13 +19,13 @@ from transformers import (
 
 from architectures import make
 from models import plain, random_prompts
+from skinny_kernels.windows import AttentionWindow
 from token_recycling import (
     PlainDecodingWarning,
     TokenRecycling,
     TokenRecyclingError,
     enable,
 )
-from token_recycling.model.limits import AttentionWindow
 
 [PROMPT] = random_prompts([12])
 PROMPTS = random_prompts([12, 7, 9, 12], seed=3)

@@ -9,9 +9,28 @@ from pathlib import Path
 
 import pytest
 
+import skinny_kernels
 import token_recycling
 
 PACKAGE = Path(token_recycling.__file__).parent
+KERNELS = Path(skinny_kernels.__file__).parent
+# What the kernels offer; everything else of theirs is their own affair.
+OFFERED = {
+    "attention",
+    "compiled",
+    "cores",
+    "elementwise",
+    "huge_pages",
+    "known_forms",
+    "layers",
+    "linear",
+    "modes",
+    "packed",
+    "recordings",
+    "rounding",
+    "shadow",
+    "windows",
+}
 # From the bottom to the top: a file may import files of its own package and of packages further up
 # in this list. A name with a slash is a folder, others are modules outside all folders.
 PACKAGES = (
@@ -39,10 +58,10 @@ def module_of(file: Path, package: Path) -> str:
 
 
 class Imports(ast.NodeVisitor):
-    """Collects what a file imports of the package, in functions and for type checkers too."""
+    """Collects what a file imports of a package, in functions and for type checkers too."""
 
-    def __init__(self, modules: set[str]) -> None:
-        self.modules, self.found = modules, set()
+    def __init__(self, modules: set[str], package: str) -> None:
+        self.modules, self.package, self.found = modules, package, set()
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -57,18 +76,21 @@ class Imports(ast.NodeVisitor):
     def _add(self, name: str) -> bool:
         root, _, rest = name.partition(".")
         module = rest.replace(".", "/") or "."
-        known = root == "token_recycling" and module in self.modules
+        known = root == self.package and module in self.modules
         if known:
             self.found.add(module)
         return known
 
 
-def graph(package: Path) -> dict[str, set[str]]:
-    """Module -> the modules that it imports."""
+def graph(package: Path, of: Path | None = None) -> dict[str, set[str]]:
+    """Module -> the modules that it imports, of the same package or of another one."""
     files = {module_of(file, package): file for file in package.rglob("*.py")}
+    others = of or package
+    known = {module_of(file, others) for file in others.rglob("*.py")}
+    name = "skinny_kernels" if others == KERNELS else "token_recycling"
     edges = {}
     for module, file in files.items():
-        imports = Imports(set(files))
+        imports = Imports(known, name)
         imports.visit(ast.parse(file.read_text("utf-8")))
         edges[module] = imports.found - {module}
     return edges
@@ -138,6 +160,16 @@ def test_no_circle():
 
 def test_no_import_from_a_lower_package_to_a_higher_one():
     assert climbing(graph(PACKAGE)) == []
+
+
+def test_the_kernels_have_no_circle_and_know_nothing_of_this_package():
+    assert circles(graph(KERNELS)) == []
+    assert not any("token_recycling" in file.read_text("utf-8") for file in KERNELS.rglob("*.py"))
+
+
+def test_nothing_behind_what_the_kernels_offer_is_used():
+    used = set().union(*graph(PACKAGE, of=KERNELS).values())
+    assert used == OFFERED
 
 
 @pytest.fixture

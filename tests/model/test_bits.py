@@ -7,13 +7,13 @@ import torch
 
 from architectures import make
 from models import random_prompts
+from skinny_kernels import layers, team
+from skinny_kernels.attention_kernel import KEYS
+from skinny_kernels.rounding import RoundingWatch
 from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import chains, root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model import attention, probe
-from token_recycling.model.cpu import layers, team
-from token_recycling.model.cpu.attention_kernel import KEYS
-from token_recycling.model.cpu.rounding import RoundingWatch
 from token_recycling.model.probe import has_bits_of_plain_steps, open_target
 from token_recycling.model.target import TreeTarget
 

@@ -16,16 +16,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from architectures import make
 from models import plain, random_prompts
+from skinny_kernels import activations, capture, elementwise, known_forms, layers, team
+from skinny_kernels import recordings as recordings_module
+from skinny_kernels.angles import Angles
+from skinny_kernels.layers import cover
+from skinny_kernels.shadow import replacement, shadow_of
 from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.model import known_forms
-from token_recycling.model.cpu import activations, capture, elementwise, layers, team
-from token_recycling.model.cpu import recordings as recordings_module
-from token_recycling.model.cpu.angles import Angles
-from token_recycling.model.cpu.layers import cover
+from token_recycling.model.attention import packed_attention
 from token_recycling.model.probe import open_target, refusal
-from token_recycling.model.shadow import replacement, shadow_of
 from token_recycling.model.target import TreeTarget
 
 pytestmark = pytest.mark.skipif(
@@ -179,7 +179,7 @@ def test_rotary_embeddings(batch, heads, tokens, half, dtype, wide):
 def fast(model):
     """The shadow of a model, computed by the kernels."""
     shadow = shadow_of(model)
-    cover(shadow)
+    cover(shadow, packed_attention)
     return shadow
 
 

@@ -15,12 +15,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from architectures import make
 from models import plain, random_prompts
+from skinny_kernels.windows import AttentionWindow
 from token_recycling import TokenRecycling
 from token_recycling.model import attention as packing
 from token_recycling.model.gpu import attention as gpu
 from token_recycling.model.gpu import attention_launch
 from token_recycling.model.gpu.attention_launch import attend
-from token_recycling.model.limits import AttentionWindow
 from token_recycling.model.masks import additive_masks
 
 WINDOWS = (AttentionWindow("full"), AttentionWindow("sliding", 9), AttentionWindow("chunked", 7))

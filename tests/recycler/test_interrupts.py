@@ -66,7 +66,7 @@ def test_modes_after_interrupts(broken):
         sys.path[:0] = [{str(TESTS)!r}, {str(Path(__file__).parent)!r}]
         import test_interrupts as tests
         if {broken}:
-            from token_recycling.util.modes import RestoredModes
+            from skinny_kernels.modes import RestoredModes
             RestoredModes.__exit__ = lambda *about: None
         after = tests.modes_after_interrupts()
         sys.exit(0 if set(after) == {{(False, True)}} else 3)

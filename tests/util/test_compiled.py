@@ -19,7 +19,7 @@ import torch
 
 import token_recycling
 from few import first_of
-from token_recycling.util import compiled
+from skinny_kernels import compiled
 
 PACKAGE = Path(token_recycling.__file__).parent
 DRAFT = """
@@ -198,36 +198,6 @@ def test_machine_code_that_cannot_be_written_is_not_needed(copy, tmp_path):
     found = drafted(copy, NUMBA_CACHE_DIR=str(cache), PYTHONPATH=path)
     assert found["hits"] == 0
     assert not list(cache.rglob("*.nbi"))
-
-
-KERNELS = """
-from token_recycling.model.cpu import elementwise_kernel, norm_kernel
-from token_recycling.model.cpu.machine_code import Kernel
-from token_recycling.model.cpu.vectors import BFLOAT16, FLOAT32, processor
-
-if processor().lanes:
-    kernels = [(elementwise_kernel.add, FLOAT32), (elementwise_kernel.add, BFLOAT16)]
-    addresses = {Kernel(*kernel).address for kernel in kernels}
-    addresses.add(Kernel(norm_kernel.norm, FLOAT32, in_pieces=True).address)
-    assert len(addresses) == 3
-"""
-
-
-def test_the_next_process_compiles_no_kernel(copy, tmp_path):
-    """The control: it compiles all of them if a file of the folder has changed."""
-    cache = tmp_path / "cache"
-    known = {**os.environ, "PYTHONPATH": str(copy.parent), "NUMBA_CACHE_DIR": str(cache)}
-
-    def after_a_process():
-        subprocess.run([sys.executable, "-c", KERNELS], env=known, check=True, cwd=copy.parent)
-        return sorted(cache.rglob("*.nbc"))
-
-    first = after_a_process()
-    assert first
-    assert after_a_process() == first
-    with (copy / "model" / "cpu" / "tile.py").open("a") as file:
-        file.write("# changed\n")
-    assert len(after_a_process()) == 2 * len(first)
 
 
 def test_views_follow_the_tensors():

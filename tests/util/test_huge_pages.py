@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from skinny_kernels import huge_pages
 from token_recycling import load_checkpoint
-from token_recycling.util import huge_pages
 
-GIVEN = "token_recycling.util.huge_pages"
+GIVEN = "skinny_kernels.huge_pages"
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skinny_kernels import huge_pages
 from token_recycling.checkpoint.gguf import (
     HINT,
     check_gguf,
@@ -20,7 +21,6 @@ from token_recycling.checkpoint.gguf import (
 from token_recycling.checkpoint.gguf_tokenizer import kept_tokenizer
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.model.gpu import adjacent
-from token_recycling.util import huge_pages
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 logger = logging.getLogger(__name__)

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from token_recycling.checkpoint.gguf import listed
-from token_recycling.errors import TokenRecyclingError
-from token_recycling.model.cpu.block_formats import FORMATS
-from token_recycling.model.cpu.packed import (
+from skinny_kernels.huge_pages import Arena, has_huge_pages
+from skinny_kernels.packed import (
+    FORMATS,
     PackedEmbedding,
     PackedLinear,
     can_compute,
@@ -28,7 +27,8 @@ from token_recycling.model.cpu.packed import (
     interleaved,
     new_bytes,
 )
-from token_recycling.util.huge_pages import Arena, has_huge_pages
+from token_recycling.checkpoint.gguf import listed
+from token_recycling.errors import TokenRecyclingError
 
 # Fields of a header with as many values as the vocabulary, which no configuration depends on.
 OF_TOKENS = tuple(f"tokenizer.ggml.{name}" for name in ("scores", "token_type", "merges"))

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from skinny_kernels.cores import usable_cores
 from token_recycling import defaults
 from token_recycling.cli import completion, show
 from token_recycling.cli.interrupts import raise_again
 from token_recycling.cli.progress import busy_shown
 from token_recycling.errors import TokenRecyclingError, printable
-from token_recycling.util.cores import usable_cores
 
 if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
@@ -156,8 +156,8 @@ class Loading:
             import torch
             from transformers.utils import logging
 
+            from skinny_kernels.compiled import noticed
             from token_recycling.recycler import TokenRecycling
-            from token_recycling.util.compiled import noticed
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()

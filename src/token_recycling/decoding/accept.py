@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skinny_kernels.compiled import as_array
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.samplers import Sampler, are_node_wise
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.decoding.walks import children_of, follow, host_walk, longest_paths
 from token_recycling.drafting.accepted import Accepted, joined
 from token_recycling.drafting.candidates import argmax
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.util.compiled import as_array
-from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN, padded
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from skinny_kernels.modes import without_autocast
 from token_recycling.decoding.accept import Acceptor, overflowed
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.sequence import Sequence
@@ -21,7 +22,6 @@ from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.base import OnProgress, Target
-from token_recycling.util.modes import without_autocast
 
 # (rows, draft, accepted), called at every step before the drafter learns from it
 OnDraft = Callable[[Any, DraftTree, Accepted], None]

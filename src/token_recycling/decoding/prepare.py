@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.adaptive import AdaptiveDrafter
@@ -16,7 +17,6 @@ from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.paper import PaperDrafter
 from token_recycling.drafting.prompt_lookup import PromptLookupDrafter
 from token_recycling.drafting.templates import TreeTemplate
-from token_recycling.util.modes import ordinary_tensors
 
 V, K = 8, 2
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.metrics import Stats
 from token_recycling.decoding.text import TextStream
-from token_recycling.util.modes import ordinary_tensors
 
 # Called after every appended token; returns why the row ends with this token, or None.
 StopRule = Callable[["Sequence"], "str | None"]

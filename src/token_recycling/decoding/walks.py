@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skinny_kernels.compiled import compiled
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.util.compiled import compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 # (parent, token) -> node, of one row

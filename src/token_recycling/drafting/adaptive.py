@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skinny_kernels.compiled import Views, as_array, in_threads
 from token_recycling import defaults
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import Drafter, Rows
@@ -35,7 +36,6 @@ from token_recycling.drafting.kernels.host.tree import propose
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.ngram import Chains, Context
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.util.compiled import Views, as_array, in_threads
 from token_recycling.util.tokens import NO_TOKEN
 
 # Slots for pairs and triples of tokens, prime numbers: 12.5 MiB with k = 12

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from token_recycling.util.compiled import as_array, compiled, in_threads
+from skinny_kernels.compiled import as_array, compiled, in_threads
 
 THREAD_LOGITS = 2**19  # logits from which a thread of its own is faster
 BLOCK = 64  # logits whose maximum is computed at once, with vector instructions

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skinny_kernels.compiled import as_array
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import PROMPTS, AnyDrafter, Drafter, Rows
 from token_recycling.drafting.candidates import Candidates
@@ -17,7 +18,6 @@ from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.host.check import FAULTS, find_fault
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError, one_line, printable
-from token_recycling.util.compiled import as_array
 
 OURS = "token_recycling."  # whose drafters are tested instead
 PARTS = ("tokens", "parents", "depths")

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skinny_kernels.modes import without_autocast
 from token_recycling import defaults
 from token_recycling.drafting.matrix_file import MatrixFile
 from token_recycling.drafting.matrix_merge import merge_evidence, merge_rows, merge_scores
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.util.modes import without_autocast
 from token_recycling.util.tokens import NO_TOKEN
 
 NO_KEY = torch.iinfo(torch.int64).min  # key of an empty slot

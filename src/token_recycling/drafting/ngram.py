@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from skinny_kernels.compiled import as_array
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import Rows
 from token_recycling.drafting.kernels.host.context import append_emitted, append_roots
-from token_recycling.util.compiled import as_array
 from token_recycling.util.tokens import NO_TOKEN
 
 ROOM = 256  # the buffer grows by at least this many slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from skinny_kernels.compiled import as_array
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import Drafter, Rows
 from token_recycling.drafting.candidates import Candidates
@@ -12,7 +13,6 @@ from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.kernels import template as kernels
 from token_recycling.drafting.matrix import AdjacencyMatrix, last_occurrences
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.util.compiled import as_array
 
 
 class PaperDrafter(Drafter[Rows]):

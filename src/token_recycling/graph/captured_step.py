@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.errors import StepError
 from token_recycling.graph.drafting import LAG
 from token_recycling.graph.step import GraphStep
 from token_recycling.graph.trial import problem
-from token_recycling.util.modes import ordinary_tensors
 
 WARM_UP = 2  # runs before the capture: the first one chooses kernels, the second one uses them
 

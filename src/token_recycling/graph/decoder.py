@@ -8,6 +8,7 @@ from time import perf_counter
 
 import torch
 
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.accept import Acceptor, append_emitted
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.sequence import Sequence
@@ -19,7 +20,6 @@ from token_recycling.graph.captured_step import CapturedStep
 from token_recycling.graph.chooser import TokenChoice
 from token_recycling.graph.pool import StepPool, padded_rows
 from token_recycling.model.target import TreeTarget
-from token_recycling.util.modes import ordinary_tensors
 from token_recycling.util.tokens import NO_TOKEN
 
 # Tokens that an answer must still be allowed to have, so that to capture another step pays: that

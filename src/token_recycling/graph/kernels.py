@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from skinny_kernels.windows import AttentionWindow
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.model.gpu.attention_launch import RULES
 from token_recycling.model.kv_cache import FixedCache
-from token_recycling.model.limits import AttentionWindow
 from token_recycling.util.launch import launch
 from token_recycling.util.vector import LEAST_NODES, LEAST_STEPS, at, lanes, longest
 

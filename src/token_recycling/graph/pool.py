@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.kernels.choice import has_device_kernels
@@ -22,7 +23,6 @@ from token_recycling.graph.step import Drafts, GraphStep, StepSpec
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.lm_head import Float32Head
 from token_recycling.model.target import TreeTarget
-from token_recycling.util.modes import ordinary_tensors
 
 SMALLEST = 256  # slots of the smallest cache
 # On a GPU a step for more slots is another one to capture, and attention reads no empty ones. So a

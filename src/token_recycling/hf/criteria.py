@@ -15,8 +15,8 @@ from transformers import (
     StopStringCriteria,
 )
 
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.sequence import Sequence
-from token_recycling.util.modes import ordinary_tensors
 
 # Criteria that treat each row independently. Other classes may look at the whole batch, and
 # ``MaxTimeCriteria`` ends all rows of a batch at the same token.

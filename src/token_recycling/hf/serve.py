@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from skinny_kernels.modes import RestoredModes, ordinary_tensors
 from token_recycling.decoding.accept import Acceptor, FollowAcceptor, GreedyAcceptor
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.samplers import BatchSampler, RowSampler
@@ -34,7 +35,6 @@ from token_recycling.model.override import Override, is_covered
 from token_recycling.model.target import TreeTarget
 from token_recycling.options import Options
 from token_recycling.util.lock import FairLock
-from token_recycling.util.modes import RestoredModes, ordinary_tensors
 
 
 class Recycler(Protocol):

@@ -13,15 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from token_recycling.model.cpu import attention as cpu
-from token_recycling.model.cpu.attention import PACKED, Packing
+from skinny_kernels import attention as cpu
+from skinny_kernels.attention import PACKED, Packing
+from skinny_kernels.known_forms import EAGER
+from skinny_kernels.windows import AttentionWindow
 from token_recycling.model.gpu import attention as gpu
-from token_recycling.model.limits import AttentionWindow
 
 SDPA = "sdpa"  # its name in Transformers
 VIEW = "token_recycling_view"  # attribute of such a mask that says what its nodes see
 PROMPT = "token_recycling_prompt"  # attribute of a causal mask: how many keys precede the queries
-EAGER = "eager_attention_forward"  # the function of a Python module of Transformers
 # PyTorch may choose cuDNN, whose plans are made anew for every length of the keys (23 to 37 ms).
 CUDA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ALIGNED = 8  # entries, required of a mask's rows by the memory-efficient kernel

@@ -45,12 +45,12 @@ UNREAD = frozenset(
         "_non_persistent_buffers_set",
     )
 )
-OURS = "token_recycling"
+OURS = ("token_recycling", "skinny_kernels")
 # Whose forwards and hooks may be on single modules: they place and convert tensors, and treat all
 # positions of a forward alike.
-FORWARDS = (OURS, "accelerate", "kernels", "transformers")
-HOOKS = (OURS, "accelerate", "peft", "transformers", "torch.nn.utils")
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", OURS)  # whose code does not change
+FORWARDS = (*OURS, "accelerate", "kernels", "transformers")
+HOOKS = (*OURS, "accelerate", "peft", "transformers", "torch.nn.utils")
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", *OURS)  # whose code does not change
 DEEPEST = 4  # levels of containers and functions that are followed
 SMALL = 16  # numbers of a tensor whose values are compared, where unknown code may switch by them
 LAYOUT = (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))
@@ -432,7 +432,7 @@ def _changed_container(name: str, container: Any, copy: Any) -> str | None:
                 continue
             before, now = copy.get(key), container.get(key)
             ours = (stock_of(value) for value in (before, now))
-            before, now = (None if _belongs(home(v), (OURS,)) else v for v in ours)
+            before, now = (None if _belongs(home(v), OURS) else v for v in ours)
             if not _is_equal(before, now):
                 return _described(name, key, before, now)
         return None

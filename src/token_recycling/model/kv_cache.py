@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from skinny_kernels.compiled import as_bits
+from skinny_kernels.elementwise import store
 from token_recycling import defaults
 from token_recycling.drafting.kernels.choice import has_device_kernels
-from token_recycling.model.cpu.elementwise import copy_heads
-from token_recycling.model.cpu.launch import recording
-from token_recycling.util.compiled import as_bits
 
 
 @dataclass
@@ -90,11 +89,7 @@ class _PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         begin, tokens = self.extent.end, key_states.shape[2]
         new, slots = (key_states, value_states), self.slots(begin, tokens)
-        if recording.recorder is None:
-            for states, entries in zip(new, slots):
-                entries.copy_(states)
-        else:
-            recording.recorder.rebind_copy(copy_heads(new, slots), self)
+        store(new, slots, self)
         return self.slots(0, begin + tokens)
 
     def slots(self, begin: int, count: int) -> tuple[Tensor, Tensor]:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
+from skinny_kernels.known_forms import GROWING_ROPE
+from skinny_kernels.windows import AttentionWindow
 from token_recycling.errors import TokenRecyclingError
 
-# RoPE types whose angles depend on the position only, not on the sequence length.
-GROWING_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 TREE_ROOM = 256  # slots reserved for the nodes of a draft
 SHORTEST_CONTEXT = 64  # models with a lower slot limit are refused
-
-
-class AttentionWindow(NamedTuple):
-    """The attention window of a layer type: ``size`` in positions; ``full`` has no limit."""
-
-    rule: Literal["full", "sliding", "chunked"]
-    size: int = 0
 
 
 def text_config(config: Any) -> Any:

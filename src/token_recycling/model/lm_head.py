@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from skinny_kernels.attention import is_available
+from skinny_kernels.elementwise import converted
+from skinny_kernels.linear import FORMS, product
+from skinny_kernels.modes import ThreadContext, ordinary_tensors, without_autocast
+from skinny_kernels.shadow import replace_forward
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.model.cpu.attention import is_available
-from token_recycling.model.cpu.elementwise import converted
-from token_recycling.model.cpu.linear import product
-from token_recycling.model.cpu.vectors import FORMS
-from token_recycling.model.shadow import replace_forward
-from token_recycling.util.modes import ThreadContext, ordinary_tensors, without_autocast
 
 ROWS = 4096  # weight rows compared at a time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from token_recycling.model.limits import AttentionWindow
+from skinny_kernels.windows import AttentionWindow
 
 
 def additive_masks(

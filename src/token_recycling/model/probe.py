@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
+from skinny_kernels.rounding import RoundingWatch
+from skinny_kernels.shadow import shadow_of
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.size.auto import GRAPH_SIZES
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line, warn_caller
 from token_recycling.model.base import Target
-from token_recycling.model.cpu.rounding import RoundingWatch
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import text_config
 from token_recycling.model.lm_head import Float32Head
-from token_recycling.model.shadow import shadow_of
 from token_recycling.model.target import TreeTarget
 
 FIRST_TOKENS = 1024

@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
+from skinny_kernels import layers as cpu_layers
+from skinny_kernels.attention import deepest
+from skinny_kernels.linear import FORMS
+from skinny_kernels.packed import PackedLinear
+from skinny_kernels.recordings import Recordings, StepInputs
+from skinny_kernels.shadow import shadow_of
+from skinny_kernels.windows import AttentionWindow
 from token_recycling import defaults
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.kernels.choice import has_device_kernels
@@ -19,19 +26,12 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.model import attention
 from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
 from token_recycling.model.cache_name import cache_name
-from token_recycling.model.cpu import layers as cpu_layers
-from token_recycling.model.cpu.attention import deepest
-from token_recycling.model.cpu.capture import StepInputs
-from token_recycling.model.cpu.packed import PackedLinear
-from token_recycling.model.cpu.recordings import Recordings
-from token_recycling.model.cpu.vectors import FORMS
 from token_recycling.model.fingerprint import Fingerprint
 from token_recycling.model.gpu import layers as gpu_layers
 from token_recycling.model.kv_cache import RecyclingCache
-from token_recycling.model.limits import AttentionWindow, check_prompts, text_config
+from token_recycling.model.limits import check_prompts, text_config
 from token_recycling.model.lm_head import Float32Head, StockHead
 from token_recycling.model.masks import additive_masks
-from token_recycling.model.shadow import shadow_of
 from token_recycling.model.state import ModelState, while_training
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -152,7 +152,7 @@ class TreeTarget:
         self.shadow, self.recordings = shadow_of(self.model), None
         self.lm_head.cover(self.shadow)
         if self.device.type == "cpu" and self.dtype in FORMS:
-            self.recordings = cpu_layers.cover(self.shadow)
+            self.recordings = cpu_layers.cover(self.shadow, attention.packed_attention)
         elif self.device.type == "cuda" and has_device_kernels(self.device):
             gpu_layers.cover(self.shadow)
 

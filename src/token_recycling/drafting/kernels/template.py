@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from token_recycling.util.compiled import compiled
+from skinny_kernels.compiled import compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 Array = Any  # a NumPy array; numba derives dtype and shape from the call

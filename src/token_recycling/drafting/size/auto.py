@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skinny_kernels.compiled import as_array
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.size.speeds import best, choose, speeds
 from token_recycling.drafting.size.step_costs import StepCosts
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.util.compiled import as_array
 
 LEARNING = 0.15  # value of twice the nodes for learning, in the tokens that drafts bring at present
 MEMORY = 100.0  # steps after which the weight of an old one is 1/e

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from token_recycling.util.compiled import compiled
+from skinny_kernels.compiled import compiled
 
 
 @compiled

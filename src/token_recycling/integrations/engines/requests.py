@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skinny_kernels.compiled import as_array
 from token_recycling.decoding.walks import host_path
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter, Rows
@@ -16,7 +17,6 @@ from token_recycling.drafting.draft import DraftTree, chains
 from token_recycling.drafting.kernels.host.ranking import likeliest
 from token_recycling.integrations.engines.options import CONTEXT
 from token_recycling.integrations.engines.step_logits import StepLogits
-from token_recycling.util.compiled import as_array
 
 
 @dataclass

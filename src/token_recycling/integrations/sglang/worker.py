@@ -16,13 +16,13 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from torch import Tensor
 
+from skinny_kernels.modes import ordinary_tensors
 from token_recycling.integrations.engines.options import ServingOptions, load_tokenizer
 from token_recycling.integrations.engines.versions import check_signature
 from token_recycling.integrations.sglang.batches import cache_locations, decode_plainly, untouched
 from token_recycling.integrations.sglang.drafting import BatchDrafting
 from token_recycling.integrations.sglang.sampled import draw_on_cpus
 from token_recycling.integrations.sglang.trees import full_masks, links
-from token_recycling.util.modes import ordinary_tensors
 
 
 class Worker(NGRAMWorker):  # type: ignore[misc]

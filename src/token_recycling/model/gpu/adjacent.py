@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from token_recycling.model.known_forms import GATED, PROJECTIONS, linear_children
+from skinny_kernels.known_forms import GATED, PROJECTIONS, linear_children
 
 
 def groups(model: nn.Module) -> list[list[nn.Module]]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from skinny_kernels.windows import AttentionWindow
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import one_line
-from token_recycling.model.limits import AttentionWindow
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from token_recycling.errors import one_line
-from token_recycling.model.gpu.adjacent import JointProduct
-from token_recycling.model.gpu.residual import Sums, following_norms, layer_forward
-from token_recycling.model.gpu.usable import is_ours, is_used
-from token_recycling.model.known_forms import (
+from skinny_kernels.known_forms import (
     GATED,
     PROJECTIONS,
     added_to_weights,
@@ -28,8 +24,12 @@ from token_recycling.model.known_forms import (
     rotates,
     sample,
 )
-from token_recycling.model.shadow import BOUND, replace_forward, replace_globals, replacement
-from token_recycling.util.modes import without_autocast
+from skinny_kernels.modes import without_autocast
+from skinny_kernels.shadow import BOUND, replace_forward, replace_globals, replacement
+from token_recycling.errors import one_line
+from token_recycling.model.gpu.adjacent import JointProduct
+from token_recycling.model.gpu.residual import Sums, following_norms, layer_forward
+from token_recycling.model.gpu.usable import is_ours, is_used
 
 logger = logging.getLogger(__name__)
 LARGEST_NORM = 16384  # numbers of one norm, which one program keeps in registers

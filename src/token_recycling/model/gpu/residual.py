@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skinny_kernels.known_forms import epsilon, is_same
 from token_recycling.model.gpu.usable import is_used
-from token_recycling.model.known_forms import epsilon, is_same
 
 # Children of a layer ``x + attention(norm(x))``, then the same with the MLP.
 CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")

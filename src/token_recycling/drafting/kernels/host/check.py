@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from token_recycling.util.compiled import compiled
+from skinny_kernels.compiled import compiled
 
 FAULTS = (
     "node 0 must be the root",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from skinny_kernels.compiled import compiled
 from token_recycling.drafting.kernels.host.state import Array
-from token_recycling.util.compiled import compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 WINDOW = 16  # longest n-gram that is compared

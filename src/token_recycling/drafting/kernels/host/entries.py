@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from skinny_kernels.compiled import compiled
 from token_recycling.drafting.kernels.host.rates import HALVES
 from token_recycling.drafting.kernels.host.state import LEVELS, Array, Tables
-from token_recycling.util.compiled import compiled
 
 TINY = 1e-9  # least sum of probabilities that is divided by
 

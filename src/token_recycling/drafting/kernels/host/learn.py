@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from skinny_kernels.compiled import compiled
 from token_recycling.drafting.kernels.host.context import append_emitted, ending, preceding
 from token_recycling.drafting.kernels.host.entries import TINY, learn_node, to_half
 from token_recycling.drafting.kernels.host.rates import refresh_logit
@@ -20,7 +21,6 @@ from token_recycling.drafting.kernels.host.state import (
     Verified,
 )
 from token_recycling.drafting.kernels.host.tree import gather, new_gathered, position
-from token_recycling.util.compiled import compiled
 from token_recycling.util.tokens import NO_TOKEN
 
 SIBLINGS = 7  # most rejected nodes that a root row is made of

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from skinny_kernels.compiled import compiled
 from token_recycling.drafting.kernels.host.state import (
     INPUTS,
     LEVELS,
@@ -14,7 +15,6 @@ from token_recycling.drafting.kernels.host.state import (
     Array,
     Tables,
 )
-from token_recycling.util.compiled import compiled
 
 BINS = 32  # classes of a probability: its log odds from -9 on, in steps of 1/2
 LONG = 4  # length from which a match is long, in tokens

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from skinny_kernels.compiled import compiled
 from token_recycling.drafting.kernels.host.context import (
     WINDOW,
     append_roots,
@@ -37,7 +38,6 @@ from token_recycling.drafting.kernels.host.state import (
     State,
     Tables,
 )
-from token_recycling.util.compiled import compiled
 
 LEAST, MOST = -9.0, 6.0  # bounds of a mixture's log odds
 FLOOR = math.log(1e-4)  # nodes with a lower log probability are not proposed

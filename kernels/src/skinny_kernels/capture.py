@@ -1,0 +1,412 @@
+"""Steps as recorded launches, which are replayed without Python between them.
+
+Python and PyTorch take as long between the kernels of a small model as the kernels themselves,
+because the weights that stream through the caches displace their code. So the launches of a step
+are recorded while the model's own code runs, as a CUDA graph records them, and are replayed in
+every later step of as many tokens. Memory that is used in between belongs to the recording; tokens,
+rotary angles, masks, logits and the KV cache are set at every replay.
+
+A recording is right only if nothing but kernels computes: all functions of PyTorch that the model's
+code calls are watched. Views are allowed; embeddings, sums, hyperbolic tangents, heads put together
+of parts, and products and quotients with a number are replaced by kernels; any other result must
+not be read by a kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from math import prod
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from skinny_kernels import activations, attention, elementwise
+from skinny_kernels import attention_kernel as kernels
+from skinny_kernels.angles import Angles
+from skinny_kernels.launch import Launch, pieces_at, recording, tape
+from skinny_kernels.team import run
+from skinny_kernels.vectors import FORMS
+from skinny_kernels.windows import AttentionWindow
+
+logger = logging.getLogger(__name__)
+CHUNK = 2**22  # bytes by which the memory of recordings grows
+ALIGNED = 64  # bytes, of a line of the cache
+SUMS, PRODUCTS = ("add", "__add__", "__radd__"), ("mul", "__mul__", "__rmul__")
+QUOTIENTS = ("div", "__truediv__", "true_divide")
+IN_PLACE = {"__setitem__"} | {
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+}
+# Functions that compute nothing, although their results are no views: properties of a tensor.
+PROPERTIES = (
+    *("__get__", "size", "dim", "numel", "stride", "is_contiguous", "data_ptr", "__len__"),
+    "is_floating_point",
+)
+
+
+class StepInputs(NamedTuple):
+    """The tokens of a step, on a CPU.
+
+    Attributes:
+        tokens: int64 [B, q], contiguous.
+        positions: int64 [B, q].
+        ancestors: bool [B, q, q], which of the tokens each one sees.
+        cache: a ``RecyclingCache`` with room for them.
+        windows: by layer type.
+        dtype: of the model's masks.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    ancestors: Tensor
+    cache: Any
+    windows: dict[str, AttentionWindow]
+    dtype: torch.dtype
+
+
+class Scratch:
+    """Memory that all recordings of a thread use in turn, as no two steps run at once.
+
+    What a tensor leaves is given to the next one of its size.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[Any] = []
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Give out the same memory again."""
+        self._chunk, self._used = 0, 0
+        self._free: dict[int, list[Any]] = defaultdict(list)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that no other tensor has that was given out since the last ``rewind``."""
+        count = prod(shape) * dtype.itemsize
+        size = -(-count // ALIGNED) * ALIGNED
+        free = self._free[size]
+        block = free.pop() if free else self._new(size)
+        owner = block[:count]  # referred to by all tensors in this memory, and by nothing else
+        finalize(owner, free.append, block).atexit = False
+        return torch.from_numpy(owner).view(dtype).view(shape)
+
+    def _new(self, size: int) -> Any:
+        while self._chunk < len(self._chunks):
+            chunk = self._chunks[self._chunk]
+            if self._used + size <= len(chunk):
+                self._used += size
+                return chunk[self._used - size : self._used]
+            self._chunk, self._used = self._chunk + 1, 0
+        self._chunks.append(_aligned(max(CHUNK, size)))
+        return self._new(size)
+
+
+def _aligned(size: int) -> Any:
+    """Return memory that begins with a line of the cache."""
+    memory = np.empty(size + ALIGNED, np.uint8)
+    begin = -memory.ctypes.data % ALIGNED
+    return memory[begin : begin + size]
+
+
+class _NotRecordableError(Exception):
+    """The launches do not say all that the step computes."""
+
+
+class Capture(TorchFunctionMode):
+    """Records the launches of a step (see ``launch.Recorder``), and watches PyTorch's functions.
+
+    Attributes:
+        step: what is computed.
+        launches: in order.
+        given: tensors that are set at a replay: the tokens, then what ``angles`` return.
+        angles: of all rotary embeddings.
+        copies: fields of the launches that write to the cache, and the layer.
+        attentions: fields of those that read it, the layer, and the type of its window.
+        reason: why the step cannot be replayed; None if it can.
+    """
+
+    def __init__(self, scratch: Scratch, step: StepInputs) -> None:
+        super().__init__()
+        self._scratch, self.step = scratch, step
+        self.launches: list[Launch] = []
+        self.given: list[Tensor] = [step.tokens]
+        self.angles: list[Angles] = []
+        self.copies: list[tuple[Any, int]] = []
+        self.attentions: list[tuple[Any, int, str]] = []
+        self.reason: str | None = None
+        self.large: list[Tensor] = []  # memory that is not worth keeping for all recordings
+        self.unknown: list[tuple[str, Tensor]] = []  # results of other functions
+        self._kinds: dict[int, str] = {}  # type of the window, by a packed mask's address
+
+    def __enter__(self) -> Any:
+        self._scratch.rewind()
+        recording.recorder = self
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *about: Any) -> None:
+        recording.recorder = None
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
+
+    def add(self, launch: Launch) -> None:
+        """Record a launch."""
+        self.launches.append(launch)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that belongs to the recording."""
+        count = prod(shape) * dtype.itemsize
+        if count <= CHUNK // 4:
+            return self._scratch.empty(tuple(shape), dtype)
+        self.large.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        return self.large[-1]
+
+    def note_mask(self, packed: Tensor, kind: str | None) -> None:
+        """Note for which type of layers a mask is packed; None: for all."""
+        self._kinds[packed.data_ptr()] = kind or next(iter(self.step.windows))
+
+    def note_angles(self, angles: Angles, positions: Tensor, computed: tuple[Tensor, ...]) -> None:
+        """Note cosines and sines that were computed for ``positions``."""
+        asked = self.step.positions
+        if positions.data_ptr() != asked.data_ptr() or positions.shape != asked.shape:
+            self.reason = "it rotates by other positions"
+        self.angles.append(angles)
+        self.given += computed
+
+    def rebind_copy(self, fields: Any, layer: Any) -> None:
+        """Record that a launch writes to the cache."""
+        layers = self.step.cache.layers
+        index = next((i for i, candidate in enumerate(layers) if candidate is layer), None)
+        if index is None:
+            self.reason = "it writes to another cache"
+        else:
+            self.copies.append((fields, index))
+
+    def rebind_attention(self, fields: Any, key: Tensor, mask: Tensor) -> None:
+        """Record that a launch reads the cache."""
+        layers = enumerate(self.step.cache.layers)
+        addresses = {one.keys.data_ptr(): n for n, one in layers if one.is_initialized}
+        index, kind = addresses.get(key.data_ptr()), self._kinds.get(mask.data_ptr())
+        if index is None or kind is None:
+            self.reason = "it reads another cache"
+        else:
+            self.attentions.append((fields, index, kind))
+
+    def recording(self, output: Any) -> Recording | None:
+        """Return a recording of the step, whose logits are ``output``; None: it cannot be made."""
+        try:
+            return Recording(self, output)
+        except _NotRecordableError as reason:
+            logger.debug("steps of %s are not recorded: %s", self.step.tokens.shape, reason)
+            return None
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        result = self._by_kernel(name, args) if not kwargs else None
+        if name == "embedding" and len(args) >= 2 and not any((*args[3:4], kwargs.get("max_norm"))):
+            result = _embedded(*args[:2])
+        elif name in ("cat", "concat") and args:
+            result = _joined(args[0], *args[1:], **kwargs)
+        if result is not None:
+            return result
+        result = function(*args, **kwargs)
+        if not _is_view(name, result, args):
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            writes = "out" in kwargs or (_is_in_place(name) and not self._is_unknown(args[0]))
+            if writes or not all(isinstance(x, Tensor) for x in results):
+                self.reason = self.reason or f"it calls {name}"
+            else:
+                self.unknown += [(name, x) for x in results]
+        return result
+
+    def _is_unknown(self, tensor: Any) -> bool:
+        """Return whether a tensor is in the memory of what another function has computed."""
+        memory = tensor.untyped_storage().data_ptr()
+        return any(one.untyped_storage().data_ptr() == memory for _, one in self.unknown)
+
+    def _by_kernel(self, name: str, args: Any) -> Tensor | None:
+        """Return what a kernel computes in place of a function; None: nothing."""
+        if name == "tanh" and _are_alike(*args, *args):
+            return elementwise.activate(args[0], activations.CAP, 1.0)
+        if len(args) != 2 or name not in (*SUMS, *PRODUCTS, *QUOTIENTS):
+            return None
+        first, second = args
+        if name in SUMS:
+            return elementwise.add(first, second) if _are_alike(first, second) else None
+        if name in PRODUCTS and not isinstance(first, Tensor):
+            first, second = second, first
+        if not _are_alike(first, first):
+            return None
+        if isinstance(second, Tensor):
+            if second.dim() or second.dtype != first.dtype or not second.is_cpu:
+                return None
+            if self._is_unknown(second):  # a constant of the code
+                second = float(second)
+        elif type(second) not in (int, float):
+            return None
+        return (elementwise.multiply if name in PRODUCTS else elementwise.divide)(first, second)
+
+
+def _are_alike(first: Any, second: Any) -> bool:
+    """Return whether these are tensors that ``elementwise.add`` takes."""
+    return (
+        isinstance(first, Tensor)
+        and isinstance(second, Tensor)
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.dtype in FORMS
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and first.is_cpu
+        and second.is_cpu
+    )
+
+
+def _joined(parts: Any, dim: int = 0, **others: Any) -> Tensor | None:
+    """Return parts of heads [B, heads, n, size] as whole heads; None if there is no kernel."""
+    whole = [part for part in parts if isinstance(part, Tensor) and part.dim() == 4]
+    if others or dim not in (-1, 3) or len(whole) < len(parts):
+        return None
+    shapes = {(*part.shape[:3], part.dtype, part.stride(3), part.is_cpu) for part in whole}
+    dtype, stride, is_cpu = next(iter(shapes))[3:]
+    if len(shapes) > 1 or dtype not in FORMS or stride != 1 or not is_cpu:
+        return None
+    return elementwise.joined(whole)
+
+
+def _embedded(ids: Tensor, table: Tensor) -> Tensor | None:
+    """Return rows of an embedding's table; None if there is no kernel."""
+    known = ids.is_cpu and ids.dtype == torch.long and ids.is_contiguous() and ids.numel() > 0
+    if not (known and table.is_cpu and table.dtype in FORMS and table.stride(1) == 1):
+        return None
+    return elementwise.embed(ids, table)
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether a function writes to its first argument."""
+    return name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_view(name: str, result: Any, args: Any) -> bool:
+    """Return whether a function computes nothing: its results are views, or properties."""
+    if name in PROPERTIES:
+        return True
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    if not results or not all(isinstance(value, Tensor) for value in results):
+        return False
+    if _is_in_place(name):
+        return False
+    memory = {
+        argument.untyped_storage().data_ptr() for argument in args if isinstance(argument, Tensor)
+    }
+    return all(value.untyped_storage().data_ptr() in memory for value in results)
+
+
+class Recording:
+    """The launches of a step of so many rows and tokens."""
+
+    def __init__(self, capture: Capture, output: Any) -> None:
+        """Prepare replays; see ``Capture.recording``.
+
+        Raises:
+            _NotRecordableError: the launches do not say all that the step computes.
+        """
+        if capture.reason is not None:
+            raise _NotRecordableError(capture.reason)
+        launches = capture.launches
+        self._held = launches, [one for one in capture.large if one is not output]
+        self._angles, self._windows = capture.angles, capture.step.windows
+        self._shape, self._dtype = tuple(output.shape), output.dtype
+        self._threads = max((launch.threads for launch in launches), default=1)
+        self._fields = np.concatenate([np.array(launch.fields, np.int64) for launch in launches])
+        self._tape = tape(launches, self._fields)
+        self._words = np.frombuffer(self._tape, np.int64)
+        begins = np.cumsum([0, *(len(launch.fields) for launch in launches)])
+        first = {id(launch.fields): begin for launch, begin in zip(launches, begins)}
+        number = {id(launch.fields): n for n, launch in enumerate(launches)}
+
+        for name, tensor in capture.unknown:
+            if len(self._inside(tensor.untyped_storage())):
+                raise _NotRecordableError(f"a kernel reads what {name} computes")
+        self._outputs = np.flatnonzero(self._fields == output.data_ptr())
+        if not len(self._outputs) or not output.is_contiguous():
+            raise _NotRecordableError("its logits are not those of a kernel")
+        given = [(self._inside(tensor), tensor.data_ptr()) for tensor in capture.given]
+        self._inputs = [(at, self._fields[at] - address) for at, address in given]
+
+        self._copies = [(first[id(fields)], layer) for fields, layer in capture.copies]
+        self._attentions = [(first[id(fields)], layer) for fields, layer, _ in capture.attentions]
+        shapes = [fields for fields, *_ in capture.attentions]
+        self._pieces_at = np.array([pieces_at(number[id(fields)]) for fields in shapes], np.int64)
+        self._heads = np.array([attention.heads_of(fields) for fields in shapes], np.int64)
+        self._part_floats = max(map(attention.part_floats, shapes), default=0)
+        # By type of window and heads in a group, whose mask is the same: the fields to set.
+        groups: dict[tuple[str, int], list[int]] = {}
+        for fields, _, kind in capture.attentions:
+            groups.setdefault((kind, fields[kernels.GROUP]), []).append(first[id(fields)])
+        self._masks = [(*key, np.array(at, np.int64)) for key, at in groups.items()]
+        self._extent: Any = None  # whose memory is bound, as it was after so many moves
+        self._moves = 0
+
+    def _inside(self, tensor: Any) -> Any:
+        """Return the positions of fields that are addresses inside of a tensor or its storage."""
+        begin = tensor.data_ptr()
+        end = begin + (tensor.nbytes if isinstance(tensor, Tensor) else tensor.nbytes())
+        return np.flatnonzero((self._fields >= begin) & (self._fields < end))
+
+    def replay(self, step: StepInputs) -> Tensor:
+        """Compute a step of as many rows and tokens; return its logits [B, q, V]."""
+        fields, tokens = self._fields, step.tokens.shape[1]
+        extent = step.cache.extent
+        if self._extent is not extent or self._moves != extent.moves:
+            self._bind_cache(step.cache)
+            self._extent, self._moves = extent, extent.moves
+        begin, slots = extent.end, extent.end + tokens
+        fields[self._entries_at] = self._entries + begin * self._slot_bytes
+        logits = torch.empty(self._shape, dtype=self._dtype, device="cpu")
+        fields[self._outputs] = logits.data_ptr()
+        angles = [table for one in self._angles for table in one.at(step.positions)]
+        given = (step.tokens.data_ptr(), *(table.ctypes.data for table in angles))
+        for address, (at, offsets) in zip(given, self._inputs):
+            fields[at] = offsets + address
+        committed = np.array(extent.lengths, np.int64)
+        blocks = kernels.blocks_of(slots, tokens)
+        parts = np.empty(self._part_floats * blocks, np.float32)
+        held = []
+        for kind, group, at in self._masks:
+            window = self._windows[kind]
+            mask = attention.draft_mask(
+                committed, step.positions, step.ancestors, window, group, step.dtype
+            )
+            held.append(mask)
+            for field, word in attention.per_step(slots, mask, committed, parts):
+                fields[at + field] = word
+        self._words[self._pieces_at] = self._heads * blocks
+        run(self._tape, self._threads)
+        return logits
+
+    def _bind_cache(self, cache: Any) -> None:
+        """Note where the layers' keys and values are."""
+        entries_at, entries, slot_bytes = [], [], []
+        for at, layer in self._attentions:
+            both = cache.layers[layer].keys, cache.layers[layer].values
+            for field, word in attention.entries(*both):
+                self._fields[at + field] = word
+        for at, layer in self._copies:
+            for n, tensor in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
+                for field, word in elementwise.output_strides(n, tensor):
+                    self._fields[at + field] = word
+                entries_at.append(at + elementwise.output_at(n))
+                entries.append(tensor.data_ptr())
+                slot_bytes.append(tensor.stride(2) * tensor.itemsize)
+        self._entries_at, self._entries, self._slot_bytes = (
+            np.array(numbers, np.int64) for numbers in (entries_at, entries, slot_bytes)
+        )

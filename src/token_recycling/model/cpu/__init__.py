@@ -1,1 +1,0 @@
-"""Linear layers and attention for few tokens on a CPU, as LLVM vector code."""
