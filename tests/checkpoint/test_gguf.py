@@ -15,10 +15,10 @@ import torch
 from command import call
 from gguf_files import write_gguf
 from models import plain
+from skinny_kernels import gguf_file as reading
+from skinny_kernels.gguf_reader import Reader
 from token_recycling import TokenRecycling, TokenRecyclingError, load_checkpoint
-from token_recycling.checkpoint import gguf as reading
 from token_recycling.checkpoint import load
-from token_recycling.checkpoint.gguf_reader import Reader
 
 PROMPT = list(range(40, 60))
 
@@ -186,7 +186,7 @@ def test_packages_that_are_missing(file, monkeypatch):
     )
     message = refusal(file)
     assert "without the packages gguf" in message
-    assert "pip install 'token-recycling[gguf]'" in message
+    assert "pip install gguf accelerate" in message
 
 
 def test_the_header_is_what_the_package_gguf_reads(file):

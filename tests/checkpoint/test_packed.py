@@ -81,7 +81,7 @@ def test_all_weights_stay_packed(model):
 
 
 def test_without_huge_pages(file, model, monkeypatch):
-    monkeypatch.setattr("token_recycling.checkpoint.packed.has_huge_pages", lambda: False)
+    monkeypatch.setattr("skinny_kernels.gguf_model.has_huge_pages", lambda: False)
     same, _ = load_checkpoint(file, "cpu")
     (ids,) = random_prompts([10])
     assert torch.equal(logits(same, ids), logits(model[0], ids))
@@ -178,7 +178,7 @@ def test_what_cannot_stay_packed_is_said(bundled, tmp_path, caplog, monkeypatch)
         model, _ = load_checkpoint(path, "cpu")
         assert layers(model)
         assert not caplog.messages
-        monkeypatch.setattr("token_recycling.checkpoint.packed.can_compute", lambda kind: False)
+        monkeypatch.setattr("skinny_kernels.gguf_model.can_compute", lambda kind: False)
         model, _ = load_checkpoint(path, "cpu")
     assert not layers(model)
     (message,) = caplog.messages
@@ -227,6 +227,6 @@ def test_a_file_of_another_shape(bundled, tmp_path):
 
 def test_it_cannot_be_saved(model, tmp_path):
     """Nothing loads what ``save_pretrained`` would write, so nothing is written."""
-    with pytest.raises(ValueError, match="dequantize=True"):
+    with pytest.raises(ValueError, match="dequantize them"):
         model[0].save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()

@@ -267,6 +267,8 @@ def _rotary(
     stock: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *a: Any, **k: Any
 ) -> Any:
     """``apply_rotary_pos_emb`` of a Python module of Transformers."""
+    if len(cos) == len(sin) == 1:  # all rows have the same positions
+        cos, sin = (table.expand(len(query), *table.shape[1:]) for table in (cos, sin))
     if not (a or k) and _is_used(query) and _rotates(query, key, cos, sin):
         return elementwise.rotary((query, key), cos, sin)
     return stock(query, key, cos, sin, *a, **k)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from skinny_kernels import huge_pages
-from token_recycling.checkpoint.gguf import (
+from skinny_kernels.errors import CheckpointError
+from skinny_kernels.gguf_file import (
     HINT,
     check_gguf,
     check_whole,
@@ -72,10 +74,11 @@ def load_checkpoint(
     is_file = from_gguf and Path(location).is_file()
     with read_once(Path(location)) if from_gguf else nullcontext():
         model = None
-        if is_file:
-            check_whole(Path(location))
-        if is_file and on_cpu and not dequantize and dtype in (torch.float32, "float32"):
-            model = _packed(Path(location), model_options)
+        with errors_of_ours():
+            if is_file:
+                check_whole(Path(location))
+            if is_file and on_cpu and not dequantize and dtype in (torch.float32, "float32"):
+                model = _packed(Path(location), model_options)
         if model is None:
             model = _dense(location, path, device, dtype, options)
             if on_cpu:
@@ -83,6 +86,15 @@ def load_checkpoint(
             elif model.device.type == "cuda":
                 adjacent.move(model)
         return model.eval(), load_tokenizer(name_or_path, **options)
+
+
+@contextmanager
+def errors_of_ours() -> Iterator[None]:
+    """Raise ``TokenRecyclingError`` in place of an error about a GGUF file."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise TokenRecyclingError(str(error)) from error
 
 
 class Planned(NamedTuple):
@@ -153,9 +165,9 @@ def _packed(file: Path, model_options: dict[str, Any]) -> Any:
     """Return a model with packed weights; None, and a line in the log, if they cannot stay so.
 
     Raises:
-        TokenRecyclingError: the file lacks tensors, or they have other shapes.
+        CheckpointError: the file lacks tensors, or they have other shapes.
     """
-    from token_recycling.checkpoint.packed import NotPackableError, load_packed
+    from skinny_kernels.gguf_model import NotPackableError, load_packed
 
     unknown = [name for name in model_options if name not in PACKED_OPTIONS]
     try:
@@ -165,7 +177,7 @@ def _packed(file: Path, model_options: dict[str, Any]) -> Any:
         return load_packed(file, **used)
     except NotPackableError as error:
         reason = str(error)
-    except TokenRecyclingError:
+    except CheckpointError:
         raise
     except Exception as error:  # a broken file, or one that only Transformers' own way reads
         reason = one_line(error, 200)
@@ -270,10 +282,11 @@ def resolve(name_or_path: str | Path | None) -> tuple[str, dict[str, str]]:
         if not given or local:
             raise TokenRecyclingError(f"cannot load the model {given!r}: no such file or folder")
         return given, {}
-    file = find_gguf(path)
-    if file is None:
-        return str(path), {}
-    check_gguf(file)
+    with errors_of_ours():
+        file = find_gguf(path)
+        if file is None:
+            return str(path), {}
+        check_gguf(file)
     return str(file.parent), {"gguf_file": file.name}
 
 

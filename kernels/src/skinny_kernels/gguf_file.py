@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from token_recycling.checkpoint.gguf_reader import MAGIC, Reader
-from token_recycling.errors import TokenRecyclingError
+from skinny_kernels.errors import CheckpointError
+from skinny_kernels.gguf_reader import MAGIC, Reader
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 PACKAGES = ("gguf", "accelerate")  # what Transformers needs to read such a file
-INSTALL = "pip install 'token-recycling[gguf]'"
+INSTALL = "pip install gguf accelerate"
 BLOCK = re.compile(r"blk\.(\d+)\.")
 MERGE = "merge them with llama-gguf-split --merge, and give the result"
 SHOWN = 3  # names in a message
@@ -31,29 +31,29 @@ def find_gguf(path: Path) -> Path | None:
         The file; None if ``path`` is a folder with another checkpoint, or does not exist.
 
     Raises:
-        TokenRecyclingError: it is another file, or a folder with several GGUF files or without any
+        CheckpointError: it is another file, or a folder with several GGUF files or without any
             checkpoint.
     """
     if path.is_file():
         if path.suffix.lower() != SUFFIX:
-            raise TokenRecyclingError(
+            raise CheckpointError(
                 f"cannot load the model {str(path)!r}: give a folder, or a GGUF file (*{SUFFIX})"
             )
         return path
     if path.exists() and not path.is_dir():
-        raise TokenRecyclingError(
+        raise CheckpointError(
             f"cannot load the model {str(path)!r}: it is neither a folder nor a regular file"
         )
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
     if len(files) > 1:
-        raise TokenRecyclingError(
+        raise CheckpointError(
             f"{path} has {len(files)} GGUF files ({listed([file.name for file in files])}); "
             "give the path of one of them"
         )
     if not files:
-        raise TokenRecyclingError(
+        raise CheckpointError(
             f"cannot load the model {str(path)!r}: the folder has neither config.json nor a "
             f"*{SUFFIX} file"
         )
@@ -64,26 +64,24 @@ def check_gguf(file: Path) -> None:
     """Check that there is a GGUF file and that the packages to read it are installed.
 
     Raises:
-        TokenRecyclingError: one of these is missing.
+        CheckpointError: one of these is missing.
     """
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise TokenRecyclingError(
+        raise CheckpointError(
             f"{file.name} cannot be read without the packages {' and '.join(missing)}; "
             f"install them with {INSTALL}"
         )
     if SPLIT.search(file.name):
-        raise TokenRecyclingError(f"{file.name} is one of several files of a model; {MERGE}")
+        raise CheckpointError(f"{file.name} is one of several files of a model; {MERGE}")
     try:
         with file.open("rb") as stream:
             magic = stream.read(len(MAGIC))
     except OSError as error:
-        raise TokenRecyclingError(f"cannot read {file}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     if magic != MAGIC:
         found = f"begins with {magic!r} instead of {MAGIC!r}" if magic else "is empty"
-        raise TokenRecyclingError(
-            f"cannot load the model {file}: it is not a GGUF file, as it {found}"
-        )
+        raise CheckpointError(f"cannot load the model {file}: it is not a GGUF file, as it {found}")
 
 
 def check_whole(file: Path) -> None:
@@ -92,7 +90,7 @@ def check_whole(file: Path) -> None:
     Transformers would leave the others out without a word. Called inside ``read_once``.
 
     Raises:
-        TokenRecyclingError: it is cut off or a part of a model, or has other layers.
+        CheckpointError: it is cut off or a part of a model, or has other layers.
     """
     import gguf
 
@@ -105,22 +103,22 @@ def check_whole(file: Path) -> None:
         blocks = fields[f"{architecture}.block_count"].contents()
         parts = fields["split.count"].contents() if "split.count" in fields else 0
     except EOFError:
-        raise TokenRecyclingError(
+        raise CheckpointError(
             f"cannot load the model {file}: it is truncated at byte {size:,}, within its "
             "header, or damaged; download it again"
         ) from None
     except Exception:  # a broken file: whoever loads it says why
         return
     if end > size:
-        raise TokenRecyclingError(
+        raise CheckpointError(
             f"cannot load the model {file}: it is truncated at byte {size:,} of {end:,}; "
             "download it again"
         )
     if parts > 1:
-        raise TokenRecyclingError(f"{file.name} is one of {parts} files of a model; {MERGE}")
+        raise CheckpointError(f"{file.name} is one of {parts} files of a model; {MERGE}")
     last = max((int(match[1]) for name in names if (match := BLOCK.match(name))), default=-1)
     if isinstance(blocks, int) and last >= blocks:
-        raise TokenRecyclingError(
+        raise CheckpointError(
             f"cannot load the model {file}: it has tensors of {last + 1} layers, "
             f"but its block_count is {blocks}"
         )

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from skinny_kernels.errors import CheckpointError
+from skinny_kernels.gguf_file import check_gguf, check_whole, listed, read_once
 from skinny_kernels.huge_pages import Arena, has_huge_pages
 from skinny_kernels.packed import (
     FORMATS,
@@ -27,8 +29,6 @@ from skinny_kernels.packed import (
     interleaved,
     new_bytes,
 )
-from token_recycling.checkpoint.gguf import listed
-from token_recycling.errors import TokenRecyclingError
 
 # Fields of a header with as many values as the vocabulary, which no configuration depends on.
 OF_TOKENS = tuple(f"tokenizer.ggml.{name}" for name in ("scores", "token_type", "merges"))
@@ -69,7 +69,7 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     Raises:
         NotPackableError: Transformers' own conversion changes more than the order of rows, no
             kernel of this processor reads the weights, or the architecture is not known here.
-        TokenRecyclingError: the file lacks tensors.
+        CheckpointError: the file lacks tensors.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,7 +94,7 @@ def load_packed(file: Path, **model_options: Any) -> Any:
         values = torch.from_numpy(np.array(convert(), np.float32))
         expected = getattr(module, parameter_name).shape
         if values.shape != expected:
-            raise TokenRecyclingError(
+            raise CheckpointError(
                 f"cannot load the model {file}: {tensor.name} is {list(values.shape)} in the file, "
                 f"and {list(expected)} by its configuration"
             )
@@ -104,18 +104,41 @@ def load_packed(file: Path, **model_options: Any) -> Any:
     _tie(model)
     missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
     if missing:
-        raise TokenRecyclingError(
+        raise CheckpointError(
             f"cannot load the model {file}: it lacks {len(missing)} tensors ({listed(missing)})"
         )
     model.save_pretrained = refuse_to_save
     return model.eval()
 
 
+def load_gguf(file: str | Path, **model_options: Any) -> Any:
+    """Return a model in evaluation mode with the packed weights of a GGUF file, for ``prepare``.
+
+    Its tokenizer: ``AutoTokenizer.from_pretrained(folder, gguf_file=name)``.
+
+    Args:
+        file: the file, of one of the architectures that Transformers reads.
+        **model_options: see ``load_packed``.
+
+    Raises:
+        CheckpointError: it cannot be read, or its weights cannot stay packed.
+    """
+    path = Path(file).expanduser()
+    check_gguf(path)
+    with read_once(path):
+        check_whole(path)
+        try:
+            return load_packed(path, **model_options)
+        except NotPackableError as error:
+            reason = str(error) or "none of its tensors is quantised"
+            raise CheckpointError(f"cannot load the model {path}: {reason}") from error
+
+
 def refuse_to_save(*args: Any, **options: Any) -> None:
-    """Raise ``TokenRecyclingError``: in place of ``save_pretrained``, which writes raw blocks."""
-    raise TokenRecyclingError(
+    """Raise ``CheckpointError``: in place of ``save_pretrained``, which writes raw blocks."""
+    raise CheckpointError(
         "the weights are still those of the GGUF file, which Transformers cannot write; "
-        "load the file with dequantize=True to save it, or copy the file"
+        "dequantize them when the file is loaded, or copy the file"
     )
 
 

@@ -1,0 +1,148 @@
+"""Twins of models: the same answers, bit for bit the same for any number of tokens and rows."""
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from skinny_kernels import linear, prepare, team, twins
+from skinny_kernels.attention_kernel import KEYS
+
+pytestmark = pytest.mark.skipif(
+    not team.is_available(), reason="there is no team of threads on this machine"
+)
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {"sliding_window": 40, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    ),
+}
+
+
+def made(name, **options):
+    cls, config, more = MODELS[name]
+    torch.manual_seed(0)
+    model = cls(config(**SHAPE, **more, **options)).eval()
+    with torch.no_grad():  # else all logits are nearly the same
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    return model
+
+
+def ids(rows, tokens):
+    draws = torch.Generator().manual_seed(rows + tokens)
+    return torch.randint(3, SHAPE["vocab_size"], (rows, tokens), generator=draws)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Products of the kernel."""
+    seen = []
+    kernel = linear.products
+    monkeypatch.setattr(linear, "products", lambda *a, **k: seen.append(a) or kernel(*a, **k))
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_generate_answers_as_before(name, rows, calls):
+    """Prompts of more tokens than the kernels take, and of fewer, also padded ones."""
+    eager = {"attn_implementation": "eager"} if name == "gemma2" else {}
+    model = made(name, **eager)
+    twin = prepare(model)
+    calls.clear()
+    for tokens in (20, 200):
+        prompt = ids(rows, tokens)
+        seen = torch.ones_like(prompt)
+        seen[0, : 3 * (rows - 1)] = 0
+        given = {"attention_mask": seen, "max_new_tokens": 24, "do_sample": False}
+        found = twin.generate(prompt, **given)
+        assert calls
+        calls.clear()
+        assert torch.equal(found, model.generate(prompt, **given))
+        assert not calls
+
+
+def logits(twin, tokens, sizes):
+    """The logits of tokens that are read so many at a time."""
+    cache, found, begin = DynamicCache(config=twin.config), [], 0
+    with torch.inference_mode():
+        for size in sizes:
+            part = tokens[:, begin : begin + size]
+            found.append(twin(part, past_key_values=cache).logits)
+            begin += size
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_token_has_the_same_bits_in_any_forward(name, dtype):
+    """Beside other tokens and rows; where a block of keys begins in the middle of them, too."""
+    twin = prepare(made(name).to(dtype))
+    tokens = ids(2, KEYS + 12)
+    sizes = [KEYS - 20] + 32 * [1]
+    whole = logits(twin, tokens, sizes)
+    for others in ([KEYS - 20, 32], [KEYS - 20, 3, 5, 8, 16]):
+        assert torch.equal(logits(twin, tokens, others), whole)
+    for row in range(2):
+        assert torch.equal(logits(twin, tokens[row : row + 1], sizes), whole[row : row + 1])
+    assert not torch.equal(whole[:, -1], whole[:, -2])
+
+
+def test_without_blocks_the_bits_differ(monkeypatch):
+    """The control: all keys of the tokens in the block of the first of them."""
+    monkeypatch.setattr(twins, "_parts", lambda tokens, slots: [(slice(0, tokens), slots - tokens)])
+    twin, tokens = prepare(made("llama")), ids(2, KEYS + 12)
+    whole = logits(twin, tokens, [KEYS - 20] + 32 * [1])
+    assert not torch.equal(logits(twin, tokens, [KEYS - 20, 32]), whole)
+
+
+def test_the_model_stays_as_it_is():
+    model = made("llama")
+    before = [(type(module), dict(vars(module))) for module in model.modules()]
+    kept = model.config.to_dict(), model.config._attn_implementation
+    twin = prepare(model)
+    twin.generate(ids(1, 5), max_new_tokens=3)
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == before
+    assert (model.config.to_dict(), model.config._attn_implementation) == kept
+    pairs = zip(twin.parameters(), model.parameters())
+    assert all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in pairs)
+
+
+def test_gradients_go_the_ordinary_way(calls):
+    model = made("llama")
+    twin = prepare(model)
+    calls.clear()
+    with torch.enable_grad():
+        twin(ids(1, 5))
+    assert not calls
+
+
+def test_a_model_on_another_device_is_refused():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    with pytest.raises(ValueError, match=r"the model is on meta; the kernels need the CPU"):
+        prepare(model)
