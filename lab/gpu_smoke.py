@@ -121,7 +121,7 @@ class Smoke:
 
         def settle() -> dict[str, Any]:
             """Wait for kernels that are compiled in a thread; say which steps were captured."""
-            graph = recycler.runs._graph
+            graph = recycler.session._graph
             if graph is None:
                 return {"graph": None}
             graph.pool.wait(30)
@@ -242,7 +242,7 @@ class Smoke:
             batch = [one.token_ids for one in recycler.generate(prompts, **more)]
             drawn = [recycler.generate(one, **more, **sampled).token_ids for one in prompts]
             found[name] = {"greedy": greedy, "again": again, "batch": batch, "sampled": drawn}
-            found[name]["graph"] = repr(getattr(recycler.runs._graph, "_steps", {}).keys())
+            found[name]["graph"] = repr(getattr(recycler.session._graph, "_steps", {}).keys())
         stock = TokenRecycling(model, None, drafter="none", graph=False)
         right = [plain_generate(stock, one, {"max_new_tokens": 64}) for one in prompts]
         drawn = [plain_generate(stock, one, {"max_new_tokens": 64, **sampled}) for one in prompts]

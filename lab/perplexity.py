@@ -21,14 +21,14 @@ import torch
 import typer
 
 from llamacpp import LlamaCpp
-from skinny_kernels.linear import MOST_TOKENS
+from skinny_kernels.linear import FEW_TOKENS
 from skinny_kernels.packed import PackedEmbedding, PackedLinear, interleaved, read_rows
 from token_recycling import TokenRecycling
 from token_recycling.bench.suites import load_all
 from token_recycling.checkpoint.load import load_checkpoint
 from token_recycling.decoding.text import encode
 
-LENGTH = 2 * MOST_TOKENS
+LENGTH = 2 * FEW_TOKENS
 ANSWER = 64  # tokens of an answer
 BEST = 1000  # tokens whose probabilities are compared one by one; all others count as one
 
@@ -76,7 +76,7 @@ class Beside:
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of a text, read in parts that the kernels take."""
     cache, found = None, []
-    for part in ids.split(MOST_TOKENS):
+    for part in ids.split(FEW_TOKENS):
         output = model(input_ids=part[None], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         found.append(output.logits[0])

@@ -21,7 +21,7 @@ from skinny_kernels.activations import SILU
 from skinny_kernels.block_formats import FORMATS, ROWS
 from skinny_kernels.block_inputs import GROUP
 from skinny_kernels.block_tile import MOST_ROWS
-from skinny_kernels.linear import MOST_TOKENS, Layer, products
+from skinny_kernels.linear import FEW_TOKENS, Layer, products
 from skinny_kernels.packed import (
     PackedEmbedding,
     PackedLinear,
@@ -135,7 +135,7 @@ def test_powers_of_two_without_an_exponent_of_their_own():
 @pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(1, MOST_TOKENS),
+    rows=st.integers(1, FEW_TOKENS),
     outputs=st.integers(1, 50),
     count=st.integers(1, 5),
     bias=st.booleans(),
@@ -154,7 +154,7 @@ def test_products(ggml_type, rows, outputs, count, bias, wider, seed):
 
 @pytest.mark.parametrize("ggml_type", TYPES, ids=NAMES)
 def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(ggml_type):
-    w, x = blocks(ggml_type, 101, 768), torch.randn(MOST_TOKENS, 768)
+    w, x = blocks(ggml_type, 101, 768), torch.randn(FEW_TOKENS, 768)
     before = torch.get_num_threads()
     try:
         whole = product(x, w, None, ggml_type)
@@ -209,7 +209,7 @@ def test_gated_layers(rows):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, MOST_TOKENS, 300])
+@pytest.mark.parametrize("rows", [1, FEW_TOKENS, 300])
 def test_a_layer(rows, dtype):
     w, bias = blocks(12, 70, 256), torch.randn(70)
     layer = PackedLinear(256, 70, interleaved(w, 12), 12, bias)
@@ -492,7 +492,7 @@ def test_the_kernel_is_used_for_any_number_of_rows(monkeypatch):
     kernel = linear.products
     monkeypatch.setattr(linear, "products", lambda *a, **k: seen.append(a) or kernel(*a, **k))
     layer = PackedLinear(256, 16, interleaved(blocks(8, 16, 256), 8), 8)
-    for rows in (1, MOST_TOKENS, MOST_TOKENS + 1):
+    for rows in (1, FEW_TOKENS, FEW_TOKENS + 1):
         layer(torch.randn(rows, 256))
     assert len(seen) == 3
 

@@ -15,7 +15,7 @@ from few import first_of
 from skinny_kernels import layers, linear, team
 from skinny_kernels.activations import GELU, GELU_TANH, SILU
 from skinny_kernels.layers import ACTIVATIONS, cover
-from skinny_kernels.linear import MOST_TOKENS, Layer, product, products
+from skinny_kernels.linear import FEW_TOKENS, Layer, product, products
 from skinny_kernels.shadow import shadow_of
 from skinny_kernels.vectors import FORMS, Processor, processor
 
@@ -44,7 +44,7 @@ INPUTS = st.integers(1, 300) | st.integers(1, 9).map(lambda n: 32 * n)
 
 @settings(max_examples=200, deadline=None)
 @given(
-    rows=st.integers(1, MOST_TOKENS),
+    rows=st.integers(1, FEW_TOKENS),
     outputs=OUTPUTS,
     inputs=INPUTS,
     dtype=st.sampled_from(DTYPES),
@@ -72,14 +72,14 @@ def test_products(rows, outputs, inputs, dtype, bias, wider, turned, seed):
 def test_a_row_has_the_same_bits_among_any_others_and_in_any_number_of_threads(dtype, shape):
     """So a plain step and a verified one compute the same numbers in these layers."""
     outputs, inputs = shape
-    x, w, b = torch.randn(MOST_TOKENS, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    x, w, b = torch.randn(FEW_TOKENS, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     x, w, b = x.to(dtype), w.to(dtype), b.to(dtype)
     threads = torch.get_num_threads()
     try:
         whole = product(x, w, b)
         for count in (1, 2, 3, 7):
             torch.set_num_threads(count)
-            for rows in range(1, MOST_TOKENS + 1):
+            for rows in range(1, FEW_TOKENS + 1):
                 assert torch.equal(product(x[:rows], w, b), whole[:rows])
                 assert torch.equal(product(x[-rows:], w, b), whole[-rows:])
     finally:
@@ -353,7 +353,7 @@ def calls(monkeypatch):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rows", [1, 2, 17, MOST_TOKENS, MOST_TOKENS + 1])
+@pytest.mark.parametrize("rows", [1, 2, 17, FEW_TOKENS, FEW_TOKENS + 1])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers(rows, bias, dtype, calls):
@@ -361,7 +361,7 @@ def test_layers(rows, bias, dtype, calls):
     x = torch.randn(rows, 24).to(dtype)
     found = fast(model)(x)
     assert right(found, x, model.layer.weight, model.layer.bias)
-    assert len(calls) == (rows <= MOST_TOKENS)
+    assert len(calls) == (rows <= FEW_TOKENS)
 
 
 def test_other_types_go_the_ordinary_way(calls):

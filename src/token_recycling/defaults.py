@@ -3,7 +3,7 @@
 CANDIDATES = 12  # k: candidates kept per token
 PAPER_CANDIDATES = 8  # k of the paper's drafter, as published
 DRAFTER = "adaptive"
-MOST_NODES = 80  # nodes below the root of a draft whose size is automatic (the paper's number)
+AUTOMATIC_NODES = 80  # nodes below the root of a draft whose size is automatic (the paper's number)
 LARGEST_DRAFT = 256  # nodes below the root
 MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 1024  # prompt tokens per forward, over all rows of a batch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from skinny_kernels.linear import MOST_TOKENS
+from skinny_kernels.linear import FEW_TOKENS
 from skinny_kernels.modes import RestoredModes, ordinary_tensors
 from token_recycling import defaults
 from token_recycling.checkpoint.load import load_checkpoint, planned
@@ -23,10 +23,10 @@ from token_recycling.decoding.accept import Acceptor
 from token_recycling.decoding.answers import Chunk, Generation
 from token_recycling.decoding.loop import OnDraft
 from token_recycling.decoding.metrics import Stats
-from token_recycling.decoding.prepare import compile_kernels
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.decoding.teach import teach
 from token_recycling.decoding.text import Batch, Prompt, is_batch
+from token_recycling.decoding.warm_up import compile_kernels
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.checked import CheckedDrafter
@@ -44,7 +44,7 @@ from token_recycling.model.probe import open_target, refusal
 from token_recycling.model.target import TreeTarget
 from token_recycling.model.unwrap import model_inside
 from token_recycling.options import OptionArguments, Options
-from token_recycling.runs import Runs, Steps, drafter_and_size
+from token_recycling.session import Session, Steps, drafter_and_size
 from token_recycling.util.lock import FairLock
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class TokenRecycling(DecodingMethod):
         tokenizer: its tokenizer, or None.
         target: the model as the decoding loop uses it.
         matrix: the adjacency matrix.
-        runs: the drafter, the draft-size policy, the context and the graphs.
+        session: the drafter, the draft-size policy, the context and the graphs.
         template: the tree that the drafter fills; None if it shapes its own.
         stats: the sum over all answers.
         warned: reasons why calls of ``generate`` fell back to standard decoding.
@@ -112,9 +112,9 @@ class TokenRecycling(DecodingMethod):
             self.matrix = matrix
             drafter, size = drafter_and_size(given, self.target, matrix, self.template)
         device = self.target.device
-        self.runs = Runs(self.target, drafter, size, given.graphs_on(device))
+        self.session = Session(self.target, drafter, size, given.graphs_on(device))
         if device.type == "cuda":
-            self.runs.graph_decoder()  # kernels begin to be compiled
+            self.session.graph_decoder()  # kernels begin to be compiled
         self.stats = Stats()
         self.warned: set[str] = set()
         self.disabled = False
@@ -150,9 +150,9 @@ class TokenRecycling(DecodingMethod):
         """Return ``batch_invariant`` of a model that has not changed."""
         largest = self.largest_draft
         if self.target.device.type == "cuda":  # captured steps run the kernels of eager ones
-            fits = self.runs.graphs and (self.options.nodes is None or largest in GRAPH_SIZES)
+            fits = self.session.graphs and (self.options.nodes is None or largest in GRAPH_SIZES)
         else:
-            fits = largest <= MOST_TOKENS and not self.runs.graphs
+            fits = largest <= FEW_TOKENS and not self.session.graphs
         return self.target.batch_invariant and fits
 
     @property
@@ -186,7 +186,7 @@ class TokenRecycling(DecodingMethod):
         twin.matrix, drafter, size, twin.stats = copy.deepcopy(
             (self.matrix, self.drafter, self.draft_size, self.stats)
         )
-        twin.runs = replace(self.runs, target=twin.target, drafter=drafter, size=size)
+        twin.session = replace(self.session, target=twin.target, drafter=drafter, size=size)
         twin.warned, twin.lock = set(self.warned), FairLock()
         patch_generate(twin.model, twin)
         return twin
@@ -205,12 +205,12 @@ class TokenRecycling(DecodingMethod):
     @property
     def drafter(self) -> AnyDrafter:
         """What proposes the drafts."""
-        return self.runs.drafter
+        return self.session.drafter
 
     @property
     def draft_size(self) -> DraftSize:
         """The draft-size policy."""
-        return self.runs.size
+        return self.session.size
 
     @classmethod
     def from_pretrained(
@@ -281,14 +281,14 @@ class TokenRecycling(DecodingMethod):
         """
         begun = perf_counter()
         with self._locked(), ordinary_tensors():
-            if self.refusal() is None and self.runs.warm(rows, sizes, seconds):
+            if self.refusal() is None and self.session.warm(rows, sizes, seconds):
                 logger.info("kernels and steps prepared in %.1f s", perf_counter() - begun)
 
     def reset(self) -> None:
         """Empty the matrix, and forget the context (cold start)."""
         with self.lock.acquired(wait=True):
             self.matrix.reset()
-            self.runs.forget()
+            self.session.forget()
 
     def teach(
         self,
@@ -333,7 +333,7 @@ class TokenRecycling(DecodingMethod):
     def forget_context(self) -> None:
         """Free the KV cache; an unfinished answer cannot continue."""
         with self.lock.acquired(wait=True):
-            self.runs.forget()
+            self.session.forget()
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[GenerateArguments]) -> Generation: ...
@@ -478,7 +478,7 @@ class TokenRecycling(DecodingMethod):
         Raises:
             TokenRecyclingError: a prompt cannot be read, or another answer has begun meanwhile.
         """
-        run = self.runs.steps(
+        run = self.session.steps(
             sequences,
             accept,
             keep_context=keep_context,
@@ -499,7 +499,7 @@ class TokenRecycling(DecodingMethod):
         reason = self.refusal()
         if reason is not None:
             warn_plain(self, reason)
-        run = self.runs.latest + 1
+        run = self.session.latest + 1
         options, first = call.options, call.sequences[0]
         steps = self.steps(
             call.sequences,
@@ -512,7 +512,7 @@ class TokenRecycling(DecodingMethod):
         with suppress(GeneratorExit), closing(steps):  # GeneratorExit: an abandoned stream
             yield from steps
         if reason is None and len(call.sequences) == 1 and first.new_length:
-            self.runs.keep_context(run, first)
+            self.session.keep_context(run, first)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ def test_in_the_loop_and_in_a_graph(example, bundled, graph, rows):
     answers = recycler.generate(prompts, max_new_tokens=60)
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
     assert recycler.stats.accepted > 0
-    assert (recycler.runs._graph is not None) is graph
+    assert (recycler.session._graph is not None) is graph
 
 
 def test_a_drafter_without_a_first_draft_is_decoded_eagerly(example, bundled):
@@ -71,7 +71,7 @@ def test_a_drafter_without_a_first_draft_is_decoded_eagerly(example, bundled):
 
     drafter = Careful(AdjacencyMatrix(bundled.target.vocab_size, 8), TreeTemplate.chain(6))
     recycler = TokenRecycling(bundled.model, bundled.tokenizer, drafter=drafter, graph=True)
-    assert recycler.runs.graph_decoder() is None
+    assert recycler.session.graph_decoder() is None
     recycler.generate(DEMO[0], max_new_tokens=60)
     assert recycler.stats.accepted > 0
 
@@ -143,7 +143,7 @@ def test_its_drafts_are_named_as_they_are(example, bundled):
     large = made(150)
     large.generate(DEMO[0], max_new_tokens=8)
     assert large.largest_draft == 151
-    assert not large.batch_invariant  # linear.MOST_TOKENS
+    assert not large.batch_invariant  # linear.FEW_TOKENS
 
 
 def test_a_drafter_without_a_name(example, bundled):

@@ -42,7 +42,7 @@ def test_every_kind():
 def test_without_the_check_they_are_worse(kind):
     """The control: other text, a step for ever (which now ends in one line), a raw error."""
     trusts = (
-        "import token_recycling.runs as runs; runs.checked = lambda drafter, vocabulary: drafter"
+        "import token_recycling.session as runs; runs.checked = lambda drafter, vocabulary: drafter"
     )
     results, _ = results_of(kind, code=trusts)
     outcomes = results[kind].values()

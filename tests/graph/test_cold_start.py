@@ -93,9 +93,9 @@ def answers(loaded, clock, rows, count, *, warm, **options):
     recycler = TokenRecycling(*loaded, graph=True, strict=True, **options)
     if "nodes" not in options:  # as on a GPU
         size = AutoSize(recycler.drafter.acceptance, CostCurve.assumed("cuda"), captured=True)
-        recycler.runs.size = size
+        recycler.session.size = size
     if warm:
-        recycler.runs.graph_decoder().warm([rows], [], LOADING)
+        recycler.session.graph_decoder().warm([rows], [], LOADING)
     asked = [[{"role": "user", "content": ask.format(of)}] for ask in ASKED for of in SUBJECTS]
     found = []
     for number in range(count):

@@ -30,8 +30,8 @@ def test_a_captured_step_gives_the_same_text(name, rows):
             answers = recycler.generate(prompts, max_new_tokens=100)
             assert [a.token_ids for a in answers] == expected
             # Steps are plain until the kernels are compiled.
-            recycler.runs._graph.pool.wait(60)
-    *_, runner = recycler.runs._graph.pool._steps.values()  # plain steps before
+            recycler.session._graph.pool.wait(60)
+    *_, runner = recycler.session._graph.pool._steps.values()  # plain steps before
     assert runner._graph is not None
     assert runner.step._operations is kernels
     assert recycler.stats.accepted > 0
@@ -57,7 +57,7 @@ def test_drafts_change_no_token_in_half_precision(dtype, prompts, graph):
 def test_the_host_waits_only_for_the_output():
     recycler = TokenRecycling(make("llama").cuda(), nodes=15, strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)
-    (runner,) = recycler.runs._graph.pool._steps.values()
+    (runner,) = recycler.session._graph.pool._steps.values()
     torch.cuda.set_sync_debug_mode("error")
     try:
         first = runner.launch([False])
@@ -107,7 +107,7 @@ def test_the_host_may_draft_for_a_captured_step(drafter, monkeypatch):
         for _ in range(2):
             answers = recycler.generate(prompts, max_new_tokens=60)
             assert [answer.token_ids for answer in answers] == expected
-    runners = list(recycler.runs._graph.pool._steps.values())
+    runners = list(recycler.session._graph.pool._steps.values())
     assert runners
     assert all(runner._graph is not None and runner.lag == 0 for runner in runners)
 

@@ -89,7 +89,7 @@ def answers(model, prompts, *, graph=True, **options):
         warnings.simplefilter("error")  # the graph must be used
         found = [recycler.generate(prompts, max_new_tokens=TOKENS, **options) for _ in range(2)]
     if graph:
-        (runner,) = recycler.runs._graph.pool._steps.values()
+        (runner,) = recycler.session._graph.pool._steps.values()
         assert runner.step._operations is kernels
     return [[answer.token_ids for answer in each] for each in found], recycler.stats
 

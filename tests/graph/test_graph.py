@@ -32,7 +32,7 @@ from token_recycling.errors import GraphError, StepError
 from token_recycling.graph import captured_step, chooser, pool
 from token_recycling.graph.captured_step import CapturedStep
 from token_recycling.graph.chooser import NodeChooser
-from token_recycling.graph.drafting import MOST_NODES, HostDrafting, drafts_on_device
+from token_recycling.graph.drafting import DEVICE_NODES, HostDrafting, drafts_on_device
 from token_recycling.graph.step import GraphStep, StepSpec
 from token_recycling.model.kv_cache import FixedCache
 
@@ -56,7 +56,7 @@ def recycling(model, **options):
 
 
 def runners(recycler):
-    return list(recycler.runs._graph.pool._steps.values())
+    return list(recycler.session._graph.pool._steps.values())
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_random_numbers_that_others_draw_meanwhile_are_not_drawn_again(llama, of
                 drawn.add(float(torch.rand(1)))
         assert drawn
         assert not drawn & set(torch.rand(6000).tolist())
-        assert recycler.runs._graph is not None
+        assert recycler.session._graph is not None
 
 
 def test_sampled_rows_of_a_batch_and_a_full_cache(llama, monkeypatch):
@@ -349,7 +349,7 @@ def test_what_a_graph_cannot_hold_is_decoded_without(llama):
         expected = plain(llama, PROMPTS[0], 30, do_sample="temperature" in options, **options)
         torch.manual_seed(5)
         assert recycler.generate(PROMPTS[0], max_new_tokens=30, **options).token_ids == expected
-        assert recycler.runs._graph is None
+        assert recycler.session._graph is None
 
 
 @pytest.mark.slow
@@ -359,7 +359,7 @@ def test_every_drafter_can_be_part_of_a_graph_on_a_cpu(llama, drafter):
     prompts = [PROMPTS[0], PROMPTS[0][:5] * 3]
     answers = recycler.generate(prompts, max_new_tokens=60)
     assert [a.token_ids for a in answers] == [plain(llama, prompt, 60) for prompt in prompts]
-    assert recycler.runs._graph is not None
+    assert recycler.session._graph is not None
     assert len(runners(recycler)) == 1
     assert (sum(a.stats.accepted for a in answers) > 0) is (drafter != "none")
 
@@ -426,7 +426,7 @@ def test_steps_are_plain_until_the_kernels_are_compiled(llama, monkeypatch):
     class Compiled(Kernels):
         @property
         def drafts_pending(self):
-            return len(used) < 2 and recycler.runs._graph is not None and not ready()
+            return len(used) < 2 and recycler.session._graph is not None and not ready()
 
     def ready():
         return answered or (emitted and len(emitted) > 10 and length > 150)
@@ -496,7 +496,7 @@ def test_a_stream_that_is_left_leaves_a_context_to_go_on_from(llama):
             break
     stream.close()
     longer = PROMPTS[0] + tokens + [5]
-    assert recycler.runs._prefix.common(longer) >= len(PROMPTS[0]) + 19
+    assert recycler.session._prefix.common(longer) >= len(PROMPTS[0]) + 19
     answer = recycler.generate(longer, max_new_tokens=30, keep_context=True)
     assert answer.token_ids == plain(llama, longer, 30)
     assert answer.stats.prompt_tokens < 5
@@ -543,7 +543,7 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
         for price, costs in curves.items():
             steps = []
             recycler = recycling(llama, nodes=None)
-            recycler.runs.size = AutoSize(recycler.drafter.acceptance, costs)
+            recycler.session.size = AutoSize(recycler.drafter.acceptance, costs)
             recycler.draft_size.typical = lambda now=0: 8  # however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids
@@ -728,7 +728,7 @@ def test_an_unknown_choice_is_refused(llama):
 def test_without_a_choice_a_cpu_has_no_graph(llama):
     recycler = TokenRecycling(llama, strict=True)
     recycler.generate(PROMPTS[0], max_new_tokens=5)
-    assert recycler.runs._graph is None
+    assert recycler.session._graph is None
 
 
 def _commits_nothing(cache, path, counts):
@@ -886,8 +886,8 @@ def test_generate_in_a_graph_draws_as_ever(llama, monkeypatch, options, drawing)
 
 def test_the_host_makes_drafts_that_are_too_large_for_the_kernels():
     drafter = AdaptiveDrafter(AdjacencyMatrix(100, 4), 80)
-    assert drafts_on_device(drafter, MOST_NODES)
-    assert not drafts_on_device(drafter, MOST_NODES + 1)
+    assert drafts_on_device(drafter, DEVICE_NODES)
+    assert not drafts_on_device(drafter, DEVICE_NODES + 1)
     assert not drafts_on_device(drafter, None)
     assert drafts_on_device(AdaptiveDrafter(drafter.matrix, 15), None)
     assert not drafts_on_device(NoDrafter(), 8)

@@ -139,4 +139,4 @@ class TestPeft:
             switch = adapted.base_model
             (switch.disable_adapter_layers if len(texts) == 1 else switch.enable_adapter_layers)()
         assert texts[0] == texts[2] != texts[1]
-        assert recycler.runs._graph is not None
+        assert recycler.session._graph is not None

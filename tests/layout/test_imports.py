@@ -30,7 +30,7 @@ OFFERED = {
     "modes",
     "packed",
     "recordings",
-    "rounding",
+    "batch_invariance",
     "shadow",
     "windows",
 }
@@ -46,7 +46,7 @@ PACKAGES = (
     ("graph/",),
     ("hf/",),
     ("checkpoint/",),
-    ("runs", "recycler"),
+    ("session", "recycler"),
     ("integrations/",),
     ("server/",),
     ("bench/",),

@@ -9,7 +9,7 @@ from architectures import make
 from models import random_prompts
 from skinny_kernels import layers, team
 from skinny_kernels.attention_kernel import KEYS
-from skinny_kernels.rounding import RoundingWatch
+from skinny_kernels.batch_invariance import RoundingWatch
 from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import chains, root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate

@@ -46,7 +46,7 @@ def test_autocast_around_a_call_as_a_graph(bundled):
         if not isinstance(readable.target, TreeTarget):
             pytest.skip("PyTorch's bfloat16 products differ with the number of rows here")
     assert answer.token_ids[:8] == expected.token_ids[:8]
-    assert recycler.runs._graph is not None
+    assert recycler.session._graph is not None
     assert recycler.matrix.evidence.isfinite().all()
 
 

@@ -141,7 +141,7 @@ def test_rounding_is_not_taken_for_a_change(name, dtype):
         pytest.skip("bfloat16 experts of Transformers 4 round by the number of tokens on this CPU")
     first = recycler.generate(FIRST, max_new_tokens=20)
     read = [*FIRST, *first.token_ids]
-    kept = recycler.runs._prefix
+    kept = recycler.session._prefix
     assert isinstance(kept, PrefixCache)
     assert kept.common(read) == len(read) - 1
 

@@ -319,7 +319,7 @@ def test_adapters_that_are_switched_under_a_graph(blind, monkeypatch):
     model = make("llama")
     recycler = TokenRecycling(model, nodes=8, graph=True)
     recycler.generate(PROMPT, max_new_tokens=10)
-    assert isinstance(recycler.runs._graph, GraphDecoder)
+    assert isinstance(recycler.session._graph, GraphDecoder)
     layer = model.model.layers[0].mlp
     adapter = layer.up_proj = Adapter(layer.up_proj)
     same = []

@@ -23,7 +23,7 @@ def llama():
 def served(model):
     """The answers, and the rows of the steps that were captured."""
     recycler = TokenRecycling(model, nodes=7, graph=True, strict=True)
-    graph = recycler.runs.graph_decoder()
+    graph = recycler.session.graph_decoder()
     batch = ContinuousBatch(recycler.target, recycler.draft_size, graph)
     rows = [
         Row(Sequence(prompt, [at_most(length)]), GreedyAcceptor(), recycler.drafter)

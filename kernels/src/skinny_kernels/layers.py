@@ -106,7 +106,7 @@ def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
     return linear.Layer(weight, bias)
 
 
-def _is_ours(inputs: Tensor, max_tokens: float = linear.MOST_TOKENS) -> bool:
+def _is_ours(inputs: Tensor, max_tokens: float = linear.FEW_TOKENS) -> bool:
     """Return whether the kernels compute at most ``max_tokens`` tokens [..., q, size].
 
     How many rows a batch has does not matter, so that each is computed as it is alone.
@@ -123,7 +123,7 @@ def _is_used(inputs: Tensor) -> bool:
 
 
 def _linear(
-    layer: nn.Module, stock: Any, inputs: Tensor, max_tokens: float = linear.MOST_TOKENS
+    layer: nn.Module, stock: Any, inputs: Tensor, max_tokens: float = linear.FEW_TOKENS
 ) -> Tensor:
     """``forward`` of a linear layer, for at most ``max_tokens`` tokens."""
     if _is_ours(inputs, max_tokens):
@@ -300,7 +300,7 @@ def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether the kernel takes these."""
     return (
         rotates(query, key, cos, sin)
-        and query.shape[2] <= linear.MOST_TOKENS
+        and query.shape[2] <= linear.FEW_TOKENS
         and _is_plain(key)
         and cos.dtype == sin.dtype
         and cos.dtype in (query.dtype, torch.float32)

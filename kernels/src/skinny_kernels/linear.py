@@ -21,7 +21,7 @@ from skinny_kernels.machine_code import Kernel
 from skinny_kernels.vectors import FORMS as FORMS
 from skinny_kernels.vectors import processor
 
-MOST_TOKENS = 128  # of a row of a batch for which layers are multiplied by the kernel
+FEW_TOKENS = 128  # of a row of a batch for which layers are multiplied by the kernel
 
 
 class Layer(NamedTuple):

@@ -16,13 +16,14 @@ from skinny_kernels.capture import Capture, Recording, Scratch
 from skinny_kernels.capture import StepInputs as StepInputs
 from skinny_kernels.compiled import as_bits
 from skinny_kernels.launch import recording
-from skinny_kernels.linear import MOST_TOKENS
+from skinny_kernels.linear import FEW_TOKENS
 
 logger = logging.getLogger(__name__)
-# Drafts are filled up to a multiple of ``MULTIPLE``, since tiles are four tokens wide and more. To
-# record steps of another number of tokens takes as long as ten plain steps of a small model: hence
-# the first ``RARE`` times, up to ``MOST_FILLED`` times as many are computed if they are recorded.
-MULTIPLE, RARE, MOST_FILLED = 4, 4, 4
+# Drafts are filled up to a multiple of ``TILE_TOKENS``, since tiles are four tokens wide and more.
+# To record steps of another number of tokens takes as long as ten plain steps of a small model:
+# hence the first ``RARE`` times, up to ``MOST_FILLED`` times as many are computed if they are
+# recorded.
+TILE_TOKENS, RARE, MOST_FILLED = 4, 4, 4
 
 
 class Recordings(threading.local):
@@ -53,10 +54,10 @@ class Recordings(threading.local):
 
     def size_of(self, rows: int, tokens: int) -> int:
         """Return how many tokens to compute in a step of ``tokens`` a row, so that it is fast."""
-        size = tokens if tokens <= MULTIPLE else -(-tokens // MULTIPLE) * MULTIPLE
+        size = tokens if tokens <= TILE_TOKENS else -(-tokens // TILE_TOKENS) * TILE_TOKENS
         threads = torch.get_num_threads()
         self.is_warm = True
-        if size > MOST_TOKENS or self._has(rows, size, threads):
+        if size > FEW_TOKENS or self._has(rows, size, threads):
             return size
         self._uses[rows, size] += 1
         if self.right is False or self._uses[rows, size] > RARE:
@@ -64,7 +65,7 @@ class Recordings(threading.local):
         power = 1 << (size - 1).bit_length()
         self.is_warm = False
         recorded = (n for n in range(size, MOST_FILLED * size + 1) if self._has(rows, n, threads))
-        return next(recorded, min(power, MOST_TOKENS))
+        return next(recorded, min(power, FEW_TOKENS))
 
     def _has(self, rows: int, tokens: int, threads: int) -> bool:
         """Return whether steps of so many rows and tokens are recorded."""
@@ -108,7 +109,7 @@ class Recordings(threading.local):
         """Return whether the kernels compute this step now."""
         tokens = step.tokens.numpy()
         return bool(
-            tokens.shape[1] <= MOST_TOKENS
+            tokens.shape[1] <= FEW_TOKENS
             and all(layer.is_initialized for layer in step.cache.layers)
             and 0 <= tokens.min() <= tokens.max() < self._vocab_size
             and recording.recorder is None

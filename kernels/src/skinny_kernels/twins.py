@@ -16,7 +16,7 @@ from transformers.masking_utils import eager_mask
 from skinny_kernels import attention, layers
 from skinny_kernels.attention_kernel import KEYS
 from skinny_kernels.known_forms import EAGER
-from skinny_kernels.linear import MOST_TOKENS
+from skinny_kernels.linear import FEW_TOKENS
 from skinny_kernels.shadow import shadow_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -99,7 +99,7 @@ def attend(
         or is_altered
         or attention_mask.shape[1] != 1
         or torch.is_grad_enabled()
-        or query.shape[2] > MOST_TOKENS
+        or query.shape[2] > FEW_TOKENS
         or not attention.fits(query, key, value, attention_mask)
     ):
         own = softcap or is_altered

@@ -139,7 +139,7 @@ def parse(spec: str) -> Variant:
         )
     if name == AUTO and "nodes" in settings:
         raise TokenRecyclingError(f"{AUTO} chooses the nodes; write {drafter}:nodes=N")
-    most = {defaults.DRAFTER: defaults.MOST_NODES, PromptLookupDrafter.name: LOOKUP_TOKENS}
+    most = {defaults.DRAFTER: defaults.AUTOMATIC_NODES, PromptLookupDrafter.name: LOOKUP_TOKENS}
     variant = Variant(spec, drafter, nodes=most.get(name))
     if not {"k", "matrix"} & settings.keys():
         variant = replace(variant, k=defaults.candidates_for(drafter))

@@ -36,7 +36,7 @@ SECONDS = 1.0  # after which no step begins
 LONGEST_STEP = 0.2  # seconds of a plain step; models that take longer are not measured
 
 
-def step_costs(target: TreeTarget) -> CostCurve:
+def measured_curve(target: TreeTarget) -> CostCurve:
     """Return the costs of steps of this model on this machine.
 
     They are those in the cache folder; else they are measured, within ``SECONDS`` and a step, and

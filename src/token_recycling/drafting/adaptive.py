@@ -139,7 +139,7 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
     def __init__(
         self,
         matrix: AdjacencyMatrix,
-        nodes: int = defaults.MOST_NODES,
+        nodes: int = defaults.AUTOMATIC_NODES,
         *,
         pairs: int = PAIRS,
         triples: int = TRIPLES,

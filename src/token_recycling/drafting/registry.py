@@ -57,14 +57,14 @@ def make_drafter(
         name: see ``names``.
         matrix: that it learns into, if it uses one.
         template: the tree that it fills; None for those in ``SHAPE_THEIR_OWN``.
-        nodes: most nodes of a draft below the root; None: ``defaults.MOST_NODES``, or the
+        nodes: most nodes of a draft below the root; None: ``defaults.AUTOMATIC_NODES``, or the
             drafter's own default. Drafters that fill a tree have those of the tree.
 
     Raises:
         TokenRecyclingError: there is no drafter of that name, or it cannot be loaded.
     """
     if name == AdaptiveDrafter.name:
-        return AdaptiveDrafter(matrix, nodes or defaults.MOST_NODES)
+        return AdaptiveDrafter(matrix, nodes or defaults.AUTOMATIC_NODES)
     if name == PromptLookupDrafter.name:
         return PromptLookupDrafter(length=nodes or LOOKUP_TOKENS)
     if name == NoDrafter.name:

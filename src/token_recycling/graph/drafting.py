@@ -17,7 +17,7 @@ from token_recycling.util.tokens import NO_TOKEN
 
 # Nodes of a draft that the kernels grow: on an H100, trees of 128 and 256 had nodes twice, which
 # those of the same code in Triton's interpreter do not have; those of 4 to 64 were the host's.
-MOST_NODES = 64
+DEVICE_NODES = 64
 LAG = 1  # steps by which the host may be behind
 
 
@@ -65,7 +65,7 @@ def drafts_on_device(drafter: AnyDrafter, size: int | None) -> TypeGuard[Adaptiv
     if not isinstance(drafter, AdaptiveDrafter):
         return False
     full_size = drafter.nodes + 1
-    return min(size or full_size, full_size) <= MOST_NODES
+    return min(size or full_size, full_size) <= DEVICE_NODES
 
 
 class PlainDrafting(Drafting):

@@ -25,7 +25,7 @@ def extendable(cache: Any) -> bool:
     )
 
 
-def take_in(cache: Any, layers: int, dtype: torch.dtype) -> RecyclingCache:
+def from_dynamic(cache: Any, layers: int, dtype: torch.dtype) -> RecyclingCache:
     """Copy a stock cache of one row into our own, as ``dtype``."""
     copied = RecyclingCache(layers, 1)
     length = cache.get_seq_length()
@@ -37,11 +37,11 @@ def take_in(cache: Any, layers: int, dtype: torch.dtype) -> RecyclingCache:
     return copied
 
 
-def hand_out(own: RecyclingCache, cache: Any) -> None:
+def to_dynamic(own: RecyclingCache, cache: Any) -> None:
     """Replace the contents of a stock cache with all entries of ``own``.
 
     Every layer, including those with sliding windows, gets its full length: stock attention then
-    applies the window in its mask, and ``take_in`` can continue from the cache.
+    applies the window in its mask, and ``from_dynamic`` can continue from the cache.
     """
     filled = DynamicCache()
     for index, layer in enumerate(own.layers):

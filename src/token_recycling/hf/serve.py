@@ -25,7 +25,7 @@ from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.samplers import BatchSampler, RowSampler
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, warn_caller
-from token_recycling.hf.cache_interop import hand_out, read_padding, take_in
+from token_recycling.hf.cache_interop import from_dynamic, read_padding, to_dynamic
 from token_recycling.hf.criteria import BatchCriteria, CriteriaRule, looks_at_batch
 from token_recycling.hf.eligibility import why_unservable
 from token_recycling.hf.request import DecodingMethod, Request
@@ -257,7 +257,7 @@ def _recycle(
         accept = FollowAcceptor(processors, sampler, scores.record if scores.requested else None)
     _make_sequences(request, across, scores, output)
     if request.cached:
-        target.cache = take_in(request.cache, len(target.cache.layers), target.dtype)
+        target.cache = from_dynamic(request.cache, len(target.cache.layers), target.dtype)
         output.sequences[0].cached = request.cached
     for _ in recycler.steps(output.sequences, accept):
         pass
@@ -275,7 +275,7 @@ def _recycle(
     if config.return_dict_in_generate or request.own_cache:
         cache = request.cache if request.own_cache else DynamicCache()
         read_padding(target, output.new_tokens(), output.pad)
-        hand_out(target.cache, cache)
+        to_dynamic(target.cache, cache)
     if not config.return_dict_in_generate:
         return output.ids()
     return GenerateDecoderOnlyOutput(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from skinny_kernels.rounding import RoundingWatch
+from skinny_kernels.batch_invariance import RoundingWatch
 from skinny_kernels.shadow import shadow_of
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.size.auto import GRAPH_SIZES

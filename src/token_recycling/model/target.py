@@ -83,7 +83,7 @@ class TreeTarget:
     Attributes:
         batch_invariant: True if the logits of a node have the bits of a step of its own, whatever
             else is verified in the same forward (see ``probe.probe``). It holds for drafts of at
-            most ``linear.MOST_TOKENS`` tokens a row.
+            most ``linear.FEW_TOKENS`` tokens a row.
         dtype: of the model's queries.
         shadow: what our forwards compute with (see ``shadow``).
         recordings: of steps of the shadow, on a CPU; None: the kernels do not compute them.

@@ -125,7 +125,7 @@ class Engine:
         if self._plain and isinstance(recycler.target, TreeTarget):
             target = PlainTarget(recycler.model, recycler.target.lm_head)
             return ContinuousBatch(target, FixedSize())
-        graph = recycler.runs.graph_decoder()
+        graph = recycler.session.graph_decoder()
         return ContinuousBatch(recycler.target, recycler.draft_size, graph)
 
     def _follow_model(self) -> None:

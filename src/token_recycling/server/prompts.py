@@ -24,7 +24,7 @@ from token_recycling.server.json_schema import ANY_OBJECT, Schema
 from token_recycling.server.penalties import BiasProcessor, PenaltyProcessor
 from token_recycling.server.response_template import TemplateParser, response_template
 from token_recycling.server.schemas import (
-    MOST_TOKENS,
+    LARGEST_COUNT,
     ChatRequest,
     CompletionRequest,
     NamedTool,
@@ -99,7 +99,7 @@ class Prompts:
             if grammar is not None:
                 self._load_grammars()
         matcher = None if grammar is None else self._matcher(request, grammar)
-        answers = self._choices(request, [ids], MOST_TOKENS, matcher)
+        answers = self._choices(request, [ids], LARGEST_COUNT, matcher)
         return [replace(answer, parser=self._parser(request, text)) for answer in answers]
 
     def _parser(self, request: ChatRequest, prompt: str) -> AnswerParser | None:

@@ -32,7 +32,7 @@ MOST_MESSAGES = 2**14
 MOST_PARTS = 1024
 MOST_CHARACTERS = 2**17  # of the tools of a request, a schema, or variables of a template, as JSON
 MOST_BIASES = 4096
-MOST_TOKENS = 2**31
+LARGEST_COUNT = 2**31
 
 # Accepted without effect: they concern OpenAI's accounts and storage, or are hints.
 WITHOUT_EFFECT_COMPLETION = ("user",)
@@ -117,7 +117,7 @@ SHORT = BeforeValidator(_is_short)
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Stops = str | Annotated[list[str], Field(fail_fast=True)]
 Json = dict[str, Any]
 
@@ -164,7 +164,7 @@ class SamplingFields(Strict):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     # Those of vLLM
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST_COUNT)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
 

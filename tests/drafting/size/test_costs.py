@@ -17,7 +17,7 @@ from token_recycling.decoding.cost_measurement import (
     cached_path,
     identity,
     measure,
-    step_costs,
+    measured_curve,
 )
 from token_recycling.drafting.size.costs import CostCurve
 
@@ -94,14 +94,14 @@ def test_a_damaged_curve_is_measured_again(change, target):
     CURVE.save(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert step_costs(target) == CURVE
+        assert measured_curve(target) == CURVE
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(TokenRecyclingError, match="not a cost curve"):
         CostCurve.load(path)
     with pytest.warns(UserWarning, match="not a cost curve.*; it is measured again") as caught:
-        found = step_costs(target)
+        found = measured_curve(target)
     assert len(caught) == 1
     assert "\n" not in str(caught[0].message)
     assert len(str(caught[0].message)) < 400
@@ -135,14 +135,14 @@ def test_more_tokens_cost_more_and_nothing_is_left(bundled, cache):
     bundled.reset()
     expected = bundled.generate("Once", max_new_tokens=10).text
     before = bundled.matrix.candidates.clone()
-    curve = step_costs(bundled.target)
+    curve = measured_curve(bundled.target)
     assert set(curve.sizes) <= set(SIZES)
     assert curve.measured
     assert curve.at(48) > 1.2 * curve.at(1)
     assert torch.equal(bundled.matrix.candidates, before)
     assert bundled.generate("Once", max_new_tokens=10).text == expected != ""
     assert len(list((cache / "costs").iterdir())) == 1
-    assert step_costs(bundled.target) == curve  # of the file: a new one would differ
+    assert measured_curve(bundled.target) == curve  # of the file: a new one would differ
     assert TokenRecycling(bundled.model, bundled.tokenizer).draft_size.costs == curve
 
 
@@ -175,16 +175,16 @@ def test_models_with_slow_steps_are_not_measured(target, cache):
     begin = perf_counter()
     assert measure(Slow(target, cost_measurement.LONGEST_STEP + 0.1)) is None
     assert perf_counter() - begin < 1
-    assert not step_costs(Slow(target, 0.3)).measured
+    assert not measured_curve(Slow(target, 0.3)).measured
     assert not cache.exists()
 
 
 def test_a_context_without_room_is_not_measured():
     recycler = TokenRecycling(make("llama", max_position_embeddings=40), nodes=4)
     assert measure(recycler.target) is None
-    assert not step_costs(recycler.target).measured
+    assert not measured_curve(recycler.target).measured
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(target, cache):
     cache.write_text("a file")
-    assert step_costs(target).measured
+    assert measured_curve(target).measured

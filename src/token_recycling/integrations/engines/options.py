@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from token_recycling import defaults
-from token_recycling.decoding.prepare import compile_kernels
+from token_recycling.decoding.warm_up import compile_kernels
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.checked import checked
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
@@ -25,7 +25,7 @@ CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its
 MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
 # Steps of more tokens verify a multiple of it: kernels are prepared for every number of tokens, and
 # graphs are captured for some.
-MULTIPLE = 8
+DRAFT_MULTIPLE = 8
 NUMBERS = {"candidates", "context", "max_step_tokens", "save_minutes"}
 MOST = 2**24  # of a number
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
@@ -187,7 +187,7 @@ class ServingOptions:
         """Return the draft-size policy; None: drafts are verified whole."""
         if not (self.automatic and drafter.acceptance):
             return None
-        return AutoSize(drafter.acceptance, CostCurve.assumed(device_type), multiple=MULTIPLE)
+        return AutoSize(drafter.acceptance, CostCurve.assumed(device_type), multiple=DRAFT_MULTIPLE)
 
     def size_for(self, requests: int, most: int) -> int:
         """Return the nodes of each draft, root included, in a step of ``requests`` requests."""

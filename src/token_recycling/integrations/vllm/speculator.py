@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.graph.drafting import MOST_NODES
+from token_recycling.graph.drafting import DEVICE_NODES
 from token_recycling.integrations.engines.device_requests import (
     DeviceBatch,
     DeviceRequests,
@@ -41,8 +41,8 @@ def check_model(vllm_config: Any, options: VllmOptions) -> None:
     drafted = vllm_config.speculative_config.num_speculative_tokens
     reasons = {
         f"the drafter {options.drafter} runs only on CPUs": options.drafter != "adaptive",
-        f"num_speculative_tokens is {drafted}; at most {MOST_NODES - 1} can be drafted": (
-            drafted >= MOST_NODES
+        f"num_speculative_tokens is {drafted}; at most {DEVICE_NODES - 1} can be drafted": (
+            drafted >= DEVICE_NODES
         ),
         "the model has layers with recurrent state": model.is_hybrid or model.is_attention_free,
         "pipeline parallelism is on": parallel.pipeline_parallel_size > 1,
@@ -83,7 +83,7 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
         check_model(vllm_config, options)
         speculative, model = vllm_config.speculative_config, vllm_config.model_config
         self.most: int = speculative.num_speculative_tokens
-        grown = min(max(CHAIN_FROM, self.most), MOST_NODES - 1)
+        grown = min(max(CHAIN_FROM, self.most), DEVICE_NODES - 1)
         drafter = options.make(model.get_vocab_size(), grown, partial(tokenizer_of, model))
         assert isinstance(drafter, AdaptiveDrafter)  # see ``check_model``
         self._of_runner, self._dtype = requests, model.dtype

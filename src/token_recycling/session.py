@@ -8,9 +8,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from skinny_kernels.recordings import MULTIPLE
+from skinny_kernels.recordings import TILE_TOKENS
 from token_recycling.decoding.accept import Acceptor
-from token_recycling.decoding.cost_measurement import step_costs
+from token_recycling.decoding.cost_measurement import measured_curve
 from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.sequence import Sequence
@@ -64,13 +64,13 @@ def drafter_and_size(
     assert isinstance(target, TreeTarget)
     # Captured steps cost less than the eager ones that would be measured.
     captured = target.device.type == "cuda" and options.graphs_on(target.device)
-    costs = CostCurve.assumed("cuda") if captured else step_costs(target)
-    multiple = MULTIPLE if target.device.type == "cpu" else 1
+    costs = CostCurve.assumed("cuda") if captured else measured_curve(target)
+    multiple = TILE_TOKENS if target.device.type == "cpu" else 1
     return drafter, AutoSize(drafter.acceptance, costs, multiple, captured=captured)
 
 
 @dataclass
-class Runs:
+class Session:
     """The answers of one recycler, of which only the latest may continue.
 
     Attributes:
