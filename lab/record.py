@@ -143,7 +143,7 @@ def answered(
     (sequence,) = call.sequences
     recording = Recording(question.name, question.category, list(sequence.tokens))
     watch.begin(recording)
-    for step in recycler.steps(call.sequences, call.accept):
+    for step in recycler.session.decode(call.sequences, call.accept):
         if not recording.answer:
             recording.answer += step.tokens[0]  # of the prefill
     watch.finish()

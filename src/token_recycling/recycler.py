@@ -19,9 +19,7 @@ from skinny_kernels.linear import FEW_TOKENS
 from skinny_kernels.modes import RestoredModes, ordinary_tensors
 from token_recycling import defaults
 from token_recycling.checkpoint.load import load_checkpoint, planned
-from token_recycling.decoding.accept import Acceptor
 from token_recycling.decoding.answers import Chunk, Generation
-from token_recycling.decoding.loop import OnDraft
 from token_recycling.decoding.metrics import Stats
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.decoding.teach import teach
@@ -71,7 +69,6 @@ class TokenRecycling(DecodingMethod):
         matrix: the adjacency matrix.
         session: the drafter, the draft-size policy, the context and the graphs.
         template: the tree that the drafter fills; None if it shapes its own.
-        stats: the sum over all answers.
         warned: reasons why calls of ``generate`` fell back to standard decoding.
         disabled: whether it can no longer be a ``custom_generate`` (see ``Enabled.disable``).
     """
@@ -115,7 +112,6 @@ class TokenRecycling(DecodingMethod):
         self.session = Session(self.target, drafter, size, given.graphs_on(device))
         if device.type == "cuda":
             self.session.graph_decoder()  # kernels begin to be compiled
-        self.stats = Stats()
         self.warned: set[str] = set()
         self.disabled = False
         self.lock = FairLock()
@@ -183,10 +179,12 @@ class TokenRecycling(DecodingMethod):
         twin.target = copy.copy(self.target)
         twin.target.reset()
         # In one call, since the drafter uses the matrix.
-        twin.matrix, drafter, size, twin.stats = copy.deepcopy(
+        twin.matrix, drafter, size, stats = copy.deepcopy(
             (self.matrix, self.drafter, self.draft_size, self.stats)
         )
-        twin.session = replace(self.session, target=twin.target, drafter=drafter, size=size)
+        twin.session = replace(
+            self.session, target=twin.target, drafter=drafter, size=size, stats=stats
+        )
         twin.warned, twin.lock = set(self.warned), FairLock()
         patch_generate(twin.model, twin)
         return twin
@@ -211,6 +209,11 @@ class TokenRecycling(DecodingMethod):
     def draft_size(self) -> DraftSize:
         """The draft-size policy."""
         return self.session.size
+
+    @property
+    def stats(self) -> Stats:
+        """The sum over all answers."""
+        return self.session.stats
 
     @classmethod
     def from_pretrained(
@@ -452,66 +455,16 @@ class TokenRecycling(DecodingMethod):
             self.model, self.tokenizer, self.target, prompts, options, processors, stream=stream
         )
 
-    def steps(
-        self,
-        sequences: list[Sequence],
-        accept: Acceptor,
-        *,
-        keep_context: bool = False,
-        on_progress: OnProgress | None = None,
-        on_draft: OnDraft | None = None,
-        plain: bool = False,
-    ) -> Steps:
-        """Decode rows with the given acceptor (see ``Decoding``) and update the statistics.
-
-        No step is computed before the generator is advanced. ``refusal`` must have been asked.
-
-        Args:
-            sequences: the rows; for a single row, ``cached`` says how many prompt tokens the
-                target has read already.
-            accept: chooses the tokens.
-            keep_context: see ``stream``.
-            on_progress: see ``stream``.
-            on_draft: see ``stream``.
-            plain: decode without trees, as the model does for ``generate``.
-
-        Raises:
-            TokenRecyclingError: a prompt cannot be read, or another answer has begun meanwhile.
-        """
-        run = self.session.steps(
-            sequences,
-            accept,
-            keep_context=keep_context,
-            on_progress=on_progress,
-            on_draft=on_draft,
-            plain=plain,
-        )
-        with closing(run) as steps:
-            for step in steps:
-                for row, sequence in enumerate(sequences):
-                    read = sequence.prompt_length - sequence.cached
-                    for stats in (sequence.stats, self.stats):
-                        stats.add(step, row, prompt_tokens=read)
-                yield step
-
     def _steps(self, call: Call) -> Steps:
         """Decode a call; then record what the target has read of a single row."""
         reason = self.refusal()
         if reason is not None:
             warn_plain(self, reason)
-        run = self.session.latest + 1
-        options, first = call.options, call.sequences[0]
-        steps = self.steps(
-            call.sequences,
-            call.accept,
-            keep_context=options.keep_context,
-            on_progress=options.on_progress,
-            on_draft=options.on_draft,
-            plain=reason is not None,
-        )
+        run, first, plain = self.session.latest + 1, call.sequences[0], reason is not None
+        steps = self.session.decode(call.sequences, call.accept, call.options, plain=plain)
         with suppress(GeneratorExit), closing(steps):  # GeneratorExit: an abandoned stream
             yield from steps
-        if reason is None and len(call.sequences) == 1 and first.new_length:
+        if not plain and len(call.sequences) == 1 and first.new_length:
             self.session.keep_context(run, first)
 
     @contextmanager

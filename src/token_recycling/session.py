@@ -11,8 +11,8 @@ from typing import Any
 from skinny_kernels.recordings import TILE_TOKENS
 from token_recycling.decoding.accept import Acceptor
 from token_recycling.decoding.cost_measurement import measured_curve
-from token_recycling.decoding.loop import Decoding, Hooks, OnDraft
-from token_recycling.decoding.metrics import Step
+from token_recycling.decoding.loop import Decoding, Hooks
+from token_recycling.decoding.metrics import Stats, Step
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.checked import checked
@@ -25,7 +25,8 @@ from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import GraphError, TokenRecyclingError, one_line
 from token_recycling.graph.decoder import GraphDecoder, can_capture
-from token_recycling.model.base import OnProgress, Target
+from token_recycling.hf.call import CallOptions
+from token_recycling.model.base import Target
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.prefix_cache import PrefixCache
 from token_recycling.model.target import TreeTarget
@@ -69,6 +70,9 @@ def drafter_and_size(
     return drafter, AutoSize(drafter.acceptance, costs, multiple, captured=captured)
 
 
+DEFAULTS = CallOptions()
+
+
 @dataclass
 class Session:
     """The answers of one recycler, of which only the latest may continue.
@@ -79,6 +83,7 @@ class Session:
         size: the draft-size policy.
         graphs: whether steps run as graphs where they can.
         latest: number of the answer that began last.
+        stats: the sum over all answers.
     """
 
     target: Target
@@ -86,6 +91,7 @@ class Session:
     size: DraftSize
     graphs: bool
     latest: int = 0
+    stats: Stats = field(default_factory=Stats)
     _graph: GraphDecoder | None = field(default=None, init=False)
     _prefix: PrefixCache | None = field(default=None, init=False)
 
@@ -99,17 +105,29 @@ class Session:
         self._prefix = None
         self.latest += 1
 
-    def steps(
+    def decode(
         self,
         sequences: list[Sequence],
         accept: Acceptor,
+        options: CallOptions = DEFAULTS,
         *,
-        keep_context: bool = False,
-        on_progress: OnProgress | None = None,
-        on_draft: OnDraft | None = None,
         plain: bool = False,
     ) -> Steps:
-        """Decode rows (see ``TokenRecycling.steps``)."""
+        """Decode rows with the given acceptor (see ``Decoding``) and update the statistics.
+
+        No step is computed before the generator is advanced. ``TokenRecycling.refusal`` must have
+        been asked.
+
+        Args:
+            sequences: the rows; for a single row, ``cached`` says how many prompt tokens the
+                target has read already.
+            accept: chooses the tokens.
+            options: of them ``keep_context``, ``on_progress`` and ``on_draft``.
+            plain: decode without trees, as the model does for ``generate``.
+
+        Raises:
+            TokenRecyclingError: a prompt cannot be read, or another answer has begun meanwhile.
+        """
         self.latest += 1
         number, generation = self.latest, getattr(self.target, "generation", None)
 
@@ -121,20 +139,26 @@ class Session:
             if not plain and getattr(self.target, "generation", None) != generation:
                 raise TokenRecyclingError("this answer cannot continue: the model has changed")
 
-        hooks = Hooks(check, on_progress, on_draft)
+        hooks = Hooks(check, options.on_progress, options.on_draft)
         prefix, self._prefix = self._prefix, None
         if plain:
             target = PlainTarget(self.target.model, self.target.lm_head)
             decoding = Decoding(target, NoDrafter(), FixedSize(), accept, sequences, None, hooks)
         else:
-            if keep_context and len(sequences) == 1 and prefix is not None:
+            if options.keep_context and len(sequences) == 1 and prefix is not None:
                 sequences[0].cached = prefix.common(sequences[0].tokens[:-1])
-            graph = self.graph_decoder() if on_draft is None and can_capture(accept) else None
+            captures = options.on_draft is None and can_capture(accept)
+            graph = self.graph_decoder() if captures else None
             decoding = Decoding(
                 self.target, self.drafter, self.size, accept, sequences, graph, hooks
             )
         with closing(decoding.steps()) as steps:
-            yield from steps
+            for step in steps:
+                for row, sequence in enumerate(sequences):
+                    read = sequence.prompt_length - sequence.cached
+                    for stats in (sequence.stats, self.stats):
+                        stats.add(step, row, prompt_tokens=read)
+                yield step
 
     def keep_context(self, run: int, sequence: Sequence) -> None:
         """Let the next answer continue ``sequence``, decoded alone by answer number ``run``."""

@@ -24,6 +24,7 @@ from token_recycling.cli.conversation import Conversation, going_on
 from token_recycling.decoding.metrics import Stats
 from token_recycling.drafting import registry
 from token_recycling.drafting.templates import shipped
+from token_recycling.session import Session
 
 BYTES = b"caf\xe9 \xff\xfe"
 PROGRAM = [sys.executable, "-c", "from token_recycling.cli import main; main()"]
@@ -363,16 +364,16 @@ class Interrupting:
 
     def __init__(self, monkeypatch, after):
 
-        steps, self.count = TokenRecycling.steps, 0
+        decode, self.count = Session.decode, 0
 
-        def counted(recycler, *args, **options):
-            for step in steps(recycler, *args, **options):
+        def counted(session, *args, **options):
+            for step in decode(session, *args, **options):
                 yield step
                 self.count += 1
                 if self.count == after:
                     raise KeyboardInterrupt
 
-        monkeypatch.setattr(TokenRecycling, "steps", counted)
+        monkeypatch.setattr(Session, "decode", counted)
 
 
 class TestInterrupted:

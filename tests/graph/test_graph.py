@@ -601,7 +601,7 @@ def test_a_row_that_ended_may_be_longer_on_the_device(llama, monkeypatch):
     recycler = recycling(llama, drafter=drafter)
     for new in range(14, 23):  # the last step is cut everywhere, next to the cache's end too
         sequences = [Sequence(p, [at_most(n)]) for p, n in zip(prompts, (new, 60), strict=True)]
-        taken = [step.tokens for step in recycler.steps(sequences, GreedyAcceptor())]
+        taken = [step.tokens for step in recycler.session.decode(sequences, GreedyAcceptor())]
         found = [[token for tokens in taken for token in tokens[row]] for row in (0, 1)]
         assert found == [full[0][:new], full[1]]
         assert [sequence.new_tokens for sequence in sequences] == found

@@ -37,6 +37,13 @@ from token_recycling.options import Options
 from token_recycling.util.lock import FairLock
 
 
+class DecodesRows(Protocol):
+    """What serving a call needs of a ``session.Session``."""
+
+    def decode(self, sequences: list[Sequence], accept: Acceptor) -> Iterator[Step]:
+        """Decode rows."""
+
+
 class Recycler(Protocol):
     """What serving a call needs of a ``TokenRecycling`` object."""
 
@@ -49,8 +56,9 @@ class Recycler(Protocol):
     def refusal(self) -> str | None:
         """Return why trees cannot be verified now, or None."""
 
-    def steps(self, sequences: list[Sequence], accept: Acceptor) -> Iterator[Step]:
-        """Decode rows."""
+    @property
+    def session(self) -> DecodesRows:
+        """Decodes."""
 
 
 EXTRACT = "_extract_generation_mode_kwargs"
@@ -259,7 +267,7 @@ def _recycle(
     if request.cached:
         target.cache = from_dynamic(request.cache, len(target.cache.layers), target.dtype)
         output.sequences[0].cached = request.cached
-    for _ in recycler.steps(output.sequences, accept):
+    for _ in recycler.session.decode(output.sequences, accept):
         pass
     if across:  # rows may have continued past their ends
         read = [
