@@ -12,8 +12,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from skinny_kernels import linear, prepare, team, twins
+from skinny_kernels import linear, load_gguf, prepare, team, twins
 from skinny_kernels.attention_kernel import KEYS
+from skinny_kernels.errors import CheckpointError
 
 pytestmark = pytest.mark.skipif(
     not team.is_available(), reason="there is no team of threads on this machine"
@@ -146,3 +147,12 @@ def test_a_model_on_another_device_is_refused():
         model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     with pytest.raises(ValueError, match=r"the model is on meta; the kernels need the CPU"):
         prepare(model)
+
+
+def test_a_file_that_is_no_gguf_file_is_refused(tmp_path):
+    file = tmp_path / "model.gguf"
+    with pytest.raises(CheckpointError, match="cannot read"):
+        load_gguf(file)
+    file.write_bytes(b"GGML and more")
+    with pytest.raises(CheckpointError, match="it is not a GGUF file"):
+        load_gguf(file)
