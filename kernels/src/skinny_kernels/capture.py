@@ -59,7 +59,7 @@ class StepInputs(NamedTuple):
         tokens: int64 [B, q], contiguous.
         positions: int64 [B, q].
         ancestors: bool [B, q, q], which of the tokens each one sees.
-        cache: a ``RecyclingCache`` with room for them.
+        cache: has room for them: ``layers`` with keys and values, and ``extent``, their lengths.
         windows: by layer type.
         dtype: of the model's masks.
     """

@@ -2,7 +2,7 @@
 
 Models keep their own code: in a model's shadow, ``forward`` of modules of a known form is replaced
 by one that calls the kernels for few tokens. All but linear layers are compared with the model's
-own code before they are replaced, and ``probe`` compares the whole model.
+own code before they are replaced.
 """
 
 from __future__ import annotations

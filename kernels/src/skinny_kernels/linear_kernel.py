@@ -56,13 +56,12 @@ READING_PASSES = 2  # passes during which the next strip of dense weights is rea
 # enough to keep reading at the end of a tile.
 STRIP = 2**14
 # A piece is this share of a thread's part of W: consecutive rows, which the processor's own
-# prefetcher recognises. ``docs/cpu.md`` has the times of other strips and shares. It has no more
-# than ``PIECE`` bytes, whose outputs fit into ``BUFFER`` bytes.
+# prefetcher recognises. It has no more than ``PIECE`` bytes, whose outputs fit into ``BUFFER`` bytes.
 SHARES = 10
 PIECE, BUFFER = 2**19, 2**16
 BUFFER_FLOATS = BUFFER // 4
 
-# What a thread is given, all int64; addresses are those of the first number, strides are in bytes.
+# Fields of a launch, all int64; addresses are those of the first number, strides are in bytes.
 X, X_STRIDE, ROWS, INPUTS, LAYERS, GATED, HEIGHT, STRIP_ROWS, SHARE = range(9)
 # The same for each of the layers that multiply x; bias may be 0.
 W, W_STRIDE, Y, BIAS, OUTPUTS = range(5)
@@ -70,7 +69,7 @@ COMMON_FIELDS, LAYER_FIELDS = 9, 5
 
 
 def fields_of(layers: int) -> int:
-    """Return the numbers that a thread is given for this many layers."""
+    """Return how many fields a launch has for this many layers."""
     return COMMON_FIELDS + LAYER_FIELDS * layers
 
 

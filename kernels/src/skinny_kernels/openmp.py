@@ -54,5 +54,5 @@ def shorten_waits() -> None:
         begun.set()
         threading.Event().wait()  # a team ends with the thread that it belongs to
 
-    threading.Thread(target=sleep, name="token-recycling-openmp", daemon=True).start()
+    threading.Thread(target=sleep, name="skinny-kernels-openmp", daemon=True).start()
     begun.wait()

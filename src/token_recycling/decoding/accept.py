@@ -84,7 +84,7 @@ def append_emitted(rows: list[list[int]], sequences: list[Sequence]) -> Appended
     """Append the emitted tokens of a step to their sequences, up to where each row ends.
 
     Args:
-        rows: the result of ``step_summary`` as lists.
+        rows: for each, the number of drafted nodes, then the emitted tokens (see ``step_summary``).
         sequences: one per row; a sequence that had ended before gets nothing.
     """
     tokens: list[list[int]] = [[] for _ in rows]

@@ -41,7 +41,7 @@ def packed_attention(
 
     With a mask, Transformers repeats keys and values for every head of the group, which copies
     the whole cache. This function repeats only the mask, once in a forward. It calls ``stock``
-    unless ``pack_queries`` has marked the mask.
+    unless ``pack_queries`` or ``mark_prompt`` has marked the mask.
 
     Args:
         stock: the attention function that this one replaces.

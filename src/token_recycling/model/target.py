@@ -85,8 +85,8 @@ class TreeTarget:
             else is verified in the same forward (see ``probe.probe``). It holds for drafts of at
             most ``linear.FEW_TOKENS`` tokens a row.
         dtype: of the model's queries.
-        shadow: what our forwards compute with (see ``shadow``).
-        recordings: of steps of the shadow, on a CPU; None: the kernels do not compute them.
+        shadow: what our forwards compute with (see ``skinny_kernels.shadow``).
+        recordings: of steps of the shadow, on a CPU; None: elsewhere, and for other dtypes.
         fingerprint: of the model as it was adopted; None: it has not been looked at since a copy.
         generation: how often the model was adopted.
         refused: why trees are not verified in this state; None: they are.
