@@ -56,7 +56,8 @@ READING_PASSES = 2  # passes during which the next strip of dense weights is rea
 # enough to keep reading at the end of a tile.
 STRIP = 2**14
 # A piece is this share of a thread's part of W: consecutive rows, which the processor's own
-# prefetcher recognises. It has no more than ``PIECE`` bytes, whose outputs fit into ``BUFFER`` bytes.
+# prefetcher recognises. It has no more than ``PIECE`` bytes, and its outputs no more than
+# ``BUFFER``.
 SHARES = 10
 PIECE, BUFFER = 2**19, 2**16
 BUFFER_FLOATS = BUFFER // 4

@@ -1,7 +1,8 @@
 """A model's layers on a GPU: RMS norms, gated MLPs and rotary embeddings, one kernel each.
 
-As on a CPU (see ``skinny_kernels.layers``), models keep their own code: in a model's shadow, ``forward`` of
-modules of a known form is replaced by one that calls the kernels, if its result is the same.
+As on a CPU (see ``skinny_kernels.layers``), models keep their own code: in a model's shadow,
+``forward`` of modules of a known form is replaced by one that calls the kernels, if its result is
+the same.
 """
 
 from __future__ import annotations
