@@ -4,10 +4,14 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -35,16 +39,12 @@ SHAPE = {
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config,
-        {"sliding_window": 40, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
-    ),
+    "gemma": (GemmaForCausalLM, GemmaConfig, {}),
 }
 
 
 def made(name, **options):
-    cls, config, more = MODELS[name]
+    cls, config, more = (MODELS | WINDOWS)[name]
     torch.manual_seed(0)
     model = cls(config(**SHAPE, **more, **options)).eval()
     with torch.no_grad():  # else all logits are nearly the same
@@ -67,12 +67,18 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Whose layers see a part of the keys: right, but not always with the same bits.
+WINDOWS = {
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 40}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 40}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS | WINDOWS)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_generate_answers_as_before(name, rows, calls):
     """Prompts of more tokens than the kernels take, and of fewer, also padded ones."""
-    eager = {"attn_implementation": "eager"} if name == "gemma2" else {}
-    model = made(name, **eager)
+    model = made(name)
     twin = prepare(model)
     calls.clear()
     for tokens in (20, 200):
@@ -156,3 +162,103 @@ def test_a_file_that_is_no_gguf_file_is_refused(tmp_path):
     file.write_bytes(b"GGML and more")
     with pytest.raises(CheckpointError, match="it is not a GGUF file"):
         load_gguf(file)
+
+
+def difference(model, twin, *arguments, **options):
+    with torch.inference_mode():
+        found, right = (one(*arguments, **options).logits for one in (twin, model))
+    return float((found - right).abs().max() / right.abs().max())
+
+
+def masks(tokens):
+    """Masks of a caller's own, [1 or 2, 1, tokens, tokens]."""
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
+    additive = torch.zeros(1, 1, tokens, tokens).masked_fill(~seen, -1e30)
+    return {
+        "bool": seen.expand(2, 1, tokens, tokens),
+        "of one row": additive,
+        "of all": torch.zeros(2, 1, tokens, tokens),
+        "nothing seen": additive.masked_fill(~seen, float("-inf")).expand(2, 1, tokens, tokens),
+    }
+
+
+@pytest.mark.parametrize("name", masks(2))
+def test_masks_of_the_callers_own(name):
+    model, mask = made("llama"), masks(20)[name]
+    assert difference(model, prepare(model), ids(2, 20), attention_mask=mask) < 1e-4
+    assert not vars(mask)
+
+
+def test_a_mask_that_is_changed_in_place():
+    model, mask = made("llama"), masks(20)["of one row"].clone()
+    twin = prepare(model)
+    difference(model, twin, ids(1, 20), attention_mask=mask)
+    mask[..., 10:, :9] = -1e30
+    assert difference(model, twin, ids(1, 20), attention_mask=mask) < 1e-4
+
+
+@pytest.mark.parametrize("option", [{"is_causal": False}, {"use_cache": False}])
+def test_options_of_a_forward(option):
+    model = made("llama")
+    assert difference(model, prepare(model), ids(1, 20), **option) < 1e-4
+
+
+def test_activations_of_single_layers():
+    model = made("llama")
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    assert difference(model, prepare(model), ids(1, 20)) < 1e-4
+
+
+class Limited(torch.nn.Module):
+    """A gated MLP that limits what is large."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            torch.nn.Linear(size, size, bias=False) for _ in range(3)
+        )
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10)) * self.up_proj(x))
+
+
+def test_an_mlp_that_limits_what_is_large():
+    model = made("llama")
+    for layer in model.model.layers:
+        layer.mlp = Limited(SHAPE["hidden_size"])
+        layer.mlp.gate_proj.weight.data.mul_(100)
+    assert difference(model, prepare(model), ids(1, 20)) < 1e-4
+
+
+def test_hooks_of_single_projections():
+    model = made("llama")
+    twin = prepare(model)
+    for one in (model, twin):
+        layer = one.model.layers[0].self_attn.v_proj
+        layer.register_forward_pre_hook(lambda layer, given: (given[0] * 2,))
+    assert difference(model, twin, ids(1, 20)) < 1e-4
+
+
+def test_attention_of_the_callers_own_keeps_its_name():
+    """And so do families whose attention is not known."""
+
+    class Own(type(made("llama").model.layers[0].self_attn)):
+        pass
+
+    model = made("llama")
+    model.model.layers[0].self_attn.__class__ = Own
+    assert prepare(model).config._attn_implementation == "sdpa"
+    assert (
+        prepare(made("llama", attn_implementation="eager")).config._attn_implementation == "eager"
+    )
+    assert prepare(made("llama")).config._attn_implementation == "skinny_kernels"
+
+
+def test_dropout_in_training():
+    model = made("llama", attention_dropout=0.9)
+    twin = prepare(model).train()
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        first = twin(ids(1, 20)).logits
+        assert not torch.equal(first, twin(ids(1, 20)).logits)

@@ -15,13 +15,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skinny_kernels.attention import attend as attend
+    from skinny_kernels.functional import attend as attend
+    from skinny_kernels.functional import product as product
     from skinny_kernels.gguf_model import load_gguf as load_gguf
-    from skinny_kernels.linear import product as product
     from skinny_kernels.twins import prepare as prepare
 
 # Imported at first use, so that a module of this package alone does not import the others.
-_LAZY = {"attend": "attention", "load_gguf": "gguf_model", "prepare": "twins", "product": "linear"}
+_LAZY = {
+    "attend": "functional",
+    "load_gguf": "gguf_model",
+    "prepare": "twins",
+    "product": "functional",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -53,6 +53,7 @@ LINEAR = (nn.Linear, PackedLinear)
 MERGED_PROJECTIONS, MERGED_GATED = ("qkv_proj",), ("gate_up_proj", "down_proj")
 FUNCTIONS = ("act_fn", "activation_fn")  # names of a gated MLP's activation
 ACTIVATION_CODE = "torch.nn.modules.activation", "transformers.activations"
+LARGE = 64  # times as large as usual
 MODELS = "transformers.models."  # whose code depends on the inputs alone
 ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     activations.SILU: functional.silu,
@@ -147,7 +148,7 @@ def _first_projection(
     others: tuple[nn.Module, ...], layer: nn.Module, stock: Any, inputs: Tensor
 ) -> Tensor:
     """``forward`` of the first of several linear layers with the same inputs: multiplies all."""
-    if _is_ours(inputs):
+    if _is_ours(inputs) and not any(map(_has_hooks, others)):
         layers = [_weights(module, inputs.dtype) for module in (layer, *others)]
         if all(weights is not None and weights.inputs == inputs.shape[-1] for weights in layers):
             output, *rest = linear.products(inputs, layers)  # type: ignore[arg-type]
@@ -434,10 +435,22 @@ def _compared(
     ):
         return None
     formats = [getattr(layer, "ggml_type", None) for layer in layers]
-    key = stock_class(module), *((weight.shape, weight.dtype) for weight in weights), *formats
+    shapes = ((weight.shape, weight.dtype) for weight in weights)
+    key = stock_class(module), *shapes, *formats, *_settings(module)
     if key not in known:
         known[key] = compare(module)
     return known[key]
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return what else of a module its results may depend on: numbers, names and functions."""
+    known = {**vars(module), **module._modules}
+    return [
+        (name, value if isinstance(value, (int, float, str)) else repr(value))
+        for name, value in sorted(known.items())
+        if (isinstance(value, (int, float, str)) and name != "layer_idx")
+        or (name in FUNCTIONS and not getattr(value, "_parameters", None))
+    ]
 
 
 def _added(norm: nn.Module) -> float | None:
@@ -466,13 +479,17 @@ def _gated_activation(mlp: nn.Module) -> int | None:
     if found is None or activation is None:
         return None
     gate, up, down = found
-    inputs = sample(gate.inputs, dtype)
-    gated, _ = linear.products(inputs, (gate, up), gated=activation)
-    output = linear.products(gated, (down,))[0]
-    # Packed weights are multiplied by rounded inputs.
-    right = own_result(mlp, inputs)
-    same = is_same(output, right, torch.bfloat16 if down.ggml_type else dtype)
-    return activation if same else None
+    for factor in (1, LARGE):  # some forms limit what is large
+        inputs = factor * sample(gate.inputs, dtype)
+        gated, _ = linear.products(inputs, (gate, up), gated=activation)
+        output = linear.products(gated, (down,))[0]
+        # Packed weights are multiplied by rounded inputs.
+        right = own_result(mlp, inputs)
+        if output.isfinite().all() and not is_same(
+            output, right, torch.bfloat16 if down.ggml_type else dtype
+        ):
+            return None
+    return activation
 
 
 def _activation_of(function: Any) -> int | None:

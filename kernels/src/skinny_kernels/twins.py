@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -15,23 +14,39 @@ from transformers.masking_utils import eager_mask
 
 from skinny_kernels import attention, layers
 from skinny_kernels.attention_kernel import KEYS
-from skinny_kernels.known_forms import EAGER
 from skinny_kernels.linear import FEW_TOKENS
 from skinny_kernels.shadow import shadow_of
 
 Model = TypeVar("Model", bound=nn.Module)
 NAME = "skinny_kernels"  # of the attention function in a configuration
-PACKED = "skinny_kernels_parts"  # attribute of a mask: parts of it as the kernel reads them
-# Options of attention that change the scores and that neither the kernel nor PyTorch computes.
-ALTERING = ("s_aux", "position_bias")
+# Attribute of a causal mask that was made for this function: parts of it as the kernel reads them.
+PARTS = "skinny_kernels_parts"
+# Types of models whose attention is known to consist of projections, rotary embeddings, this
+# function and one more projection. Others may look at its name, or add to the scores.
+KNOWN = {
+    "gemma",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+}
+LIBRARIES = ("torch.", "transformers.", "skinny_kernels.")
 
 
 def prepare(model: Model) -> Model:
     """Return a twin of a model whose forwards of at most 128 tokens the kernels compute.
 
     The twin has the model's weights, in the same memory, and its methods, ``generate`` among them.
-    The model itself stays as it is, so there is nothing to undo: drop the twin. It computes without
-    gradients only. Whatever the kernels do not know is computed as in the model.
+    The model itself stays as it is, so there is nothing to undo: drop the twin. The kernels compute
+    without gradients only; whatever they do not know is computed as in the model. A twin can be
+    neither compiled nor pickled.
 
     Args:
         model: a ``…ForCausalLM`` in float32, bfloat16 or float16, or with packed weights (see
@@ -43,29 +58,49 @@ def prepare(model: Model) -> Model:
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices - {"cpu"}:
         raise ValueError(f"the model is on {', '.join(sorted(devices))}; the kernels need the CPU")
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, eager_mask)
     configs: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) in ("sdpa", "eager"):
-            configs.setdefault(id(config), config)
-    twins = {known: _with_attention(config) for known, config in configs.items()}
-    twin = shadow_of(model, twins, training=False)
-    layers.cover(twin, _capped)
+    if all(type(module).__module__.startswith(LIBRARIES) for module in model.modules()):
+        found = (getattr(module, "config", None) for module in model.modules())
+        configs = {id(config): _with_attention(config) for config in found if _is_known(config)}
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, causal_mask)
+    twin = shadow_of(model, configs, training=False)
+    layers.cover(twin, _own)
     return twin  # type: ignore[return-value]
+
+
+def _is_known(config: Any) -> bool:
+    """Return whether the attention of a configuration's model is replaced."""
+    kind = getattr(config, "model_type", None)
+    return kind in KNOWN and getattr(config, "_attn_implementation", None) == "sdpa"
 
 
 def _with_attention(config: Any) -> Any:
     """Return a copy of a configuration with the attention function of this module."""
-    found = copy.copy(config)
+    found = copy.deepcopy(config)
     found._attn_implementation = NAME
     return found
 
 
-def _capped(stock: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Attend in place of a Python module's own function, for scores that are capped."""
-    return attend(*arguments, **options)
+def _own(stock: Any, *arguments: Any, **options: Any) -> Any:
+    """Leave a Python module's own attention function as it is."""
+    return stock(*arguments, **options)
+
+
+def causal_mask(*arguments: Any, **options: Any) -> Tensor | None:
+    """Return an additive mask [B, 1, q, s], marked if it is causal and of few tokens.
+
+    None if all tokens see each other.
+    """
+    mask: Tensor | None = eager_mask(*arguments, **options)
+    if mask is None:
+        return None
+    tokens = mask.shape[2]
+    if tokens <= FEW_TOKENS and mask.shape[1] == 1 and tokens <= mask.shape[3]:
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device="cpu").triu(1)
+        if bool((mask[..., -tokens:] < 0)[..., later].all()):
+            setattr(mask, PARTS, {})
+    return mask
 
 
 def attend(
@@ -75,7 +110,6 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as Transformers' attention functions do, with the kernel where it takes the tensors.
@@ -85,40 +119,38 @@ def attend(
         query: [B, heads, q, size].
         key: [B, heads / group, s, size], the queries' own last.
         value: like ``key``.
-        attention_mask: additive [B, 1, q, s]; None: PyTorch attends.
+        attention_mask: additive [B, 1, q, s]; the kernel attends only with those of
+            ``causal_mask``.
         scaling: of the scores; None: ``size ** -0.5``.
-        softcap: scaled scores s become ``softcap * tanh(s / softcap)``.
         **others: as for sdpa.
 
     Returns:
         The output [B, q, heads, size], and None in place of the attention weights.
     """
-    is_altered = any(others.get(name) is not None for name in ALTERING)
+    packed: dict[Any, Tensor] | None = getattr(attention_mask, PARTS, None)
     if (
         attention_mask is None
-        or is_altered
-        or attention_mask.shape[1] != 1
+        or packed is None
+        or module.training
         or torch.is_grad_enabled()
-        or query.shape[2] > FEW_TOKENS
+        or len(attention_mask) != len(query)
         or not attention.fits(query, key, value, attention_mask)
     ):
-        own = softcap or is_altered
-        stock: Any = getattr(sys.modules[type(module).__module__], EAGER, None) if own else None
-        if stock is not None:
-            others |= {"softcap": softcap} if softcap else {}
-            result: tuple[Tensor, Tensor | None] = stock(
-                module, query, key, value, attention_mask, scaling=scaling, **others
-            )
-            return result
         output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling
+            module, query, key, value, attention_mask, scaling=scaling, **others
         )
         return output, None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    parts = [
-        _attend(query[:, :, part], key, value, attention_mask, part, committed, scale, softcap)
-        for part, committed in _parts(query.shape[2], key.shape[2])
-    ]
+    group = query.shape[1] // key.shape[1]
+    parts = []
+    for part, committed in _parts(query.shape[2], key.shape[2]):
+        slots = committed + part.stop - part.start
+        before = torch.full((len(query),), committed, device="cpu")
+        if (committed, group) not in packed:  # the same for all layers of a forward
+            own = attention_mask[:, :, part, :slots]
+            packed[committed, group] = attention.pack_mask(own, before, group)
+        entries, mask = (key[:, :, :slots], value[:, :, :slots]), packed[committed, group]
+        parts.append(attention.attend(query[:, :, part], *entries, mask, before, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
 
 
@@ -134,24 +166,3 @@ def _parts(tokens: int, slots: int) -> Iterator[tuple[slice, int]]:
         end = min(tokens, first + KEYS - committed % KEYS)
         yield slice(first, end), committed
         first = end
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    part: slice,
-    committed: int,
-    scale: float,
-    cap: float | None,
-) -> Tensor:
-    """Attend with ``part`` of the tokens, which follows ``committed`` slots; ``mask`` is of all."""
-    batch, heads, tokens, _ = query.shape
-    slots, group = committed + tokens, heads // key.shape[1]
-    before = torch.full((batch,), committed, device="cpu")
-    packed = vars(mask).setdefault(PACKED, {})  # the same for all layers of a forward
-    if (committed, group) not in packed:
-        packed[committed, group] = attention.pack_mask(mask[:, :, part, :slots], before, group)
-    entries = key[:, :, :slots], value[:, :, :slots]
-    return attention.attend(query, *entries, packed[committed, group], before, scale, cap or 0.0)
