@@ -60,8 +60,9 @@ def prepare(model: Model) -> Model:
         raise ValueError(f"the model is on {', '.join(sorted(devices))}; the kernels need the CPU")
     configs: dict[int, Any] = {}
     if all(type(module).__module__.startswith(LIBRARIES) for module in model.modules()):
-        found = (getattr(module, "config", None) for module in model.modules())
-        configs = {id(config): _with_attention(config) for config in found if _is_known(config)}
+        every = (getattr(module, "config", None) for module in model.modules())
+        known = {id(config): config for config in every if _is_known(config)}
+        configs = {key: _with_attention(config) for key, config in known.items()}
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, causal_mask)
     twin = shadow_of(model, configs, training=False)
