@@ -17,6 +17,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from math import prod
+from traceback import clear_frames
+from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -150,9 +152,19 @@ class Capture(TorchFunctionMode):
         recording.recorder = self
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *about: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         recording.recorder = None
-        super().__exit__(*about)  # type: ignore[no-untyped-call]
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            # PyTorch takes the mode off while it serves a function, and puts it back at the end of
+            # a context manager. An interrupt within that delays it until the frames are freed.
+            clear_frames(trace)
+        if torch._C._len_torch_function_stack():
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def add(self, launch: Launch) -> None:
         """Record a launch."""

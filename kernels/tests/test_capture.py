@@ -1,0 +1,54 @@
+"""A keyboard interrupt while a step is recorded leaves no mode of PyTorch on."""
+
+from __future__ import annotations
+
+import sys
+from traceback import clear_frames
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+
+from skinny_kernels.capture import Capture, Scratch, StepInputs
+
+
+def interrupt_where_a_mode_returns(mode):
+    """Serve a function as PyTorch does, and interrupt it where the mode is put back."""
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_name == "__exit__" and frame.f_code.co_filename.endswith(
+            "contextlib.py"
+        ):
+            raise KeyboardInterrupt
+
+    with mode:
+        sys.settrace(trace)
+        try:
+            with _pop_mode_temporarily():
+                pass
+        finally:
+            sys.settrace(None)
+
+
+def capture() -> Capture:
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    ancestors = torch.ones(1, 1, 1, dtype=torch.bool)
+    cache: Any = None
+    return Capture(Scratch(), StepInputs(tokens, tokens, ancestors, cache, {}, torch.float32))
+
+
+@pytest.mark.parametrize("made", [capture, TorchFunctionMode])
+def test_an_interrupt_where_pytorch_puts_the_mode_back(made):
+    mode = made()
+    expected = KeyboardInterrupt if made is capture else RuntimeError  # the control
+    with pytest.raises(expected) as raised:
+        interrupt_where_a_mode_returns(mode)
+    if made is capture:
+        assert torch._C._len_torch_function_stack() == 0
+    clear_frames(raised.tb)
+    del raised
+    left = torch._C._len_torch_function_stack()
+    assert left == (0 if made is capture else 1)
+    for _ in range(left):
+        torch._C._pop_torch_function_stack()
