@@ -158,7 +158,7 @@ def regress(features: Any, hits: Any, trials: Any, ridge: float = 1e-3) -> Any:
 def fitted_rates(evidence: Any, k: int) -> tuple[Any, dict[str, Any]]:
     """Return rates per feature, float64 [f], and the constants that give them."""
     hits, trials = evidence.astype(np.float64)
-    _, lacking, chain, beside, nothing = rates.features(k)
+    lacking, chain, beside, nothing = rates.feature_offsets(k)
     expected = rates.expected_rates(k).copy()
     odds = np.arange(rates.BINS) / 2 - 9.0
     found: dict[str, Any] = {"row": [], "lacking": []}

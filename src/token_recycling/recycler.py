@@ -21,16 +21,13 @@ from token_recycling import defaults
 from token_recycling.checkpoint.load import load_checkpoint, planned
 from token_recycling.decoding.answers import Chunk, Generation
 from token_recycling.decoding.metrics import Stats
-from token_recycling.decoding.sequence import Sequence
 from token_recycling.decoding.teach import teach
 from token_recycling.decoding.text import Batch, Prompt, is_batch
 from token_recycling.decoding.warm_up import compile_kernels
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
-from token_recycling.drafting.checked import CheckedDrafter
 from token_recycling.drafting.matrix import AdjacencyMatrix, fingerprint
-from token_recycling.drafting.none import NoDrafter
-from token_recycling.drafting.size.auto import GRAPH_SIZES, AutoSize
+from token_recycling.drafting.size.auto import GRAPH_SIZES
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.graph.compilation import compile_ahead
@@ -38,7 +35,7 @@ from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepar
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve, warn_plain
 from token_recycling.model.base import OnProgress
-from token_recycling.model.probe import open_target, refusal
+from token_recycling.model.probe import check_unchanged, open_target, refusal
 from token_recycling.model.target import TreeTarget
 from token_recycling.model.unwrap import model_inside
 from token_recycling.options import OptionArguments, Options
@@ -68,7 +65,6 @@ class TokenRecycling(DecodingMethod):
         target: the model as the decoding loop uses it.
         matrix: the adjacency matrix.
         session: the drafter, the draft-size policy, the context and the graphs.
-        template: the tree that the drafter fills; None if it shapes its own.
         warned: reasons why calls of ``generate`` fell back to standard decoding.
         disabled: whether it can no longer be a ``custom_generate`` (see ``Enabled.disable``).
     """
@@ -100,16 +96,16 @@ class TokenRecycling(DecodingMethod):
             self.model, strict=given.strict, float32_logits=given.float32_logits
         )
         k = given.candidates(self.target.vocab_size) if matrix is None else matrix.k
-        self.template = given.template(k)
+        template = given.template(k)
         name = fingerprint(tokenizer, self.target.vocab_size)
         with ordinary_tensors():  # the caller may leave inference mode later
             if matrix is None:
                 matrix = AdjacencyMatrix(self.target.vocab_size, k, fingerprint=name)
             matrix.check(self.target.vocab_size, name, what="this model")
             self.matrix = matrix
-            drafter, size = drafter_and_size(given, self.target, matrix, self.template)
+            drafter, size = drafter_and_size(given, self.target, matrix, template)
         device = self.target.device
-        self.session = Session(self.target, drafter, size, given.graphs_on(device))
+        self.session = Session(self.target, drafter, size, given, template)
         if device.type == "cuda":
             self.session.graph_decoder()  # kernels begin to be compiled
         self.warned: set[str] = set()
@@ -119,7 +115,7 @@ class TokenRecycling(DecodingMethod):
 
     def __repr__(self) -> str:
         """Name the model, how drafts are made, and what they have brought so far."""
-        drafts = f"drafter={self.drafter.name!r}, {self.drafts}"
+        drafts = f"drafter={self.drafter.name!r}, {self.session.described_size}"
         bits = ", batch-invariant" * self.batch_invariant
         brought = f", MAT {self.stats.mat:.2f} in {self.stats.steps} steps" * bool(self.stats.steps)
         return f"<TokenRecycling of {type(self.model).__name__}: {drafts}{bits}{brought}>"
@@ -144,33 +140,12 @@ class TokenRecycling(DecodingMethod):
 
     def _is_invariant(self) -> bool:
         """Return ``batch_invariant`` of a model that has not changed."""
-        largest = self.largest_draft
+        largest = self.session.largest_draft
         if self.target.device.type == "cuda":  # captured steps run the kernels of eager ones
             fits = self.session.graphs and (self.options.nodes is None or largest in GRAPH_SIZES)
         else:
             fits = largest <= FEW_TOKENS and not self.session.graphs
         return self.target.batch_invariant and fits
-
-    @property
-    def largest_draft(self) -> int:
-        """Most nodes of a draft, root included; of another package's drafter, so far."""
-        if self.options.nodes is not None:
-            return self.options.nodes + 1
-        if isinstance(self.drafter, CheckedDrafter):
-            return self.drafter.largest
-        return self.drafter.full_size if self.template is None else self.template.size
-
-    @property
-    def drafts(self) -> str:
-        """The size or tree of the drafts in words."""
-        if self.options.nodes is not None:
-            return f"{self.options.nodes} nodes"
-        if isinstance(self.draft_size, AutoSize):
-            return "draft size chosen automatically"
-        if isinstance(self.drafter, NoDrafter):
-            return "no drafts"
-        own = isinstance(self.drafter, CheckedDrafter) and self.options.tree is None
-        return "whole drafts" if own or self.template is None else f"tree {self.template.name}"
 
     def __copy__(self) -> TokenRecycling:
         """Share the model and nothing else."""
@@ -316,17 +291,12 @@ class TokenRecycling(DecodingMethod):
             TokenRecyclingError: there is no tokenizer; the drafter is not "adaptive"; or another
                 answer is in progress and the option ``queue`` is False.
         """
-        if self.tokenizer is None:
-            raise TokenRecyclingError("without a tokenizer the model cannot be asked anything")
-        target, drafter = self.target, self.drafter
-        if not (isinstance(target, TreeTarget) and isinstance(drafter, AdaptiveDrafter)):
-            raise TokenRecyclingError(f"teach needs the drafter adaptive, not {drafter.name}")
         with self._locked(), ordinary_tensors():
             if reason := self.refusal():
                 raise TokenRecyclingError(f"the model cannot verify trees: {reason}")
             return teach(
-                drafter,
-                target,
+                self.drafter,
+                self.target,
                 self.tokenizer,
                 tokens=tokens,
                 seconds=seconds,
@@ -365,20 +335,9 @@ class TokenRecycling(DecodingMethod):
         with RestoredModes(), self._locked(), closing(self._steps(call)) as steps:
             for step in steps:
                 call.on_step(step)
-        answers = [self._generation(sequence) for sequence in call.sequences]
+        invariant = self._is_invariant()
+        answers = [Generation.of(row, self.tokenizer, invariant) for row in call.sequences]
         return answers if batch else answers[0]
-
-    def _generation(self, sequence: Sequence) -> Generation:
-        tokens = sequence.new_tokens
-        if sequence.text is not None:
-            sequence.text.finish()
-            text = sequence.text.text
-        elif self.tokenizer is None:
-            text = ""
-        else:
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        reason = sequence.finish_reason or ""
-        return Generation(text, tokens, reason, sequence.stats, self._is_invariant())
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateArguments]) -> Iterator[Chunk]:
         """Generate the answer to a prompt token by token.
@@ -411,10 +370,10 @@ class TokenRecycling(DecodingMethod):
                 begin = sequence.new_length
                 with RestoredModes(), self._locked():
                     if number:
-                        self._check_unchanged(whole=number % WHOLE_CHECK == 0)
+                        check_unchanged(self.target, whole=number % WHOLE_CHECK == 0)
                     step = next(steps, None)
                     if not sequence.active:
-                        self._check_unchanged(whole=True)
+                        check_unchanged(self.target, whole=True)
                 if step is None:
                     return
                 call.on_step(step)
@@ -431,21 +390,6 @@ class TokenRecycling(DecodingMethod):
                         finish_reason=reason if last else None,
                         stats=sequence.stats if last and reason is not None else None,
                     )
-
-    def _check_unchanged(self, *, whole: bool) -> None:
-        """Raise ``TokenRecyclingError`` if the model is not that of the present answer.
-
-        Args:
-            whole: compare all of it. Otherwise only what the answer's next step would read: what
-                else has changed cannot change it, and is found before the answer ends.
-        """
-        target = self.target
-        if not isinstance(target, TreeTarget) or target.refused or target.fingerprint is None:
-            return
-        if not whole and not target.fingerprint.leaks():
-            return
-        if (change := target.fingerprint.change()) is not None:
-            raise TokenRecyclingError(f"this answer cannot continue: {change}")
 
     def _prepare(self, prompts: list[Prompt], given: Mapping[str, Any], *, stream: bool) -> Call:
         names = {field.name for field in fields(CallOptions)}

@@ -15,7 +15,7 @@ from token_recycling.decoding.loop import Decoding, Hooks
 from token_recycling.decoding.metrics import Stats, Step
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
-from token_recycling.drafting.checked import checked
+from token_recycling.drafting.checked import CheckedDrafter, checked
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.registry import make_drafter
@@ -81,7 +81,8 @@ class Session:
         target: the model.
         drafter: proposes the drafts.
         size: the draft-size policy.
-        graphs: whether steps run as graphs where they can.
+        options: of the recycler.
+        template: the tree that the drafter fills; None if it shapes its own.
         latest: number of the answer that began last.
         stats: the sum over all answers.
     """
@@ -89,7 +90,8 @@ class Session:
     target: Target
     drafter: AnyDrafter
     size: DraftSize
-    graphs: bool
+    options: Options
+    template: TreeTemplate | None
     latest: int = 0
     stats: Stats = field(default_factory=Stats)
     _graph: GraphDecoder | None = field(default=None, init=False)
@@ -98,6 +100,32 @@ class Session:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the context and the graphs."""
         return {**self.__dict__, "_graph": None, "_prefix": None}
+
+    @property
+    def graphs(self) -> bool:
+        """Whether steps run as graphs where they can."""
+        return self.options.graphs_on(self.target.device)
+
+    @property
+    def largest_draft(self) -> int:
+        """Most nodes of a draft, root included; of another package's drafter, so far."""
+        if self.options.nodes is not None:
+            return self.options.nodes + 1
+        if isinstance(self.drafter, CheckedDrafter):
+            return self.drafter.largest
+        return self.drafter.full_size if self.template is None else self.template.size
+
+    @property
+    def described_size(self) -> str:
+        """The size or tree of the drafts in words."""
+        if self.options.nodes is not None:
+            return f"{self.options.nodes} nodes"
+        if isinstance(self.size, AutoSize):
+            return "draft size chosen automatically"
+        if isinstance(self.drafter, NoDrafter):
+            return "no drafts"
+        own = isinstance(self.drafter, CheckedDrafter) and self.options.tree is None
+        return "whole drafts" if own or self.template is None else f"tree {self.template.name}"
 
     def forget(self) -> None:
         """Free the context; no answer that has begun may continue."""

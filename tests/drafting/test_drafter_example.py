@@ -138,11 +138,11 @@ def test_its_drafts_are_named_as_they_are(example, bundled):
     assert "whole drafts" in repr(recycler)
     assert recycler.batch_invariant
     recycler.generate(DEMO[0], max_new_tokens=8)
-    assert recycler.largest_draft == 21
+    assert recycler.session.largest_draft == 21
     assert recycler.batch_invariant
     large = made(150)
     large.generate(DEMO[0], max_new_tokens=8)
-    assert large.largest_draft == 151
+    assert large.session.largest_draft == 151
     assert not large.batch_invariant  # linear.FEW_TOKENS
 
 

@@ -23,7 +23,7 @@ LENGTHS, DEPTH_CLASSES = list(RUNS), list(DEPTHS)
 
 def index_of(feature, k):
     """The index of a feature of the plain drafter in the compiled one's counts."""
-    _, lacking, chain, beside, _ = rates.features(k)
+    lacking, chain, beside, _ = rates.feature_offsets(k)
     kind = feature[0]
     if kind == "rank":
         return (KINDS_OF_ROWS.index(feature[1]) * k + feature[2]) * rates.BINS + feature[3]
@@ -122,7 +122,8 @@ class Both:
             assert matrix.all_candidates[at, count:].eq(NO_TOKEN).all()
             assert matrix.all_probabilities[at, :count].tolist() == list(row.values())
         assert matrix.all_candidates[~learnt].eq(NO_TOKEN).all()
-        trials, hits = np.zeros(rates.features(k)[0]), np.zeros(rates.features(k)[0])
+        features = rates.feature_offsets(k).nothing + 1
+        trials, hits = np.zeros(features), np.zeros(features)
         for feature, count in self.plain.trials.items():
             trials[index_of(feature, k)] += count
             hits[index_of(feature, k)] += self.plain.hits[feature]

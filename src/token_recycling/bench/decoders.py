@@ -77,7 +77,11 @@ class Decoder:
     @property
     def size(self) -> int | None:
         """Maximum number of tokens verified per step; None if not fixed or nothing is recycled."""
-        return self.recycler.largest_draft if self.variant.recycles and not self.auto_size else None
+        return (
+            self.recycler.session.largest_draft
+            if self.variant.recycles and not self.auto_size
+            else None
+        )
 
     def answer(self, prompt: list[int], seed: int) -> Turn:
         """Decode ``prompt``; ``seed`` is used when sampling.

@@ -97,7 +97,7 @@ def _answer(
         answer = recycler.generate(prompt, **options)
         about = {
             "drafter": recycler.drafter.name,
-            "drafts": recycler.drafts,
+            "drafts": recycler.session.described_size,
         }
         result = {**vars(answer), "stats": answer.stats.to_dict(), **about}
         print(json.dumps(result, ensure_ascii=False))

@@ -196,7 +196,7 @@ def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:
     if recycler.options.drafter == "none":
         return recycler, "off: the drafter is none"
     name = getattr(recycler.drafter, "name", "custom")
-    size = recycler.drafts
+    size = recycler.session.described_size
     return recycler, f"on (drafter {name}, {size})"
 
 

@@ -14,7 +14,7 @@ from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.samplers import Sampler, are_node_wise
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.decoding.walks import children_of, follow, host_walk, longest_paths
-from token_recycling.drafting.accepted import Accepted, joined
+from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.candidates import argmax
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.util.tokens import NO_TOKEN, padded
@@ -225,26 +225,3 @@ class FollowAcceptor:
         drafted = [max(sum(row) - 1, 0) for row in valid]
         counts = torch.tensor([len(row) for row in tokens], device="cpu")
         return Accepted(path, emitted, counts), Appended(tokens, reasons, drafted)
-
-
-class RowAcceptor:
-    """Chooses the tokens of each row with an acceptor of its own."""
-
-    def __init__(self, accepts: list[Acceptor]) -> None:
-        """Accept row b with ``accepts[b]``, an acceptor for a single row."""
-        self.accepts = accepts
-        self._greedy = all(isinstance(accept, GreedyAcceptor) for accept in accepts)
-
-    def __call__(
-        self, draft: DraftTree, logits: Tensor, sequences: list[Sequence], best: Any = None
-    ) -> tuple[Accepted, Appended]:
-        """Accept row by row, or all at once if all rows are greedy."""
-        if self._greedy or len(self.accepts) == 1:
-            return self.accepts[0](draft, logits, sequences, best)
-        results = [
-            accept(draft.select([row]), logits[row : row + 1], [sequence])
-            for row, (accept, sequence) in enumerate(zip(self.accepts, sequences))
-        ]
-        accepted, appended = zip(*results)
-        tokens, reasons, drafted = ([row for (row,) in column] for column in zip(*appended))
-        return joined(list(accepted)), Appended(tokens, reasons, drafted)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from token_recycling.decoding.metrics import Stats
+from token_recycling.decoding.sequence import Sequence
 
 SHOWN = 60  # characters of a text in its repr
 
@@ -27,6 +29,18 @@ class Generation:
     finish_reason: str
     stats: Stats
     batch_invariant: bool = False
+
+    @classmethod
+    def of(cls, sequence: Sequence, tokenizer: Any, batch_invariant: bool) -> Generation:
+        """Return the answer of a row that has ended; without a tokenizer (None) it has no text."""
+        tokens, text = sequence.new_tokens, ""
+        if sequence.text is not None:
+            sequence.text.finish()
+            text = sequence.text.text
+        elif tokenizer is not None:
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+        reason = sequence.finish_reason or ""
+        return cls(text, tokens, reason, sequence.stats, batch_invariant)
 
     def __repr__(self) -> str:
         """Show the text, its length, why it ended and its MAT."""

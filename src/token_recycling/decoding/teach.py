@@ -18,9 +18,11 @@ from token_recycling.decoding.samplers import RowSampler
 from token_recycling.decoding.sequence import Sequence, StopRule, at_most, at_token
 from token_recycling.decoding.text import as_conversation, encode
 from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.size.base import DraftSize
-from token_recycling.model.base import OnProgress
+from token_recycling.errors import TokenRecyclingError
+from token_recycling.model.base import OnProgress, Target
 from token_recycling.model.target import TreeTarget
 
 ROWS = 32  # answers at once
@@ -48,8 +50,8 @@ class _RootsOnly(DraftSize):
 
 
 def teach(
-    drafter: AdaptiveDrafter,
-    target: TreeTarget,
+    drafter: AnyDrafter,
+    target: Target,
     tokenizer: Any,
     *,
     tokens: int,
@@ -61,14 +63,21 @@ def teach(
     Args:
         drafter: learns.
         target: the model; its context stays as it is.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer, or None.
         tokens: of all answers; no batch starts after that many.
         seconds: no step starts after this time; None: no limit.
         on_progress: called after every step with (tokens done, ``tokens``).
 
     Returns:
         The tokens of all answers.
+
+    Raises:
+        TokenRecyclingError: there is no tokenizer, or the drafter is not "adaptive".
     """
+    if tokenizer is None:
+        raise TokenRecyclingError("without a tokenizer the model cannot be asked anything")
+    if not (isinstance(target, TreeTarget) and isinstance(drafter, AdaptiveDrafter)):
+        raise TokenRecyclingError(f"teach needs the drafter adaptive, not {drafter.name}")
     begun = perf_counter()
     own_target = copy.copy(target)
     own_target.reset()

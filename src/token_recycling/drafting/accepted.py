@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
-
-from token_recycling.util.tokens import NO_TOKEN
 
 
 @dataclass(frozen=True)
@@ -36,19 +32,3 @@ class Accepted:
     def select(self, rows: list[int]) -> Accepted:
         """Return what these rows accepted."""
         return Accepted(self.path[rows], self.emitted[rows], self.counts[rows])
-
-
-def joined(parts: list[Accepted]) -> Accepted:
-    """Return what the rows of several batches accepted, one after another."""
-    longest = max(part.path.shape[1] for part in parts)
-
-    def column(tensors: list[Tensor], fill: int) -> Tensor:
-        return torch.cat(
-            [pad(tensor, (0, longest - tensor.shape[1]), value=fill) for tensor in tensors]
-        )
-
-    return Accepted(
-        column([part.path for part in parts], 0),
-        column([part.emitted for part in parts], NO_TOKEN),
-        torch.cat([part.counts for part in parts]),
-    )

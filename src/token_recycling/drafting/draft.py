@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,46 +72,35 @@ class DraftTree:
         deepest = torch.tensor(depths, device=self.depths.device)[:, None]
         return replace(self, valid=self.valid & (self.depths <= deepest))
 
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> DraftTree:
+        """Return the draft with every tensor changed."""
+        return DraftTree(
+            change(self.tokens),
+            change(self.parents),
+            change(self.depths),
+            change(self.ancestors),
+            change(self.valid),
+            self.max_depth,
+            None if self.scores is None else change(self.scores),
+        )
+
     def first(self, size: int | None) -> DraftTree:
         """Return the draft of the first ``size`` nodes, including the root; None: all."""
         if size is None or size >= self.size:
             return self
-        return DraftTree(
-            self.tokens[:, :size],
-            self.parents[:, :size],
-            self.depths[:, :size],
-            self.ancestors[:, :size, :size],
-            self.valid[:, :size],
-            min(self.max_depth, size - 1),
-            None if self.scores is None else self.scores[:, :size],
-        )
+        part = self._with_tensors(lambda x: x[:, :size] if x.dim() == 2 else x[:, :size, :size])
+        return replace(part, max_depth=min(self.max_depth, size - 1))
 
     def select(self, rows: list[int]) -> DraftTree:
         """Return the drafts of these rows."""
-        return DraftTree(
-            self.tokens[rows],
-            self.parents[rows],
-            self.depths[rows],
-            self.ancestors[rows],
-            self.valid[rows],
-            self.max_depth,
-            None if self.scores is None else self.scores[rows],
-        )
+        return self._with_tensors(lambda x: x[rows])
 
     def padded(self, size: int) -> DraftTree:
         """Return the draft with invalid nodes appended, up to ``size`` nodes."""
         more = size - self.size
         if more <= 0:
             return self
-        return replace(
-            self,
-            tokens=pad(self.tokens, (0, more)),
-            parents=pad(self.parents, (0, more)),
-            depths=pad(self.depths, (0, more)),
-            ancestors=pad(self.ancestors, (0, more, 0, more)),
-            valid=pad(self.valid, (0, more)),
-            scores=None if self.scores is None else pad(self.scores, (0, more)),
-        )
+        return self._with_tensors(lambda x: pad(x, (0, more) * (x.dim() - 1)))
 
     def compact(self) -> DraftTree:
         """Drop the nodes that are invalid in every row.
@@ -125,17 +115,12 @@ class DraftTree:
         if bool(used.all()):
             return self
         nodes = used.nonzero()[:, 0]
-        renumbered = used.cumsum(0) - 1
-        return DraftTree(
-            self.tokens[:, nodes],
-            # A node that is invalid in this row may have lost its parent; any index will do then.
-            renumbered.clamp(min=0)[self.parents[:, nodes]],
-            self.depths[:, nodes],
-            self.ancestors[:, nodes][:, :, nodes],
-            self.valid[:, nodes],
-            self.max_depth,
-            None if self.scores is None else self.scores[:, nodes],
+        renumbered = (used.cumsum(0) - 1).clamp(min=0)
+        part = self._with_tensors(
+            lambda x: x[:, nodes] if x.dim() == 2 else x[:, nodes][..., nodes]
         )
+        # A node that is invalid in this row may have lost its parent; any index will do then.
+        return replace(part, parents=renumbered[part.parents])
 
 
 def chains(tokens: Tensor) -> DraftTree:
@@ -150,32 +135,6 @@ def chains(tokens: Tensor) -> DraftTree:
         ancestors.expand(batch, n, n),
         torch.ones_like(tokens, dtype=torch.bool),
         n - 1,
-    )
-
-
-def joined(drafts: list[DraftTree], rows: list[list[int]]) -> DraftTree:
-    """Return one draft of the rows of several; the inverse of ``DraftTree.select``.
-
-    Args:
-        drafts: of any sizes; the smaller ones get invalid nodes.
-        rows: of each draft, the rows of the result that its rows become.
-    """
-    largest = max(draft.size for draft in drafts)
-    parts = [draft.padded(largest) for draft in drafts]
-    order = torch.tensor([row for some in rows for row in some], device="cpu").argsort()
-
-    def column(tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors)[order]
-
-    scores = [part.scores for part in parts if part.scores is not None]
-    return DraftTree(
-        column([part.tokens for part in parts]),
-        column([part.parents for part in parts]),
-        column([part.depths for part in parts]),
-        column([part.ancestors for part in parts]),
-        column([part.valid for part in parts]),
-        max(part.max_depth for part in parts),
-        column(scores) if len(scores) == len(parts) else None,
     )
 
 

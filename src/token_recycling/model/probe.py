@@ -98,6 +98,25 @@ def refusal(target: TreeTarget) -> str | None:
     return target.refused
 
 
+def check_unchanged(target: Target, *, whole: bool) -> None:
+    """Check that the model is still that of the answer in progress.
+
+    Args:
+        target: the model.
+        whole: compare all of it. Otherwise only what the answer's next step would read: what
+            else has changed cannot change it, and is found before the answer ends.
+
+    Raises:
+        TokenRecyclingError: it has changed.
+    """
+    if not isinstance(target, TreeTarget) or target.refused or target.fingerprint is None:
+        return
+    if not whole and not target.fingerprint.leaks():
+        return
+    if (change := target.fingerprint.change()) is not None:
+        raise TokenRecyclingError(f"this answer cannot continue: {change}")
+
+
 def probe(target: TreeTarget) -> str | None:
     """Return why ``target`` must not verify trees, or None if it computes them correctly.
 

@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from token_recycling.decoding.accept import Acceptor, GreedyAcceptor, RowAcceptor
+from token_recycling.decoding.accept import Acceptor, GreedyAcceptor
 from token_recycling.decoding.loop import Decoding, Hooks, read_prompts
 from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
-from token_recycling.drafting.grouped import GroupedDrafter
 from token_recycling.drafting.size.base import DraftSize
 from token_recycling.graph.decoder import GraphDecoder, can_capture
 from token_recycling.graph.pool import MOST_ROWS
 from token_recycling.model.base import OnProgress, Target
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
+from token_recycling.server.mixed import GroupedDrafter, RowAcceptor
 
 
 @dataclass(eq=False)
@@ -157,9 +157,9 @@ class ContinuousBatch(Generic[R]):
     def _begin(self) -> Generator[Step, None, None]:
         """Return the steps of the present rows."""
         first = self.rows[0]
-        accept: Acceptor = RowAcceptor([row.accept for row in self.rows])
-        if all(isinstance(row.accept, GreedyAcceptor) for row in self.rows) or len(self.rows) == 1:
-            accept = first.accept
+        accept = first.accept
+        if len(self.rows) > 1 and not all(isinstance(r.accept, GreedyAcceptor) for r in self.rows):
+            accept = RowAcceptor([row.accept for row in self.rows])
         drafter = first.drafter
         if any(row.drafter is not drafter for row in self.rows):
             drafter = GroupedDrafter([row.drafter for row in self.rows])

@@ -156,7 +156,7 @@ def test_batches_with_any_sizes_are_lossless():
 def test_what_the_library_does_by_itself(bundled):
     automatic = TokenRecycling(bundled.model, bundled.tokenizer)
     assert isinstance(automatic.draft_size, AutoSize)
-    assert automatic.template is None
+    assert automatic.session.template is None
     assert isinstance(automatic.drafter, AdaptiveDrafter)
     named = TokenRecycling(bundled.model, bundled.tokenizer, drafter="paper")
     assert isinstance(named.drafter, PaperDrafter)

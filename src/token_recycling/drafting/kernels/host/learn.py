@@ -54,7 +54,7 @@ def count(
     context, length, chain = state.context[row], state.lengths[row], state.chains[row]
     nothing = len(tables.rates) - 1
     gathered = new_gathered(tables.candidates.shape[1])
-    candidates, kinds, odds = gathered
+    candidates, features, odds = gathered
     token = context[length - 1]
     before, last = ending(context, length)
     on_chain = True
@@ -63,7 +63,7 @@ def count(
         if truth < 0:
             break
         below = chain[depth] if on_chain and depth < state.chain_lengths[row] else NO_CHAIN
-        candidate_count, which, _ = gather(
+        candidate_count, weight_set, _ = gather(
             before,
             last,
             token,
@@ -79,11 +79,11 @@ def count(
             error = -1.0 / (1.0 + math.exp(-odds[i]))
             if candidates[i] == truth:
                 error += 1.0
-            pattern = SETS + kinds[i, LEVELS + 2]
+            pattern = SETS + features[i, LEVELS + 2]
             for source in range(LEVELS + 2):
-                feature = kinds[i, source]
+                feature = features[i, source]
                 slope = error * tables.logits[feature]
-                moves[which, source] += slope
+                moves[weight_set, source] += slope
                 moves[pattern, source] += PATTERN_RATE * slope
                 if feature == nothing:
                     continue
@@ -91,7 +91,7 @@ def count(
                 tables.evidence[1, feature] += 1
                 if candidates[i] == truth:
                     tables.evidence[0, feature] += 1
-            moves[which, INPUTS - 1] += error
+            moves[weight_set, INPUTS - 1] += error
             moves[pattern, INPUTS - 1] += PATTERN_RATE * error
         on_chain = on_chain and below == truth
         before, last, token = last, token, truth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,27 +56,37 @@ def class_of(value: int, bounds: Array) -> int:
     return index
 
 
-@compiled
-def features(k: int) -> tuple[int, int, int, int, int]:
-    """Return the number of features, and the first one of each kind.
+class FeatureOffsets(NamedTuple):
+    """The first feature of each kind; candidates in a row come first, from 0 on.
 
-    The kinds, in order: candidates in a row, by level, rank and class of the probability;
-    candidates that a row lacks, by level and class of the row's best probability; chain tokens, by
-    classes of match length and depth; candidates that are not the chain's token, by match length;
-    and one for sources that are missing.
+    Attributes:
+        lacking: candidates that a row lacks, by level and class of the row's best probability.
+            Before them are those in a row, by level, rank and class of the probability.
+        chain: chain tokens, by classes of match length and depth.
+        beside: candidates that are not the chain's token, by match length.
+        nothing: the one for sources that are missing; it is the last.
     """
+
+    lacking: int
+    chain: int
+    beside: int
+    nothing: int
+
+
+@compiled
+def feature_offsets(k: int) -> FeatureOffsets:
+    """Return where the features of each kind begin, for ``k`` candidates per row."""
     lacking = (LEVELS + 2) * k * BINS
     chain = lacking + (LEVELS + 2) * BINS
     beside = chain + len(RUNS) * len(DEPTHS)
-    nothing = beside + len(RUNS)
-    return nothing + 1, lacking, chain, beside, nothing
+    return FeatureOffsets(lacking, chain, beside, beside + len(RUNS))
 
 
 @compiled
 def expected_rates(k: int) -> Array:
     """Return the rate at which candidates of each feature are right before any evidence."""
-    count, lacking, chain, beside, nothing = features(k)
-    rates = np.empty(count)
+    lacking, chain, beside, nothing = feature_offsets(k)
+    rates = np.empty(nothing + 1)
     for level in range(LEVELS + 2):
         a, b, c = IN_ROW[level]
         low, slope = LACKING[level]
@@ -105,11 +116,11 @@ def initial_weights() -> Array:
     for rows_there in range(4):
         levels = [0] + [level for level in (1, 2) if rows_there & level]
         for state in range(3):
-            which = rows_there * 3 + state
-            weights[which, levels] = 0.3
-            weights[which, levels[-1]] = 0.7
-            weights[which, LEVELS] = 0.5
-            weights[which, LEVELS + 1] = 0.3 if rows_there else 0.8
+            weight_set = rows_there * 3 + state
+            weights[weight_set, levels] = 0.3
+            weights[weight_set, levels[-1]] = 0.7
+            weights[weight_set, LEVELS] = 0.5
+            weights[weight_set, LEVELS + 1] = 0.3 if rows_there else 0.8
     return weights
 
 

@@ -30,7 +30,7 @@ class Tables(NamedTuple):
             tokens, pairs and triples.
         probabilities: uint16 [V + P + T, k], the bits of float16 values.
         keys: int64 [P + T], the pair or triple of each slot.
-        evidence: float32 [2, f], hits and trials per feature (see ``features``).
+        evidence: float32 [2, f], hits and trials per feature (see ``feature_offsets``).
         weights: float64 [SETS + PATTERNS, INPUTS], of the mixture (see ``gather``).
         rates: float64 [f], expected rates per feature before any evidence.
         logits: float64 [f], log odds of the calibrated rates; computed from the evidence.

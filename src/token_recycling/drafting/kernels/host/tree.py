@@ -22,7 +22,7 @@ from token_recycling.drafting.kernels.host.rates import (
     LONG,
     RUNS,
     class_of,
-    features,
+    feature_offsets,
 )
 from token_recycling.drafting.kernels.host.state import (
     INPUTS,
@@ -44,10 +44,10 @@ FLOOR = math.log(1e-4)  # nodes with a lower log probability are not proposed
 
 
 @compiled
-def position(candidate: int, found: Array, count: int) -> int:
-    """Return the index of a candidate among the first ``count`` of ``found``, or ``count``."""
+def position(candidate: int, candidates: Array, count: int) -> int:
+    """Return the index of a candidate among the first ``count``, or ``count``."""
     at = 0
-    while at < count and found[at] != candidate:
+    while at < count and candidates[at] != candidate:
         at += 1
     return at
 
@@ -99,12 +99,11 @@ def gather(
         The number of candidates, the weight set of the node, and the index of the chain's token
         among the candidates, -1 where there is none.
     """
-    found, kinds, odds = gathered
     k = tables.candidates.shape[1]
-    _, lacking, chain, beside, nothing = features(k)
+    offsets = feature_offsets(k)
     n = 0
     rows_there = 0
-    lacks = np.full(LEVELS + 2, nothing)  # by source
+    lacks = np.full(LEVELS + 2, offsets.nothing)  # by source
     for level in range(LEVELS - 1, -1, -1):
         row = find(level, before, last, token, tables)
         if row < 0:
@@ -117,29 +116,29 @@ def gather(
             tables.candidates[row],
             tables.probabilities[row],
             k,
-            lacking,
+            offsets.lacking,
             lacks,
             n,
-            found,
-            kinds,
+            gathered,
         )
     on_chain = -1
     state = 0
     if below >= 0:
         state = 2 if run >= LONG else 1
         length = class_of(run, RUNS)
-        lacks[LEVELS] = beside + length
+        lacks[LEVELS] = offsets.beside + length
         for i in range(n):
-            kinds[i, LEVELS] = lacks[LEVELS]
-        on_chain = position(below, found, n)
+            gathered.features[i, LEVELS] = lacks[LEVELS]
+        on_chain = position(below, gathered.candidates, n)
         if on_chain == n:
-            found[n] = below
+            gathered.candidates[n] = below
             for source in range(LEVELS + 2):
-                kinds[n, source] = lacks[source]
-            kinds[n, LEVELS + 2] = 0
+                gathered.features[n, source] = lacks[source]
+            gathered.features[n, LEVELS + 2] = 0
             n += 1
-        kinds[on_chain, LEVELS] = chain + length * len(DEPTHS) + class_of(depth, DEPTHS)
-        kinds[on_chain, LEVELS + 2] |= 1 << LEVELS
+        on_depth = length * len(DEPTHS) + class_of(depth, DEPTHS)
+        gathered.features[on_chain, LEVELS] = offsets.chain + on_depth
+        gathered.features[on_chain, LEVELS + 2] |= 1 << LEVELS
     if root_row >= 0 and k > 1 and roots.candidates[root_row, 0] >= 0:
         n = add_row(
             REJECTED if roots.rejected[root_row] else RUNNERS_UP,
@@ -147,21 +146,20 @@ def gather(
             roots.candidates[root_row],
             roots.probabilities[root_row],
             k,
-            lacking,
+            offsets.lacking,
             lacks,
             n,
-            found,
-            kinds,
+            gathered,
         )
-    which = rows_there * 3 + state
+    weight_set = rows_there * 3 + state
     for i in range(n):
-        pattern = SETS + kinds[i, LEVELS + 2]
-        total = tables.weights[which, INPUTS - 1] + tables.weights[pattern, INPUTS - 1]
+        pattern = SETS + gathered.features[i, LEVELS + 2]
+        total = tables.weights[weight_set, INPUTS - 1] + tables.weights[pattern, INPUTS - 1]
         for source in range(LEVELS + 2):
-            weight = tables.weights[which, source] + tables.weights[pattern, source]
-            total += weight * tables.logits[kinds[i, source]]
-        odds[i] = min(MOST, max(LEAST, total))
-    return n, which, on_chain
+            weight = tables.weights[weight_set, source] + tables.weights[pattern, source]
+            total += weight * tables.logits[gathered.features[i, source]]
+        gathered.odds[i] = min(MOST, max(LEAST, total))
+    return n, weight_set, on_chain
 
 
 @compiled
@@ -174,44 +172,42 @@ def add_row(
     lacking: int,
     lacks: Array,
     n: int,
-    found: Array,
-    kinds: Array,
+    gathered: Gathered,
 ) -> int:
     """Unite the candidates of a row with those found so far (see ``gather``).
 
     Args:
         level: of the row, which its features depend on.
-        source: column of ``kinds``.
+        source: column of the features.
         candidates: int32 [≤ k], best first, padded with ``NO_TOKEN``.
         probabilities: uint16, of the same size.
         k: of the matrix.
-        lacking: see ``features``.
+        lacking: see ``feature_offsets``.
         lacks: int64 [LEVELS + 2], the features of a candidate that no source has, modified.
         n: number of candidates found so far.
-        found: int64 [c], modified.
-        kinds: int64 [c, LEVELS + 3], modified.
+        gathered: gets the candidates.
 
     Returns:
         The number of candidates.
     """
     lacks[source] = lacking + level * BINS + BIN_OF[probabilities[0]]
     for i in range(n):
-        kinds[i, source] = lacks[source]
+        gathered.features[i, source] = lacks[source]
     others = n
     for rank in range(len(candidates)):
         candidate = candidates[rank]
         if candidate < 0:
             break
-        at = position(candidate, found, others)
+        at = position(candidate, gathered.candidates, others)
         if at == others:
             at = n
-            found[at] = candidate
+            gathered.candidates[at] = candidate
             for other in range(LEVELS + 2):
-                kinds[at, other] = lacks[other]
-            kinds[at, LEVELS + 2] = 0
+                gathered.features[at, other] = lacks[other]
+            gathered.features[at, LEVELS + 2] = 0
             n += 1
-        kinds[at, source] = (level * k + rank) * BINS + BIN_OF[probabilities[rank]]
-        kinds[at, LEVELS + 2] |= 1 << source
+        gathered.features[at, source] = (level * k + rank) * BINS + BIN_OF[probabilities[rank]]
+        gathered.features[at, LEVELS + 2] |= 1 << source
     return n
 
 
