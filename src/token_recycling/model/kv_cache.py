@@ -18,7 +18,7 @@ from token_recycling.drafting.kernels.choice import has_device_kernels
 
 
 @dataclass
-class _CacheLength:
+class _Extent:
     """What the layers know of their cache: with a reference to it, a cache that is no longer
     needed would keep its memory until the next run of the garbage collector.
 
@@ -66,7 +66,7 @@ class _PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, extent: _CacheLength) -> None:
+    def __init__(self, extent: _Extent) -> None:
         super().__init__()
         self.extent = extent
 
@@ -122,7 +122,7 @@ class RecyclingCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, layers: int, batch: int) -> None:
-        self.extent = _CacheLength([0] * batch)
+        self.extent = _Extent([0] * batch)
         super().__init__(layers=[_PreallocatedLayer(self.extent) for _ in range(layers)])
         # Each [g, rows, heads, capacity, size], rows at least B, with the layer attributes that are
         # views of its first B rows.
