@@ -15,12 +15,12 @@ from letters import letters
 from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
 from token_recycling.bench import answer_files as answers
 from token_recycling.bench import measures, runner, tables
-from token_recycling.bench.decoders import Decoder, Turn
-from token_recycling.bench.memory import PeakMemory
+from token_recycling.bench.decoders import Decoder
 from token_recycling.bench.runner import Runner, conversation, fitting
 from token_recycling.bench.suites import Question
 from token_recycling.bench.summary import losing, sample, summarise
 from token_recycling.bench.variants import DEFAULT, Variant, parse, select
+from token_recycling.util import memory
 
 TEXTS = (
     ("How many legs have 3 cats?",),
@@ -407,19 +407,19 @@ def test_a_table_bears_any_name():
 
 
 def test_the_peak_of_memory_begins_anew():
-    memory = PeakMemory(torch.device("cpu"))
-    memory.reset()
-    before = memory.read()
+    cpu = torch.device("cpu")
+    memory.reset_peak(cpu)
+    before = memory.peak(cpu)
     if before is None:
         pytest.skip("this system does not say")
     block = torch.ones(64 << 18)  # 64 MiB
-    with_it = memory.read()
+    with_it = memory.peak(cpu)
     assert with_it > before + (48 << 20)
     del block
-    memory.reset()
-    if memory.read() == with_it:
+    memory.reset_peak(cpu)
+    if memory.peak(cpu) == with_it:
         pytest.skip("not allowed here")
-    assert memory.read() < with_it - (32 << 20)
+    assert memory.peak(cpu) < with_it - (32 << 20)
 
 
 # What is decoded
@@ -429,12 +429,12 @@ class Stub:
     """A decoder that only notes that it was asked."""
 
     def __init__(self, variant, asked):
-        self.variant, self.asked, self.auto_size, self.recycler = variant, asked, None, self
+        self.variant, self.asked, self.recycler = variant, asked, self
         self.options, self.matrix, self.rows_seen = {"max_new_tokens": 4}, self, 0
 
     def answer(self, prompt, seed):
         self.asked.append((self.variant.name, prompt, seed))
-        return Turn([5], text=f"said {len(self.asked)}", seconds=1.0)
+        return {"token_ids": [5], "text": f"said {len(self.asked)}"}
 
     def state(self):
         return {}
@@ -515,7 +515,9 @@ def test_a_conversation_that_grew_too_long_ends(bundled, monkeypatch):
     room = bundled.target.max_context
     question = Question("s", "1", "k", "k", ("One?", "Two?", "Three?"))
     monkeypatch.setattr(
-        Stub, "answer", lambda self, *_: asked.append(("", *_)) or Turn([5], text="word " * room)
+        Stub,
+        "answer",
+        lambda self, *_: asked.append(("", *_)) or {"token_ids": [5], "text": "word " * room},
     )
     found = running.answer(question, 0)
     assert {len(v["rounds"][0]["turns"]) for v in found["variants"].values()} == {1}

@@ -65,13 +65,9 @@ def line(record: Record, variant: str) -> dict[str, Any]:
     }
 
 
-def write(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Write ``folder/VARIANT.jsonl`` for every variant and return the paths."""
+def write(records: Sequence[Record], folder: Path) -> None:
+    """Write ``folder/VARIANT.jsonl`` for every variant."""
     make_folder(folder)
-    files = []
-    for variant, name in file_names(records[0]["variants"] if records else ()).items():
+    for variant, name in file_names(records[0]["variants"]).items():
         text = "".join(json.dumps(line(record, variant)) + "\n" for record in records)
-        path = folder / name
-        write_text(path, text)
-        files.append(path)
-    return files
+        write_text(folder / name, text)

@@ -20,6 +20,7 @@ from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
 
 Verdict = Literal["lossless", "near-tie", "WRONG"]
+VERDICTS: tuple[Verdict, ...] = ("lossless", "near-tie", "WRONG")  # the worst is the last
 # A differing token is a near-tie if plain decoding preferred its own token by at most this many
 # times the noise: once for each of the two logits in each of the two kernels.
 NOISES = 4
@@ -76,9 +77,7 @@ class Result:
 
 def overall(results: Iterable[Result]) -> Verdict:
     """Return the worst verdict."""
-    verdicts = {result.verdict for result in results}
-    worst: tuple[Verdict, ...] = ("WRONG", "near-tie")
-    return next((verdict for verdict in worst if verdict in verdicts), "lossless")
+    return max((result.verdict for result in results), key=VERDICTS.index, default="lossless")
 
 
 def check(

@@ -116,7 +116,7 @@ class Comparison:
 class StepClock(BaseStreamer):  # type: ignore[misc]
     """Notes when each step of a decoder ends, and how many tokens it emits.
 
-    It is a streamer for ``model.generate``, and ``note`` is called with every ``Step`` of our own.
+    It is a streamer of ``model.generate``, and ``note`` an ``on_step`` of our own.
 
     Attributes:
         first: time at which the first tokens came.
@@ -126,7 +126,6 @@ class StepClock(BaseStreamer):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        """Begin with no step."""
         self.first, self._last = 0.0, 0.0
         self.lengths: list[int] = []
         self.sizes: list[int] = []
@@ -226,33 +225,30 @@ def compare(
     def recycled(clock: StepClock) -> Generation:
         return recycler.generate(prompt, on_step=clock.note, **options)
 
-    plain_seconds, seconds = [], []
-    plain_steps: list[float] = []
-    steps: list[float] = []
-    device = recycler.target.device
+    times: list[list[float]] = [[], []]
+    steps: list[list[float]] = [[], []]
+    answers: list[Any] = [None, None]
     total = 2 * (rounds + warm_up)
-    on_progress(0, total)
-    for done in range(0, total, 2):
-        clock = StepClock()
-        plain_tokens, plain_time = timed(partial(plain, clock), device)
-        on_progress(done + 1, total)
-        recycler.matrix.copy_(before)
-        own = StepClock()
-        answer, time = timed(partial(recycled, own), device)
-        on_progress(done + 2, total)
-        if done or not warm_up:
-            plain_seconds.append(plain_time)
-            seconds.append(time)
-            plain_steps += clock.seconds
-            steps += own.seconds
+    for number in range(total):
+        on_progress(number, total)
+        clock, side = StepClock(), number % 2
+        if side:
+            recycler.matrix.copy_(before)
+        decode = partial((plain, recycled)[side], clock)
+        answers[side], seconds = timed(decode, recycler.target.device)
+        if number > 1 or not warm_up:
+            times[side].append(seconds)
+            steps[side] += clock.seconds
+    on_progress(total, total)
+    plain_tokens, answer = answers
+    plain_step, step = (median(seconds) if seconds else 0.0 for seconds in steps)
     return Comparison(
         answer.text,
         plain_tokens,
         answer.token_ids,
-        plain_seconds,
-        seconds,
-        median(plain_steps) if plain_steps else 0.0,
-        median(steps) if steps else 0.0,
+        *times,
+        plain_step,
+        step,
         answer.stats,
         fallback=isinstance(recycler.target, PlainTarget),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,14 +14,6 @@ from token_recycling.bench.variants import BASELINE, Variant
 from token_recycling.decoding.metrics import PHASES
 
 ABOUT = ("asked", "checksum", "versions", "command")  # of the run, in every record
-
-
-def rows(records: Sequence[Record], variants: Sequence[Variant]) -> Iterator[dict[str, Any]]:
-    """Yield a row for every question, decoder and round."""
-    for record in records:
-        for variant in variants:
-            for round_ in range(measures.rounds(record, variant.name)):
-                yield _row(record, variant, round_)
 
 
 def _row(record: Record, variant: Variant, round_: int) -> dict[str, Any]:
@@ -66,12 +58,15 @@ def _row(record: Record, variant: Variant, round_: int) -> dict[str, Any]:
 
 
 def table(records: Sequence[Record], variants: Sequence[Variant]) -> str:
-    """Return the rows as CSV with a header."""
+    """Return a row for every question, decoder and round, as CSV with a header."""
+    rows = [
+        _row(record, variant, round_)
+        for record in records
+        for variant in variants
+        for round_ in range(measures.rounds(record, variant.name))
+    ]
     text = io.StringIO()
-    writer: csv.DictWriter[str] | None = None
-    for row in rows(records, variants):
-        if writer is None:
-            writer = csv.DictWriter(text, list(row), lineterminator="\n")
-            writer.writeheader()
-        writer.writerow(row)
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()

@@ -22,12 +22,6 @@ SAVED_EVERY = 300.0  # seconds
 States = dict[str, dict[str, Tensor]]  # by decoder, what it has learnt from text
 
 
-def checksum(questions: Sequence[Question]) -> str:
-    """Return a checksum of the questions' names and turns, 16 hexadecimal digits."""
-    content = json.dumps([[question.name, question.turns] for question in questions])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
 class Journal:
     """Writes what a run has measured as it goes.
 
@@ -38,22 +32,50 @@ class Journal:
     Attributes:
         folder: of the run.
         run: what must be the same in a continued run.
+        about: added to every record.
         records: of the questions answered so far.
         states: of the decoders after these questions; empty before the first.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any], about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        questions: Sequence[Question],
+        decoders: Sequence[str],
+        settings: dict[str, Any],
+        model: dict[str, Any],
+        machine: dict[str, Any],
+    ) -> None:
         """Begin a run in ``folder``, or continue the one that was interrupted there.
 
         Args:
             folder: new, empty, or of an interrupted run.
-            run: settings, questions, model and machine.
-            about: added to every record.
+            questions: that it asks.
+            decoders: names of all decoders.
+            settings: of the run.
+            model: see ``summary.describe_model``.
+            machine: see ``machine.describe``.
 
         Raises:
             TokenRecyclingError: the folder holds something else, another run, or cannot be written.
         """
-        self.folder, self.run, self.about = folder, json.loads(json.dumps(run)), about
+        turns = json.dumps([[question.name, question.turns] for question in questions])
+        versions = {name: machine[name] for name in ("token_recycling", "torch", "transformers")}
+        run = {
+            "settings": settings,
+            "decoders": decoders,
+            "questions": hashlib.sha256(turns.encode()).hexdigest()[:16],
+            "model": model,
+            "versions": versions,
+            "machine": {name: machine[name] for name in ("device_name", "threads")},
+        }
+        self.folder, self.run = folder, json.loads(json.dumps(run))
+        self.about = {
+            "asked": len(questions),
+            "checksum": run["questions"],
+            "versions": " ".join(f"{name}=={version}" for name, version in versions.items()),
+            "command": machine["command"],
+        }
         self.records: list[Record] = []
         self.states: States = {}
         self._saved = -SAVED_EVERY

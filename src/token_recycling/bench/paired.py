@@ -14,11 +14,6 @@ from token_recycling.errors import TokenRecyclingError
 Pairs = list[tuple[Record, Record]]
 
 
-def decoders(records: Sequence[Record]) -> list[str]:
-    """Return the names of a run's decoders."""
-    return list(records[0]["variants"])
-
-
 def pairs_of(first: Sequence[Record], second: Sequence[Record]) -> Pairs:
     """Return the records of the questions that both runs answered, in the first one's order.
 
@@ -39,11 +34,12 @@ def compared(pairs: Pairs, first: str, second: str) -> dict[str, Any]:
     ``measures.interval``; of tokens per second, of forwards per token, and of the speedup over each
     run's own baseline, which two machines can be compared by.
     """
-    sides = ([one for one, _ in pairs], first), ([other for _, other in pairs], second)
-    speeds, own, forwards = (
-        [[figure(record, name) for record in records] for records, name in sides]
-        for figure in (measures.speed, _speedup, _forwards_per_token)
-    )
+    sides = tuple(zip(zip(*pairs), (first, second)))
+    speeds = [[measures.speed(record, name) for record in records] for records, name in sides]
+    own = [measures.ratios(records, name) for records, name in sides]
+    forwards = [
+        [_forwards_per_token(record, name) for record in records] for records, name in sides
+    ]
 
     def ratio(figures: list[list[float]]) -> dict[str, Any]:
         ratios = [second / first for first, second in zip(*figures) if first and second]
@@ -70,10 +66,6 @@ def compared(pairs: Pairs, first: str, second: str) -> dict[str, Any]:
         "forwards": ratio(forwards),
         "identical": sum(same) / len(same),
     }
-
-
-def _speedup(record: Record, name: str) -> float:
-    return measures.ratios([record], name)[0]
 
 
 def _forwards_per_token(record: Record, name: str) -> float:

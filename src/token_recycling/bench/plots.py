@@ -21,8 +21,11 @@ def plots(summary: Summary) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    probe = Figure().add_subplot()
-    drawn = [(title, draw) for title, draw in DRAWN.items() if draw(summary, probe)]
+    drawn = []
+    for title, draw in DRAWN.items():
+        draw(summary, probe := Figure().add_subplot())
+        if probe.has_data():
+            drawn.append((title, draw))
     # Text stays text, names may contain dollar signs, and the same summary gives the same bytes.
     style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "report"}
     with mpl.rc_context(style):
@@ -39,49 +42,40 @@ def plots(summary: Summary) -> str:
     return NAMESPACE.sub("", svg[svg.index("<svg") :])  # HTML needs no header and no namespaces
 
 
-def _speed_over_mat(summary: Summary, axes: Any) -> bool:
+def _speed_over_mat(summary: Summary, axes: Any) -> None:
     for name, entry in summary["decoders"].items():
         overall = entry["overall"]
         axes.plot(overall["mat"], overall["speedup"], "o", label=name)
     axes.axhline(1, color="gray", linewidth=1)
     axes.set(xlabel="MAT: tokens per forward pass", ylabel=f"speed / {summary['baseline']}'s")
-    return True
 
 
-def _accepted_by_depth(summary: Summary, axes: Any) -> bool:
-    drawn = False
+def _accepted_by_depth(summary: Summary, axes: Any) -> None:
     for name, entry in summary["decoders"].items():
         if shares := entry["overall"]["accepted_per_depth"]:
             axes.plot(range(1, len(shares) + 1), shares, "o-", markersize=3, label=name)
-            drawn = True
     axes.set(xlabel="depth in the draft tree", ylabel="share of steps that accept so many tokens")
-    return drawn
 
 
-def _cost_by_size(summary: Summary, axes: Any) -> bool:
+def _cost_by_size(summary: Summary, axes: Any) -> None:
     plain = summary["decoders"][summary["reference"]]["overall"]["step_seconds"]
-    drawn = False
     for name, entry in summary["decoders"].items():
         costs = [(size, seconds) for size, seconds, steps in entry["step_costs"]
                  if steps >= FEWEST_STEPS]  # fmt: skip
         if costs and plain and entry["about"]["drafter"]:
             sizes, seconds = zip(*costs)
             axes.plot(sizes, [one / plain for one in seconds], "o-", markersize=3, label=name)
-            drawn = True
     axes.set(xlabel="tokens verified in a step", ylabel=f"time / a step of {summary['reference']}")
     axes.set_ylim(bottom=0)
-    return drawn
 
 
-def _filling(summary: Summary, axes: Any) -> bool:
-    vocabulary, drawn = summary["model"]["vocab_size"], False
+def _filling(summary: Summary, axes: Any) -> None:
+    vocabulary = summary["model"]["vocab_size"]
     for name, questions in summary["per_question"].items():
         shares = [question["matrix_rows_before"] / vocabulary for question in questions]
         if any(shares):
             axes.plot(range(len(shares)), shares, label=name)
-            drawn = True
     axes.set(xlabel="questions answered", ylabel="share of tokens with a row in the matrix")
-    return drawn
 
 
 def curves(summary: Summary, setting: str) -> dict[str, list[tuple[int, str]]]:
@@ -97,19 +91,17 @@ def curves(summary: Summary, setting: str) -> dict[str, list[tuple[int, str]]]:
     return {label: sorted(found) for label, found in groups.items() if len(found) >= FEWEST}
 
 
-def _ablation(setting: str, figure: str) -> Callable[[Summary, Any], bool]:
-    def draw(summary: Summary, axes: Any) -> bool:
-        found = curves(summary, setting)
-        for label, points in found.items():
+def _ablation(setting: str, figure: str) -> Callable[[Summary, Any], None]:
+    def draw(summary: Summary, axes: Any) -> None:
+        for label, points in curves(summary, setting).items():
             values = [summary["decoders"][name]["overall"][figure] for _, name in points]
             axes.plot([value for value, _ in points], values, "o-", label=label)
         axes.set(xlabel=setting, ylabel=figure)
-        return bool(found)
 
     return draw
 
 
-DRAWN: dict[str, Callable[[Summary, Any], bool]] = {
+DRAWN: dict[str, Callable[[Summary, Any], None]] = {
     "Speed over MAT": _speed_over_mat,
     "Acceptance by depth": _accepted_by_depth,
     "Cost of a step by its size": _cost_by_size,

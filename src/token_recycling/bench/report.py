@@ -26,9 +26,8 @@ def render(summary: dict[str, Any]) -> str:
     )
     losing = tables.losing(summary)
     return environment.get_template("report.html.j2").render(
+        summary,
         model=summary["model"]["name"],
-        baseline=summary["baseline"],
-        reference=summary["reference"],
         headline=tables.headline(summary),
         subject=tables.subject(summary),
         overall=tables.overall(summary),
@@ -39,13 +38,9 @@ def render(summary: dict[str, Any]) -> str:
         spec_bench=tables.spec_bench(summary),
         losing=losing._replace(rows=losing.rows[:SHOWN]),
         more_losing=losing._replace(rows=losing.rows[SHOWN:]),
-        repeating=summary["repeating"],
         sample=_sample(summary["sample"]),
         conditions={part: _facts(summary[part]) for part in ("machine", "model", "settings")},
-        date=summary["date"],
-        format=summary["format"],
         prompts=_prompts(summary["questions"]),
-        left_out=summary["left_out"],
     )
 
 

@@ -10,14 +10,14 @@ from zlib import crc32
 
 import numpy as np
 
-from token_recycling.bench.decoders import Decoder, Turn
+from token_recycling.bench.decoders import Decoder
 from token_recycling.bench.journal import Journal, States
-from token_recycling.bench.memory import PeakMemory
 from token_recycling.bench.prompts import DEMO
 from token_recycling.bench.suites import Question
 from token_recycling.bench.variants import BASELINE, Variant
 from token_recycling.decoding.text import as_conversation, encode
 from token_recycling.recycler import TokenRecycling
+from token_recycling.util import memory
 
 WARM_UP_TOKENS = 16
 
@@ -68,19 +68,25 @@ class Runner:
         first: TokenRecycling,
         variants: Sequence[Variant],
         *,
-        max_new_tokens: int,
         rounds: int,
         seed: int,
         raw: bool,
-        temperature: float = 0.0,
-        top_p: float | None = None,
+        **options: Any,
     ) -> None:
-        """Create the decoders on the model of ``first``."""
+        """Create the decoders on the model of ``first``.
+
+        Args:
+            first: of the model.
+            variants: the baseline among them.
+            rounds: answers of every variant to a question.
+            seed: that of every answer is drawn from.
+            raw: do not use the chat template.
+            **options: of every answer: ``max_new_tokens``, and for sampling ``temperature``,
+                ``top_p``.
+        """
         self.first, self.rounds, self.seed, self.raw = first, rounds, seed, raw
-        self.max_new_tokens = max_new_tokens
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+        self.max_new_tokens: int = options["max_new_tokens"]
         self.decoders = {v.name: Decoder(v, first, options) for v in variants}
-        self.memory = PeakMemory(first.target.device)
 
     def run(
         self,
@@ -109,13 +115,10 @@ class Runner:
         context = self.first.target.max_context
         prompt = conversation(self.first, [DEMO[0]], self.raw)[: context and context // 2]
         for decoder in self.decoders.values():
-            before = decoder.state()
-            limit, decoder.options["max_new_tokens"] = (
-                decoder.options["max_new_tokens"],
-                WARM_UP_TOKENS,
-            )
+            before, options = decoder.state(), decoder.options
+            decoder.options = {**options, "max_new_tokens": WARM_UP_TOKENS}
             decoder.answer(prompt, 0)
-            decoder.options["max_new_tokens"] = limit
+            decoder.options = options
             decoder.restore(before)
 
     def answer(self, question: Question, index: int) -> dict[str, Any]:
@@ -161,26 +164,22 @@ class Runner:
         turn = (lots[place] + moves) % len(names)
         return names[turn:] + names[:turn]
 
-    def _fits(self, prompt: list[int]) -> bool:
-        limit = self.first.target.max_context
-        return limit is None or len(prompt) + self.max_new_tokens <= limit
-
     def _round(self, question: Question, index: int, round_: int, variants: dict[str, Any]) -> None:
+        limit, device = self.first.target.max_context, self.first.target.device
         said: list[str] = []  # the conversation so far
         for number, text in enumerate(question.turns):
             seed = seed_of(self.seed, question.name, round_, number)
             prompt = conversation(self.first, [*said, text], self.raw)
-            if not self._fits(prompt):
+            if limit is not None and len(prompt) + self.max_new_tokens > limit:
                 break
-            answers: dict[str, Turn] = {}
+            answers: dict[str, dict[str, Any]] = {}
             for name in self.order(index, round_ + number):
-                self.memory.reset()
+                memory.reset_peak(device)
                 answers[name] = self.decoders[name].answer(prompt, seed)
-                peaks = [variants[name].get("peak_memory_bytes"), self.memory.read()]
+                peaks = [variants[name].get("peak_memory_bytes"), memory.peak(device)]
                 variants[name]["peak_memory_bytes"] = max(filter(None, peaks), default=None)
             expected = answers[BASELINE]
-            for name, answer in answers.items():
-                identical = answer.token_ids == expected.token_ids
-                turn = {**answer.to_dict(), "identical": identical}
-                variants[name]["rounds"][-1]["turns"].append(turn)
-            said += [text, expected.text]
+            for name, turn in answers.items():
+                identical = turn["token_ids"] == expected["token_ids"]
+                variants[name]["rounds"][-1]["turns"].append({**turn, "identical": identical})
+            said += [text, expected["text"]]

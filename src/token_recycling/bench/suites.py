@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from os.path import expanduser
@@ -20,7 +20,11 @@ MT_BENCH = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
 # Accepted keys for a line's turns, and the type of their value.
-TURNS = {"turns": list, "prompt": str, "question": str}
+TURNS: dict[str, tuple[type, str]] = {
+    "turns": (list, "a list of strings"),
+    "prompt": (str, "a string"),
+    "question": (str, "a string"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def load_all(suites: Iterable[str], per_kind: int | None = None) -> list[Questio
     questions: list[Question] = []
     for loaded in map(load, suites):
         name = loaded[0].suite
-        if any(question.suite == name for question in questions):
+        if name in {question.suite for question in questions}:
             raise TokenRecyclingError(f"two suites are called {name}; remove or rename one")
         questions += loaded
     return choose(questions, per_kind)
@@ -94,13 +98,11 @@ def choose(questions: Iterable[Question], per_kind: int | None = None) -> list[Q
     kinds: dict[tuple[str, str], list[Question]] = {}
     for question in questions:
         kinds.setdefault((question.suite, question.kind), []).append(question)
-    rounds = zip_longest(*(_spread(group, per_kind) for group in kinds.values()))
-    return [question for turn in rounds for question in turn if question is not None]
-
-
-def _spread(group: Sequence[Question], number: int | None) -> list[Question]:
-    count = len(group) if number is None else min(number, len(group))
-    return [group[i * len(group) // count] for i in range(count)]
+    chosen = []
+    for group in kinds.values():
+        count = min(per_kind or len(group), len(group))
+        chosen.append([group[i * len(group) // count] for i in range(count)])
+    return [question for turn in zip_longest(*chosen) for question in turn if question is not None]
 
 
 def _read(suite: str, path: Path) -> list[Question]:
@@ -142,21 +144,18 @@ def _question(suite: str, number: int, line: bytes) -> Question:
     keys = [key for key in TURNS if key in row]
     if len(keys) != 1:
         raise TokenRecyclingError(f"expected exactly one of {', '.join(TURNS)}; found {len(keys)}")
-    turns = _texts(row, keys[0], TURNS[keys[0]])
+    turns = _texts(row, keys[0])
     category = _label(row, "category", "kind", default=suite)
     kind = "mt_bench" if suite == "spec-bench" and category in MT_BENCH else category
     identity = _label(row, "question_id", "id", default=str(number))
     return Question(suite, identity, kind, category, turns)
 
 
-def _texts(row: dict[str, Any], key: str, form: Any) -> tuple[str, ...]:
+def _texts(row: dict[str, Any], key: str) -> tuple[str, ...]:
     """Return a text or a list of texts as a tuple; raise if it is empty or one is blank."""
-    value = row[key]
+    value, (form, expected) = row[key], TURNS[key]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(value, form) or not all(isinstance(text, str) for text in texts):
-        expected = {str: "a string", list: "a list of strings"}.get(
-            form, "a string or a list of strings"
-        )
         raise TokenRecyclingError(f'"{key}" must be {expected}')
     if not texts or not all(text.strip() for text in texts):
         raise TokenRecyclingError(f'"{key}" must not be empty')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -41,12 +41,7 @@ class Variant:
         name: unique within a run.
         drafter: name of the drafter; None for ``model.generate``.
         lookup: True for ``model.generate`` with prompt lookup.
-        nodes: nodes below the root of every draft; None: chosen automatically, or a whole tree.
-        tree: see ``Options``.
-        k: candidates per token; None: those of ``matrix``.
-        matrix: file that it starts from.
-        graph: see ``Options``.
-        prompts: see ``Options``.
+        nodes, tree, k, matrix, graph, prompts: see ``Options``.
         cold: every question starts from the matrix that the run started from.
     """
 
@@ -72,8 +67,8 @@ class Variant:
         Raises:
             TokenRecyclingError: they cannot be used.
         """
-        given = {name: getattr(self, name) for name in SETTINGS if name != "cold"}
-        return Options.of({"drafter": self.drafter or "none", **given})
+        given = self.settings() | {"drafter": self.drafter or PLAIN}
+        return Options.of({name: value for name, value in given.items() if name != "cold"})
 
     def check(self) -> int:
         """Check the options, files included; return the candidates per token.
@@ -84,7 +79,7 @@ class Variant:
         options = self.options()
         matrix = options.load_matrix()
         k = self.k if matrix is None else matrix.k
-        k = defaults.candidates_for(self.drafter or "none") if k is None else k
+        k = defaults.candidates_for(self.drafter) if k is None else k
         try:
             options.template(k)
         except TokenRecyclingError as error:
@@ -93,12 +88,7 @@ class Variant:
 
     def settings(self) -> dict[str, Any]:
         """Return the drafter and the settings, by name."""
-        return {name: asdict(self)[name] for name in ("drafter", *SETTINGS)}
-
-    @property
-    def automatic(self) -> bool:
-        """True if the size of its drafts is chosen automatically."""
-        return self.drafter == defaults.DRAFTER and self.nodes is None
+        return {name: getattr(self, name) for name in ("drafter", *SETTINGS)}
 
 
 def parse(spec: str) -> Variant:
@@ -154,11 +144,11 @@ def expanded(spec: str) -> list[str]:
     """
     name, *given = NEXT.split(spec)
     order = list(SETTINGS)
-    given.sort(key=lambda text: [*order, text.partition("=")[0]].index(text.partition("=")[0]))
-    alternatives = []
-    for text in given:
-        key, equals, values = text.partition("=")
-        alternatives.append([f"{key}{equals}{value}" for value in values.split(OR)])
+    parts = [text.partition("=") for text in given]
+    parts.sort(key=lambda part: order.index(part[0]) if part[0] in order else len(order))
+    alternatives = (
+        [f"{key}{eq}{value}" for value in values.split(OR)] for key, eq, values in parts
+    )
     return [":".join([name, *settings]) for settings in product(*alternatives)]
 
 

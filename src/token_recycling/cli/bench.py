@@ -15,7 +15,6 @@ from token_recycling.cli import options as o
 from token_recycling.errors import INTERRUPTED, TokenRecyclingError
 
 if TYPE_CHECKING:
-    from token_recycling.bench.journal import Journal
     from token_recycling.bench.suites import Question
     from token_recycling.bench.tables import Table
     from token_recycling.bench.variants import Variant
@@ -100,12 +99,13 @@ def bench(
     _check_folder(out)
     _check_plots()
     recycler = loading.open()
+    from token_recycling.bench.summary import describe_model
+
     if most > recycler.target.vocab_size:
         raise TokenRecyclingError(
             f"k is {most}; it must not exceed the vocabulary of {recycler.target.vocab_size} tokens"
         )
-    run = _Run(recycler, loading.model or "the bundled model", questions, variants)
-    run.settings = {
+    settings = {
         "suites": suite or ["builtin"],
         "per_kind": per_kind,
         "max_new_tokens": max_tokens,
@@ -116,11 +116,12 @@ def bench(
         "raw": raw,
         "float32_logits": loading.float32_logits,
     }
-    summary = run.execute(out)
+    model = describe_model(recycler, loading.model or "the bundled model")
+    summary, interrupted = _run(recycler, model, questions, variants, settings, out)
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
     loading.note_toy()
-    if run.interrupted:
+    if interrupted:
         raise SystemExit(INTERRUPTED)
 
 
@@ -146,7 +147,7 @@ def compare(
 
     runs = journal.read(first), journal.read(second)
     pairs = paired.pairs_of(*runs)
-    here, there = map(paired.decoders, runs)
+    here, there = (list(records[0]["variants"]) for records in runs)
     if decoders is None:
         names = [(name, name) for name in here if name in there]
     else:
@@ -200,130 +201,83 @@ def _check_sampling(temperature: float, top_p: float | None, seed: int) -> None:
         raise TokenRecyclingError(f"--seed is {seed}; it must be 0 or more")
 
 
-class _Run:
-    """A benchmark run, from parsed options to result files."""
+def _run(
+    recycler: TokenRecycling,
+    model: dict[str, Any],
+    questions: list[Question],
+    variants: list[Variant],
+    settings: dict[str, Any],
+    out: Path,
+) -> tuple[dict[str, Any], bool]:
+    """Answer the questions and write all files.
 
-    def __init__(
-        self,
-        recycler: TokenRecycling,
-        name: str,
-        questions: list[Question],
-        variants: list[Variant],
-    ) -> None:
-        self.recycler, self.name = recycler, name
-        self.questions, self.variants = questions, variants
-        self.settings: dict[str, Any] = {}
-        self.interrupted = False
+    Returns:
+        The summary, and whether the run was interrupted.
 
-    def execute(self, out: Path) -> dict[str, Any]:
-        """Answer the questions, write all files and return the summary.
+    Raises:
+        TokenRecyclingError: ``out`` holds another run, or no question fits into the context.
+    """
+    from token_recycling.bench import answer_files, figures, report, runner, tables
+    from token_recycling.bench.journal import Journal
+    from token_recycling.bench.summary import summarise
+    from token_recycling.util.files import write_text
+    from token_recycling.util.machine import describe
 
-        Raises:
-            TokenRecyclingError: ``out`` holds another run, or no question fits into the context.
-        """
-        from token_recycling.bench import answer_files as answers
-        from token_recycling.bench import figures, report, runner, tables
-        from token_recycling.bench.summary import summarise
-        from token_recycling.util.files import write_text
-
-        tokens, raw = self.settings["max_new_tokens"], self.settings["raw"]
-        fits, left_out = runner.fitting(self.recycler, self.questions, tokens, raw)
-        if not fits:
-            raise TokenRecyclingError(
-                f"no question fits into the model's context with -n {tokens}; choose a smaller -n"
-            )
-        if left_out:
-            show.note(
-                f"questions skipped because they do not fit into the context: {len(left_out)}"
-            )
-        journal = self._journal(out, fits)
-        if journal.records:
-            show.note(f"continuing after {len(journal.records)} of {len(fits)} questions")
-        decoding = runner.Runner(
-            self.recycler,
-            self.variants,
-            max_new_tokens=tokens,
-            rounds=self.settings["rounds"],
-            seed=self.settings["seed"],
-            raw=raw,
-            temperature=self.settings["temperature"],
-            top_p=self.settings["top_p"],
+    names = ("max_new_tokens", "rounds", "seed", "raw", "temperature", "top_p")
+    tokens, raw = settings["max_new_tokens"], settings["raw"]
+    fits, left_out = runner.fitting(recycler, questions, tokens, raw)
+    if not fits:
+        raise TokenRecyclingError(
+            f"no question fits into the model's context with -n {tokens}; choose a smaller -n"
         )
-        asked = len(fits)
-        try:
-            with progress.progress_shown("questions") as on_progress:
-                decoding.run(fits, journal, on_progress)
-        except KeyboardInterrupt:
-            if not journal.records:
-                raise
-            self.interrupted = True
-            journal.save()
-            show.note(
-                f"interrupted: {len(journal.records)} of {asked} questions have been answered"
-            )
-            fits = fits[: len(journal.records)]
-        records = journal.records
-        about = {"asked": asked, **self._about(fits, left_out, records)}
-        summary = summarise(records, decoding.decoders, about=about)
-        answers.write(records, out / "answers")
-        report.write(summary, out / "report.html")
-        for name, text in (
-            ("figures.csv", figures.table(records, self.variants)),
-            ("summary.json", json.dumps(summary, indent=1) + "\n"),
-            ("tables.md", tables.document(summary)),
-        ):
-            write_text(out / name, text)
-        if not self.interrupted:
-            journal.finish()
-        return summary
-
-    def _journal(self, out: Path, questions: list[Question]) -> Journal:
-        """Begin or continue the journal of the run."""
-        from token_recycling.bench.journal import Journal, checksum
-        from token_recycling.bench.summary import describe_model
-        from token_recycling.util.machine import describe
-
-        machine = describe(self.recycler.target.device)
-        versions = {name: machine[name] for name in ("token_recycling", "torch", "transformers")}
-        run = {
-            "settings": self.settings,
-            "decoders": [variant.name for variant in self.variants],
-            "questions": checksum(questions),
-            "model": describe_model(self.recycler, self.name),
-            "versions": versions,
-            "machine": {name: machine[name] for name in ("device_name", "threads")},
-        }
-        about = {
-            "asked": len(questions),
-            "checksum": run["questions"],
-            "versions": " ".join(f"{name}=={version}" for name, version in versions.items()),
-            "command": machine["command"],
-        }
-        return Journal(out, run, about)
-
-    def _about(
-        self, questions: list[Question], left_out: list[Question], records: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        from token_recycling.bench import measures
-        from token_recycling.bench.summary import describe_model
-        from token_recycling.util.machine import describe
-
-        first = self.variants[0].name
-        return {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe(self.recycler.target.device),
-            "model": describe_model(self.recycler, self.name),
-            "settings": self.settings,
-            "questions": [
-                {"suite": q.suite, "id": q.id, "kind": q.kind, "name": q.name} for q in questions
-            ],
-            "left_out": [question.name for question in left_out]
-            + [
-                f"{question.name}, from turn {len(asked) + 1}"
-                for question, record in zip(questions, records)
-                if len(asked := measures.turns(record, first, 0)) < len(question.turns)
-            ],
-        }
+    if left_out:
+        show.note(f"questions skipped because they do not fit into the context: {len(left_out)}")
+    asked, machine = len(fits), describe(recycler.target.device)
+    decoders = [variant.name for variant in variants]
+    journal = Journal(out, fits, decoders, settings, model, machine)
+    records = journal.records
+    if records:
+        show.note(f"continuing after {len(records)} of {asked} questions")
+    decoding = runner.Runner(recycler, variants, **{name: settings[name] for name in names})
+    interrupted = False
+    try:
+        with progress.progress_shown("questions") as on_progress:
+            decoding.run(fits, journal, on_progress)
+    except KeyboardInterrupt:
+        if not records:
+            raise
+        interrupted = True
+        journal.save()
+        show.note(f"interrupted: {len(records)} of {asked} questions have been answered")
+    answered = fits[: len(records)]
+    about = {
+        "asked": asked,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine,
+        "model": model,
+        "settings": settings,
+        "questions": [
+            {"suite": q.suite, "id": q.id, "kind": q.kind, "name": q.name} for q in answered
+        ],
+        "left_out": [
+            *(question.name for question in left_out),
+            *(
+                f"{question.name}, from turn {turns + 1}"
+                for question, record in zip(answered, records)
+                if (turns := len(record["variants"][decoders[0]]["rounds"][0]["turns"]))
+                < len(question.turns)
+            ),
+        ],
+    }
+    summary = summarise(records, decoding.decoders, about=about)
+    answer_files.write(records, out / "answers")
+    report.write(summary, out / "report.html")
+    write_text(out / "figures.csv", figures.table(records, variants))
+    write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text(out / "tables.md", tables.document(summary))
+    if not interrupted:
+        journal.finish()
+    return summary, interrupted
 
 
 def _print(summary: dict[str, Any]) -> None:
