@@ -9,10 +9,10 @@ of dictionaries is one call into the interpreter: 0.2 ms for 400 modules.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from operator import attrgetter
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,20 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from token_recycling.model.attention import stock_of
+from token_recycling.model.foreign_code import (
+    GLOBAL_HOOKS,
+    LIBRARIES,
+    OURS,
+    belongs,
+    foreign_code,
+    function_of,
+    home,
+    named_modules,
+    title,
+)
 
 # Dictionaries of a module that its forward reads, beside its ``__dict__``.
 INSIDE = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 # Attributes that no forward reads: what ``generate`` uses or leaves, and what is for training.
 UNREAD = frozenset(
     (
@@ -45,12 +55,6 @@ UNREAD = frozenset(
         "_non_persistent_buffers_set",
     )
 )
-OURS = ("token_recycling", "skinny_kernels")
-# Whose forwards and hooks may be on single modules: they place and convert tensors, and treat all
-# positions of a forward alike.
-FORWARDS = (*OURS, "accelerate", "kernels", "transformers")
-HOOKS = (*OURS, "accelerate", "peft", "transformers", "torch.nn.utils")
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", *OURS)  # whose code does not change
 DEEPEST = 4  # levels of containers and functions that are followed
 SMALL = 16  # numbers of a tensor whose values are compared, where unknown code may switch by them
 LAYOUT = (Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))
@@ -62,34 +66,6 @@ def _is_read(key: Any) -> bool:
     if not isinstance(key, str):
         return True
     return key not in UNREAD and "state_dict" not in key and "backward" not in key
-
-
-def _belongs(name: str, packages: Iterable[str]) -> bool:
-    return any(name == package or name.startswith(package + ".") for package in packages)
-
-
-def _function(call: Any) -> Any:
-    """Return the function that a partial or a bound method calls."""
-    for _ in range(DEEPEST):
-        call = getattr(call, "func", getattr(call, "__func__", call))
-    return call
-
-
-def home(call: Any) -> str:
-    """Return the name of the Python module whose code ``call`` runs; a wrapper's is its own."""
-    function = _function(call)
-    names = getattr(function, "__globals__", None)
-    if names is not None:
-        return str(names.get("__name__", ""))
-    return str(type(function).__module__)
-
-
-def title(call: Any) -> str:
-    """Return the name of a function or of an object's class."""
-    function = _function(call)
-    return str(getattr(function, "__qualname__", type(function).__qualname__)).split("<locals>.")[
-        -1
-    ]
 
 
 def _tensor_key(tensor: Tensor) -> Any:
@@ -155,13 +131,14 @@ def precision() -> str:
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
-class _Snapshot(NamedTuple):
+class _Snapshot:
     """A state of a model.
 
     Attributes:
         names: of the containers, as a user would write them.
         containers: the dictionaries, lists and sets themselves.
         copies: what they contained.
+        shared: containers, and their copies, that a shadow of the model reads too.
         modules: all modules.
         classes: their classes.
         tensors: all tensors of the modules, by name.
@@ -169,35 +146,44 @@ class _Snapshot(NamedTuple):
         variables: of unknown code: a function that reads each, by name.
         values: what they were.
         environment: see ``environment``.
-        shared: containers, and their copies, that a shadow of the model reads too.
     """
 
-    names: list[str]
-    containers: list[Any]
-    copies: list[Any]
-    modules: list[nn.Module]
-    classes: list[type]
-    tensors: dict[str, Tensor]
-    layouts: list[list[Any]]
-    variables: dict[str, Callable[[], Any]]
-    values: list[Any]
-    environment: tuple[Any, ...]
-    shared: tuple[list[Any], list[Any]]
-
-
-class _Walk:
-    """Collects a ``_Snapshot``."""
-
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.names: list[str] = []
         self.containers: list[Any] = []
         self.copies: list[Any] = []
+        self.shared: tuple[list[Any], list[Any]] = ([], [])
+        self.modules: list[nn.Module] = []
         self.tensors: dict[str, Tensor] = {}
         self.variables: dict[str, Callable[[], Any]] = {}
-        self.shared: tuple[list[Any], list[Any]] = ([], [])
         self._seen: set[int] = set()
+        for name, module in named_modules(model):
+            self.modules.append(module)
+            self._module(name, module)
+        self.classes = list(map(type, self.modules))
+        for base in dict.fromkeys(
+            base for cls in dict.fromkeys(self.classes) for base in cls.__mro__
+        ):
+            self._code(base)
+        self._add("torch.nn.functional", vars(nn.functional), dict(vars(nn.functional)))
+        for name in GLOBAL_HOOKS:
+            hooks = getattr(torch_module, name)
+            self._add("all modules", hooks, dict(hooks))
+        for functions in (
+            ALL_ATTENTION_FUNCTIONS._global_mapping,
+            ALL_ATTENTION_FUNCTIONS._local_mapping,
+        ):
+            copy = {key: stock_of(function) for key, function in functions.items()}
+            self._add("the attention functions", functions, copy)
+        self.layouts = _layouts(self.tensors.values())
+        self.values = self.read()
+        self.environment = environment(device)
 
-    def add(self, name: str, container: Any, copy: Any, *, shared: bool = True) -> None:
+    def read(self) -> list[Any]:
+        """Return what the variables are now."""
+        return [read() for read in self.variables.values()]
+
+    def _add(self, name: str, container: Any, copy: Any, *, shared: bool = True) -> None:
         """Add a container that is not known yet; ``shared``: a shadow has no copy of it."""
         self._seen.add(id(container))
         if shared:
@@ -207,65 +193,65 @@ class _Walk:
         self.containers.append(container)
         self.copies.append(copy)
 
-    def is_new(self, value: Any) -> bool:
+    def _is_new(self, value: Any) -> bool:
         """Return whether this object has not been added."""
         return id(value) not in self._seen
 
-    def module(self, name: str, module: nn.Module) -> None:
+    def _module(self, name: str, module: nn.Module) -> None:
         """Add a module: its attributes, tensors and hooks."""
         own = module.__dict__
-        self.add(name, own, dict(own), shared=False)
+        self._add(name, own, dict(own), shared=False)
         for part in INSIDE:
-            self.add(name, own[part], dict(own[part]), shared=False)
-        known = _belongs(type(module).__module__, LIBRARIES)
+            self._add(name, own[part], dict(own[part]), shared=False)
+        known = belongs(type(module).__module__, LIBRARIES)
         for part in ("_parameters", "_buffers"):
             for key, tensor in own[part].items():
                 if tensor is not None:
                     self._tensor(f"{name}.{key}", tensor, known)
         for key, value in own.items():
             if _is_read(key) and key not in INSIDE and not isinstance(value, Scalar):
-                self.value(f"{name}.{key}", value)
+                self._value(f"{name}.{key}", value)
 
     def _tensor(self, name: str, tensor: Tensor, known: bool) -> None:
         self.tensors[name] = tensor
         if not known:
             self.variables[f"the values of {name}"] = lambda: _values_key(tensor)
 
-    def value(self, name: str, value: Any, level: int = 0) -> None:
+    def _value(self, name: str, value: Any, level: int = 0) -> None:
         """Add what an attribute or a variable contains."""
         if level > DEEPEST or isinstance(value, (*Scalar, nn.Module, type, ModuleType)):
             return
         if isinstance(value, Tensor):
             self._tensor(name, value, known=False)
             return
-        function = _function(value)
+        function = function_of(value)
         if isinstance(function, FunctionType):
-            self.function(name, function, level)
-        elif not self.is_new(value):
+            self._function(name, function, level)
+        elif not self._is_new(value):
             return
         elif isinstance(value, dict | list | set):
             if value or isinstance(value, list | set):
-                self.add(name, value, value.copy())
+                self._add(name, value, value.copy())
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:
-                self.value(f"{name}[{key!r}]", item, level + 1)
+                self._value(f"{name}[{key!r}]", item, level + 1)
         elif isinstance(value, tuple):
             for index, item in enumerate(value):
-                self.value(f"{name}[{index}]", item, level + 1)
-        elif isinstance(value, PretrainedConfig | SimpleNamespace) or not _belongs(
+                self._value(f"{name}[{index}]", item, level + 1)
+        elif isinstance(value, PretrainedConfig | SimpleNamespace) or not belongs(
             type(value).__module__, (*LIBRARIES, *sys.stdlib_module_names)
         ):
             own = getattr(value, "__dict__", None)
             if isinstance(own, dict):
                 self._seen.add(id(value))
-                self.add(name, own, dict(own))
+                self._add(name, own, dict(own))
                 for key, item in own.items():
                     if not isinstance(item, Scalar):
-                        self.value(f"{name}.{key}", item, level + 1)
+                        self._value(f"{name}.{key}", item, level + 1)
 
-    def function(self, name: str, function: FunctionType, level: int = 0) -> None:
+    def _function(self, name: str, function: FunctionType, level: int = 0) -> None:
         """Add the variables that a function of unknown code reads."""
-        if not self.is_new(function) or _belongs(home(function), LIBRARIES) or level > DEEPEST:
+        if not self._is_new(function) or belongs(home(function), LIBRARIES) or level > DEEPEST:
             return
         self._seen.add(id(function))
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -277,21 +263,21 @@ class _Walk:
 
     def _variable(self, name: str, read: Callable[[], Any], level: int) -> None:
         self.variables[name] = read
-        self.value(name, read(), level + 1)
+        self._value(name, read(), level + 1)
 
-    def code(self, cls: type) -> None:
+    def _code(self, cls: type) -> None:
         """Add a class and the Python file that it is in."""
-        if self.is_new(cls):
+        if self._is_new(cls):
             self._seen.add(id(cls))
-            self.add(cls.__name__, vars(cls), dict(vars(cls)))
+            self._add(cls.__name__, vars(cls), dict(vars(cls)))
             file = sys.modules.get(cls.__module__)
-            if _belongs(cls.__module__, LIBRARIES):
-                if file is not None and self.is_new(file.__dict__):
-                    self.add(cls.__module__, file.__dict__, dict(file.__dict__))
+            if belongs(cls.__module__, LIBRARIES):
+                if file is not None and self._is_new(file.__dict__):
+                    self._add(cls.__module__, file.__dict__, dict(file.__dict__))
             else:
                 for key, value in list(vars(cls).items()):
                     if isinstance(value, FunctionType):
-                        self.function(f"{cls.__name__}.{key}", value)
+                        self._function(f"{cls.__name__}.{key}", value)
 
 
 def _cell_reader(cell: CellType) -> Callable[[], Any]:
@@ -308,12 +294,6 @@ def _name_reader(names: dict[str, Any], name: str) -> Callable[[], Any]:
     return lambda: names.get(name)
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules with names as a user would write them, the model's own first."""
-    for name, module in model.named_modules():
-        yield (f"model.{name}" if name else "model"), module
-
-
 class Fingerprint:
     """The state of a model when it was taken.
 
@@ -325,41 +305,8 @@ class Fingerprint:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """Take the fingerprint of ``model``, whose inputs are on ``device``."""
         self._model, self._device = model, device
-        self._taken = self._take()
+        self._taken = _Snapshot(model, device)
         self.foreign = foreign_code(model)
-
-    def _take(self) -> _Snapshot:
-        walk = _Walk()
-        modules, classes = [], []
-        for name, module in named_modules(self._model):
-            modules.append(module)
-            classes.append(type(module))
-            walk.module(name, module)
-        for base in dict.fromkeys(base for cls in dict.fromkeys(classes) for base in cls.__mro__):
-            walk.code(base)
-        walk.add("torch.nn.functional", vars(nn.functional), dict(vars(nn.functional)))
-        for name in GLOBAL_HOOKS:
-            hooks = getattr(torch_module, name)
-            walk.add("all modules", hooks, dict(hooks))
-        for functions in (
-            ALL_ATTENTION_FUNCTIONS._global_mapping,
-            ALL_ATTENTION_FUNCTIONS._local_mapping,
-        ):
-            copy = {key: stock_of(function) for key, function in functions.items()}
-            walk.add("the attention functions", functions, copy)
-        return _Snapshot(
-            walk.names,
-            walk.containers,
-            walk.copies,
-            modules,
-            classes,
-            walk.tensors,
-            _layouts(walk.tensors.values()),
-            walk.variables,
-            [read() for read in walk.variables.values()],
-            environment(self._device),
-            walk.shared,
-        )
 
     def leaks(self) -> bool:
         """Return whether a shadow that was made when it was taken may compute otherwise now.
@@ -372,7 +319,7 @@ class Fingerprint:
             return bool(
                 taken.environment != environment(self._device)
                 or containers != copies
-                or [read() for read in taken.variables.values()] != taken.values
+                or taken.read() != taken.values
             )
         except Exception:  # as in ``_is_same``
             return True
@@ -383,7 +330,7 @@ class Fingerprint:
             return None
         change = self._difference()
         if change is None:  # only what no forward reads
-            self._taken = self._take()
+            self._taken = _Snapshot(self._model, self._device)
         return change
 
     def _is_same(self) -> bool:
@@ -394,7 +341,7 @@ class Fingerprint:
                 and taken.containers == taken.copies
                 and list(map(type, taken.modules)) == taken.classes
                 and _layouts(taken.tensors.values()) == taken.layouts
-                and [read() for read in taken.variables.values()] == taken.values
+                and taken.read() == taken.values
             )
         except Exception:  # tensors that are compared number by number, for example
             return False
@@ -426,13 +373,11 @@ def _changed_container(name: str, container: Any, copy: Any) -> str | None:
     """Return which item of a container differs from its copy, or None."""
     if isinstance(copy, dict):
         for key in dict.fromkeys([*copy, *container]):
-            if key in UNREAD or (
-                isinstance(key, str) and ("state_dict" in key or "backward" in key)
-            ):
+            if not _is_read(key):
                 continue
             before, now = copy.get(key), container.get(key)
             ours = (stock_of(value) for value in (before, now))
-            before, now = (None if _belongs(home(v), OURS) else v for v in ours)
+            before, now = (None if belongs(home(v), OURS) else v for v in ours)
             if not _is_equal(before, now):
                 return _described(name, key, before, now)
         return None
@@ -449,42 +394,3 @@ def _described(name: str, key: Any, before: Any, now: Any) -> str:
     if before is None:
         return f"{shown} was added"
     return f"{shown} was {'removed' if now is None else 'replaced'}"
-
-
-def foreign_code(model: nn.Module) -> str | None:
-    """Return which hook or replaced forward may treat the tokens of a forward differently, or None.
-
-    Such code may look at positions or at variables, differently each time. What is known to treat
-    all positions alike is in ``FORWARDS`` and ``HOOKS``.
-    """
-    for part in GLOBAL_HOOKS:
-        for hook in getattr(torch_module, part).values():
-            if not _belongs(home(hook), HOOKS):
-                return f"there is a hook for all modules ({title(hook)})"
-    classes: dict[type, bool] = {}
-    for name, module in named_modules(model):
-        own = module.__dict__
-        for part in ("_forward_hooks", "_forward_pre_hooks"):
-            for hook in own[part].values():
-                if not _belongs(home(hook), HOOKS):
-                    return f"{name} has a hook ({title(hook)})"
-        cls = type(module)
-        forward = own.get("forward")
-        trusted = _is_own_method(forward, module) or _belongs(home(forward), FORWARDS)
-        if forward is not None and not trusted:
-            return f"the forward of {name} was replaced"
-        if cls not in classes:
-            packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
-            place = home(cls.forward)
-            classes[cls] = "_dynamo" not in place and place.partition(".")[0] in packages
-        if not classes[cls]:
-            return f"the forward of the class {cls.__name__} was replaced"
-    return None
-
-
-def _is_own_method(forward: Any, module: nn.Module) -> bool:
-    return (
-        isinstance(forward, MethodType)
-        and forward.__self__ is module
-        and forward.__func__ is type(module).forward
-    )
