@@ -162,29 +162,23 @@ def _regular(path: Path) -> Path:
     return place
 
 
-def _prefix(place: Path) -> str:
-    """Return the name prefix of this machine's partial files for a file."""
-    name = hashlib.sha256(place.name.encode(errors="surrogateescape")).hexdigest()[:12]
-    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-    return f".{name}-{host}-"
+def _short(name: str) -> str:
+    return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
 
 
 def _partial(place: Path) -> Path:
     """Return a new name for a temporary file or folder next to ``place``."""
-    return place.with_name(f"{_prefix(place)}{os.getpid()}-{next(_numbers)}{PARTIAL}")
+    machine, writer = _short(socket.gethostname()), f"{os.getpid()}-{next(_numbers)}"
+    return place.with_name(f".{_short(place.name)}-{machine}-{writer}{PARTIAL}")
 
 
 def _remove_abandoned(place: Path) -> None:
     """Remove partial files and folders for ``place`` whose writers no longer run."""
-    prefix = _prefix(place)
-    everywhere = prefix[: prefix.index("-") + 1]
-    for file in place.parent.iterdir():
-        if not (file.name.startswith(everywhere) and file.name.endswith(PARTIAL)):
-            continue
+    for file in place.parent.glob(f".{_short(place.name)}-*-*-*{PARTIAL}"):
         with suppress(OSError, ValueError):
-            if file.name.startswith(prefix):
-                writer = file.name.removeprefix(prefix).removesuffix(PARTIAL)
-                gone = not _runs(int(writer.split("-")[0]))
+            _, machine, process, _ = file.name.split("-")
+            if machine == _short(socket.gethostname()):
+                gone = not _runs(int(process))
             else:
                 gone = time.time() - file.stat().st_mtime > ABANDONED
             if gone and file.is_dir():
@@ -195,12 +189,9 @@ def _remove_abandoned(place: Path) -> None:
 
 def _runs(process: int) -> bool:
     """Return True if the process runs or this cannot be determined."""
-    if os.name != "posix":
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    if os.name == "posix":
+        try:
+            os.kill(process, 0)
+        except OSError as error:
+            return not isinstance(error, ProcessLookupError)
     return True
