@@ -20,12 +20,7 @@ from token_recycling.decoding.sequence import Sequence, StopRule, at_most, at_to
 from token_recycling.decoding.text import Prompt, TextStream, encode
 from token_recycling.errors import TokenRecyclingError, unknown_option
 from token_recycling.hf.criteria import CriteriaRule
-from token_recycling.hf.prepare import (
-    REFUSED,
-    generate_options,
-    mixes_prompts,
-    prepare,
-)
+from token_recycling.hf.prepare import REFUSED, generate_options, mixes_prompts, request_for
 from token_recycling.hf.request import Request
 from token_recycling.model.base import OnProgress, Target
 from token_recycling.model.limits import check_prompts
@@ -159,7 +154,7 @@ def prepare_call(
     target: Target,
     prompts: list[Prompt],
     options: CallOptions,
-    processors: dict[str, Any],
+    others: dict[str, Any],
     *,
     stream: bool,
     special_tokens: bool = False,
@@ -172,7 +167,7 @@ def prepare_call(
         target: the model as the decoding loop uses it.
         prompts: strings, conversations or token ids.
         options: options of the call.
-        processors: options of ``generate`` that create logits processors.
+        others: options of Transformers' ``generate``, which create logits processors.
         stream: True when the text is needed token by token.
         special_tokens: True when that text must contain special tokens.
 
@@ -182,21 +177,26 @@ def prepare_call(
     if not prompts:
         raise TokenRecyclingError("the list of prompts is empty; give at least one")
     ours = GenerateArguments.__annotations__
-    for name in processors:
+    for name in others:
         if name in REFUSED:
             raise TokenRecyclingError(f"{name} is not supported here; {REFUSED[name]}")
         if name not in ours and name not in _known_to(model):
             raise unknown_option(name, ours)
     given = generate_options(
-        max_new_tokens=options.max_new_tokens, temperature=options.temperature, **processors
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, **others
     )
     options.check()
     stop = options.stop_strings()
     if stop and tokenizer is None:
         raise TokenRecyclingError("stop strings need a tokenizer")
     encoded = [encode(tokenizer, prompt) for prompt in prompts]
-    _check_ids(encoded, target)
-    requests = [prepare(model, tokenizer, prompt, given) for prompt in encoded]
+    check_prompts(encoded, target.max_context)
+    for prompt in encoded:
+        if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+            raise TokenRecyclingError(
+                f"a token id of the prompt is not between 0 and {target.vocab_size - 1}"
+            )
+    requests = [request_for(model, tokenizer, prompt, given) for prompt in encoded]
     if reason := mixes_prompts(requests):
         raise TokenRecyclingError(f"these prompts cannot be one batch: {reason}; pass one per call")
     accept: Acceptor = GreedyAcceptor()
@@ -205,7 +205,8 @@ def prepare_call(
         if options.temperature:
             sampler = RowSampler(_generators(options.seed, len(encoded), target.device))
         accept = FollowAcceptor([request.processors for request in requests], sampler)
-    special = _special_ids(tokenizer, stop)
+    added = tokenizer.get_added_vocab() if stop else {}
+    special = {added[text] for text in stop if text in added}  # which the text omits
     sequences = []
     for prompt, request in zip(encoded, requests):
         text = None
@@ -241,24 +242,9 @@ def _rules(
     return [*rules, at_token(special)] if special else rules
 
 
-def _special_ids(tokenizer: Any, stop: list[str]) -> set[int]:
-    """Return the ids of stop strings that are special tokens, as the text omits those."""
-    added = tokenizer.get_added_vocab() if stop else {}
-    return {added[text] for text in stop if text in added}
-
-
 def _generators(seed: int | None, rows: int, device: torch.device) -> list[torch.Generator | None]:
     """Return a generator per row; row b draws like a single prompt with ``seed`` + b."""
     if seed is None and rows == 1:
         return [None]
     first = int(torch.randint(2**62, (), device="cpu")) if seed is None else int(seed)
     return [torch.Generator(device).manual_seed(first + row) for row in range(rows)]
-
-
-def _check_ids(prompts: list[list[int]], target: Target) -> None:
-    check_prompts(prompts, target.max_context)
-    for prompt in prompts:
-        if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
-            raise TokenRecyclingError(
-                f"a token id of the prompt is not between 0 and {target.vocab_size - 1}"
-            )

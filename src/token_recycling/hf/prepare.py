@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor
 
 from token_recycling.decoding.numbers import SAMPLING_ONLY, checked
 from token_recycling.errors import TokenRecyclingError, one_line
 from token_recycling.hf.criteria import looks_at_batch
 from token_recycling.hf.eligibility import KNOWN_INPUTS, row_by_row, why_unservable
-from token_recycling.hf.request import Request, RequestCollector
+from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, unpatch_generate
 from token_recycling.model.cache_name import NEW, OLD
 from token_recycling.model.limits import input_device
@@ -43,7 +44,7 @@ REFUSED = {
 
 
 def generate_options(
-    *, max_new_tokens: int, temperature: float = 0.0, **processors: Any
+    *, max_new_tokens: int, temperature: float = 0.0, **others: Any
 ) -> dict[str, Any]:
     """Return the options for ``model.generate``: greedy at temperature 0, else sampling.
 
@@ -51,7 +52,7 @@ def generate_options(
         TokenRecyclingError: a number is of the wrong type or out of range, which Transformers
             does not always check.
     """
-    chosen = {name: value for name, value in processors.items() if value is not None}
+    chosen = {name: value for name, value in others.items() if value is not None}
     custom = chosen.get("logits_processor", [])
     if not (isinstance(custom, list | tuple) and all(map(callable, custom))):
         raise TokenRecyclingError("logits_processor must be a list of logits processors")
@@ -66,7 +67,19 @@ def generate_options(
     return given
 
 
-def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Request:
+class _Collector(DecodingMethod):
+    """Decodes nothing: it keeps what ``generate`` has prepared."""
+
+    request: Request
+
+    def decode(
+        self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
+    ) -> Tensor:
+        self.request = request
+        return request.input_ids
+
+
+def request_for(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Request:
     """Return what ``model.generate`` prepares for ``prompt``, without decoding anything.
 
     Options that are not given come from the model's ``generation_config``, as in ``generate``.
@@ -75,7 +88,7 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
         TokenRecyclingError: Transformers refuses an option, or the call cannot be recycled; the
             message gives the reason.
     """
-    collector = RequestCollector()
+    collector = _Collector()
     patch_generate(model, collector)
     ids = torch.tensor([prompt], device=input_device(model))
     given = {"attention_mask": torch.ones_like(ids), "use_cache": True, **options}
@@ -92,9 +105,8 @@ def prepare(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, An
     known = KNOWN_INPUTS | options.keys()
     inputs = {name: value for name, value in collector.request.inputs.items() if name in known}
     request = replace(collector.request, inputs=inputs)
-    if reason := why_unservable(
-        request, None, None
-    ):  # no limit: answers end at the model's context
+    # No limit: answers end at the model's context.
+    if reason := why_unservable(request, None, None):
         raise TokenRecyclingError(f"Token Recycling does not support this call: {reason}")
     if request.batch > 1:
         more = f"num_return_sequences is {request.batch}"

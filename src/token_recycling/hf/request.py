@@ -131,16 +131,3 @@ class DecodingMethod(ABC):
         self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
     ) -> Any:
         """Decode ``request``; return what ``generate`` is to return."""
-
-
-class RequestCollector(DecodingMethod):
-    """Decodes nothing: it stores what ``generate`` has prepared in ``request``."""
-
-    request: Request
-
-    def decode(
-        self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
-    ) -> Tensor:
-        """Store the request and return the prompt."""
-        self.request = request
-        return request.input_ids

@@ -21,7 +21,6 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from skinny_kernels.modes import RestoredModes, ordinary_tensors
 from token_recycling.decoding.accept import Acceptor, FollowAcceptor, GreedyAcceptor
-from token_recycling.decoding.metrics import Step
 from token_recycling.decoding.samplers import BatchSampler, RowSampler
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, warn_caller
@@ -37,28 +36,17 @@ from token_recycling.options import Options
 from token_recycling.util.lock import FairLock
 
 
-class DecodesRows(Protocol):
-    """What serving a call needs of a ``session.Session``."""
-
-    def decode(self, sequences: list[Sequence], accept: Acceptor) -> Iterator[Step]:
-        """Decode rows."""
-
-
-class Recycler(Protocol):
+class _Recycler(Protocol):
     """What serving a call needs of a ``TokenRecycling`` object."""
 
     model: Any
     target: Target
     lock: FairLock
     options: Options
+    session: Any
     warned: set[str]
 
-    def refusal(self) -> str | None:
-        """Return why trees cannot be verified now, or None."""
-
-    @property
-    def session(self) -> DecodesRows:
-        """Decodes."""
+    def refusal(self) -> str | None: ...
 
 
 EXTRACT = "_extract_generation_mode_kwargs"
@@ -114,7 +102,9 @@ def streamer_ended(streamer: Any) -> Iterator[None]:
         raise
 
 
-def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Tensor | None) -> Any:
+def serve(
+    recycler: _Recycler, request: Request, streamer: Any, inputs_tensor: Tensor | None
+) -> Any:
     """Serve a prepared ``generate`` call: recycled if possible, else by stock decoding.
 
     Returns:
@@ -147,7 +137,7 @@ def serve(recycler: Recycler, request: Request, streamer: Any, inputs_tensor: Te
             return _stock(recycler.model, request, streamer, inputs_tensor)
 
 
-def warn_plain(recycler: Recycler, reason: str) -> None:
+def warn_plain(recycler: _Recycler, reason: str) -> None:
     """Warn once per reason, or raise if the recycler is strict."""
     message = f"Token Recycling does not support this generate call: {reason}"
     if recycler.options.strict:
@@ -243,16 +233,12 @@ class _Output:
 
 
 def _recycle(
-    recycler: Recycler, target: TreeTarget, request: Request, streamer: Any
+    recycler: _Recycler, target: TreeTarget, request: Request, streamer: Any
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode with draft trees, using what ``generate`` has prepared for the call."""
     config = request.config
     scores, output = _Scores(request), _Output(request, streamer)
-    across = [
-        criterion
-        for criterion in request.criteria
-        if request.batch > 1 and looks_at_batch(criterion)
-    ]
+    across = list(filter(looks_at_batch, request.criteria)) if request.batch > 1 else []
     sampler: RowSampler | BatchSampler | None = None
     if config.do_sample:
         sampler = BatchSampler(request.batch, ahead=bool(across))
@@ -270,11 +256,8 @@ def _recycle(
     for _ in recycler.session.decode(output.sequences, accept):
         pass
     if across:  # rows may have continued past their ends
-        read = [
-            sequence.prompt_length + count - 1
-            for sequence, count in zip(output.sequences, output.released)
-        ]
-        target.cache.rewind(read)
+        lengths = zip(output.sequences, output.released)
+        target.cache.rewind([sequence.prompt_length + count - 1 for sequence, count in lengths])
         if isinstance(sampler, BatchSampler):
             sampler.rewind(max(output.released), target.device)
     if streamer is not None:
