@@ -134,7 +134,7 @@ def merge(
 
 
 @app.command("teach")
-@o.expanded(loading=("model", "device", "dtype", "dequantize", "candidates", "threads"))
+@o.expanded(loading=("model", "device", "dtype", "dequantize", "k", "threads"))
 def teach(
     loading: o.Loading,
     file: Annotated[Path, typer.Argument(help="A matrix file: extended if it exists.")],

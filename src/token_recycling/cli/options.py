@@ -23,57 +23,14 @@ from token_recycling.errors import TokenRecyclingError, printable
 if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling
 
+# Options that several subcommands declare themselves; the others are fields of the classes below.
 MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="Maximum number of new tokens.")]
 Temperature = Annotated[float, typer.Option("--temp", help="0 is greedy; above 0 samples.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Nucleus sampling.")]
-TopK = Annotated[
-    int | None, typer.Option("--top-k", help="Sample from the best K; 0: all. As in generate().")
-]
-MinP = Annotated[
-    float | None,
-    typer.Option("--min-p", help="Drop tokens less likely than this fraction of the likeliest."),
-]
-Penalty = Annotated[float | None, typer.Option("--repetition-penalty", help="1 disables it.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Random seed for sampling.")]
-StopStrings = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="Stop before this text; may be repeated."),
-]
 Model = Annotated[
     str | None,
     typer.Option(
         "-m", "--model", help="Checkpoint folder, GGUF file or Hub name; default: bundled."
-    ),
-]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        help=f"{', '.join(completion.DTYPES)}.",
-        autocompletion=completion.dtype,
-    ),
-]
-Dequantize = Annotated[
-    bool, typer.Option("--dequantize", help="Convert the weights of a GGUF file to --dtype.")
-]
-Nodes = Annotated[
-    int | None, typer.Option("--nodes", help="Nodes of every draft; default: chosen automatically.")
-]
-Tree = Annotated[
-    str | None,
-    typer.Option(
-        "--tree",
-        help="For --drafter paper: a shipped tree, chain-N or a file; see `tree`.",
-        autocompletion=completion.tree,
-    ),
-]
-Drafter = Annotated[
-    str,
-    typer.Option(
-        "--drafter",
-        help="adaptive, paper, prompt-lookup or none.",
-        autocompletion=completion.drafter,
     ),
 ]
 Candidates = Annotated[
@@ -83,20 +40,6 @@ Candidates = Annotated[
         help=f"Candidates per token; default: {defaults.CANDIDATES}, "
         f"for the paper's drafter {defaults.PAPER_CANDIDATES}.",
     ),
-]
-Matrix = Annotated[
-    Path | None,
-    typer.Option("--matrix", help="Matrix file: loaded if it exists, saved at the end."),
-]
-Cold = Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail if tree attention cannot be used.")]
-Float32Logits = Annotated[
-    bool, typer.Option("--float32-logits", help="LM head in float32, for half precision.")
-]
-Graph = Annotated[
-    bool | None,
-    typer.Option("--graph/--no-graph", help="Capture steps as CUDA graphs; default: on CUDA."),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt without a chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -113,19 +56,57 @@ class Loading:
     """Options that select the model and how to draft; every subcommand has some of them."""
 
     model: Model = None
-    device: Device = None
-    dtype: Dtype = None
-    dequantize: Dequantize = False
-    float32_logits: Float32Logits = False
-    graph: Graph = None
-    drafter: Drafter = defaults.DRAFTER
-    nodes: Nodes = None
-    tree: Tree = None
-    candidates: Candidates = None
-    matrix: Matrix = None
-    cold: Cold = False
-    threads: Threads = None
-    strict: Strict = False
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps …")] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            help=f"{', '.join(completion.DTYPES)}.",
+            autocompletion=completion.dtype,
+        ),
+    ] = None
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Convert the weights of a GGUF file to --dtype.")
+    ] = False
+    float32_logits: Annotated[
+        bool, typer.Option("--float32-logits", help="LM head in float32, for half precision.")
+    ] = False
+    graph: Annotated[
+        bool | None,
+        typer.Option("--graph/--no-graph", help="Capture steps as CUDA graphs; default: on CUDA."),
+    ] = None
+    drafter: Annotated[
+        str,
+        typer.Option(
+            "--drafter",
+            help="adaptive, paper, prompt-lookup or none.",
+            autocompletion=completion.drafter,
+        ),
+    ] = defaults.DRAFTER
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", help="Nodes of every draft; default: chosen automatically."),
+    ] = None
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            "--tree",
+            help="For --drafter paper: a shipped tree, chain-N or a file; see `tree`.",
+            autocompletion=completion.tree,
+        ),
+    ] = None
+    k: Candidates = None
+    matrix: Annotated[
+        Path | None,
+        typer.Option("--matrix", help="Matrix file: loaded if it exists, saved at the end."),
+    ] = None
+    cold: Annotated[bool, typer.Option("--cold", help="Empty the matrix before every answer.")] = (
+        False
+    )
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads.")] = None
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail if tree attention cannot be used.")
+    ] = False
 
     def open(self) -> TokenRecycling:
         """Load the model; on a terminal, stderr shows a spinner.
@@ -140,19 +121,30 @@ class Loading:
             raise TokenRecyclingError(
                 f"--threads is {self.threads}; choose 1 to {cores}, the cores that it may use"
             )
-        if self.matrix is not None and self.matrix.is_dir():
-            raise TokenRecyclingError(f"--matrix is the folder {self.matrix}; give a file")
-        if self.matrix is not None and not self.matrix.parent.is_dir():
-            raise TokenRecyclingError(
-                f"the folder of the matrix file does not exist: {self.matrix.parent}"
-            )
-        if self.matrix is not None and not os.access(self.matrix.parent, os.W_OK):
-            raise TokenRecyclingError(
-                f"the folder of the matrix file cannot be written to: {self.matrix.parent}"
-            )
+        if self.matrix is not None:
+            folder = self.matrix.parent
+            if self.matrix.is_dir():
+                raise TokenRecyclingError(f"--matrix is the folder {self.matrix}; give a file")
+            if not folder.is_dir():
+                raise TokenRecyclingError(f"the folder of the matrix file does not exist: {folder}")
+            if not os.access(folder, os.W_OK):
+                raise TokenRecyclingError(
+                    f"the folder of the matrix file cannot be written to: {folder}"
+                )
         with busy_shown(f"loading {self.model or 'the bundled model'}") as relabel:
-            self._check()
-            self._note_remote()
+            from token_recycling.checkpoint.load import check_device, check_dtype, is_remote
+            from token_recycling.options import Options
+
+            # Reported before a model is loaded.
+            check_device(self.device)
+            check_dtype(self.dtype)
+            options = {name: getattr(self, name) for name in Options.names() if hasattr(self, name)}
+            options["matrix"] = self.matrix if self.matrix and self.matrix.exists() else None
+            k = defaults.candidates_for(self.drafter) if self.k is None else self.k
+            Options.of(options).template(k)
+            if is_remote(self.model):  # fetching may fail offline
+                name = printable(self.model)
+                show.note(f"there is no folder {name} here; looking for it on the Hugging Face Hub")
             import torch
             from transformers.utils import logging
 
@@ -171,43 +163,17 @@ class Loading:
                     device=self.device,
                     dtype=self.dtype,
                     dequantize=self.dequantize,
-                    drafter=self.drafter,
-                    nodes=self.nodes,
-                    tree=self.tree,
-                    k=self.candidates,
-                    matrix=self.matrix if self.matrix and self.matrix.exists() else None,
-                    graph=self.graph,
-                    float32_logits=self.float32_logits,
-                    strict=self.strict,
+                    **options,
                 )
             if self.graph and recycler.target.device.type != "cuda":
                 show.note(f"--graph: on {recycler.target.device.type} nothing is captured")
         raise_again()
         return recycler
 
-    def _note_remote(self) -> None:
-        """Say that a checkpoint must be fetched, which may fail offline."""
-        from token_recycling.checkpoint.load import is_remote
-
-        if is_remote(self.model):
-            name = printable(self.model)
-            show.note(f"there is no folder {name} here; looking for it on the Hugging Face Hub")
-
     def note_toy(self) -> None:
         """Say on stderr that the bundled model is a toy, if it is the one that was loaded."""
         if self.model is None:
             show.note(TOY)
-
-    def _check(self) -> None:
-        """Report wrong options before a model is loaded."""
-        from token_recycling.checkpoint.load import check_device, check_dtype
-        from token_recycling.options import Options
-
-        check_device(self.device)
-        check_dtype(self.dtype)
-        given = Options.of({"drafter": self.drafter, "nodes": self.nodes, "tree": self.tree})
-        k = defaults.candidates_for(self.drafter) if self.candidates is None else self.candidates
-        given.template(k)
 
     def save(self, recycler: TokenRecycling) -> None:
         """Save the matrix to the file given by ``--matrix``, if any."""
@@ -221,11 +187,24 @@ class Sampling:
 
     temp: Temperature = 0.0
     top_p: TopP = None
-    top_k: TopK = None
-    min_p: MinP = None
-    repetition_penalty: Penalty = None
-    seed: Seed = None
-    stop: StopStrings = None
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", help="Sample from the best K; 0: all. As in generate()."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p", help="Drop tokens less likely than this fraction of the likeliest."
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option("--repetition-penalty", help="1 disables it.")
+    ] = None
+    seed: Annotated[int | None, typer.Option("--seed", help="Random seed for sampling.")] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="Stop before this text; may be repeated."),
+    ] = None
 
     def options(self, max_tokens: int) -> dict[str, Any]:
         """Return the given options as arguments of ``TokenRecycling.generate``.
@@ -264,28 +243,29 @@ def expanded(**chosen: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
 
     def decorate(subcommand: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(subcommand, include_extras=True)
-        specific: list[Parameter] = []
-        shared: list[Parameter] = []
+        parameters = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=own.default, annotation=hints[name])
+            for name, own in signature(subcommand).parameters.items()
+            if name not in chosen
+        ]
         names: dict[str, tuple[str, ...]] = {}
-        for parameter in signature(subcommand).parameters.values():
-            if parameter.name not in chosen:
-                hint = hints[parameter.name]
-                specific.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
-                continue
-            kind = hints[parameter.name]
-            types = get_type_hints(kind, include_extras=True)
-            default = {field.name: field.default for field in fields(kind)}
-            names[parameter.name] = chosen[parameter.name] or tuple(default)
-            for name in names[parameter.name]:
-                option = Parameter(name, Parameter.KEYWORD_ONLY, default=default[name])
-                shared.append(option.replace(annotation=types[name]))
-        parameters = [*specific, *shared]
+        for group, some in chosen.items():
+            types = get_type_hints(hints[group], include_extras=True)
+            names[group] = some or tuple(types)
+            parameters += [
+                Parameter(
+                    name,
+                    Parameter.KEYWORD_ONLY,
+                    default=getattr(hints[group], name),
+                    annotation=types[name],
+                )
+                for name in names[group]
+            ]
 
         @wraps(subcommand)
         def run(**given: Any) -> None:
-            for parameter, chosen_names in names.items():
-                values = {name: given.pop(name) for name in chosen_names}
-                given[parameter] = hints[parameter](**values)
+            for group, some in names.items():
+                given[group] = hints[group](**{name: given.pop(name) for name in some})
             subcommand(**given)
 
         del run.__wrapped__  # its signature is another one
