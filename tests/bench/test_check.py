@@ -10,7 +10,7 @@ from command import call
 from conformance import scale_products
 from models import random_prompts
 from token_recycling import TokenRecycling, TokenRecyclingError
-from token_recycling.bench.check import Difference, Result, check, overall
+from token_recycling.bench.check import Result, _Difference, check, overall
 from token_recycling.model.kv_cache import RecyclingCache
 
 PROMPTS = random_prompts([20, 7, 33])
@@ -95,7 +95,7 @@ class TestCheck:
 
     def test_verdicts(self):
         def result(gap):
-            return Result(9, Difference(1, 2, 3, gap, True), noise=0.1)
+            return Result(9, _Difference(1, 2, 3, gap, True), noise=0.1)
 
         same = Result(9, None, 0.1)
         assert [r.verdict for r in (same, result(0.4), result(0.5))] == [

@@ -27,7 +27,7 @@ NOISES = 4
 
 
 @dataclass(frozen=True)
-class Difference:
+class _Difference:
     """The first token where a recycled answer differs from the plain one.
 
     Attributes:
@@ -59,7 +59,7 @@ class Result:
     """
 
     new_tokens: int
-    difference: Difference | None
+    difference: _Difference | None
     noise: float
     same_steps: bool = True
 
@@ -141,13 +141,13 @@ def _without_drafts(
     return tokens, logits, float(noise)
 
 
-def _first_difference(plain: list[int], recycled: list[int], logits: Tensor) -> Difference | None:
+def _first_difference(plain: list[int], recycled: list[int], logits: Tensor) -> _Difference | None:
     for position, (token, other) in enumerate(zip(plain, recycled)):
         if token == other:
             continue
         row = logits[position]
         second = row[other] == row.topk(2).values[1]  # by value: second place may be a tie
-        return Difference(position, token, other, float(row[token] - row[other]), bool(second))
+        return _Difference(position, token, other, float(row[token] - row[other]), bool(second))
     if len(plain) == len(recycled):
         return None
-    return Difference(min(len(plain), len(recycled)), -1, -1, float("inf"), False)
+    return _Difference(min(len(plain), len(recycled)), -1, -1, float("inf"), False)

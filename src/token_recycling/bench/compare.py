@@ -241,12 +241,13 @@ def compare(
             steps[side] += clock.seconds
     on_progress(total, total)
     plain_tokens, answer = answers
-    plain_step, step = (median(seconds) if seconds else 0.0 for seconds in steps)
+    plain_step, step = (median(spent) if spent else 0.0 for spent in steps)
     return Comparison(
         answer.text,
         plain_tokens,
         answer.token_ids,
-        *times,
+        times[0],
+        times[1],
         plain_step,
         step,
         answer.stats,

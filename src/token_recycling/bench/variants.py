@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -130,10 +130,10 @@ def parse(spec: str) -> Variant:
     if name == AUTO and "nodes" in settings:
         raise TokenRecyclingError(f"{AUTO} chooses the nodes; write {drafter}:nodes=N")
     most = {defaults.DRAFTER: defaults.AUTOMATIC_NODES, PromptLookupDrafter.name: LOOKUP_TOKENS}
-    variant = Variant(spec, drafter, nodes=most.get(name))
-    if not {"k", "matrix"} & settings.keys():
-        variant = replace(variant, k=defaults.candidates_for(drafter))
-    return replace(variant, **settings)
+    settings.setdefault("nodes", most.get(name))
+    if "matrix" not in settings:
+        settings.setdefault("k", defaults.candidates_for(drafter))
+    return Variant(spec, drafter, **settings)
 
 
 def expanded(spec: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,7 +98,10 @@ def bench(
     # Report an invalid tree or matrix before loading a model.
     most = max(variant.check() for variant in variants)
     _check_folder(out)
-    _check_plots()
+    if find_spec("matplotlib") is None:  # otherwise missing at the end of the run
+        raise TokenRecyclingError(
+            "the plots of a benchmark need matplotlib: pip install 'token-recycling[cli]'"
+        )
     recycler = loading.open()
     from token_recycling.bench.summary import describe_model
 
@@ -176,16 +180,6 @@ def _check_folder(out: Path) -> None:
         raise TokenRecyclingError(f"cannot write to {existing}; choose another folder for --out")
     if out.is_dir() and any(out.iterdir()) and not (out / STATE).exists():
         raise TokenRecyclingError(f"{out} is not empty; choose a new folder")
-
-
-def _check_plots() -> None:
-    """Raise now what would otherwise be missing at the end of a run."""
-    try:
-        import matplotlib as mpl  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise TokenRecyclingError(
-            "the plots of a benchmark need matplotlib: pip install 'token-recycling[cli]'"
-        ) from error
 
 
 def _check_sampling(temperature: float, top_p: float | None, seed: int) -> None:

@@ -92,13 +92,11 @@ class _Talk:
         """Answer ``line`` and add question and answer, even if interrupted, to the conversation."""
         if self.cold:
             self.recycler.reset()
-        tokens: list[int] = []
-        parts: list[str] = []
+        answer: list[Chunk] = []
 
         def noting(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
             for chunk in chunks:
-                tokens.append(chunk.token_id)
-                parts.append(chunk.text)
+                answer.append(chunk)
                 yield chunk
 
         try:
@@ -115,7 +113,8 @@ class _Talk:
         except TokenRecyclingError as error:
             show.note(f"error: {printable(error)}")
             return
-        self.conversation.answered(line, "".join(parts), tokens)
+        text = "".join(chunk.text for chunk in answer)
+        self.conversation.answered(line, text, [chunk.token_id for chunk in answer])
 
     def _fitting(self, line: str) -> list[int]:
         """Return the prompt, without the oldest turns if the context is too short.

@@ -36,7 +36,7 @@ class Conversation:
         return [*self._opening, *said, {"role": "user", "content": question}]
 
     def prompt(self, question: str) -> list[int]:
-        """Return the tokens of the conversation followed by ``question``.
+        """Return the tokens of the conversation followed by ``question``; keep them for its answer.
 
         Raises:
             TokenRecyclingError: the template rejects the conversation, or it is not valid text.

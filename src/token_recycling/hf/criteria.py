@@ -104,6 +104,7 @@ class BatchCriteria:
         criteria: Iterable[Any],
         input_ids: Tensor,
         pad: int | None,
+        sequences: list[Sequence],
         released: list[int],
         on_release: Callable[[int, bool], None],
     ) -> None:
@@ -114,13 +115,14 @@ class BatchCriteria:
             criteria: those that look at the whole batch.
             input_ids: int64 [B, L], the padded prompts.
             pad: the token that follows in a row that has ended; None: the row's own next token.
+            sequences: the rows; may be filled later.
             released: number of final new tokens of each row, updated by ``on_release``.
             on_release: called for every final token, with its row and whether the row ends there.
         """
         self._row_rule, self._criteria, self._pad = own, list(criteria), pad
-        self._ids, self._released, self._on_release = input_ids, released, on_release
+        self._ids, self._on_release = input_ids, on_release
+        self._sequences, self._released = sequences, released
         batch = input_ids.shape[0]
-        self._sequences: list[Sequence | None] = [None] * batch
         self._reasons: list[list[str | None]] = [[] for _ in range(batch)]  # of every new token
         self._ended = [False] * batch  # in plain decoding, at the last released column
 
@@ -130,7 +132,6 @@ class BatchCriteria:
 
     def _appended(self, row: int, sequence: Sequence) -> str | None:
         """Return why ``row`` ends with its last token or ended before it, else None."""
-        self._sequences[row] = sequence
         if self._is_over(row):
             return "stop"
         reason = self._row_rule(sequence)
@@ -166,5 +167,4 @@ class BatchCriteria:
 
     def _token(self, row: int) -> int:
         sequence = self._sequences[row]
-        assert sequence is not None
         return sequence.tokens[sequence.prompt_length + self._released[row]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -290,14 +291,19 @@ def _make_sequences(request: Request, across: list[Any], scores: _Scores, output
         lambda: scores.scores,
     )
     pad = output.pad if request.ends_rows else None
-    batch = BatchCriteria(row_rule, across, request.input_ids, pad, output.released, output.release)
+    batch = BatchCriteria(
+        row_rule,
+        across,
+        request.input_ids,
+        pad,
+        output.sequences,
+        output.released,
+        output.release,
+    )
 
-    def on_append(row: int) -> Callable[[Sequence], None]:
-        def released(sequence: Sequence) -> None:
-            with ordinary_tensors():  # streamers are user code
-                output.release(row, not sequence.active)
-
-        return released
+    def on_append(row: int, sequence: Sequence) -> None:
+        with ordinary_tensors():  # streamers are user code
+            output.release(row, not sequence.active)
 
     for row, (ids, prompt) in enumerate(zip(request.rows(), request.prompts())):
         sequence = Sequence(
@@ -305,7 +311,7 @@ def _make_sequences(request: Request, across: list[Any], scores: _Scores, output
             [batch.rule(row) if across else row_rule],
             padding=ids[: max(0, len(ids) - len(prompt))],
             unknown=max(0, len(prompt) - len(ids)),
-            on_append=None if across else on_append(row),
+            on_append=None if across else partial(on_append, row),
             given=request.input_ids[row : row + 1],
             longest=row_rule.most_tokens,
         )
