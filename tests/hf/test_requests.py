@@ -506,7 +506,7 @@ class TestThreads:
             for i in range(8):
                 thread = threading.Thread(target=one, args=(i,))
                 thread.start()
-                while len(lock._waiting) <= i:
+                while len(lock._queue) <= i + 1:
                     asked.wait(0.001)
                 threads.append(thread)
         for thread in threads:

@@ -23,9 +23,8 @@ class FairLock:
         self._unlock()
 
     def _unlock(self) -> None:
-        self._mutex = threading.Lock()
-        self._owner: int | None = None  # thread ident
-        self._waiting: deque[tuple[int, threading.Event]] = deque()
+        self._changed = threading.Condition()
+        self._queue: deque[int] = deque()  # idents of threads: the owner, then those that wait
 
     def __reduce__(self) -> tuple[type[FairLock], tuple[()]]:
         return FairLock, ()
@@ -37,41 +36,22 @@ class FairLock:
         Yield False if this thread owns the lock already (waiting would deadlock), or if another
         thread owns it and ``wait`` is False.
         """
-        if not self._take(wait):
+        me = threading.get_ident()
+        with self._changed:
+            refused = bool(self._queue) and (not wait or self._queue[0] == me)
+            if not refused:
+                self._queue.append(me)
+        if refused:
             yield False
             return
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue[0] == me)
             yield True
-        finally:
-            with self._mutex:
-                self._pass_on()
-
-    def _take(self, wait: bool) -> bool:
-        me = threading.get_ident()
-        with self._mutex:
-            if self._owner is None:
-                self._owner = me
-                return True
-            if self._owner == me or not wait:
-                return False
-            called = threading.Event()
-            self._waiting.append((me, called))
-        try:
-            called.wait()
-        except BaseException:  # raised by a signal handler while waiting
-            with self._mutex:
-                if called.is_set():
-                    self._pass_on()
-                else:
-                    self._waiting.remove((me, called))
-            raise
-        return True
-
-    def _pass_on(self) -> None:
-        self._owner = None
-        if self._waiting:
-            self._owner, called = self._waiting.popleft()
-            called.set()
+        finally:  # also if a signal handler has raised while this thread waited
+            with self._changed:
+                self._queue.remove(me)
+                self._changed.notify_all()
 
 
 _locks: WeakSet[FairLock] = WeakSet()
