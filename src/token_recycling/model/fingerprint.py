@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -215,7 +216,7 @@ class _Snapshot:
     def _tensor(self, name: str, tensor: Tensor, known: bool) -> None:
         self.tensors[name] = tensor
         if not known:
-            self.variables[f"the values of {name}"] = lambda: _values_key(tensor)
+            self.variables[f"the values of {name}"] = partial(_values_key, tensor)
 
     def _value(self, name: str, value: Any, level: int = 0) -> None:
         """Add what an attribute or a variable contains."""
@@ -255,11 +256,11 @@ class _Snapshot:
             return
         self._seen.add(id(function))
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            self._variable(f"{variable} of {name}", _cell_reader(cell), level)
+            self._variable(f"{variable} of {name}", partial(_content, cell), level)
         names = function.__globals__
         for variable in function.__code__.co_names:
             if variable in names:
-                self._variable(f"{variable} of {name}", _name_reader(names, variable), level)
+                self._variable(f"{variable} of {name}", partial(names.get, variable), level)
 
     def _variable(self, name: str, read: Callable[[], Any], level: int) -> None:
         self.variables[name] = read
@@ -280,18 +281,11 @@ class _Snapshot:
                         self._function(f"{cls.__name__}.{key}", value)
 
 
-def _cell_reader(cell: CellType) -> Callable[[], Any]:
-    def read() -> Any:
-        try:
-            return cell.cell_contents
-        except ValueError:  # not assigned yet
-            return None
-
-    return read
-
-
-def _name_reader(names: dict[str, Any], name: str) -> Callable[[], Any]:
-    return lambda: names.get(name)
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 class Fingerprint:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,25 +24,24 @@ PAUSE = 2_000_000  # clock cycles of a GPU, about a millisecond
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 
 
+def _told_of_cpu(*keys: str) -> str:
+    """Return what Linux tells of the first core under one of these keys, or ""."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith(keys):
+                return line.partition(": ")[2]
+    return ""
+
+
 def processor() -> str:
     """Return the name of the CPU."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(": ", 1)[-1]
-    return platform.processor() or platform.machine()
+    return _told_of_cpu("model name") or platform.processor() or platform.machine()
 
 
 def instructions() -> list[str]:
     """Return those of ``INSTRUCTIONS``, which affect matrix products, that the CPU has."""
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return []
-    for line in info.read_text(errors="replace").splitlines():
-        if line.startswith(("flags", "Features")):
-            return [name for name in INSTRUCTIONS if name in line.split()]
-    return []
+    told = _told_of_cpu("flags", "Features").split()
+    return [name for name in INSTRUCTIONS if name in told]
 
 
 def device_name(device: torch.device) -> str:
