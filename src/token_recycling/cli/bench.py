@@ -103,8 +103,6 @@ def bench(
             "the plots of a benchmark need matplotlib: pip install 'token-recycling[cli]'"
         )
     recycler = loading.open()
-    from token_recycling.bench.summary import describe_model
-
     if most > recycler.target.vocab_size:
         raise TokenRecyclingError(
             f"k is {most}; it must not exceed the vocabulary of {recycler.target.vocab_size} tokens"
@@ -120,8 +118,8 @@ def bench(
         "raw": raw,
         "float32_logits": loading.float32_logits,
     }
-    model = describe_model(recycler, loading.model or "the bundled model")
-    summary, interrupted = _run(recycler, model, questions, variants, settings, out)
+    name = loading.model or "the bundled model"
+    summary, interrupted = _run(recycler, name, questions, variants, settings, out)
     _print(summary)
     show.note(f"report: {out / 'report.html'}")
     loading.note_toy()
@@ -197,7 +195,7 @@ def _check_sampling(temperature: float, top_p: float | None, seed: int) -> None:
 
 def _run(
     recycler: TokenRecycling,
-    model: dict[str, Any],
+    name: str,
     questions: list[Question],
     variants: list[Variant],
     settings: dict[str, Any],
@@ -213,11 +211,10 @@ def _run(
     """
     from token_recycling.bench import answer_files, figures, report, runner, tables
     from token_recycling.bench.journal import Journal
-    from token_recycling.bench.summary import summarise
+    from token_recycling.bench.summary import describe_model, summarise
     from token_recycling.util.files import write_text
     from token_recycling.util.machine import describe
 
-    names = ("max_new_tokens", "rounds", "seed", "raw", "temperature", "top_p")
     tokens, raw = settings["max_new_tokens"], settings["raw"]
     fits, left_out = runner.fitting(recycler, questions, tokens, raw)
     if not fits:
@@ -227,12 +224,13 @@ def _run(
     if left_out:
         show.note(f"questions skipped because they do not fit into the context: {len(left_out)}")
     asked, machine = len(fits), describe(recycler.target.device)
-    decoders = [variant.name for variant in variants]
+    model, decoders = describe_model(recycler, name), [variant.name for variant in variants]
     journal = Journal(out, fits, decoders, settings, model, machine)
     records = journal.records
     if records:
         show.note(f"continuing after {len(records)} of {asked} questions")
-    decoding = runner.Runner(recycler, variants, **{name: settings[name] for name in names})
+    chosen = ("max_new_tokens", "rounds", "seed", "raw", "temperature", "top_p")
+    decoding = runner.Runner(recycler, variants, **{one: settings[one] for one in chosen})
     interrupted = False
     try:
         with progress.progress_shown("questions") as on_progress:
