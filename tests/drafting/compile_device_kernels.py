@@ -29,8 +29,9 @@ from triton.runtime import driver
 from skinny_kernels.windows import AttentionWindow
 from token_recycling import AdjacencyMatrix
 from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.kernels.device.requests import follow, place
 from token_recycling.graph import compilation, kernels
-from token_recycling.integrations.engines.device_requests import DeviceBatch, DeviceRequests
+from token_recycling.integrations.vllm.device_requests import DeviceRequests
 from token_recycling.model.gpu import attention_launch
 from token_recycling.model.gpu.attention import TreeView
 from token_recycling.model.gpu.attention_launch import Pages, attend_pages
@@ -89,13 +90,16 @@ def launches_of_requests(k, dtype):
     states, numbers = torch.zeros(8, dtype=torch.long, **on), torch.zeros(8, **on).int()
     with compilation.collected() as found:
         best = requests.best(torch.zeros((8, VOCABULARY), dtype=dtype, **on))
-        requests.observe(DeviceBatch(states, numbers, numbers, numbers, numbers), best)
+        requests.learn(states, numbers, numbers, numbers, numbers, best)
         requests.propose(states, states)
-        requests.place(
-            *(states, numbers, numbers, states),
+        place(
+            *(states, requests.draft, numbers, numbers, states),
             *(torch.zeros(shape, **on).int() for shape in ((8, 17, 17), (8, 17))),
         )
-        followed = requests.follow(states, states, states, states, numbers, numbers, 7)
+        followed = follow(
+            *(states, requests.branches, requests.draft, states, states),
+            *(states, numbers, numbers, 7),
+        )
         cache = torch.zeros((9, 8, 16, 256), dtype=dtype, **on)
         move(states, cache, states, numbers, numbers, followed.counts, followed.sources)
     return found

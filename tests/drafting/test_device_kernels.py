@@ -33,7 +33,7 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 from token_recycling.drafting.device import DeviceMatrix
-from token_recycling.drafting.kernels.device import count, learn, propose, sources
+from token_recycling.drafting.kernels.device import context, count, learn, propose, sources
 from token_recycling.drafting.kernels.device.top_k import device_top_k
 from token_recycling.drafting.kernels.host.tree import FLOOR
 from token_recycling.graph import kernels
@@ -102,10 +102,10 @@ class Both:
         found = on_host(self.device.propose(roots.to(DEVICE, copy=True)))
         same = [self.compare_tree(draft, found, row) for row in range(self.batch)]
         for mine, its in [
-            (self.rows.chains.counts, self.device.states.texts.chain_lengths),
-            (self.rows.chains.runs, self.device.states.texts.match_lengths),
-            (self.rows.context.tokens, self.device.states.texts.context),
-            (self.rows.context.lengths, self.device.states.texts.lengths),
+            (self.rows.chains.counts, self.device.states.state.chain_lengths),
+            (self.rows.chains.runs, self.device.states.state.match_lengths),
+            (self.rows.context.tokens, self.device.states.state.context),
+            (self.rows.context.lengths, self.device.states.state.lengths),
         ]:
             assert mine.equal(its.cpu()) or (mine is self.rows.chains.runs and self.nodes == 1)
         if not all(same):
@@ -122,8 +122,8 @@ class Both:
         moved = Accepted(*(part.to(DEVICE) for part in parts))
         self.device.observe(draft.to(DEVICE), logits.to(DEVICE), moved)
         self.compare_learnt()
-        assert self.rows.context.tokens.equal(self.device.states.texts.context.cpu())
-        assert self.rows.context.lengths.equal(self.device.states.texts.lengths.cpu())
+        assert self.rows.context.tokens.equal(self.device.states.state.context.cpu())
+        assert self.rows.context.lengths.equal(self.device.states.state.lengths.cpu())
         self.compare_root_rows()
         for row, (_, *emitted) in enumerate(step_summary(draft, accepted).tolist()):
             emitted = [token for token in emitted if token != NO_TOKEN]
@@ -166,13 +166,13 @@ class Both:
 
     def compare_root_rows(self):
         mine, k = self.rows.root_rows, self.host.k
-        assert mine.rejected.equal(self.device.states.roots.rejected.cpu())
+        assert mine.rejected.equal(self.device.states.state.roots.rejected.cpu())
         p, its = (
             mine.probabilities,
-            self.device.states.roots.probabilities.view(torch.float16).cpu(),
+            self.device.states.state.roots.probabilities.view(torch.float16).cpu(),
         )
         assert torch.allclose(p.float(), its.float(), rtol=2e-3, atol=1e-6)
-        different = mine.candidates != self.device.states.roots.candidates.cpu()
+        different = mine.candidates != self.device.states.state.roots.candidates.cpu()
         for row, rank in different.nonzero().tolist():
             others = p[row].float()
             others[rank] = 2.0
@@ -185,7 +185,7 @@ class Both:
         assert matrix.keys.equal(learnt["keys"])
         assert matrix.evidence.equal(learnt["evidence"])
         assert torch.allclose(matrix.weights, learnt["weights"], rtol=1e-4, atol=1e-5)
-        assert self.device._matrix.tables.weights.cpu().equal(learnt["weights"].float())
+        assert self.device._matrix.tables.rounded.cpu().equal(learnt["weights"].float())
         logits = torch.from_numpy(self.host.logits).float()
         assert torch.allclose(logits, self.device._matrix.tables.logits.cpu(), rtol=1e-4, atol=1e-4)
         p, its = matrix.all_probabilities.float(), learnt["all_probabilities"].float()
@@ -337,7 +337,7 @@ def test_larger_rounds_change_no_draft_and_read_memory_less_often(monkeypatch, n
 def test_another_constant_turns_this_red(monkeypatch, what):
     """The host's constants are compiled in; so the device's are changed."""
     other = {"WINDOW": 1, "FLOOR": 0.2, "PRIOR": 9.0, "LEAST": 0.5, "PLACES": 64}[what]
-    where = {"PRIOR": count, "LEAST": sources}.get(what, propose)
+    where = {"WINDOW": context, "PRIOR": count, "LEAST": sources}.get(what, propose)
     monkeypatch.setattr(where, what, tl.constexpr(other))
     both = Both(5, nodes=24, chain=16)
 

@@ -66,13 +66,14 @@ def apply_vllm(name: str | None) -> None:
 
 def apply_vllm_v2(name: str) -> None:
     """Break a step in Model Runner V2."""
-    from token_recycling.integrations.engines import device_requests
-    from token_recycling.integrations.engines.device_requests import DeviceRequests
-    from token_recycling.integrations.vllm import device_trees
+    import torch
 
-    whole, place = DeviceRequests.follow, device_requests.place
+    from token_recycling.integrations.vllm import device_trees, sampler
 
-    def follow(self, states, tokens, choices, positions, prompts, firsts, longest):
+    whole, place = sampler.follow, device_trees.place
+
+    def follow(states, branches, draft, tokens, choices, *others):
+        firsts = others[2]
         if name == "accept all":  # as if every draft were right
             choices = choices.clone()
             choices[:-1] = tokens[1:]
@@ -80,7 +81,7 @@ def apply_vllm_v2(name: str) -> None:
             choices[last] = tokens[last].long()
         else:  # each token is the one drawn after the node behind
             choices = choices.roll(1)
-        return whole(self, states, tokens, choices, positions, prompts, firsts, longest)
+        return whole(states, branches, draft, tokens, choices, *others)
 
     def placed(states, draft, starts, firsts, positions, paths, depths):
         before = positions.clone()
@@ -88,17 +89,17 @@ def apply_vllm_v2(name: str) -> None:
         if name == "no depth positions":
             positions.copy_(before)
         else:  # every node sees all of its draft
-            paths.copy_(device_requests.torch.arange(draft.size).expand_as(paths))
+            paths.copy_(torch.arange(draft.size).expand_as(paths))
             queries = (starts[1:] - starts[:-1]).clamp(max=draft.size)
             depths[: len(queries)] = queries[:, None]
 
     if name in ("accept all", "shifted draws"):
-        DeviceRequests.follow = follow
+        sampler.follow = follow
     elif name == "no commit":
         device_trees.move = lambda *arguments: None
     else:
         assert name in ("no depth positions", "no mask")
-        device_requests.place = placed
+        device_trees.place = placed
 
 
 def apply_sglang(name: str) -> None:

@@ -226,7 +226,8 @@ def step(rows, change=lambda speculator: None, names=None):
     """
     from token_recycling import AdjacencyMatrix
     from token_recycling.drafting.adaptive import AdaptiveDrafter
-    from token_recycling.integrations.engines.device_requests import DeviceRequests
+    from token_recycling.drafting.kernels.device.requests import follow
+    from token_recycling.integrations.vllm.device_requests import DeviceRequests
     from token_recycling.integrations.vllm.device_trees import DeviceTrees, _Alike
     from token_recycling.integrations.vllm.speculator import Speculator
     from token_recycling.util.launch import collected
@@ -268,9 +269,9 @@ def step(rows, change=lambda speculator: None, names=None):
     with collected() as launches, Counted() as operations:
         speculator.begin_step(drafted)
         speculator._best = speculator.requests.best(logits)
-        followed = speculator.requests.follow(
-            *(batch.idx_mapping, tokens, tokens, tokens, numbers),
-            *(batch.cu_num_logits, drafted + 1),
+        followed = follow(
+            *(batch.idx_mapping, speculator.requests.branches, speculator.requests.draft),
+            *(tokens, tokens, tokens, numbers, batch.cu_num_logits, drafted + 1),
         )
         of_trees.place(batch, slot_mappings)
         of_trees.commit(batch, followed.counts, followed.sources)
@@ -307,19 +308,19 @@ def test_what_the_engine_tries_at_first_is_not_learnt():
 @pytest.mark.parametrize("fault", ["item", "cpu", "per request"])
 def test_waiting_shows(fault):
     def change(speculator):
-        whole = speculator.requests.observe
+        whole = speculator.requests.learn
 
-        def observe(batch, best):
+        def learn(states, totals, prompts, sampled, *others):
             if fault == "item":
-                batch.sampled.sum().item()
+                sampled.sum().item()
             elif fault == "cpu":
-                batch.sampled.cpu()
+                sampled.cpu()
             else:
-                for _ in batch.states:
-                    whole(batch, best)
-            return whole(batch, best)
+                for _ in states:
+                    whole(states, totals, prompts, sampled, *others)
+            return whole(states, totals, prompts, sampled, *others)
 
-        speculator.requests.observe = observe
+        speculator.requests.learn = learn
 
     if fault == "per request":
         assert step(1, change) != step(48, change)

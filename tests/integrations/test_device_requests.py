@@ -23,8 +23,8 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from token_recycling.drafting.kernels.device import learn, propose, requests
-from token_recycling.integrations.engines import device_requests
-from token_recycling.integrations.engines.device_requests import DeviceBatch, DeviceRequests
+from token_recycling.integrations.vllm import device_requests
+from token_recycling.integrations.vllm.device_requests import DeviceRequests
 from token_recycling.model.gpu.cache_kernel import addresses, move
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -157,8 +157,10 @@ class Service:
         firsts = self._firsts(counts)
         states = torch.tensor([request.slot for request in batch], device=DEVICE)
         positions = torch.full((len(verified),), LONGEST, device=DEVICE)
-        tokens, numbers, _ = self.device.follow(
+        tokens, numbers, _ = requests.follow(
             states,
+            self.device.branches,
+            self.device.draft,
             torch.tensor(verified, dtype=torch.int32, device=DEVICE),
             logits.argmax(dim=-1).to(DEVICE),
             positions,
@@ -175,15 +177,16 @@ class Service:
         return ends.to(torch.int32).to(DEVICE)
 
     def _draft(self, batch, logits, counts, emitted):
-        step = DeviceBatch(
-            torch.tensor([request.slot for request in batch], device=DEVICE),
+        states = torch.tensor([request.slot for request in batch], device=DEVICE)
+        self.device.learn(
+            states,
             self.totals,
             self.prompts,
             torch.tensor([len(new) for new in emitted], dtype=torch.int32, device=DEVICE),
             self._firsts(counts),
+            self.device.best(logits.to(DEVICE)),
         )
-        self.device.observe(step, self.device.best(logits.to(DEVICE)))
-        self.device.propose(step.states, self.roots)
+        self.device.propose(states, self.roots)
         rows = [row for row, new in enumerate(emitted) if new]
         if not rows:
             return
@@ -247,8 +250,8 @@ def tree_of_requests(rng, count):
 def test_steps_of_trees(seed):
     """Nodes are placed by depth; the path along what was chosen is accepted, and its keys moved."""
     rng, count = random.Random(seed), 4
-    requests, paths = tree_of_requests(rng, count)
-    requests.branches[2] = True  # whose tokens are those that the engine has verified
+    drafter, paths = tree_of_requests(rng, count)
+    drafter.branches[2] = True  # whose tokens are those that the engine has verified
     sizes = [9, 4, 9, 1]  # nodes that are verified
     queries = [9, 4, 9, 12]  # the last row reads a prompt
     states = torch.tensor(rng.sample(range(count), count), device=DEVICE)
@@ -260,7 +263,7 @@ def test_steps_of_trees(seed):
     positions = chain.to(DEVICE)
     seen = torch.full((count, 9, 9), -7, dtype=torch.int32, device=DEVICE)
     depths = torch.zeros((count, 9), dtype=torch.int32, device=DEVICE)
-    requests.place(states, starts, firsts, positions, seen, depths)
+    requests.place(states, drafter.draft, starts, firsts, positions, seen, depths)
     for row, (size, slot) in enumerate(zip(sizes[:3], slots)):
         for node in range(size):
             path = paths[slot][node]
@@ -268,11 +271,16 @@ def test_steps_of_trees(seed):
             assert positions[starts[row] + node] == 20 * row + len(path) - 1
     assert positions[starts[3] :].equal(chain[starts[3] :].to(DEVICE))
     assert (depths[3] == 0).all()
-    given = torch.cat([requests.draft.tokens[slot, :size] for slot, size in zip(slots, sizes)])
+    given = torch.cat([drafter.draft.tokens[slot, :size] for slot, size in zip(slots, sizes)])
     choices = torch.tensor([rng.randrange(6) for _ in given], device=DEVICE)
     prompts = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     at = torch.full_like(given, 99)
-    emitted, counts, sources = requests.follow(states, given.int(), choices, at, prompts, firsts, 9)
+
+    def follow(prompts):
+        drafts = drafter.branches, drafter.draft
+        return requests.follow(states, *drafts, given.int(), choices, at, prompts, firsts, 9)
+
+    emitted, counts, sources = follow(prompts)
     cache = torch.arange(40.0, device=DEVICE).reshape(10, 1, 4, 1).repeat(1, 2, 1, 4)
     of_step = torch.tensor(rng.sample(range(40), sum(queries)), device=DEVICE)
     expected = cache.clone().transpose(1, 2).flatten(0, 1)
@@ -284,8 +292,8 @@ def test_steps_of_trees(seed):
             below = [
                 node
                 for node in range(1, size)
-                if int(requests.draft.parents[slot, node]) == path[-1]
-                and int(requests.draft.tokens[slot, node]) == tokens[-1]
+                if int(drafter.draft.parents[slot, node]) == path[-1]
+                and int(drafter.draft.tokens[slot, node]) == tokens[-1]
             ]
             if not below:
                 break
@@ -304,7 +312,7 @@ def test_steps_of_trees(seed):
     assert cache.transpose(1, 2).flatten(0, 1).equal(expected)
     print(f"\n{moved} paths moved, {int(counts.sum())} tokens")
     # Before the end of its prompt a request has no drafts.
-    _, none, _ = requests.follow(states, given.int(), choices, at, prompts + 100, firsts, 9)
+    _, none, _ = follow(prompts + 100)
     assert (none == 1).all()
 
 
@@ -363,10 +371,10 @@ def begin_never(monkeypatch):
     """As if a slot's state were always that of its request."""
     whole = requests.verified
 
-    def verified(states, texts, own, draft, slots, keys, totals, prompts, sampled, firsts, sizes):
-        texts.lengths[states] = (totals[states] - sampled).long()
+    def verified(states, state, draft, totals, prompts, sampled, firsts, sizes):
+        state.lengths[states] = (totals[states] - sampled).long()
         none = torch.zeros_like(prompts)
-        return whole(states, texts, own, draft, slots, keys, totals, none, sampled, firsts, sizes)
+        return whole(states, state, draft, totals, none, sampled, firsts, sizes)
 
     monkeypatch.setattr(device_requests, "verified", verified)
 
@@ -393,7 +401,7 @@ def draft_in_prompts(monkeypatch):
     whole = DeviceRequests.propose
 
     def propose(self, states, roots):
-        self._states.texts.lengths.clamp_(min=3)
+        self.state.lengths.clamp_(min=3)
         whole(self, states, roots)
 
     monkeypatch.setattr(DeviceRequests, "propose", propose)

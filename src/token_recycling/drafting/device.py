@@ -13,16 +13,10 @@ from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
-from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.device import count, learn, propose
-from token_recycling.drafting.kernels.device.state import (
-    DeviceTables,
-    Evidence,
-    RootCandidates,
-    Texts,
-)
+from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
 from token_recycling.drafting.kernels.host.rates import BIN_OF, expected_rates
-from token_recycling.drafting.kernels.host.state import LEVELS
+from token_recycling.drafting.kernels.host.state import LEVELS, RootArrays, State
 from token_recycling.drafting.matrix import STATE, AdjacencyMatrix
 
 
@@ -30,34 +24,34 @@ class DeviceMatrix:
     """A drafter's matrix and what was learnt with it, on the device.
 
     Attributes:
-        tables: rows, weights and log odds.
-        evidence: what weights and log odds are learnt from.
+        tables: everything learnt.
+        sizes: V, P and T.
     """
 
     def __init__(self, drafter: AdaptiveDrafter, device: torch.device) -> None:
         """Allocate it; ``load`` copies what the drafter has learnt."""
         self._drafter, matrix = drafter, drafter.matrix
         self._learnt = {name: getattr(matrix, name).to(device, copy=True) for name in STATE}
-        rates = torch.from_numpy(expected_rates(matrix.k)).to(device, torch.float32)
         learnt = self._learnt
+        rates = torch.from_numpy(expected_rates(matrix.k)).to(device, torch.float32)
+        self.sizes = matrix.vocab_size, matrix.pairs, matrix.triples
         self.tables = DeviceTables(
             learnt["all_candidates"],
             learnt["all_probabilities"].view(torch.int16),
             learnt["keys"],
-            learnt["weights"].float(),
+            learnt["evidence"],
+            learnt["weights"],
+            rates,
             torch.zeros_like(rates),
+            learnt["weights"].float(),
             torch.from_numpy(BIN_OF).to(device, torch.int32),
-            matrix.vocab_size,
-            matrix.pairs,
-            matrix.triples,
         )
-        self.evidence = Evidence(learnt["evidence"], learnt["weights"], rates)
 
     def load(self) -> None:
         """Copy it to the device."""
         for name, tensor in self._learnt.items():
             tensor.copy_(getattr(self._drafter.matrix, name))
-        self.tables.weights.copy_(self._learnt["weights"])
+        self.tables.rounded.copy_(self.tables.weights)
         self.tables.logits.copy_(torch.from_numpy(self._drafter.logits))
 
     def store(self) -> None:
@@ -109,9 +103,10 @@ class DeviceDrafter:
     All tensors stay at their addresses. A step names the states that take part in it.
 
     Attributes:
-        draft: [S, n], the last draft of each state.
-        texts: the texts, and their chains.
-        roots: candidates for the next root of each state.
+        draft: the last one of each state.
+        state: texts, chains, and candidates for the next roots.
+        matrix: where candidates come from, and what learns.
+        branches: bool [S], whether a state drafts only the most likely branch; None: none does.
     """
 
     def __init__(
@@ -134,43 +129,47 @@ class DeviceDrafter:
             branches: bool [S], whether a state drafts only the most likely branch; None: none does.
             reach: how many tokens of a text are searched, from its end; None: all.
         """
-        self._drafter, self._matrix, self._branches = drafter, matrix, branches
+        self._drafter, self.matrix, self.branches = drafter, matrix, branches
         self._reach = context.shape[1] if reach is None else reach
         states, device = len(context), context.device
-        lengths = torch.zeros(states, dtype=torch.long, device=device)
-        self.texts = Texts(
-            context,
-            lengths,
-            torch.zeros((states, max(drafter.chain_length, 1)), device=device).long(),
-            torch.zeros_like(lengths),
-            torch.zeros_like(lengths),
-        )
+
+        # Each of its own: Triton compiles kernels anew for tensors that begin at odd addresses.
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros((states, *shape), dtype=dtype, device=device)
+
         none = RootRows.none(states, drafter.matrix.k)
-        self.roots = RootCandidates(
-            none.candidates.to(device),
-            none.probabilities.view(torch.int16).to(device),
-            none.rejected.to(device),
+        self.state = State(
+            context,
+            zeros(),
+            zeros(max(drafter.chain_length, 1)),
+            zeros(),
+            zeros(),
+            RootArrays(
+                none.candidates.to(device),
+                none.probabilities.view(torch.int16).to(device),
+                none.rejected.to(device),
+            ),
         )
-        self.draft = _empty(states, size, min(drafter.max_depth, size - 1), device)
-        self.slots = torch.zeros((states, size, LEVELS), device=device).long()
-        self.slot_keys = torch.zeros_like(self.slots)
+        self.draft = DeviceDraft(
+            zeros(size),
+            zeros(size),
+            zeros(size),
+            zeros(size, size, dtype=torch.bool),
+            zeros(size, dtype=torch.bool),
+            zeros(size, dtype=torch.float32),
+            zeros(size, LEVELS),
+            zeros(size, LEVELS),
+        )
 
     def propose(self, states: Tensor, roots: Tensor) -> None:
         """Write drafts below ``roots`` int64 [S] for ``states`` int64 [B]."""
-        drafter = self._drafter
+        matrix, drafter = self.matrix, self._drafter
         propose.propose(
-            states,
-            self.texts,
-            roots,
-            self.roots,
-            self._matrix.tables,
-            *(self.draft, self.slots, self.slot_keys),
-            drafter.chain_length,
-            drafter.max_depth,
-            self._reach,
+            *(states, self.state, roots, matrix.tables, matrix.sizes),
+            *(drafter.max_depth, self.draft, drafter.chain_length, self._reach),
         )
-        if self._branches is not None:
-            propose.likeliest(states, self._branches, self.draft, self.slots, self.slot_keys)
+        if self.branches is not None:
+            propose.likeliest(states, self.branches, self.draft)
 
     def observe(
         self,
@@ -191,54 +190,9 @@ class DeviceDrafter:
             ids: int64 [m, k], their tokens.
             accepted: of B rows.
         """
-        tables, drafter = self._matrix.tables, self._drafter
-        count.count(
-            states,
-            self.texts,
-            self.roots,
-            tables,
-            self._matrix.evidence,
-            valid,
-            accepted.emitted,
-            drafter.learning_rate,
-        )
-        learn.remember(
-            states,
-            starts,
-            self.texts,
-            self.roots,
-            self.draft.parents,
-            valid,
-            values,
-            ids,
-            accepted,
-        )
-        learn.learn(
-            states,
-            starts,
-            tables,
-            self.slots,
-            self.slot_keys,
-            valid,
-            values,
-            ids,
-            drafter.old_weight,
-        )
-
-
-def _empty(states: int, size: int, max_depth: int, device: torch.device) -> DraftTree:
-    """Return drafts of ``size`` nodes, none of which is valid."""
-    # Each of its own: Triton compiles kernels anew for tensors that begin at odd addresses.
-    tokens, parents, depths = (
-        torch.zeros((states, size), dtype=torch.long, device=device) for _ in range(3)
-    )
-    ancestors = torch.zeros((states, size, size), dtype=torch.bool, device=device)
-    return DraftTree(
-        tokens,
-        parents,
-        depths,
-        ancestors,
-        torch.zeros_like(tokens, dtype=torch.bool),
-        max_depth,
-        torch.zeros_like(tokens, dtype=torch.float32),
-    )
+        tables, sizes, drafter = self.matrix.tables, self.matrix.sizes, self._drafter
+        best = valid, values, ids
+        emitted = accepted.emitted
+        count.count(states, self.state, valid, emitted, tables, sizes, drafter.learning_rate)
+        learn.remember(states, starts, self.state, self.draft.parents, *best, accepted)
+        learn.learn(states, starts, self.draft, *best, drafter.old_weight, tables, sizes[0])

@@ -38,7 +38,7 @@ class DeviceDrafting(Drafting):
         self.drafter, self._matrix = drafter, matrix
         self.size = min(size or drafter.nodes + 1, drafter.nodes + 1)
         self.max_depth = min(drafter.max_depth, self.size - 1)
-        device = matrix.evidence.counts.device
+        device = matrix.tables.evidence.device
         context = torch.full((batch, capacity), NO_TOKEN, device=device)
         self.states = DeviceDrafter(drafter, matrix, context, self.size)
         self._rows = torch.arange(batch, device=device)
@@ -47,17 +47,17 @@ class DeviceDrafting(Drafting):
 
     def begin(self, texts: list[list[int]], roots: Tensor) -> None:
         """Copy the matrix to the device, and the texts, without the next roots."""
-        texts_there = self.states.texts
-        rows = self.drafter.new_rows(len(texts), texts_there.context.shape[1])
+        state = self.states.state
+        rows = self.drafter.new_rows(len(texts), state.context.shape[1])
         self.drafter.load(rows, texts)
-        texts_there.context.copy_(rows.context.tokens)
-        texts_there.lengths.copy_(rows.context.lengths)
+        state.context.copy_(rows.context.tokens)
+        state.lengths.copy_(rows.context.lengths)
         self.set_root_rows(rows.root_rows)
         self._matrix.load()
 
     def set_root_rows(self, rows: RootRows) -> None:
         """Copy root rows to the device."""
-        roots = self.states.roots
+        roots = self.states.state.roots
         roots.candidates.copy_(rows.candidates)
         roots.probabilities.copy_(rows.probabilities.view(torch.int16))
         roots.rejected.copy_(rows.rejected)
@@ -69,7 +69,8 @@ class DeviceDrafting(Drafting):
     def propose(self, roots: Tensor) -> DraftTree:
         """Return drafts of ``size`` nodes below ``roots`` int64 [B]."""
         self.states.propose(self._rows, roots)
-        return self.states.draft
+        draft = self.states.draft
+        return DraftTree(*draft[:5], self.max_depth, draft.scores)
 
     def _top_k(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the k best logits and their tokens, by blocks if that is faster here."""
@@ -83,8 +84,8 @@ class DeviceDrafting(Drafting):
 
     def observe(self, draft: DraftTree, logits: Tensor, accepted: Accepted) -> Tensor | None:
         """Learn from a step (see ``Drafter.observe``)."""
-        vocab_size = self._matrix.tables.vocab_size
-        self.learn_from(draft, *self._top_k(logits[..., :vocab_size]), accepted)
+        best = self._top_k(logits[..., : self._matrix.sizes[0]])
+        self.learn_from(draft, *best, accepted)
         return None
 
     def learn_from(self, draft: DraftTree, values: Tensor, ids: Tensor, accepted: Accepted) -> None:

@@ -30,8 +30,7 @@ class KernelLaunch:
     @property
     def signature(self) -> Any:
         """All that a kernel is compiled for."""
-        values = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in self.args)
-        return self.kernel, values, tuple(sorted(self.options.items())), self.coalesce
+        return self.kernel, _kinds(self.args), tuple(sorted(self.options.items())), self.coalesce
 
     def run(self) -> None:
         """Launch the kernel; compile it first if that has not been done."""
@@ -66,6 +65,14 @@ class KernelLaunch:
             yield
         finally:
             _thread.coalesce = True
+
+
+def _kinds(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments, with dtypes in place of tensors, which may be in tuples."""
+    return tuple(
+        arg.dtype if isinstance(arg, Tensor) else _kinds(arg) if isinstance(arg, tuple) else arg
+        for arg in args
+    )
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from skinny_kernels.windows import AttentionWindow
-from token_recycling.integrations.engines.device_requests import DeviceRequests
+from token_recycling.drafting.kernels.device.requests import place
+from token_recycling.integrations.vllm.device_requests import DeviceRequests
 from token_recycling.model.gpu.attention import AMPERE, DTYPES, LARGEST_HEAD, TreeView
 from token_recycling.model.gpu.attention_launch import Pages, attend_pages
 from token_recycling.model.gpu.cache_kernel import addresses, move
@@ -136,13 +137,10 @@ class DeviceTrees:
         self._drafted = (0, 1)
         if counts is not None and counts.any():
             self._drafted = int(counts.nonzero()[0][-1]) + 1, int(counts.max()) + 1
-        self._requests.place(
-            batch.idx_mapping,
-            batch.query_start_loc[: rows + 1],
-            batch.cu_num_logits,
-            self._positions,
-            self._paths,
-            self._depths,
+        starts = batch.query_start_loc[: rows + 1]
+        place(
+            *(batch.idx_mapping, self._requests.draft, starts, batch.cu_num_logits),
+            *(self._positions, self._paths, self._depths),
         )
 
     def _attending(self, forward: Callable[..., Any], impl: Any) -> Callable[..., Any]:

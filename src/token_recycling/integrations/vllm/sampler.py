@@ -15,8 +15,8 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from token_recycling.drafting.kernels.device.requests import Followed
-from token_recycling.integrations.engines.device_requests import DeviceRequests
+from token_recycling.drafting.kernels.device.requests import Followed, follow
+from token_recycling.integrations.vllm.device_requests import DeviceRequests
 from token_recycling.integrations.vllm.device_trees import DeviceTrees
 
 
@@ -72,13 +72,10 @@ class ExactSampler(RejectionSampler):  # type: ignore[misc]
             # The logits are returned for log probabilities, after top-k and top-p.
             return_logprobs=True,
         )
-        followed = self._requests.follow(
-            idx_mapping,
-            verify_draft_sampled,
-            drawn.view(-1),
-            pos,
-            self.sampler.req_states.prefill_len.gpu,
-            cu_num_logits,
+        followed = follow(
+            *(idx_mapping, self._requests.branches, self._requests.draft),
+            *(verify_draft_sampled, drawn.view(-1), pos),
+            *(self.sampler.req_states.prefill_len.gpu, cu_num_logits),
             self.num_speculative_steps + 1,
         )
         self._followed.append(followed)

@@ -14,15 +14,15 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from token_recycling.drafting.adaptive import AdaptiveDrafter
+from token_recycling.drafting.kernels.device.requests import follow
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.drafting import DEVICE_NODES
-from token_recycling.integrations.engines.device_requests import (
-    DeviceBatch,
+from token_recycling.integrations.engines.versions import VLLM, check_version
+from token_recycling.integrations.vllm.device_requests import (
     DeviceRequests,
     pack_drafts,
     replace_drafts,
 )
-from token_recycling.integrations.engines.versions import VLLM, check_version
 from token_recycling.integrations.vllm.device_trees import DeviceTrees, why_chains
 from token_recycling.integrations.vllm.options import CHAIN_FROM, VllmOptions, tokenizer_of
 from token_recycling.integrations.vllm.sampler import ExactSampler, takes_place_of
@@ -170,19 +170,21 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
     @torch.inference_mode()
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Compile all kernels before the first request, by a step in which nothing came."""
-        runner = self._of_runner
+        runner, requests = self._of_runner, self.requests
         device = runner.all_token_ids.gpu.device
         states = torch.zeros(1, dtype=torch.long, device=device)
         firsts = torch.arange(2, dtype=torch.int32, device=device)
         sampled = torch.zeros(1, dtype=torch.int32, device=device)
-        logits = torch.zeros((1, self.requests.vocab_size), dtype=self._dtype, device=device)
-        batch = DeviceBatch(states, runner.total_len.gpu, runner.prefill_len.gpu, sampled, firsts)
-        self.requests.observe(batch, self.requests.best(logits))
-        self.requests.propose(states, runner.last_sampled_tokens.view(-1))
-        self.requests.follow(
-            *(states, states, states, states, runner.prefill_len.gpu, firsts, self.most + 1)
+        logits = torch.zeros((1, requests.vocab_size), dtype=self._dtype, device=device)
+        prompts = runner.prefill_len.gpu
+        best = requests.best(logits)
+        requests.learn(states, runner.total_len.gpu, prompts, sampled, firsts, best)
+        requests.propose(states, runner.last_sampled_tokens.view(-1))
+        follow(
+            *(states, requests.branches, requests.draft, states, states),
+            *(states, prompts, firsts, self.most + 1),
         )
-        self.requests.forget()
+        requests.forget()
 
     def capture(self) -> None:
         """Do nothing: the kernels are launched one by one, ahead of the device."""
@@ -227,14 +229,12 @@ class Speculator(BaseSpeculator):  # type: ignore[misc]
             self.requests.matrix.load()
             self.requests.forget()
         requests = self._of_runner
-        batch = DeviceBatch(
-            states,
-            requests.total_len.gpu,
-            requests.prefill_len.gpu,
+        self.requests.learn(
+            *(states, requests.total_len.gpu, requests.prefill_len.gpu),
             num_sampled[: len(states)],
             input_batch.cu_num_logits[: len(states) + 1],
+            best,
         )
-        self.requests.observe(batch, best)
         self.requests.propose(states, last_sampled.view(-1))
         self._follows = True
         if self._keeper is not None:

@@ -7,20 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from token_recycling.drafting.kernels.device.sources import (
-    INPUTS,
-    PATTERNS,
-    SETS,
-    gather,
-    lanes_per_row,
-)
-from token_recycling.drafting.kernels.device.state import (
-    DeviceTables,
-    Evidence,
-    RootCandidates,
-    Texts,
-)
+from token_recycling.drafting.kernels.device.sources import INPUTS, PATTERNS, SETS, gather
+from token_recycling.drafting.kernels.device.state import DeviceTables
 from token_recycling.drafting.kernels.host import learn, rates
+from token_recycling.drafting.kernels.host.state import State
 from token_recycling.util.launch import REGISTERS, launch
 from token_recycling.util.vector import LEAST_STEPS, lanes
 
@@ -29,7 +19,7 @@ PATTERN_RATE = tl.constexpr(learn.PATTERN_RATE)
 FULL_TOKENS = tl.constexpr(learn.FULL_TOKENS)
 LOWEST, HIGHEST = tl.constexpr(rates.LOWEST), tl.constexpr(rates.HIGHEST)
 COLUMNS = tl.constexpr(8)  # of a gradient, INPUTS of which are used
-FEATURES = 256  # whose log odds one program computes
+BLOCK = 256  # features whose log odds one program computes
 AT_ONCE = tl.constexpr(32)  # tokens whose gradients are added at once
 COUNT_WARPS = 4
 
@@ -49,26 +39,13 @@ def _token(text, emitted, length, slot):
 
 
 # Nothing but tables' widths is compiled in: numbers of rows, nodes and slots share one kernel.
-@triton.jit(do_not_specialize=["V", "P", "T", "w", "c", "n", "t", "features"])
+@triton.jit(do_not_specialize=["V", "P", "T", "w", "c", "n", "t"])
 def _count(
     states,
-    context,
-    lengths,
-    chain,
-    counts,
-    runs,
-    root_ids,
-    root_p,
-    rejected,
+    state,
     valid,
     emitted,
-    candidates,
-    probabilities,
-    keys,
-    weights,
-    logits,
-    classes,
-    evidence,
+    tables,
     moves,
     counted,
     V,
@@ -78,57 +55,50 @@ def _count(
     c,
     n,
     t,
-    features,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     """Compare the candidates for one emitted token of one row with it (see ``host.count``).
 
     Every program adds to the evidence, and writes the gradient of its token.
     """
     row, depth = tl.program_id(0), tl.program_id(1)
-    state = tl.load(states + row)
-    text, new = context + state * w, emitted + row * t
-    length = tl.load(lengths + state)
-    chained = tl.load(counts + state)
+    own = tl.load(states + row)
+    text, new = state.context + own * w, emitted + row * t
+    length = tl.load(state.lengths + own)
+    chained = tl.load(state.chain_lengths + own)
     truth = tl.load(new + depth)
     used = (truth >= 0) & (tl.load(valid + row * n) != 0) & (chained >= 0)
     tl.store(counted + row * t + depth, tl.where(used, 1.0, 0.0))
-    V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
+    sizes = (tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64))
     if used:
         zero_tile = tl.zeros([1], tl.int64)  # a tile of one node
         # The chain holds until it differs from the emitted tokens.
         step = tl.arange(0, STEPS)
         above = step < depth
-        linked = tl.load(chain + state * c + step, mask=above & (step < chained), other=-2)
+        linked = tl.load(state.chains + own * c + step, mask=above & (step < chained), other=-2)
         differs = above & (linked != tl.load(new + step, mask=above, other=-1))
         on_chain = (depth < chained) & (tl.sum(differs.to(tl.int32), 0) == 0)
-        below = tl.load(chain + state * c + depth, mask=on_chain, other=-1)
+        below = tl.load(state.chains + own * c + depth, mask=on_chain, other=-1)
         end = length + depth
         ids, first, odds, kind, logit, source, pattern, lacks, lack_logits, present, which = gather(
             zero_tile + _token(text, new, length, end - 3),
             zero_tile + _token(text, new, length, end - 2),
             zero_tile + _token(text, new, length, end - 1),
             zero_tile + below,
-            tl.load(runs + state),
+            tl.load(state.match_lengths + own),
             zero_tile.to(tl.int32) + depth,
             zero_tile == depth,
-            root_ids + state * (K - 1),
-            root_p + state * (K - 1),
-            rejected + state,
-            V,
-            P,
-            T,
-            candidates,
-            probabilities,
-            keys,
-            weights,
-            logits,
-            classes,
+            own,
+            state.roots,
+            tables,
+            sizes,
             1,
             K,
             WIDTH,
+            FEATURES,
         )
         there = ids >= 0
         right = (ids == truth) & there
@@ -156,27 +126,15 @@ def _count(
             hit = tl.sum((from_source & right).to(tl.float32), 1)
             others = number_found - has
             lacking = present[index] & (others > 0)
-            _add(evidence, features, lacks[index], is_found - hit, others, lacking)
+            _add(tables.evidence, FEATURES[0], lacks[index], is_found - hit, others, lacking)
         constant = tl.where(chosen, all_errors, 0.0)
         tl.store(gradient + of_set * COLUMNS + 5, constant, mask=is_set)
         tl.store(gradient + sets * COLUMNS + 5, errors * PATTERN_RATE)
-        _add(evidence, features, kind, right.to(tl.float32), there.to(tl.float32), there)
+        _add(tables.evidence, FEATURES[0], kind, right.to(tl.float32), there.to(tl.float32), there)
 
 
 @triton.jit(do_not_specialize=["tokens", "features"])
-def _calibrate(
-    moves,
-    counted,
-    weights,
-    logits,
-    evidence,
-    exact,
-    rates,
-    tokens,
-    features,
-    learning_rate,
-    BLOCK: tl.constexpr,
-):
+def _calibrate(moves, counted, tables, tokens, features, learning_rate, BLOCK: tl.constexpr):
     """Move one weight set along the gradients of ``tokens`` tokens, or compute log odds.
 
     Gradients are added in a fixed order, so that results do not depend on timing.
@@ -196,84 +154,63 @@ def _calibrate(
             total += tl.sum(part.to(tl.float64), 0)
         step = learning_rate * (FULL_TOKENS / tl.maximum(seen, FULL_TOKENS))
         inside = lane < INPUTS
-        weight = tl.load(exact + number * INPUTS + lane, mask=inside, other=0.0)
+        weight = tl.load(tables.weights + number * INPUTS + lane, mask=inside, other=0.0)
         weight += step.to(tl.float64) * total
-        tl.store(exact + number * INPUTS + lane, weight, mask=inside)
-        tl.store(weights + number * INPUTS + lane, weight.to(tl.float32), mask=inside)
+        tl.store(tables.weights + number * INPUTS + lane, weight, mask=inside)
+        tl.store(tables.rounded + number * INPUTS + lane, weight.to(tl.float32), mask=inside)
     else:
         feature = (number - SETS - PATTERNS) * BLOCK + tl.arange(0, BLOCK)
         there = feature < features
-        hits = tl.load(evidence + feature, mask=there, other=0.0)
-        trials = tl.load(evidence + features + feature, mask=there, other=0.0)
-        expected = tl.load(rates + feature, mask=there, other=0.5)
+        hits = tl.load(tables.evidence + feature, mask=there, other=0.0)
+        trials = tl.load(tables.evidence + features + feature, mask=there, other=0.0)
+        expected = tl.load(tables.rates + feature, mask=there, other=0.5)
         rate = (tl.minimum(hits, trials) + PRIOR * expected) / (trials + PRIOR)
         rate = tl.minimum(tl.maximum(rate, LOWEST), HIGHEST)
-        tl.store(logits + feature, tl.log(rate / (1.0 - rate)), mask=there)
+        tl.store(tables.logits + feature, tl.log(rate / (1.0 - rate)), mask=there)
 
 
 def count(
     states: Tensor,
-    texts: Texts,
-    own: RootCandidates,
-    tables: DeviceTables,
-    evidence: Evidence,
+    state: State,
     valid: Tensor,
     emitted: Tensor,
+    tables: DeviceTables,
+    sizes: tuple[int, int, int],
     learning_rate: float,
 ) -> None:
     """Count which candidates came, and move the weights.
 
     Args:
         states: int64 [B], of the rows of the batch.
-        texts: without the emitted tokens.
-        own: the candidates that the roots had.
-        tables: weights and log odds are changed.
-        evidence: changed.
+        state: texts without the emitted tokens, and the candidates that the roots had.
         valid: bool [B, n], nodes that were verified.
         emitted: int64 [B, t], ``NO_TOKEN`` behind the last one.
+        tables: evidence, weights and log odds are changed.
+        sizes: V, P and T.
         learning_rate: of the weights.
     """
-    batch, t = emitted.shape
-    features = evidence.counts.shape[1]
-    sets = len(evidence.weights)
+    (batch, t), k = emitted.shape, tables.candidates.shape[1]
+    sets = len(tables.weights)
     moves = emitted.new_empty((batch, t, sets, COLUMNS.value), dtype=torch.float32)
     counted = emitted.new_empty((batch, t), dtype=torch.float32)
+    features = rates.features(k)
     launch(
         _count,
         (batch, t),
-        states,
-        *texts,
-        *own,
-        valid,
-        emitted,
-        *tables[:6],
-        evidence.counts,
-        moves,
-        counted,
-        *tables.sizes,
-        texts.context.shape[1],
-        texts.chains.shape[1],
-        valid.shape[1],
-        t,
-        features,
-        K=tables.k,
-        WIDTH=lanes_per_row(tables.candidates),
+        *(states, state, valid, emitted, tables, moves, counted, *sizes),
+        *(state.context.shape[1], state.chains.shape[1], valid.shape[1], t),
+        K=k,
+        WIDTH=triton.next_power_of_2(k),
         STEPS=lanes(t, LEAST_STEPS),
+        FEATURES=features,
         num_warps=COUNT_WARPS,
         coalesce=False,
         **REGISTERS,
     )
     launch(
         _calibrate,
-        (sets + triton.cdiv(features, FEATURES),),
-        moves,
-        counted,
-        tables.weights,
-        tables.logits,
-        *evidence,
-        batch * t,
-        features,
-        learning_rate,
-        BLOCK=FEATURES,
+        (sets + triton.cdiv(features[0], BLOCK),),
+        *(moves, counted, tables, batch * t, features[0], learning_rate),
+        BLOCK=BLOCK,
         num_warps=1,
     )

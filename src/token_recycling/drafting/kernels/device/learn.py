@@ -1,4 +1,4 @@
-"""Averaging rows, and making root rows (see ``host.learn_node`` and ``host.remember``)."""
+"""Averaging entries, and making root rows (see ``host.learn_node`` and ``host.remember``)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.kernels.device.sources import lanes_per_row
-from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates, Texts
-from token_recycling.drafting.kernels.host import entries, state
+from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
+from token_recycling.drafting.kernels.host import entries
 from token_recycling.drafting.kernels.host import learn as host_learn
+from token_recycling.drafting.kernels.host.state import LEVELS, State
 from token_recycling.util.launch import REGISTERS, launch
 from token_recycling.util.vector import LEAST_NODES, LEAST_STEPS, lanes
 
@@ -36,7 +36,25 @@ def _to_half(p):
     return tl.where(p < 6.103515625e-05, small, normal)
 
 
-# Rows
+@triton.jit
+def _united(ids, share, LANES: tl.constexpr):
+    """Return the shares of candidates that several of ``LANES`` lanes have, added up on each lane.
+
+    Then whether a lane is the first of its candidate, and the place of its share among these; of
+    equal shares the first lane comes first. Negative candidates are none.
+    """
+    lane = tl.arange(0, LANES)
+    valid = ids >= 0
+    same = (ids[:, None] == ids[None, :]) & valid[None, :]
+    mixed = tl.sum(tl.where(same, share[None, :], 0.0), 1)
+    first = valid & (tl.min(tl.where(same, lane[None, :], LANES), 1) == lane)
+    better = (mixed[None, :] > mixed[:, None]) | (
+        (mixed[None, :] == mixed[:, None]) & (lane[None, :] < lane[:, None])
+    )
+    return mixed, first, tl.sum((better & first[None, :]).to(tl.int32), 1)
+
+
+# Entries
 
 
 @triton.jit
@@ -51,15 +69,7 @@ def _average(old, old_p, new, new_p, old_weight, WIDTH: tl.constexpr, K: tl.cons
         old_weight * tl.gather(old_p, index, 0),
         (1.0 - old_weight) * tl.gather(new_p, index, 0),
     )
-    valid = ids >= 0
-    same = (ids[:, None] == ids[None, :]) & valid[None, :]
-    mixed = tl.sum(tl.where(same, share[None, :], 0.0), 1)
-    earlier = same & (lane[None, :] < lane[:, None])
-    first = valid & (tl.sum(earlier.to(tl.int32), 1) == 0)
-    better = (mixed[None, :] > mixed[:, None]) | (
-        (mixed[None, :] == mixed[:, None]) & (lane[None, :] < lane[:, None])
-    )
-    place = tl.sum((better & first[None, :]).to(tl.int32), 1)
+    mixed, first, place = _united(ids, share, 2 * WIDTH)
     rank = tl.arange(0, WIDTH)
     here = (place[None, :] == rank[:, None]) & first[None, :] & (rank[:, None] < K)
     best_ids = tl.sum(tl.where(here, ids[None, :] + 1, 0), 1) - 1
@@ -68,29 +78,19 @@ def _average(old, old_p, new, new_p, old_weight, WIDTH: tl.constexpr, K: tl.cons
 
 @triton.jit
 def _first_after(
-    begin,
-    end,
-    line,
-    states,
-    starts,
-    lines,
-    valid,
-    values,
-    n,
-    level,
-    K: tl.constexpr,
+    begin, end, entry, states, starts, draft, valid, values, n, level, K: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """Return the first node from ``begin`` on that teaches a line; ``end``: none before it."""
+):  # fmt: skip
+    """Return the first node from ``begin`` on that teaches an entry; ``end``: none before it."""
     found = tl.full([], 0, tl.int32) + end
     for block in range(begin, end, BLOCK):
         at = block + tl.arange(0, BLOCK)
         usable = at < end
         usable = usable & (tl.load(valid + at, mask=usable, other=0) != 0)
         row, node = at // n, at % n
-        state = tl.load(states + row, mask=usable, other=0)
-        place = (state * n + node) * 3 + level
-        usable = usable & (tl.load(lines + place, mask=usable, other=-1) == line)
+        own = tl.load(states + row, mask=usable, other=0)
+        place = (own * n + node) * 3 + level
+        usable = usable & (tl.load(draft.entries + place, mask=usable, other=-1) == entry)
         first = tl.load(starts + row, mask=usable, other=0)
         best = tl.load(values + (first + node) * K, mask=usable, other=float("nan"))
         usable = usable & _finite(best.to(tl.float32))
@@ -102,14 +102,11 @@ def _first_after(
 def _learn(
     states,
     starts,
-    slots,
-    slot_keys,
+    draft,
     valid,
     values,
     ids,
-    candidates,
-    probabilities,
-    keys,
+    tables,
     total,
     n,
     V,
@@ -118,32 +115,32 @@ def _learn(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Average all nodes of one row into it (see ``host.learn_node``), in order.
+    """Average all nodes of one entry into it (see ``host.learn_node``), in order.
 
     The program of the first of these nodes does it; the others do nothing. So no two programs
-    write to the same row.
+    write to the same entry.
     """
     this_node = tl.program_id(0)
     level = tl.program_id(1)
     rank = tl.arange(0, WIDTH)
     is_first = tl.full([], 0, tl.int32)
-    slot = tl.full([], -1, tl.int64)
+    entry = tl.full([], -1, tl.int64)
     if tl.load(valid + this_node) != 0:
-        state = tl.load(states + this_node // n)
-        slot = tl.load(slots + (state * n + this_node % n) * 3 + level)
-    if slot >= 0:
+        own = tl.load(states + this_node // n)
+        entry = tl.load(draft.entries + (own * n + this_node % n) * 3 + level)
+    if entry >= 0:
         first = _first_after(
-            0, this_node + 1, slot, states, starts, slots, valid, values, n, level, K, BLOCK
+            0, this_node + 1, entry, states, starts, draft, valid, values, n, level, K, BLOCK
         )
         is_first = (first == this_node).to(tl.int32)
     if is_first != 0:
-        row = candidates + slot * K
-        old = tl.load(row + rank, mask=rank < K, other=-1)
-        bits = tl.load(probabilities + slot * K + rank, mask=rank < K, other=0).to(tl.int32)
+        row, row_p = tables.candidates + entry * K + rank, tables.probabilities + entry * K + rank
+        old = tl.load(row, mask=rank < K, other=-1)
+        bits = tl.load(row_p, mask=rank < K, other=0).to(tl.int32)
         old_p = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         key = tl.full([], 0, tl.int64)
         if level > 0:
-            key = tl.load(keys + slot - V)
+            key = tl.load(tables.keys + entry - V)
         current = this_node
         while current < total:
             node = current % n
@@ -153,66 +150,56 @@ def _learn(
             logit = logit.to(tl.float32)
             p = tl.exp(logit - tl.max(logit, 0))
             p = p / tl.sum(p, 0)
-            state = tl.load(states + current // n)
-            new_key = tl.load(slot_keys + (state * n + node) * 3 + level)
+            own = tl.load(states + current // n)
+            new_key = tl.load(draft.keys + (own * n + node) * 3 + level)
             known = (tl.max(old, 0) >= 0) & ((level == 0) | (key == new_key)) & (old_weight > 0)
             mixed, mixed_p = _average(old, old_p, new, p, old_weight, WIDTH, K)
             old = tl.where(known, mixed, new)
             bits = _to_half(tl.where(known, mixed_p, p))
             old_p = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             key = new_key
-            # The next node of the same row
+            # The next node of the same entry
             current = _first_after(
-                current + 1, total, slot, states, starts, slots, valid, values, n, level, K, BLOCK
+                current + 1, total, entry, states, starts, draft, valid, values, n, level, K, BLOCK
             )
-        tl.store(row + rank, old, mask=rank < K)
-        tl.store(probabilities + slot * K + rank, bits.to(tl.int16), mask=rank < K)
+        tl.store(row, old, mask=rank < K)
+        tl.store(row_p, bits.to(tl.int16), mask=rank < K)
         if level > 0:
-            tl.store(keys + slot - V, key)
+            tl.store(tables.keys + entry - V, key)
 
 
 def learn(
     states: Tensor,
     starts: Tensor,
-    tables: DeviceTables,
-    slots: Tensor,
-    slot_keys: Tensor,
+    draft: DeviceDraft,
     valid: Tensor,
     values: Tensor,
     ids: Tensor,
     old_weight: float,
+    tables: DeviceTables,
+    vocab_size: int,
 ) -> None:
     """Mix the candidates behind verified nodes into the tables.
 
     Args:
         states: int64 [B], of the rows of the batch.
         starts: int64 [B], index of each row's root in values and ids.
-        tables: candidates, probabilities and keys are changed.
-        slots: int64 [S, n, 3], the lines that each node of a state teaches; -1: none.
-        slot_keys: int64 [S, n, 3], their keys.
+        draft: whose nodes were verified.
         valid: bool [B, n], nodes that were verified.
         values: [m, k], the best logits behind each node.
         ids: int64 [m, k], their tokens.
-        old_weight: of the rows that were there.
+        old_weight: of the candidates that were there.
+        tables: candidates, probabilities and keys are changed.
+        vocab_size: V.
     """
-    total = valid.numel()
+    total, k = valid.numel(), ids.shape[-1]
     launch(
         _learn,
-        (total, state.LEVELS),
-        states,
-        starts,
-        slots,
-        slot_keys,
-        valid,
-        values,
-        ids,
-        *tables[:3],
-        total,
-        valid.shape[1],
-        tables.vocab_size,
-        old_weight,
-        K=tables.k,
-        WIDTH=lanes_per_row(tables.candidates),
+        (total, LEVELS),
+        *(states, starts, draft, valid, values, ids, tables),
+        *(total, valid.shape[1], vocab_size, old_weight),
+        K=k,
+        WIDTH=triton.next_power_of_2(k),
         BLOCK=AT_ONCE,
         num_warps=LEARN_WARPS,
         **REGISTERS,
@@ -226,18 +213,14 @@ def learn(
 def _remember(
     states,
     starts,
-    context,
-    lengths,
-    ids,
-    values,
+    state,
     parents,
     valid,
+    values,
+    ids,
     path,
     emitted,
     counts,
-    root_ids,
-    root_p,
-    rejected,
     w,
     n,
     p,
@@ -253,18 +236,18 @@ def _remember(
     runners-up.
     """
     row = tl.program_id(0)
-    state = tl.load(states + row)
+    own = tl.load(states + row)
     start = tl.load(starts + row)
     count = tl.load(counts + row)
     active = count > 0
     # The text; the last emitted token is the next root.
     step = tl.arange(0, STEPS)
-    length = tl.load(lengths + state)
+    length = tl.load(state.lengths + own)
     more = tl.minimum(count - 1, w - length)
     new = tl.load(emitted + row * t + step, mask=step < more, other=-1)
-    tl.store(context + state * w + length + step, new, mask=step < more)
+    tl.store(state.context + own * w + length + step, new, mask=step < more)
     tl.debug_barrier()  # all warps have read the length
-    tl.store(lengths + state, length + tl.maximum(more, 0))
+    tl.store(state.lengths + own, length + tl.maximum(more, 0))
     # The root row
     along = tl.load(path + row * p + step, mask=step < count, other=-1)
     known = tl.sum((along >= 0).to(tl.int32), 0)
@@ -277,7 +260,7 @@ def _remember(
     inside = node < n
     inside = inside & (tl.load(valid + row * n + node, mask=inside, other=0) != 0)
     best = tl.load(values + (start + node) * K, mask=inside, other=float("nan")).to(tl.float32)
-    sibling = (tl.load(parents + state * n + node, mask=inside, other=-1) == last) & (node > last)
+    sibling = (tl.load(parents + own * n + node, mask=inside, other=-1) == last) & (node > last)
     sibling = sibling & _finite(best)
     place = tl.cumsum(sibling.to(tl.int32), 0) - 1
     number = tl.minimum(tl.sum(sibling.to(tl.int32), 0), SIBLINGS)
@@ -303,18 +286,11 @@ def _remember(
     share = share * tl.where(group == SIBLINGS, of_runners, of_siblings)[:, None]
     tokens = tl.where(loses & mask, tokens, -1)
     # Their union
-    lane = tl.arange(0, (SIBLINGS + 1) * WIDTH)
-    tokens = tl.reshape(tokens, [(SIBLINGS + 1) * WIDTH])
-    share = tl.reshape(share, [(SIBLINGS + 1) * WIDTH])
-    valid_lane = tokens >= 0
-    same = (tokens[:, None] == tokens[None, :]) & valid_lane[None, :]
-    mixed = tl.sum(tl.where(same, share[None, :], 0.0), 1)
-    first = valid_lane & (tl.min(tl.where(same, lane[None, :], (SIBLINGS + 1) * WIDTH), 1) == lane)
-    better = (mixed[None, :] > mixed[:, None]) | (
-        (mixed[None, :] == mixed[:, None]) & (lane[None, :] < lane[:, None])
-    )
-    place = tl.sum((better & first[None, :]).to(tl.int32), 1)
-    own_ids, own_p = root_ids + state * (K - 1), root_p + state * (K - 1)
+    lanes: tl.constexpr = (SIBLINGS + 1) * WIDTH
+    tokens, share = tl.reshape(tokens, [lanes]), tl.reshape(share, [lanes])
+    mixed, first, place = _united(tokens, share, lanes)
+    own_ids = state.roots.candidates + own * (K - 1)
+    own_p = state.roots.probabilities + own * (K - 1)
     empty = tl.full([WIDTH], -1, tl.int32)
     tl.store(own_ids + rank, empty, mask=(rank < K - 1) & active)
     tl.store(own_p + rank, empty.to(tl.int16) + 1, mask=(rank < K - 1) & active)
@@ -322,14 +298,13 @@ def _remember(
     in_row = first & (place < K - 1)
     tl.store(own_ids + place, tokens.to(tl.int32), mask=in_row)
     tl.store(own_p + place, _to_half(tl.minimum(mixed, 1.0)).to(tl.int16), mask=in_row)
-    tl.store(rejected + state, (number > 0) & finite, mask=active)
+    tl.store(state.roots.rejected + own, (number > 0) & finite, mask=active)
 
 
 def remember(
     states: Tensor,
     starts: Tensor,
-    texts: Texts,
-    own: RootCandidates,
+    state: State,
     parents: Tensor,
     valid: Tensor,
     values: Tensor,
@@ -341,8 +316,8 @@ def remember(
     Args:
         states: int64 [B], of the rows of the batch.
         starts: int64 [B], index of each row's root in values and ids.
-        texts: get the emitted tokens, but for the last one, which is the next root.
-        own: changed.
+        state: texts get the emitted tokens, but for the last one, which is the next root; and the
+            candidates for this are changed.
         parents: int64 [S, n], of the nodes of each state.
         valid: bool [B, n], nodes that were verified.
         values: [m, k], the best logits behind each node.
@@ -354,21 +329,8 @@ def remember(
     launch(
         _remember,
         (len(states),),
-        states,
-        starts,
-        *texts[:2],
-        ids,
-        values,
-        parents,
-        valid,
-        path,
-        emitted,
-        accepted.counts,
-        *own,
-        texts.context.shape[1],
-        n,
-        path.stride(0),
-        emitted.stride(0),
+        *(states, starts, state, parents, valid, values, ids, path, emitted, accepted.counts),
+        *(state.context.shape[1], n, path.stride(0), emitted.stride(0)),
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NODES=lanes(n, LEAST_NODES),

@@ -6,97 +6,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from token_recycling.drafting.draft import DraftTree
-from token_recycling.drafting.kernels.device.sources import gather, lanes_per_row, locate
-from token_recycling.drafting.kernels.device.state import DeviceTables, RootCandidates, Texts
-from token_recycling.drafting.kernels.host import context, tree
+from token_recycling.drafting.kernels.device.context import begin_draft
+from token_recycling.drafting.kernels.device.sources import gather, locate
+from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
+from token_recycling.drafting.kernels.host import tree
+from token_recycling.drafting.kernels.host.rates import features
+from token_recycling.drafting.kernels.host.state import State
 from token_recycling.util.launch import REGISTERS, launch
 from token_recycling.util.vector import LEAST_NODES, lanes
 
 FLOOR = tl.constexpr(tree.FLOOR)
-WINDOW = tl.constexpr(context.WINDOW)
 NONE = tl.constexpr(-1e30)  # log probability of no candidate
-SCAN = tl.constexpr(4096)  # slots of a context that are compared at once
 PLACES = tl.constexpr(1 << 14)  # most candidates that are compared in a round
 ORDERS = tl.constexpr(1 << 18)  # most parents times lanes
 PROPOSE_WARPS = 8
-
-
-@triton.jit
-def _match(tokens, length, root):
-    """Find the longest earlier n-gram equal to the last tokens (see ``host.match``).
-
-    Returns:
-        The number of tokens that agree, and the slot behind the n-gram.
-    """
-    best = tl.zeros([SCAN], tl.int64)  # length of a match, then the slot behind it
-    for begin in range(1, length, SCAN):
-        end = begin + tl.arange(0, SCAN)
-        agrees = end < length
-        run = tl.zeros([SCAN], tl.int32)
-        expected = root
-        shift = tl.full([], 0, tl.int64)
-        more = shift == 0
-        while more:
-            here = agrees & (end > shift)
-            agrees = here & (tl.load(tokens + end - 1 - shift, mask=here, other=-1) == expected)
-            run += agrees.to(tl.int32)
-            shift += 1
-            more = (shift < WINDOW) & (shift < length) & (tl.sum(agrees.to(tl.int32), 0) > 0)
-            expected = tl.load(tokens + length - 1 - shift, mask=more, other=-1).to(tl.int64)
-        best = tl.maximum(best, tl.where(run > 0, (run.to(tl.int64) << 32) + end, 0))
-    best = tl.max(best, 0)  # the longest match, and of equally long ones the last
-    return best >> 32, best & 0xFFFFFFFF
-
-
-@triton.jit
-def _begin(
-    state,
-    context,
-    lengths,
-    roots,
-    chain,
-    counts,
-    runs,
-    w,
-    reach,
-    c,
-    longest_chain,
-    n,
-    CHAIN: tl.constexpr,
-):
-    """Append the root to the context, and search the last ``reach`` tokens for the chain.
-
-    Returns:
-        The root, the two tokens before it, the later one last; the tokens that agree; the number
-        of tokens of the chain, and these, [CHAIN].
-    """
-    # The context: in a full row, the root replaces the last token.
-    whole_text = context + state * w
-    root = tl.load(roots + state)
-    before = tl.load(lengths + state)
-    is_there = before >= 0
-    whole = tl.minimum(tl.maximum(before, 0), w - 1) + 1
-    text = whole_text + tl.maximum(whole - reach, 0)
-    length = tl.minimum(whole, reach)
-    last = length - 1
-    first = tl.load(text + last - 1, mask=last > 0, other=-1).to(tl.int64)
-    second = tl.load(text + last - 2, mask=last > 1, other=-1).to(tl.int64)
-    # The chain
-    run, after = _match(text, length, root)
-    count = tl.where(run > 0, tl.minimum(length - after, longest_chain), 0)
-    link = tl.arange(0, CHAIN)
-    slot = after + link
-    linked = link < count
-    links = tl.load(text + slot, mask=linked & (slot < last), other=0).to(tl.int64)
-    links = tl.where(slot == last, root, links)
-    tl.store(chain + state * c + link, links, mask=linked)
-    tl.debug_barrier()  # all warps have read the length and the context
-    tl.store(text + last, root, mask=is_there)
-    tl.store(lengths + state, whole, mask=is_there)
-    tl.store(counts + state, tl.where(n > 1, count, -1))
-    tl.store(runs + state, run)
-    return root, second, first, run, count, links
 
 
 @triton.jit
@@ -121,60 +44,39 @@ def _link_below(links, on_chain, count, CHAIN: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    state,
-    tokens,
-    parents,
-    depths,
-    logs,
-    second,
-    first,
-    tokens_out,
-    parents_out,
-    depths_out,
-    ancestors_out,
-    valid_out,
-    scores_out,
-    slots_out,
-    keys_out,
-    V,
-    P,
-    T,
-    n,
-    NODES: tl.constexpr,
-):
+def _write(own, tokens, parents, depths, logs, second, first, draft, sizes, n, NODES: tl.constexpr):
     """Write a draft, and the rows and keys to learn into (see ``host.locate``)."""
     node = tl.arange(0, NODES)
     inside = node < n
     valid = logs > NONE / 2
     tokens = tokens.to(tl.int64)
-    out = state * n + node
-    tl.store(tokens_out + out, tokens, mask=inside)
-    tl.store(parents_out + out, parents.to(tl.int64), mask=inside)
-    tl.store(depths_out + out, depths.to(tl.int64), mask=inside)
-    tl.store(valid_out + out, valid, mask=inside)
-    tl.store(scores_out + out, tl.where(valid, tl.exp(logs), 0.0), mask=inside)
+    out = own * n + node
+    tl.store(draft.tokens + out, tokens, mask=inside)
+    tl.store(draft.parents + out, parents.to(tl.int64), mask=inside)
+    tl.store(draft.depths + out, depths.to(tl.int64), mask=inside)
+    tl.store(draft.valid + out, valid, mask=inside)
+    tl.store(draft.scores + out, tl.where(valid, tl.exp(logs), 0.0), mask=inside)
     # Rows and keys to learn into
     previous = tl.where(node == 0, first, tl.gather(tokens, parents, 0))
     higher = tl.gather(tl.gather(tokens, parents, 0), parents, 0)
     before = tl.where(node == 0, second, tl.where(parents == 0, first, higher))
-    pair_row, pair, has_pair = locate(1, before, previous, tokens, V, P, T)
-    triple_row, triple, has_triple = locate(2, before, previous, tokens, V, P, T)
-    tl.store(slots_out + out * 3, tokens, mask=inside)
-    tl.store(slots_out + out * 3 + 1, tl.where(has_pair, pair_row, -1), mask=inside)
-    tl.store(slots_out + out * 3 + 2, tl.where(has_triple, triple_row, -1), mask=inside)
-    tl.store(keys_out + out * 3, tl.zeros([NODES], tl.int64), mask=inside)
-    tl.store(keys_out + out * 3 + 1, pair, mask=inside)
-    tl.store(keys_out + out * 3 + 2, triple, mask=inside)
+    pair_entry, pair, has_pair = locate(1, before, previous, tokens, sizes)
+    triple_entry, triple, has_triple = locate(2, before, previous, tokens, sizes)
+    tl.store(draft.entries + out * 3, tokens, mask=inside)
+    tl.store(draft.entries + out * 3 + 1, tl.where(has_pair, pair_entry, -1), mask=inside)
+    tl.store(draft.entries + out * 3 + 2, tl.where(has_triple, triple_entry, -1), mask=inside)
+    tl.store(draft.keys + out * 3, tl.zeros([NODES], tl.int64), mask=inside)
+    tl.store(draft.keys + out * 3 + 1, pair, mask=inside)
+    tl.store(draft.keys + out * 3 + 2, triple, mask=inside)
     # Ancestors: first none, then the nodes on each path to the root.
     for i in range(0, n):
-        tl.store(ancestors_out + (state * n + i) * n + node, node < 0, mask=inside)
+        tl.store(draft.ancestors + (own * n + i) * n + node, node < 0, mask=inside)
     tl.debug_barrier()
     path = node
     for _ in range(0, tl.max(depths, 0) + 1):
-        tl.store(ancestors_out + out * n + path, node >= 0, mask=inside)
+        tl.store(draft.ancestors + out * n + path, node >= 0, mask=inside)
         path = tl.gather(parents, path, 0)
-    tl.store(ancestors_out + out * n, node >= 0, mask=inside)
+    tl.store(draft.ancestors + out * n, node >= 0, mask=inside)
 
 
 # All numbers of nodes up to ``LEAST_NODES`` share one kernel.
@@ -183,29 +85,10 @@ def _write(
 )
 def _propose(
     states,
-    context,
-    lengths,
+    state,
     roots,
-    chain,
-    counts,
-    runs,
-    root_ids,
-    root_p,
-    rejected,
-    candidates,
-    probabilities,
-    keys,
-    weights,
-    logits,
-    classes,
-    tokens_out,
-    parents_out,
-    depths_out,
-    ancestors_out,
-    valid_out,
-    scores_out,
-    slots_out,
-    keys_out,
+    tables,
+    draft,
     V,
     P,
     T,
@@ -220,6 +103,7 @@ def _propose(
     NODES: tl.constexpr,
     ROUND: tl.constexpr,
     CHAIN: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     """Append the root, search the chain and grow the tree of one row (see ``host.propose``).
 
@@ -227,27 +111,14 @@ def _propose(
     that have not been, and keeps the best of old and new ones. No child is better than its parent:
     so the tree is the same once no node but the last is left to expand.
     """
-    state = tl.load(states + tl.program_id(0))
+    own = tl.load(states + tl.program_id(0))
     node = tl.arange(0, NODES)
     turn = tl.arange(0, ROUND)
     tile: tl.constexpr = ROUND * 4 * WIDTH
-    V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
-    root, second, first, run, count, links = _begin(
-        state,
-        context,
-        lengths,
-        roots,
-        chain,
-        counts,
-        runs,
-        w,
-        reach,
-        c,
-        longest_chain,
-        n,
-        CHAIN,
+    sizes = (tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64))
+    root, second, first, run, count, links = begin_draft(
+        own, state, roots, w, reach, c, longest_chain, n, CHAIN
     )
-    own_ids, own_p = root_ids + state * (K - 1), root_p + state * (K - 1)
     # The best nodes so far, best first
     tokens = tl.where(node == 0, root, 0).to(tl.int32)  # few registers
     parents = tl.zeros([NODES], tl.int32)
@@ -283,21 +154,14 @@ def _propose(
             run,
             linked_to,
             used & (above == 0),
-            own_ids,
-            own_p,
-            rejected + state,
-            V,
-            P,
-            T,
-            candidates,
-            probabilities,
-            keys,
-            weights,
-            logits,
-            classes,
+            own,
+            state.roots,
+            tables,
+            sizes,
             ROUND,
             K,
             WIDTH,
+            FEATURES,
         )
         worth = tl.gather(logs, above, 0)[:, None] - tl.log(1.0 + tl.exp(-odds))
         worth = tl.where(is_first & (worth > FLOOR), worth, NONE)
@@ -334,28 +198,7 @@ def _propose(
         parents = tl.sum(tl.where(here, node[None, :], 0), 1)
         waiting = tl.sum(tl.where((closed == 0) & (node < n - 1), 1, 0), 0)
         rounds_left = tl.where(waiting > 0, rounds_left - 1, 0)
-    _write(
-        state,
-        tokens,
-        parents,
-        depths,
-        logs,
-        second,
-        first,
-        tokens_out,
-        parents_out,
-        depths_out,
-        ancestors_out,
-        valid_out,
-        scores_out,
-        slots_out,
-        keys_out,
-        V,
-        P,
-        T,
-        n,
-        NODES,
-    )
+    _write(own, tokens, parents, depths, logs, second, first, draft, sizes, n, NODES)
 
 
 def nodes_per_round(nodes: int, width: int) -> int:
@@ -370,57 +213,41 @@ def nodes_per_round(nodes: int, width: int) -> int:
 
 def propose(
     states: Tensor,
-    texts: Texts,
+    state: State,
     roots: Tensor,
-    own: RootCandidates,
     tables: DeviceTables,
-    draft: DraftTree,
-    slots: Tensor,
-    slot_keys: Tensor,
-    longest_chain: int,
+    sizes: tuple[int, int, int],
     max_depth: int,
+    draft: DeviceDraft,
+    longest_chain: int,
     reach: int,
 ) -> None:
     """Append roots to the texts, and write the best draft below each, of n nodes.
 
     Args:
         states: int64 [B], those that get a draft, each of them once.
-        texts: changed; one of a negative length stays as it is, and its draft means nothing.
+        state: changed; a text of a negative length stays as it is, and its draft means nothing.
         roots: int64 [S], the last tokens.
-        own: candidates for the roots.
-        tables: where other candidates come from.
-        draft: [S, n], changed.
-        slots: int64 [S, n, 3]; gets the lines of the tables that each node will teach.
-        slot_keys: int64 [S, n, 3]; gets their keys.
-        longest_chain: most tokens of a chain to draft.
+        tables: where candidates come from.
+        sizes: V, P and T.
         max_depth: of a draft.
+        draft: changed.
+        longest_chain: most tokens of a chain to draft.
         reach: how many tokens of a text are searched, from its end.
     """
-    n, width = draft.size, lanes_per_row(tables.candidates)
-    nodes = lanes(n, LEAST_NODES)
+    n, k, c = draft.size, tables.candidates.shape[1], state.chains.shape[1]
+    width, nodes = triton.next_power_of_2(k), lanes(n, LEAST_NODES)
     launch(
         _propose,
         (len(states),),
-        states,
-        *texts[:2],
-        roots,
-        *texts[2:],
-        *own,
-        *tables[:6],
-        *(draft.tokens, draft.parents, draft.depths, draft.ancestors, draft.valid, draft.scores),
-        *(slots, slot_keys),
-        *tables.sizes,
-        texts.context.shape[1],
-        reach,
-        texts.chains.shape[1],
-        longest_chain,
-        n,
-        max_depth,
-        K=tables.k,
+        *(states, state, roots, tables, draft, *sizes),
+        *(state.context.shape[1], reach, c, longest_chain, n, max_depth),
+        K=k,
         WIDTH=width,
         NODES=nodes,
         ROUND=nodes_per_round(nodes, width),
-        CHAIN=triton.next_power_of_2(max(texts.chains.shape[1], 1)),
+        CHAIN=triton.next_power_of_2(max(c, 1)),
+        FEATURES=features(k),
         num_warps=PROPOSE_WARPS,
         coalesce=False,
         **REGISTERS,
@@ -428,67 +255,50 @@ def propose(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _likeliest(
-    states,
-    branches,
-    tokens,
-    parents,
-    depths,
-    valid,
-    scores,
-    slots,
-    slot_keys,
-    n,
-    NODES: tl.constexpr,
-):
+def _likeliest(states, branches, draft, n, NODES: tl.constexpr):
     """Follow the first child from one root down (see ``host.likeliest``), if that is the draft."""
-    state = tl.load(states + tl.program_id(0))
+    own = tl.load(states + tl.program_id(0))
     node = tl.arange(0, NODES)
     level = tl.arange(0, 4)
-    place = state * n + node
-    wanted = tl.load(branches + state) != 0
+    place = own * n + node
+    wanted = tl.load(branches + own) != 0
     inside = (node < n) & wanted
-    parent = tl.load(parents + place, mask=inside, other=-1)
-    there = inside & (node > 0) & (tl.load(valid + place, mask=inside, other=0) != 0)
+    parent = tl.load(draft.parents + place, mask=inside, other=-1)
+    there = inside & (node > 0) & (tl.load(draft.valid + place, mask=inside, other=0) != 0)
     last = tl.where(wanted, 0, NODES)
     count = tl.full([], 0, tl.int32)
     while last < NODES:
         # A node of the branch is never before its new place: nothing is lost.
-        source, target = state * n + last, state * n + count
-        tl.store(tokens + target, tl.load(tokens + source))
-        tl.store(scores + target, tl.load(scores + source))
-        line = tl.load(slots + source * 3 + level, mask=level < 3, other=-1)
-        tl.store(slots + target * 3 + level, line, mask=level < 3)
-        key = tl.load(slot_keys + source * 3 + level, mask=level < 3, other=0)
-        tl.store(slot_keys + target * 3 + level, key, mask=level < 3)
+        source, target = own * n + last, own * n + count
+        tl.store(draft.tokens + target, tl.load(draft.tokens + source))
+        tl.store(draft.scores + target, tl.load(draft.scores + source))
+        entry = tl.load(draft.entries + source * 3 + level, mask=level < 3, other=-1)
+        tl.store(draft.entries + target * 3 + level, entry, mask=level < 3)
+        key = tl.load(draft.keys + source * 3 + level, mask=level < 3, other=0)
+        tl.store(draft.keys + target * 3 + level, key, mask=level < 3)
         count += 1
         last = tl.min(tl.where(there & (parent == last), node, NODES), 0)
         tl.debug_barrier()  # all lanes have read what is overwritten next
-    tl.store(parents + place, tl.maximum(node - 1, 0).to(tl.int64), mask=inside)
-    tl.store(depths + place, node.to(tl.int64), mask=inside)
-    tl.store(valid + place, node < count, mask=inside)
+    tl.store(draft.parents + place, tl.maximum(node - 1, 0).to(tl.int64), mask=inside)
+    tl.store(draft.depths + place, node.to(tl.int64), mask=inside)
+    tl.store(draft.valid + place, node < count, mask=inside)
     behind = inside & (node >= count)
-    tl.store(tokens + place, tl.zeros([NODES], tl.int64), mask=behind)
-    tl.store(scores + place, tl.zeros([NODES], tl.float32), mask=behind)
+    tl.store(draft.tokens + place, tl.zeros([NODES], tl.int64), mask=behind)
+    tl.store(draft.scores + place, tl.zeros([NODES], tl.float32), mask=behind)
 
 
-def likeliest(
-    states: Tensor, branches: Tensor, draft: DraftTree, slots: Tensor, slot_keys: Tensor
-) -> None:
+def likeliest(states: Tensor, branches: Tensor, draft: DeviceDraft) -> None:
     """Reduce some drafts to their most likely branches; ancestors stay those of the trees.
 
     Args:
         states: int64 [B], those whose draft is new.
         branches: bool [S], whether a state's draft is to be a branch.
-        draft: [S, n], changed.
-        slots: int64 [S, n, 3], the lines that its nodes teach; changed likewise.
-        slot_keys: int64 [S, n, 3], their keys; changed likewise.
+        draft: changed, with the entries that its nodes teach.
     """
     launch(
         _likeliest,
         (len(states),),
-        *(states, branches, draft.tokens, draft.parents, draft.depths, draft.valid, draft.scores),
-        *(slots, slot_keys, draft.size),
+        *(states, branches, draft, draft.size),
         NODES=lanes(draft.size, LEAST_NODES),
         num_warps=1,
     )

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.device.sources import locate
-from token_recycling.drafting.kernels.device.state import RootCandidates, Texts
+from token_recycling.drafting.kernels.device.state import DeviceDraft
+from token_recycling.drafting.kernels.host.state import State
 from token_recycling.util.launch import launch
 from token_recycling.util.vector import LEAST_NODES, lanes
 
@@ -27,17 +27,8 @@ def _child(parents, tokens, there, node, last, token, NODES: tl.constexpr):
 @triton.jit(do_not_specialize=["V", "P", "T", "w", "n", "t"])
 def _verified(
     states,
-    context,
-    lengths,
-    counts,
-    root_ids,
-    root_p,
-    rejected,
-    tokens,
-    parents,
-    drafted,
-    slots,
-    slot_keys,
+    state,
+    draft,
     totals,
     prompts,
     sampled,
@@ -58,49 +49,48 @@ def _verified(
 ):
     """Find what one row of a step verified; begin its state anew if it is not that of the text."""
     row = tl.program_id(0)
-    state = tl.load(states + row)
+    own = tl.load(states + row)
     new = tl.load(sampled + row).to(tl.int32)
-    total = tl.load(totals + state).to(tl.int64)
+    total = tl.load(totals + own).to(tl.int64)
     before = total - new  # tokens that the step began with, its root included
-    text = context + state * w
+    text = state.context + own * w
     live = new > 0
-    known = (tl.load(lengths + state) == before) & (tl.load(prompts + state) < before)
+    known = (tl.load(state.lengths + own) == before) & (tl.load(prompts + own) < before)
     begins = live & (known == 0)
     # A new text, or one that went on without drafts: its root is the whole draft.
-    V, P, T = tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64)
+    sizes = (tl.cast(V, tl.int64), tl.cast(P, tl.int64), tl.cast(T, tl.int64))
     root = tl.load(text + before - 1, mask=begins, other=0).to(tl.int64)
     first = tl.load(text + before - 2, mask=begins & (before > 1), other=-1).to(tl.int64)
     second = tl.load(text + before - 3, mask=begins & (before > 2), other=-1).to(tl.int64)
-    pair_row, pair, has_pair = locate(1, second, first, root, V, P, T)
-    triple_row, triple, has_triple = locate(2, second, first, root, V, P, T)
-    line = slots + state * n * 3
-    key = slot_keys + state * n * 3
+    pair_entry, pair, has_pair = locate(1, second, first, root, sizes)
+    triple_entry, triple, has_triple = locate(2, second, first, root, sizes)
+    entry, key = draft.entries + own * n * 3, draft.keys + own * n * 3
     rank = tl.arange(0, WIDTH)
     tl.debug_barrier()  # all warps have read the length
     # In the middle of a prompt there is no root to draft below (see ``propose``).
-    tl.store(lengths + state, tl.where(live, before, -1), mask=begins | (live == 0))
-    tl.store(counts + state, before * 0 - 1, mask=begins)
-    tl.store(tokens + state * n, root, mask=begins)
-    tl.store(line, root, mask=begins)
-    tl.store(line + 1, tl.where(has_pair, pair_row, -1), mask=begins)
-    tl.store(line + 2, tl.where(has_triple, triple_row, -1), mask=begins)
+    tl.store(state.lengths + own, tl.where(live, before, -1), mask=begins | (live == 0))
+    tl.store(state.chain_lengths + own, before * 0 - 1, mask=begins)
+    tl.store(draft.tokens + own * n, root, mask=begins)
+    tl.store(entry, root, mask=begins)
+    tl.store(entry + 1, tl.where(has_pair, pair_entry, -1), mask=begins)
+    tl.store(entry + 2, tl.where(has_triple, triple_entry, -1), mask=begins)
     tl.store(key + 1, pair, mask=begins)
     tl.store(key + 2, triple, mask=begins)
-    own = state * (K - 1) + rank
+    place = own * (K - 1) + rank
     none = tl.zeros([WIDTH], tl.int32)
-    tl.store(root_ids + own, none - 1, mask=(rank < K - 1) & begins)
-    tl.store(root_p + own, none.to(tl.int16), mask=(rank < K - 1) & begins)
-    tl.store(rejected + state, live & (live == 0), mask=begins)
+    tl.store(state.roots.candidates + place, none - 1, mask=(rank < K - 1) & begins)
+    tl.store(state.roots.probabilities + place, none.to(tl.int16), mask=(rank < K - 1) & begins)
+    tl.store(state.roots.rejected + own, live & (live == 0), mask=begins)
     # The nodes that were verified, and the path along the tokens that came
     node = tl.arange(0, NODES)
     inside = node < n
     size = tl.load(firsts + row + 1) - tl.load(firsts + row)
-    place = state * n + node
-    there = inside & (tl.load(drafted + place, mask=inside & known & live, other=0) != 0)
+    place = own * n + node
+    there = inside & (tl.load(draft.valid + place, mask=inside & known & live, other=0) != 0)
     there = (there & (node < size)) | ((node == 0) & live)
     tl.store(valid_out + row * n + node, there, mask=inside)
-    parent = tl.load(parents + place, mask=there, other=-1)
-    token = tl.load(tokens + place, mask=there & (node > 0), other=-1)
+    parent = tl.load(draft.parents + place, mask=there, other=-1)
+    token = tl.load(draft.tokens + place, mask=there & (node > 0), other=-1)
     last = tl.full([], 0, tl.int32)
     for i in range(0, t):
         came = i < new
@@ -113,11 +103,8 @@ def _verified(
 
 def verified(
     states: Tensor,
-    texts: Texts,
-    own: RootCandidates,
-    draft: DraftTree,
-    slots: Tensor,
-    slot_keys: Tensor,
+    state: State,
+    draft: DeviceDraft,
     totals: Tensor,
     prompts: Tensor,
     sampled: Tensor,
@@ -131,16 +118,14 @@ def verified(
 
     Args:
         states: int64 [B], of the rows of the batch.
-        texts: with the tokens that came; chains and lengths of texts that begin are changed.
-        own: candidates for the roots; those of texts that begin are cleared.
-        draft: [S, n], the last draft of each state; its first node is changed where a text begins.
-        slots: int64 [S, n, 3], the lines that each node teaches; changed likewise.
-        slot_keys: int64 [S, n, 3], their keys; changed likewise.
+        state: its texts have the tokens that came. Where a text begins, its chain is dropped, the
+            candidates for its root are cleared, and its length is set.
+        draft: the last one of each state; its first node is changed where a text begins.
         totals: int32 [S], tokens of each text.
         prompts: int32 [S], of these, the ones that were there when it was begun or resumed.
         sampled: int32 [B], tokens that came; 0: in the middle of a prompt.
         firsts: int32 [B + 1], index of each row's root in the logits, and their number.
-        sizes: of the tables (see ``DeviceTables.sizes``).
+        sizes: V, P and T.
 
     Returns:
         The nodes that were verified, bool [B, n], and the accepted paths.
@@ -149,21 +134,12 @@ def verified(
     valid = states.new_empty((batch, n), dtype=torch.bool)
     emitted, path = states.new_empty((batch, n)), states.new_empty((batch, n))
     accepted = Accepted(path, emitted, states.new_empty(batch))
-    width = own.candidates.shape[1]
+    width = state.roots.candidates.shape[1]
     launch(
         _verified,
         (batch,),
-        states,
-        *(texts.context, texts.lengths, texts.chain_lengths),
-        *own,
-        *(draft.tokens, draft.parents, draft.valid),
-        *(slots, slot_keys),
-        *(totals, prompts, sampled, firsts),
-        *(valid, emitted, path, accepted.counts),
-        *sizes,
-        texts.context.shape[1],
-        n,
-        n,
+        *(states, state, draft, totals, prompts, sampled, firsts),
+        *(valid, emitted, path, accepted.counts, *sizes, state.context.shape[1], n, n),
         K=width + 1,
         WIDTH=triton.next_power_of_2(max(width, 1)),
         NODES=lanes(n, LEAST_NODES),
@@ -177,8 +153,6 @@ def _follow(
     states,
     branches,
     draft,
-    parents,
-    drafted,
     tokens,
     choices,
     positions,
@@ -193,20 +167,20 @@ def _follow(
 ):
     """Accept the path of one row along the tokens that were chosen after its nodes."""
     row = tl.program_id(0)
-    state = tl.load(states + row)
+    own = tl.load(states + row)
     first = tl.load(firsts + row)
     size = tl.load(firsts + row + 1) - first
     node = tl.arange(0, NODES)
     inside = (node < size) & (node < n)
     # A request has drafts from the token after its prompt on.
-    begun = tl.load(positions + first, mask=size > 0, other=0) >= tl.load(prompts + state)
+    begun = tl.load(positions + first, mask=size > 0, other=0) >= tl.load(prompts + own)
     there = inside & (node > 0) & begun
-    place = state * n + node
-    there = there & (tl.load(drafted + place, mask=there, other=0) != 0)
-    parent = tl.load(parents + place, mask=there, other=-1)
+    place = own * n + node
+    there = there & (tl.load(draft.valid + place, mask=there, other=0) != 0)
+    parent = tl.load(draft.parents + place, mask=there, other=-1)
     given = tl.load(tokens + first + node, mask=there, other=-1).to(tl.int64)
-    token = tl.load(draft + place, mask=there, other=-1)
-    token = tl.where(tl.load(branches + state) != 0, given, token)
+    token = tl.load(draft.tokens + place, mask=there, other=-1)
+    token = tl.where(tl.load(branches + own) != 0, given, token)
     last = tl.full([], 0, tl.int32)
     count = tl.full([], 0, tl.int32)
     source = node
@@ -239,7 +213,7 @@ class Followed(NamedTuple):
 def follow(
     states: Tensor,
     branches: Tensor,
-    draft: DraftTree,
+    draft: DeviceDraft,
     tokens: Tensor,
     choices: Tensor,
     positions: Tensor,
@@ -253,7 +227,7 @@ def follow(
         states: int64 [B], of the rows of the batch.
         branches: bool [S], whether a state's draft is a chain; then ``tokens`` count, whose places
             are those of their positions, and else those of ``draft``.
-        draft: [S, n], the last draft of each state, which was verified, or its first nodes.
+        draft: the last one of each state, which was verified, or its first nodes.
         tokens: [m], the tokens that were verified, the roots included; -1: never accepted.
         choices: int64 [m], the token that was chosen after each of them.
         positions: int64 [m], in their texts.
@@ -268,8 +242,7 @@ def follow(
     launch(
         _follow,
         (batch,),
-        *(states, branches, draft.tokens, draft.parents, draft.valid),
-        *(tokens, choices, positions, prompts, firsts),
+        *(states, branches, draft, tokens, choices, positions, prompts, firsts),
         *(emitted, counts, sources, draft.size, longest),
         NODES=lanes(draft.size, LEAST_NODES),
         num_warps=1,
@@ -278,29 +251,18 @@ def follow(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _place(
-    states,
-    parents,
-    depths,
-    starts,
-    firsts,
-    positions,
-    paths_out,
-    depths_out,
-    n,
-    NODES: tl.constexpr,
-):
+def _place(states, draft, starts, firsts, positions, paths_out, depths_out, n, NODES: tl.constexpr):
     """Place the queries of one row: a draft by its depths, anything else as a chain."""
     row = tl.program_id(0)
-    state = tl.load(states + row)
+    own = tl.load(states + row)
     start = tl.load(starts + row)
     queries = tl.load(starts + row + 1) - start
     size = tl.load(firsts + row + 1) - tl.load(firsts + row)
     node = tl.arange(0, NODES)
     inside = (node < queries) & (queries <= n)
     drafted = inside & (size == queries)
-    place = state * n + node
-    depth = tl.load(depths + place, mask=drafted, other=0).to(tl.int32)
+    place = own * n + node
+    depth = tl.load(draft.depths + place, mask=drafted, other=0).to(tl.int32)
     depth = tl.where(drafted, depth, node)
     root = tl.load(positions + start)
     tl.debug_barrier()  # all lanes have read it
@@ -311,13 +273,13 @@ def _place(
     for i in range(0, tl.max(tl.where(inside, depth, 0), 0) + 1):
         there = inside & (i <= depth)
         tl.store(paths_out + out * n + depth - i, last, mask=there)
-        above = tl.load(parents + state * n + last, mask=there & drafted, other=0).to(tl.int32)
+        above = tl.load(draft.parents + own * n + last, mask=there & drafted, other=0).to(tl.int32)
         last = tl.where(drafted, above, tl.maximum(last - 1, 0))
 
 
 def place(
     states: Tensor,
-    draft: DraftTree,
+    draft: DeviceDraft,
     starts: Tensor,
     firsts: Tensor,
     positions: Tensor,
@@ -328,7 +290,7 @@ def place(
 
     Args:
         states: int64 [B], of the rows of the batch.
-        draft: [S, n], the last draft of each state; a row verifies the first nodes of it if it has
+        draft: the last one of each state; a row verifies the first nodes of it if it has
             as many queries as logits.
         starts: int32 [B + 1], the first query of each row, and their number.
         firsts: int32 [B + 1], the first logits of each row, and their number.
@@ -340,8 +302,7 @@ def place(
     launch(
         _place,
         (len(states),),
-        *(states, draft.parents, draft.depths, starts, firsts, positions, paths, depths),
-        draft.size,
+        *(states, draft, starts, firsts, positions, paths, depths, draft.size),
         NODES=lanes(draft.size, LEAST_NODES),
         num_warps=1,
     )

@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from token_recycling.drafting.kernels.host import rates, state, tree
 
-LEVELS = tl.constexpr(state.LEVELS)
 RUNNERS_UP = tl.constexpr(state.RUNNERS_UP)
 SETS, PATTERNS = tl.constexpr(state.SETS), tl.constexpr(state.PATTERNS)
 INPUTS = tl.constexpr(state.INPUTS)
 BINS = tl.constexpr(rates.BINS)
 LONG = tl.constexpr(rates.LONG)
-RUN_CLASSES = tl.constexpr(len(rates.RUNS))
-DEPTH_CLASSES = tl.constexpr(len(rates.DEPTHS))
+RUNS = tl.constexpr(tuple(rates.RUNS.tolist()))
+DEPTHS = tl.constexpr(tuple(rates.DEPTHS.tolist()))
+RUN_CLASSES, DEPTH_CLASSES = tl.constexpr(len(rates.RUNS)), tl.constexpr(len(rates.DEPTHS))
 LEAST, MOST = tl.constexpr(tree.LEAST), tl.constexpr(tree.MOST)
 
 
-def lanes_per_row(candidates: Tensor) -> int:
-    """Return ``WIDTH``, the lanes of a row with k candidates."""
-    return int(triton.next_power_of_2(candidates.shape[1]))
+@triton.jit
+def _class_of(value, BOUNDS: tl.constexpr, COUNT: tl.constexpr):
+    """Return the index of the last of the bounds that is at most ``value``."""
+    index = (value >= BOUNDS[1]).to(tl.int32)
+    for i in tl.static_range(2, COUNT):
+        index += value >= BOUNDS[i]
+    return index
 
 
 @triton.jit
-def _length_class(run):
-    """Return the index in ``host.RUNS``."""
-    low = (run >= 1).to(tl.int32) + (run >= 2) + (run >= 3) + (run >= 4)
-    return low + (run >= 5) + (run >= 7) + (run >= 10) + (run >= 16)
+def locate(level: tl.constexpr, before, last, token, sizes):
+    """Return (row, key, True if there is a row) of tokens at a level (see ``host.locate``).
 
-
-@triton.jit
-def _depth_class(depth):
-    """Return the index in ``host.DEPTHS``."""
-    return (depth >= 1).to(tl.int32) + (depth >= 2) + (depth >= 4) + (depth >= 8)
-
-
-@triton.jit
-def locate(level: tl.constexpr, before, last, token, V, P, T):
-    """Return (row, key, True if there is a row) of tokens at a level (see ``host.locate``)."""
+    ``sizes``: V, P and T, int64.
+    """
+    V, P, T = sizes
     if level == 0:
         return token, token, token >= 0
     pair = last * V + token
@@ -51,15 +45,13 @@ def locate(level: tl.constexpr, before, last, token, V, P, T):
 
 
 @triton.jit
-def _best(
-    level: tl.constexpr, row, key, there, V, candidates, probabilities, keys, K: tl.constexpr
-):
+def _best(level: tl.constexpr, row, key, there, tables, sizes, K: tl.constexpr):
     """Return (True if a row holds candidates of this key, bits of its best probability)."""
     same_key = there
     if level > 0:
-        same_key = tl.load(keys + row - V, mask=there, other=0) == key
-    best = tl.load(candidates + row * K, mask=there, other=-1)
-    bits = tl.load(probabilities + row * K, mask=there, other=0)
+        same_key = tl.load(tables.keys + row - sizes[0], mask=there, other=0) == key
+    best = tl.load(tables.candidates + row * K, mask=there, other=-1)
+    bits = tl.load(tables.probabilities + row * K, mask=there, other=0)
     return there & same_key & (best >= 0), bits
 
 
@@ -95,23 +87,18 @@ def gather(
     run,
     depth,
     at_root,
-    root_ids,
-    root_p,
-    rejected,
-    V,
-    P,
-    T,
-    candidates,
-    probabilities,
-    keys,
-    weights,
-    logits,
-    classes,
+    own,
+    roots,
+    tables,
+    sizes,
     ROUND: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     """Unite the candidates of all sources at R nodes, and mix what these say of each.
+
+    ``FEATURES``: see ``host.features``; ``own``: the state; others: see ``host.gather``.
 
     The candidates of a level are ``WIDTH`` lanes, those of triples first; the chain's token is on
     the first lane behind them, and those of the root row follow. This is the order in which
@@ -132,12 +119,13 @@ def gather(
     level = 2 - lane // WIDTH
     rank = lane % WIDTH
     # Rows and keys
-    row2, key2, has2 = locate(2, before, last, token, V, P, T)
-    row1, key1, has1 = locate(1, before, last, token, V, P, T)
-    row0, key0, has0 = locate(0, before, last, token, V, P, T)
-    present2, bits2 = _best(2, row2, key2, has2, V, candidates, probabilities, keys, K)
-    present1, bits1 = _best(1, row1, key1, has1, V, candidates, probabilities, keys, K)
-    present0, bits0 = _best(0, row0, key0, has0, V, candidates, probabilities, keys, K)
+    row2, key2, has2 = locate(2, before, last, token, sizes)
+    row1, key1, has1 = locate(1, before, last, token, sizes)
+    row0, key0, has0 = locate(0, before, last, token, sizes)
+    present2, bits2 = _best(2, row2, key2, has2, tables, sizes, K)
+    present1, bits1 = _best(1, row1, key1, has1, tables, sizes, K)
+    present0, bits0 = _best(0, row0, key0, has0, tables, sizes, K)
+    root_ids, root_p = roots.candidates + own * (K - 1), roots.probabilities + own * (K - 1)
     present4 = at_root & (K > 1)
     present4 = present4 & (tl.load(root_ids + 0 * token, mask=present4, other=-1) >= 0)
     bits4 = tl.load(root_p + 0 * token, mask=present4, other=0)
@@ -146,8 +134,8 @@ def gather(
     row = _by_level(level, row2, row1, row0, none)
     has = _by_level(level, has2.to(tl.int32), has1.to(tl.int32), has0.to(tl.int32), none) != 0
     inside = has & (rank < K)
-    ids = tl.load(candidates + row * K + rank, mask=inside, other=-1)
-    bits = tl.load(probabilities + row * K + rank, mask=inside, other=0)
+    ids = tl.load(tables.candidates + row * K + rank, mask=inside, other=-1)
+    bits = tl.load(tables.probabilities + row * K + rank, mask=inside, other=0)
     in_root_row = at_root[:, None] & (level < 0) & (rank > 0) & (rank < K)
     of_root = tl.load(root_ids + 0 * row + rank - 1, mask=in_root_row, other=-1)
     bits = tl.where(
@@ -167,30 +155,31 @@ def gather(
     valid = ids >= 0
     source = tl.where(level >= 0, level, tl.where(rank > 0, 4, 3))
     # Features
-    lacking = (LEVELS + 2) * K * BINS
-    chain = lacking + (LEVELS + 2) * BINS
-    beside = chain + RUN_CLASSES * DEPTH_CLASSES
-    nothing = beside + RUN_CLASSES
-    root_level = RUNNERS_UP + (tl.load(rejected) != 0).to(tl.int32)
-    length = _length_class(run)
+    lacking = FEATURES[1]
+    chain = FEATURES[2]
+    beside = FEATURES[3]
+    nothing = FEATURES[4]
+    root_level = RUNNERS_UP + (tl.load(roots.rejected + own) != 0).to(tl.int32)
+    length = _class_of(run, RUNS, RUN_CLASSES)
     kind = tl.where(level >= 0, level * K + rank, root_level * K + rank - 1) * BINS
-    kind += tl.load(classes + bits, mask=valid, other=0)
-    kind = tl.where(chained, chain + length * DEPTH_CLASSES + _depth_class(depth)[:, None], kind)
-    best2 = tl.load(classes + bits2, mask=present2, other=0)
-    best1 = tl.load(classes + bits1, mask=present1, other=0)
-    best0 = tl.load(classes + bits0, mask=present0, other=0)
-    best4 = tl.load(classes + bits4, mask=present4, other=0)
+    kind += tl.load(tables.classes + bits, mask=valid, other=0)
+    step = _class_of(depth, DEPTHS, DEPTH_CLASSES)[:, None]
+    kind = tl.where(chained, chain + length * DEPTH_CLASSES + step, kind)
+    best2 = tl.load(tables.classes + bits2, mask=present2, other=0)
+    best1 = tl.load(tables.classes + bits1, mask=present1, other=0)
+    best0 = tl.load(tables.classes + bits0, mask=present0, other=0)
+    best4 = tl.load(tables.classes + bits4, mask=present4, other=0)
     lack2 = tl.where(present2, lacking + 2 * BINS + best2, nothing)
     lack1 = tl.where(present1, lacking + BINS + best1, nothing)
     lack0 = tl.where(present0, lacking + best0, nothing)
     lack3 = tl.where(present3, beside + length, nothing)
     lack4 = tl.where(present4, lacking + root_level * BINS + best4, nothing)
-    logit = tl.load(logits + kind, mask=valid, other=0.0)
-    logit2 = tl.load(logits + lack2)
-    logit1 = tl.load(logits + lack1)
-    logit0 = tl.load(logits + lack0)
-    logit3 = tl.load(logits + lack3)
-    logit4 = tl.load(logits + lack4)
+    logit = tl.load(tables.logits + kind, mask=valid, other=0.0)
+    logit2 = tl.load(tables.logits + lack2)
+    logit1 = tl.load(tables.logits + lack1)
+    logit0 = tl.load(tables.logits + lack0)
+    logit3 = tl.load(tables.logits + lack3)
+    logit4 = tl.load(tables.logits + lack4)
     # The bits of a candidate's sources; it counts on the lane of the first one. A damaged row that
     # has a candidate twice must not exceed them.
     groups = (
@@ -214,8 +203,8 @@ def gather(
     # The mixture: as if all sources lacked a candidate, plus what those say that have it.
     state = tl.where(present3, tl.where(run >= LONG, 2, 1), 0)
     which = (present1.to(tl.int32) + 2 * present2.to(tl.int32)) * 3 + state
-    of_set = (weights + which * INPUTS)[:, None]
-    of_pattern = weights + pattern * INPUTS
+    of_set = (tables.rounded + which * INPUTS)[:, None]
+    of_pattern = tables.rounded + pattern * INPUTS
     weight = _weight(of_set, of_pattern, source)
     beyond = _by_level(level, logit2, logit1, logit0, logit4)
     beyond = tl.where(chained, logit3[:, None], beyond)
