@@ -40,23 +40,23 @@ def apply_vllm(name: str | None) -> None:
     if name.startswith("v2 "):
         apply_vllm_v2(name.removeprefix("v2 "))
         return
-    from token_recycling.integrations.vllm import accept, tree_attention, tree_step
+    from token_recycling.integrations.vllm import accept, tree_attention
 
     if name == "stale processors":
         accept._after = lambda processor, emitted: processor
     elif name == "stale texts":
         accept._Draws._after = lambda self, rows: self._metadata
     elif name == "no commit":
-        tree_step._move = lambda runner, paths: None
+        tree_attention.keep_paths = lambda runner, metadata, paths: None
     elif name == "no depth positions":
-        whole = tree_step.place
+        whole = tree_attention.place
 
         def place(runner, proposer, metadata):
             before = runner.positions.clone()
             whole(runner, proposer, metadata)
             runner.positions.copy_(before)
 
-        tree_step.place = place
+        tree_attention.place = place
     elif name == "no mask":
         whole_mask = tree_attention.visible
         tree_attention.visible = lambda q, length, tree, window: whole_mask(q, length, None, window)

@@ -188,13 +188,16 @@ def test_tensor_parallel(run, mode, tmp_path_factory):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"mode": "forest"}, "mode is 'forest'; it must be one of chain, tree"),
+        ({"mode": "forest"}, "mode is 'forest'; it must be one of auto, chain, tree"),
         ({"matrix": "nowhere"}, "no matrix file at nowhere"),
         ({"mod": "tree"}, "speculative_config has no option 'mod'; did you mean 'mode'?"),
         ({"save_matrix": "."}, "cannot write .: not a regular file"),
         ({"method": "token-recycling"}, "has the method 'token-recycling'; use 'token_recycling'"),
         (
-            {"method": "custom_class", "model": "token_recycling.integrations.vllm.Proposer"},
+            {
+                "method": "custom_class",
+                "model": "token_recycling.integrations.vllm.proposer.Proposer",
+            },
             "this class cannot be configured directly: set the method 'token_recycling'",
         ),
     ],

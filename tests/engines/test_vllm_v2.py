@@ -3,6 +3,7 @@
 `make test-vllm` runs this in an environment. A step takes a second, so requests are few.
 """
 
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from engine_runs import mat, same, serve, served
 
-TRITON = {"PYTHONPATH": str(Path(__file__).parents[2] / "build" / "triton")}
+TRITON = str(Path(__file__).parents[2] / "build" / "triton")
+TRITON = {"PYTHONPATH": os.pathsep.join([TRITON, os.environ.get("PYTHONPATH", "")])}
 COUNT = 6
 ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
 

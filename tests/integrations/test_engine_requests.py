@@ -421,7 +421,7 @@ def test_untested_versions_are_refused(installed, anyway, refused, monkeypatch):
 
     monkeypatch.setattr(versions, "version", version)
     monkeypatch.setenv(versions.ANY, anyway)
-    engine = versions.EngineRelease("Engine", ("engine", "engine-cpu"), ("0.32",))
+    engine = versions._Release("Engine", ("engine", "engine-cpu"), ("0.32",))
     if not refused:
         versions.check_version(engine)
         return

@@ -58,16 +58,16 @@ class DeviceMatrix:
         """Copy it back."""
         _store(self._learnt, self._drafter.matrix)
 
-    def clone(self) -> DeviceSnapshot:
+    def clone(self) -> _Snapshot:
         """Copy it on the device, between the kernels of the current stream, and go on."""
-        return DeviceSnapshot(self._learnt, self._drafter.matrix)
+        return _Snapshot(self._learnt, self._drafter.matrix)
 
     def save(self, path: str | Path) -> None:
         """Write it to a file (see ``AdjacencyMatrix.save``)."""
         self.clone().save(path)
 
 
-class DeviceSnapshot:
+class _Snapshot:
     """A copy of a matrix on the device, which any thread can write to a file."""
 
     def __init__(self, learnt: dict[str, Tensor], matrix: AdjacencyMatrix) -> None:

@@ -82,10 +82,10 @@ class TokenChoice:
         """Return the generator of every row; none where the argmax is taken."""
         return [generator or default_generator(device) for generator in self.seeded]
 
-    def chooser(self, ahead: int, vocab_size: int, device: torch.device) -> GreedyChooser:
+    def chooser(self, ahead: int, vocab_size: int, device: torch.device) -> _GreedyChooser:
         """Return what makes this choice, with ``ahead`` blocks of random numbers if it samples."""
         if self.processors is None:
-            return GreedyChooser()
+            return _GreedyChooser()
         return NodeChooser(self.processors, ahead if self.sampled else 0, vocab_size, device)
 
 
@@ -114,7 +114,7 @@ def _penalty(processors: Any) -> float:
     return float(first.penalty) if counts_prompt else 1.0
 
 
-class GreedyChooser:
+class _GreedyChooser:
     """Chooses the argmax of the logits after every node of a draft, as a part of a step.
 
     A subclass may sample. A captured step cannot draw random numbers as it needs them, so ``draw``
@@ -156,7 +156,7 @@ class GreedyChooser:
         """Go on after the accepted tokens."""
 
 
-class NodeChooser(GreedyChooser):
+class NodeChooser(_GreedyChooser):
     """Chooses a token after every node of a draft at once, sampled or the argmax.
 
     A sampled token depends on the node's position in the text: the exponential random numbers by

@@ -36,7 +36,7 @@ NODES, SLOTS = 16, 256
 META = torch.device("meta")
 
 
-class Compilers:
+class _Compilers:
     """Threads that compile kernels, in the order in which they were asked for.
 
     Triton releases the interpreter's lock while it compiles, so that others go on. Unlike those of
@@ -104,7 +104,7 @@ class Compilers:
                 future.set_result(None)
 
 
-compilers = Compilers(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
+compilers = _Compilers(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
 
 
 def launches_of_layers(config: Any, dtype: torch.dtype) -> list[KernelLaunch]:

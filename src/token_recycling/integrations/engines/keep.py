@@ -7,35 +7,23 @@ import logging
 from pathlib import Path
 from threading import Lock, Thread
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
+from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.errors import TokenRecyclingError
 
+if TYPE_CHECKING:
+    from token_recycling.drafting.device import DeviceMatrix
+
 logger = logging.getLogger(__name__)
-
-
-class Savable(Protocol):
-    """What can be written to a file."""
-
-    def save(self, path: Path) -> None:
-        """Write a file, atomically.
-
-        Raises:
-            TokenRecyclingError: it cannot be written.
-        """
-
-
-class SavableMatrix(Savable, Protocol):
-    """A matrix on the host or on a GPU."""
-
-    def clone(self) -> Savable:
-        """Return a copy."""
 
 
 class MatrixKeeper:
     """Writes a matrix to a file while a server learns into it."""
 
-    def __init__(self, matrix: SavableMatrix, path: str | Path, minutes: float) -> None:
+    def __init__(
+        self, matrix: AdjacencyMatrix | DeviceMatrix, path: str | Path, minutes: float
+    ) -> None:
         """Save at the end of the process, and in ``tick`` at an interval of minutes.
 
         Args:
@@ -64,7 +52,7 @@ class MatrixKeeper:
         atexit.unregister(self.save)
         return self.save()
 
-    def _write(self, matrix: Savable) -> bool:
+    def _write(self, matrix: Any) -> bool:
         with self._writing:
             try:
                 matrix.save(self.path)

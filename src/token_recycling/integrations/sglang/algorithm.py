@@ -19,7 +19,7 @@ BACKENDS = ("aiter", "fa3", "flashinfer", "intel_amx", "triton")
 BUILT_IN = SpeculativeAlgorithm.NGRAM
 
 
-class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
+class _Algorithm(CustomSpecAlgo):  # type: ignore[misc]
     """Looks like SGLang's n-gram algorithm to the scheduler; only the worker differs.
 
     Both draft without a model and verify a tree. Methods that the base class lacks in the tested
@@ -84,4 +84,4 @@ def register_algorithm() -> None:
 
         return Worker
 
-    SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(worker)
+    SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=_Algorithm)(worker)

@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors, MinTokensLogitsProcessor
 
 from token_recycling.decoding.walks import Children, children_of, follow
-from token_recycling.integrations.vllm import tree_step
+from token_recycling.integrations.vllm import tree_attention
 from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep, drafted
 from token_recycling.util.tokens import padded
 
@@ -47,7 +47,7 @@ def accept(
         paths, emitted = follow(rows, children, draws.choose)
         logprobs = draws.logprobs()
     if proposer.tree:
-        tree_step.keep_paths(runner, metadata, paths)
+        tree_attention.keep_paths(runner, metadata, paths)
     ids = torch.tensor(padded(emitted), dtype=torch.int32, device=logits.device)
     return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=logprobs)
 
@@ -140,7 +140,7 @@ def _children(
     rows = drafted(runner, metadata)
     if not rows:
         return by_row
-    draft = proposer.requests.drafts(tree_step.slots_of(runner, proposer, rows))
+    draft = proposer.requests.drafts(tree_attention.slots_of(runner, proposer, rows))
     verified = draft.up_to(torch.tensor([step.counts[row] for row in rows], device="cpu"))
     for row, children in zip(rows, children_of(verified)):
         by_row[row] = children

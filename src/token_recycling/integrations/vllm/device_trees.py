@@ -23,9 +23,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from skinny_kernels.windows import AttentionWindow
 from token_recycling.drafting.kernels.device.requests import place
 from token_recycling.integrations.vllm.device_requests import DeviceRequests
-from token_recycling.model.gpu.attention import AMPERE, DTYPES, LARGEST_HEAD, TreeView
+from token_recycling.model.gpu.attention import AMPERE, LARGEST_HEAD, TreeView
 from token_recycling.model.gpu.attention_launch import Pages, attend_pages
 from token_recycling.model.gpu.cache_kernel import addresses, move
+from token_recycling.model.gpu.usable import DTYPES
 
 # Their caches are [blocks, heads, slots of a block, keys and values].
 IMPLEMENTATIONS = ("FlashAttentionImpl", "TritonAttentionImpl")

@@ -34,10 +34,8 @@ class DraftLengths:
         else:  # of a chain, little is learnt from what is rejected
             acceptance = tuple(RIGHT**depth for depth in range(1, most + 1))
             self.size = AutoSize(acceptance, costs, learning=0.0)
-        self._last: tuple[float, dict[str, int] | None] = (
-            0.0,
-            None,
-        )  # when a step ended, and what it was
+        self._ended = 0.0  # when the last step did
+        self._last: dict[str, int] | None = None  # what it verified; None: a prompt was read
 
     def __getitem__(self, requests: int) -> int:
         """Return the tokens to draft for each of so many requests."""
@@ -59,16 +57,15 @@ class DraftLengths:
             emitted: tokens that each of them got.
             prompts: whether a prompt was read.
         """
-        now = perf_counter()
-        before, kind = self._last
-        self._last = now, None if prompts else drafted
+        before, self._ended = self._ended, perf_counter()
+        same = not prompts and self._last == drafted
+        self._last = None if prompts else drafted
         if not drafted:
             return
-        same = kind == self._last[1] and kind is not None
         self.size.begin(len(drafted))
         self.size.record(
             len(drafted),
             sum(drafted.values()),
             sum(emitted) / len(emitted),
-            now - before if same else None,
+            self._ended - before if same else None,
         )

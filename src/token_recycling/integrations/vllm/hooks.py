@@ -6,16 +6,15 @@ Four functions are wrapped. They behave as before unless the runner's drafter is
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from token_recycling.integrations.vllm import tree_step
+from token_recycling.integrations.vllm import tree_attention
 from token_recycling.integrations.vllm.accept import accept
-from token_recycling.integrations.vllm.options import given_options
+from token_recycling.integrations.vllm.options import options_of
 from token_recycling.integrations.vllm.plugin import wrap
 from token_recycling.integrations.vllm.step import BUILT_IN, StepDrafter, VerifiedStep
 
@@ -30,34 +29,28 @@ BUILD_PROCESSORS = (
 )
 
 
-def install(proposer: type[Any]) -> None:
+def install() -> None:
     """Wrap the methods, once per process.
-
-    Args:
-        proposer: the class of our drafters.
 
     Raises:
         EngineVersionError: the signature of a method has changed.
     """
-    wrap(GPUModelRunner, partial(_catching_logits, proposer), *SAMPLE_TOKENS)
-    wrap(GPUModelRunner, partial(_sampling, proposer), *SAMPLE)
-    wrap(GPUModelRunner, partial(_preparing, proposer), *PREPARE_INPUTS)
+    wrap(GPUModelRunner, _catching_logits, *SAMPLE_TOKENS)
+    wrap(GPUModelRunner, _sampling, *SAMPLE)
+    wrap(GPUModelRunner, _preparing, *PREPARE_INPUTS)
     wrap(gpu_model_runner, _processing, *BUILD_PROCESSORS)
 
 
-def _ours(kind: type[Any], runner: Any) -> StepDrafter | None:
+def _ours(runner: Any) -> StepDrafter | None:
     drafter = getattr(runner, "drafter", None)
-    if not isinstance(drafter, kind):
-        return None
-    ours: StepDrafter = drafter
-    return ours
+    return drafter if isinstance(drafter, StepDrafter) else None
 
 
-def _catching_logits(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def _catching_logits(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``sample_tokens`` to keep the logits of verified rows for the drafter."""
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        proposer, state = _ours(kind, self), self.execute_model_state
+        proposer, state = _ours(self), self.execute_model_state
         if proposer is not None and state is not None:
             # vLLM stops all drafting when one request is near the limit; ours has none.
             self.effective_drafter_max_model_len = NO_LIMIT
@@ -67,39 +60,42 @@ def _catching_logits(kind: type[Any], method: Callable[..., Any]) -> Callable[..
                 logits = state.logits.clone() if constrained else state.logits
                 scheduled = state.scheduler_output.total_num_scheduled_tokens
                 metadata = state.spec_decode_metadata
-                step = VerifiedStep(self, logits, metadata, scheduled, constrained)
-                with proposer.learning_from(step):
+                # vLLM calls ``propose`` inside, without the logits.
+                proposer.step = VerifiedStep(self, logits, metadata, scheduled, constrained)
+                try:
                     return method(self, grammar_output)
+                finally:
+                    proposer.step = None
         return method(self, grammar_output)
 
     return sample_tokens
 
 
-def _preparing(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def _preparing(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_prepare_inputs`` to set the positions and attention masks of trees.
 
     Steps without any draft are prepared as without speculation, which is faster, where that was
-    tested: on CPUs, for models without recurrent layers.
+    tested: for models without recurrent layers.
     """
 
     def prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
-        proposer = _ours(kind, self)
+        proposer = _ours(self)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         config = self.speculative_config
-        if proposer is not None and not drafts and proposer.on_cpu and not proposer.recurrent:
+        if proposer is not None and not drafts and not proposer.recurrent:
             self.speculative_config = None
         try:
             prepared = method(self, scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = config
         if proposer is not None and proposer.tree:
-            tree_step.place(self, proposer, prepared[1])
+            tree_attention.place(self, proposer, prepared[1])
         return prepared
 
     return prepare_inputs
 
 
-def _sampling(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def _sampling(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_sample`` to accept drafts on CPUs (see ``accept``).
 
     There vLLM's rejection sampler is wrong as soon as one request of the batch is sampled, and
@@ -107,12 +103,12 @@ def _sampling(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]
     """
 
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        proposer = _ours(kind, self)
+        proposer = _ours(self)
         if proposer is None or spec_decode_metadata is None:
             return method(self, logits, spec_decode_metadata)
         if not any(spec_decode_metadata.num_draft_tokens):
             return method(self, logits, None)
-        if not proposer.on_cpu or proposer.step is None:
+        if proposer.step is None:
             return method(self, logits, spec_decode_metadata)
         return accept(self, proposer, proposer.step, logits, spec_decode_metadata)
 
@@ -132,7 +128,7 @@ def _processing(method: Callable[..., Any]) -> Callable[..., Any]:
         is_pooling_model: bool,
         custom_logitsprocs: Any = (),
     ) -> Any:
-        if custom_logitsprocs or given_options(vllm_config) is None:
+        if custom_logitsprocs or options_of(vllm_config) is None:
             return method(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
         return LogitsProcessors(
             processor(vllm_config, device, is_pin_memory) for processor in BUILT_IN

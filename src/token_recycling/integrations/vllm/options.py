@@ -17,7 +17,7 @@ CHAIN_FROM = 16  # minimum nodes of the tree whose most likely branch is the cha
 DRAFTED, DRAFTED_TREE = 6, 63
 FEW = 4  # tokens, beyond which a draft is halved when there are more requests
 FOLDER = "token_recycling.integrations.vllm."
-PROPOSER, SCHEDULER = FOLDER + "Proposer", FOLDER + "scheduler.recycling_scheduler"
+PROPOSER, SCHEDULER = FOLDER + "proposer.Proposer", FOLDER + "scheduler.recycling_scheduler"
 # vLLM's method that its Model Runner V2 drafts for on the device; our drafter takes its place.
 ON_DEVICE = "ngram_gpu"
 
@@ -41,11 +41,11 @@ class VllmOptions(ServingOptions):
             )
 
 
-def given_options(vllm_config: Any) -> dict[str, Any] | None:
+def options_of(vllm_config: Any) -> VllmOptions | None:
     """Return our options in a configuration of vLLM; None: it does not use our drafter."""
     config = vllm_config.additional_config
     options = config.get(KEY) if isinstance(config, dict) else None
-    return options if isinstance(options, dict) else None
+    return VllmOptions.parse(options) if isinstance(options, dict) else None
 
 
 def tokenizer_of(model: Any) -> Any:

@@ -110,15 +110,15 @@ def _initialising(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``init_speculator`` of Model Runner V2 to make ours."""
 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
-        from token_recycling.integrations.vllm.options import VllmOptions, given_options
+        from token_recycling.integrations.vllm.options import options_of
 
-        options = given_options(vllm_config)
+        options = options_of(vllm_config)
         if options is None:
             return function(vllm_config, device, req_states)
         from token_recycling.integrations.vllm import speculator
 
         speculator.install(sys.modules[MODEL_RUNNER], wrap)
-        return speculator.Speculator(vllm_config, req_states, VllmOptions.parse(options))
+        return speculator.Speculator(vllm_config, req_states, options)
 
     return init_speculator
 

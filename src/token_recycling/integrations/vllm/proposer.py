@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -22,15 +20,14 @@ from token_recycling.integrations.vllm import hooks, tree_attention
 from token_recycling.integrations.vllm.options import (
     CHAIN_FROM,
     METHOD,
-    VllmOptions,
-    given_options,
+    options_of,
     tokenizer_of,
 )
-from token_recycling.integrations.vllm.step import VerifiedStep
+from token_recycling.integrations.vllm.step import StepDrafter, VerifiedStep
 from token_recycling.util.tokens import padded
 
 
-class Proposer:
+class Proposer(StepDrafter):
     """Drafts for the requests of one worker, and learns from the logits captured by the hooks.
 
     vLLM creates it with its configuration, calls ``load_model`` once and ``propose`` after every
@@ -45,22 +42,19 @@ class Proposer:
                 not supported; the message says why.
         """
         check_version(VLLM)
-        self.on_cpu = current_platform.is_cpu()
-        options = given_options(vllm_config)
-        if options is None or not self.on_cpu:
+        options = options_of(vllm_config)
+        if options is None or not current_platform.is_cpu():
             raise TokenRecyclingError(
                 f"this class cannot be configured directly: set the method {METHOD!r} in "
                 "speculative_config, without a model"
             )
-        self.options = VllmOptions.parse(options)
-        self.tree = self.options.mode == "tree"
+        self.options, self.tree = options, options.mode == "tree"
         if self.tree:
             tree_attention.check_model(vllm_config)
             tree_attention.register()
-        hooks.install(Proposer)
+        hooks.install()
         max_drafted: int = vllm_config.speculative_config.num_speculative_tokens
         self.largest = max_drafted + 1
-        self.device = torch.device(vllm_config.device_config.device)
         grown = max_drafted if self.tree else max(CHAIN_FROM, 2 * max_drafted)
         vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.limit: int = vllm_config.model_config.max_model_len
@@ -68,22 +62,22 @@ class Proposer:
         model = vllm_config.model_config
         self.recurrent: bool = model.is_hybrid or model.is_attention_free
         self.requests = RequestDrafter(
-            self.options.make(vocabulary, grown, partial(tokenizer_of, model)),
+            options.make(vocabulary, grown, partial(tokenizer_of, model)),
             requests,
             self.largest,
-            context=self.options.context,
+            context=options.context,
             chain=not self.tree,
         )
         first = vllm_config.parallel_config.rank == 0
-        self._keeper = self.options.keeper(self.requests.drafter) if first else None
+        self._keeper = options.keeper(self.requests.drafter) if first else None
         self._unused_slots = list(range(requests))
         self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}  # tokens of each request seen so far
-        self.step: VerifiedStep | None = None  # the one to learn from, during ``sample_tokens``
+        self.step = None
         # Ranks measure different times, but must verify the same trees.
         ranks = vllm_config.parallel_config.tensor_parallel_size
         alone = ranks == 1 or not self.tree
-        self.size = self.options.size(self.requests.drafter, self.device.type) if alone else None
+        self.size = options.size(self.requests.drafter, "cpu") if alone else None
         self._began, self._requests = perf_counter(), list[str]()
 
     def load_model(self, model: Any) -> None:
@@ -92,18 +86,6 @@ class Proposer:
     def slot(self, request: str) -> int | None:
         """Return the slot of a request, or None if it has none."""
         return self._slots.get(request)
-
-    @contextmanager
-    def learning_from(self, step: VerifiedStep) -> Iterator[None]:
-        """Make ``propose`` learn from ``step`` inside the block.
-
-        vLLM calls ``propose`` from a method that the hooks wrap, without the logits.
-        """
-        self.step = step
-        try:
-            yield
-        finally:
-            self.step = None
 
     def propose(
         self,
@@ -155,8 +137,10 @@ class Proposer:
         drafts: list[list[int]],
     ) -> None:
         """Write the next drafts of ``rows`` to ``drafts``; the other arguments: see ``propose``."""
+        # False for a row whose draft could not be verified
         may_draft = [
-            length < self.limit and self._may_draft(step, row) for row, length in zip(rows, lengths)
+            step.can_walk and length < self.limit and not (self.tree and step.structured(row))
+            for row, length in zip(rows, lengths)
         ]
         if not any(may_draft):
             return
@@ -213,12 +197,6 @@ class Proposer:
         mean = sum(map(len, emitted)) / len(rows)
         self.size.record(len(rows), drafted, mean, seconds if same else None)
         self.size.begin(len(rows))
-
-    def _may_draft(self, step: VerifiedStep, row: int) -> bool:
-        """Return False if a draft of this row could not be verified."""
-        if self.tree and step.structured(row):
-            return False
-        return step.can_walk if self.on_cpu else step.verifiable(row)
 
     def _begin(self, texts: dict[str, list[int]], step: VerifiedStep) -> None:
         """Start drafting for requests; ``texts`` are their tokens read so far."""

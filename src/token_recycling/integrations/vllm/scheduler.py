@@ -14,7 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from token_recycling.integrations.vllm.draft_lengths import DraftLengths
-from token_recycling.integrations.vllm.options import VllmOptions, given_options
+from token_recycling.integrations.vllm.options import VllmOptions, options_of
 
 
 class _Paced:
@@ -28,7 +28,7 @@ class _Paced:
         lengths = self.dynamic_sd_lookup
         if isinstance(lengths, list):
             device = self.vllm_config.device_config.device
-            options = VllmOptions.parse(given_options(self.vllm_config) or {})
+            options = options_of(self.vllm_config) or VllmOptions()
             lengths = DraftLengths(lengths, options, getattr(device, "type", "cpu"))
             self.dynamic_sd_lookup = lengths
         if lengths is not None and model_runner_output.sampled_token_ids:
@@ -52,16 +52,8 @@ class _Paced:
         lengths.record(drafted, emitted, prompts)
 
 
-class PacedAsyncScheduler(_Paced, AsyncScheduler):  # type: ignore[misc]
-    """The asynchronous one."""
-
-
-class PacedScheduler(_Paced, Scheduler):  # type: ignore[misc]
-    """The one that waits for every step."""
-
-
 def recycling_scheduler(*args: Any, vllm_config: Any, **options: Any) -> Any:
     """Return a scheduler for a configuration of vLLM (``scheduler_cls``)."""
-    asynchronous = vllm_config.scheduler_config.async_scheduling
-    kind = PacedAsyncScheduler if asynchronous else PacedScheduler
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    kind: Any = type(f"Paced{base.__name__}", (_Paced, base), {})
     return kind(*args, vllm_config=vllm_config, **options)

@@ -17,7 +17,7 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.kernels.device.requests import follow
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.drafting import DEVICE_NODES
-from token_recycling.integrations.engines.versions import VLLM, check_version
+from token_recycling.integrations.engines.versions import VLLM, check_version, refuse
 from token_recycling.integrations.vllm.device_requests import (
     DeviceRequests,
     pack_drafts,
@@ -49,9 +49,7 @@ def check_model(vllm_config: Any, options: VllmOptions) -> None:
         "prefill context parallelism is on": parallel.prefill_context_parallel_size > 1,
         "batch-sharded sampling is on": bool(parallel.enable_batch_sharded_sampling),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise TokenRecyclingError(f"Token Recycling cannot draft on a GPU: {reason}")
+    refuse("Token Recycling cannot draft on a GPU: {}", reasons)
 
 
 class Speculator(BaseSpeculator):  # type: ignore[misc]
@@ -283,9 +281,10 @@ def install(runner_module: Any, wrap: Any) -> None:
     """
     runner = runner_module.GPUModelRunner
     wrap(runner, _sampling, "sample_tokens", "self", "grammar_output")
-    wrap(runner, _adding, "add_requests", "self", "scheduler_output")
-    wrap(runner, _placing, "prepare_attn", "self", "input_batch")
-    wrap(runner, _loading, "load_model", "self", "load_dummy_weights", "args", "model", "kwargs")
+    wrap(runner, partial(_telling, _added), "add_requests", "self", "scheduler_output")
+    wrap(runner, partial(_telling, _prepared), "prepare_attn", "self", "input_batch")
+    loading = ("load_model", "self", "load_dummy_weights", "args", "model", "kwargs")
+    wrap(runner, partial(_telling, _loaded), *loading)
 
 
 def _ours(runner: Any) -> Speculator | None:
@@ -305,39 +304,29 @@ def _sampling(method: Any) -> Any:
     return sample_tokens
 
 
-def _adding(method: Any) -> Any:
-    """Wrap ``add_requests`` to tell the speculator about them."""
+def _telling(tell: Any, method: Any) -> Any:
+    """Wrap a method to ``tell`` the speculator what it has returned."""
 
-    def add_requests(self: Any, scheduler_output: Any) -> None:
-        method(self, scheduler_output)
-        speculator = _ours(self)
-        if speculator is not None and scheduler_output.scheduled_new_reqs:
-            speculator.add(scheduler_output.scheduled_new_reqs, self.req_states.req_id_to_index)
-
-    return add_requests
-
-
-def _placing(method: Any) -> Any:
-    """Wrap ``prepare_attn``, after which slots are known, to place the nodes of trees."""
-
-    def prepare_attn(self: Any, input_batch: Any) -> Any:
-        tables, slots = method(self, input_batch)
-        speculator = _ours(self)
-        if speculator is not None and speculator.trees is not None:
-            speculator.trees.place(input_batch, slots)
-        return tables, slots
-
-    return prepare_attn
-
-
-def _loading(method: Any) -> Any:
-    """Wrap ``load_model`` to attach the speculator."""
-
-    def load_model(self: Any, *args: Any, **options: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **options: Any) -> Any:
         result = method(self, *args, **options)
         speculator = _ours(self)
         if speculator is not None:
-            speculator.attach(self)
+            tell(speculator, self, result, *args, **options)
         return result
 
-    return load_model
+    return wrapped
+
+
+def _added(speculator: Speculator, runner: Any, result: None, scheduler_output: Any) -> None:
+    if scheduler_output.scheduled_new_reqs:
+        speculator.add(scheduler_output.scheduled_new_reqs, runner.req_states.req_id_to_index)
+
+
+def _prepared(speculator: Speculator, runner: Any, result: Any, input_batch: Any) -> None:
+    _, slots = result  # known now, so that the nodes of trees can be placed
+    if speculator.trees is not None:
+        speculator.trees.place(input_batch, slots)
+
+
+def _loaded(speculator: Speculator, runner: Any, result: Any, *args: Any, **options: Any) -> None:
+    speculator.attach(runner)

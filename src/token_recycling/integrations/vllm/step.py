@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import (
     LogitBiasLogitsProcessor,
@@ -22,21 +20,24 @@ BUILT_IN = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProces
 PLACEHOLDER = -1  # vLLM's draft token for requests that have just joined a decoding batch
 
 
-class StepDrafter(Protocol):
-    """What the hooks need of the ``Proposer``."""
+class StepDrafter:
+    """What the hooks need of a ``Proposer``, which is one.
+
+    Attributes:
+        tree: whether drafts are trees.
+        recurrent: whether the model has recurrent layers.
+        requests: the drafter, and its state of every request.
+        step: the one to learn from, during ``sample_tokens``.
+    """
 
     tree: bool
-    on_cpu: bool
-    recurrent: bool  # whether the model has recurrent layers
-    device: torch.device
+    recurrent: bool
     requests: RequestDrafter
     step: VerifiedStep | None
 
     def slot(self, request: str) -> int | None:
         """Return the slot of a request, or None when nothing was drafted for it yet."""
-
-    def learning_from(self, step: VerifiedStep) -> AbstractContextManager[None]:
-        """Let drafting inside the block learn from ``step``."""
+        raise NotImplementedError
 
 
 def drafted(runner: Any, metadata: Any) -> list[int]:
@@ -66,12 +67,7 @@ class VerifiedStep:
     """
 
     def __init__(
-        self,
-        runner: Any,
-        logits: Tensor,
-        metadata: Any,
-        scheduled: int = 0,
-        constrained: bool = False,
+        self, runner: Any, logits: Tensor, metadata: Any, scheduled: int, constrained: bool
     ) -> None:
         """Record a step.
 
@@ -138,13 +134,5 @@ class VerifiedStep:
 
     def structured(self, row: int) -> bool:
         """Return whether a grammar checks the row's drafts, which works for chains only."""
-        params = self._params(row)
+        params = self._runner.requests[self.requests[row]].sampling_params
         return params is not None and params.structured_outputs is not None
-
-    def verifiable(self, row: int) -> bool:
-        """Return whether vLLM's rejection sampler can verify drafts of the row."""
-        params = self._params(row)
-        return params is None or not (params.min_p or params.logit_bias)
-
-    def _params(self, row: int) -> Any:
-        return self._runner.requests[self.requests[row]].sampling_params

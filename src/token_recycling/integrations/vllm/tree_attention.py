@@ -1,4 +1,7 @@
-"""Tree attention for vLLM on CPUs in plain PyTorch, and the checks for ``mode=tree``.
+"""Trees in vLLM on CPUs: the checks for ``mode=tree``, and what differs from a step with chains.
+
+vLLM schedules a tree as a chain of draft tokens. Cache slots remain those of the chain; positions
+and masks are those of the tree. After the forward, the accepted path is moved to the front.
 
 vLLM's own kernels support causal masks only. This backend reads the same paged cache: all decoding
 requests at once, padded to the longest, and prompts one at a time.
@@ -13,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -21,7 +23,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from token_recycling.errors import TokenRecyclingError
+from token_recycling.integrations.engines.versions import refuse
+from token_recycling.integrations.vllm.step import StepDrafter, drafted
 
 FEW = 128  # queries of a request up to which it is attended to together with others
 
@@ -34,39 +37,87 @@ def check_model(vllm_config: Any) -> None:
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = {
-        "tree attention is implemented only for CPUs": not current_platform.is_cpu(),
         "the model uses MLA": model.use_mla,
         "the model uses M-RoPE": model.uses_mrope,
         "the model has layers with recurrent state": model.is_hybrid or model.is_attention_free,
         "pipeline parallelism is on": parallel.pipeline_parallel_size > 1,
         "the cache is quantised": vllm_config.cache_config.cache_dtype not in ("auto", "float32"),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise TokenRecyclingError(f"mode=tree cannot be used: {reason}; use mode=chain")
+    refuse("mode=tree cannot be used: {}; use mode=chain", reasons)
 
 
 def register() -> None:
     """Replace vLLM's CPU attention backend by this one, in this process."""
-    name = f"{TreeBackend.__module__}.{TreeBackend.__qualname__}"
+    name = f"{_TreeBackend.__module__}.{_TreeBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CPU_ATTN, name)
 
 
-def copy_slots(cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy entries of a cache [blocks, heads, slots, 2 x size] between slots (int64 [m])."""
-    size = cache.shape[2]
-    cache[target // size, :, target % size] = cache[source // size, :, source % size]
+def place(runner: Any, proposer: StepDrafter, metadata: Any) -> None:
+    """Set each node's position from its depth, and pass the trees to the builders of metadata.
+
+    Args:
+        runner: vLLM's model runner after preparing its inputs, which are modified in place.
+        proposer: its drafter, with the trees.
+        metadata: vLLM's draft metadata; None: there are no drafts.
+    """
+    trees: list[Tensor | None] = []
+    if rows := drafted(runner, metadata):
+        begins = _first_tokens(runner, metadata)
+        draft = proposer.requests.drafts(slots_of(runner, proposer, rows))
+        counts = [metadata.num_draft_tokens[row] + 1 for row in rows]
+        owner = torch.repeat_interleave(torch.tensor(counts))
+        nodes = torch.cat([torch.arange(count) for count in counts])
+        first = torch.tensor([begins[row] for row in rows])[owner]
+        positions = runner.positions
+        positions[first + nodes] = positions[first] + draft.depths[owner, nodes]
+        trees = [None] * len(begins)
+        for i, (row, count) in enumerate(zip(rows, counts)):
+            trees[row] = draft.ancestors[i, :count, :count]
+    for group in chain.from_iterable(runner.attn_groups):
+        group.get_metadata_builder().trees = trees
 
 
-def use_trees(runner: Any, trees: list[Tensor | None]) -> None:
-    """Pass the trees of the next step to the builders of its attention metadata.
+def keep_paths(runner: Any, metadata: Any, paths: list[list[int]]) -> None:
+    """Copy the cache entries of each path's nodes to the slots right after its root.
 
     Args:
         runner: vLLM's model runner.
-        trees: for each row, ``ancestors`` of its draft, bool [n, n], or None; empty: no trees.
+        metadata: vLLM's draft metadata.
+        paths: nodes of each row, the root first.
     """
-    for group in chain.from_iterable(runner.attn_groups):
-        group.get_metadata_builder().trees = trees
+    moves = [
+        (begin + node, begin + to)
+        for begin, nodes in zip(_first_tokens(runner, metadata), paths)
+        for to, node in enumerate(nodes)
+        if to != node
+    ]
+    if not moves:
+        return
+    layers = runner.compilation_config.static_forward_context
+    moved = set()
+    groups = runner.kv_cache_config.kv_cache_groups
+    for group, table in zip(groups, runner.input_batch.block_table.block_tables):
+        source, target = table.slot_mapping.gpu[torch.tensor(moves).T].long()
+        for name in group.layer_names:
+            cache = layers[name].kv_cache  # [blocks, heads, slots of a block, 2 x size]
+            if cache.data_ptr() in moved:  # layers may use the same cache
+                continue
+            moved.add(cache.data_ptr())
+            size = cache.shape[2]
+            taken = cache[source // size, :, source % size]
+            cache[target // size, :, target % size] = taken
+
+
+def _first_tokens(runner: Any, metadata: Any) -> list[int]:
+    """Return the index of each row's root among the tokens of the batch."""
+    ends = runner.query_start_loc.np[1 : len(metadata.num_draft_tokens) + 1].tolist()
+    return [end - drafts - 1 for end, drafts in zip(ends, metadata.num_draft_tokens)]
+
+
+def slots_of(runner: Any, proposer: StepDrafter, rows: list[int]) -> Tensor:
+    """Return the request slots of ``rows``, int64."""
+    names = runner.input_batch.req_ids
+    return torch.tensor([proposer.slot(names[row]) for row in rows], device="cpu")
 
 
 class _TreeMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
@@ -92,11 +143,7 @@ class _TreeAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
             "attention sinks": self.sinks is not None,
             f"{self.attn_type} attention": self.attn_type != "decoder",
         }
-        for kind, used in kinds.items():
-            if used:
-                raise TokenRecyclingError(
-                    f"mode=tree cannot be used: the model uses {kind}; use mode=chain"
-                )
+        refuse("mode=tree cannot be used: the model uses {}; use mode=chain", kinds)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -234,7 +281,7 @@ def visible(queries: int, length: int, tree: Tensor | None, window: int) -> Tens
     return mask
 
 
-class TreeBackend(CPUAttentionBackend):  # type: ignore[misc]
+class _TreeBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's CPU attention backend with tree attention."""
 
     @staticmethod

@@ -12,9 +12,9 @@ from torch import Tensor
 from skinny_kernels.windows import AttentionWindow
 from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import one_line
+from token_recycling.model.gpu.usable import DTYPES
 
 logger = logging.getLogger(__name__)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 AMPERE = (8, 0)  # compute capability; Turing has no bfloat16, and registers do not suffice
 # Largest difference of the results, in roundings of the largest value. In half precision both

@@ -26,7 +26,7 @@ LARGE_MEMORY = 2**17  # bytes of shared memory; 160 KiB on an A100, 227 on an H1
 UNROLLED = 4  # spans that it reads before it adds them
 
 
-class Blocks(NamedTuple):
+class _Blocks(NamedTuple):
     """How a program works that attends for many nodes; the same for drafts of every size.
 
     Attributes:
@@ -55,7 +55,7 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", 0))
 
 
-def blocks(size: int, dtype: torch.dtype, memory: int = 0) -> Blocks:
+def blocks(size: int, dtype: torch.dtype, memory: int = 0) -> _Blocks:
     """Return how programs attend: registers and shared memory are few.
 
     Args:
@@ -66,10 +66,10 @@ def blocks(size: int, dtype: torch.dtype, memory: int = 0) -> Blocks:
     keys = KEYS if size <= 64 else KEYS // 2
     if dtype == torch.float32:
         queries = QUERIES if size <= 64 else QUERIES // 2 if size <= 128 else QUERIES // 4
-        return Blocks(queries, keys, 8 if queries > 16 else 4, 2)
+        return _Blocks(queries, keys, 8 if queries > 16 else 4, 2)
     if size > 128:
-        return Blocks(QUERIES // 4, keys, 4, 2)
-    return Blocks(QUERIES, KEYS if memory >= LARGE_MEMORY else keys, 4, 3)
+        return _Blocks(QUERIES // 4, keys, 4, 2)
+    return _Blocks(QUERIES, KEYS if memory >= LARGE_MEMORY else keys, 4, 3)
 
 
 def span_begin(span: int) -> int:

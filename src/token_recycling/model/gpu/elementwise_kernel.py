@@ -42,26 +42,6 @@ def _rms_norm(
     tl.store(out + place, normalised.to(kind), mask=inside)
 
 
-def norm_warps(block: int) -> int:
-    """Return the warps of a norm over ``block`` numbers."""
-    return min(16, max(1, block // 512))
-
-
-def _normalise(
-    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, added: float
-) -> tuple[Tensor, Tensor]:
-    """Return a sum, if there is a residual, and its norm."""
-    size, out = x.shape[-1], torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    launch(
-        _rms_norm, (x.numel() // size,), x, x if residual is None else residual, weight, total, out,
-        size, epsilon, int(residual is not None), ADDED=added, BLOCK=block,
-        num_warps=norm_warps(block),
-    )  # fmt: skip
-    return total, out
-
-
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + epsilon) * (weight + added)``.
 
@@ -74,14 +54,26 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
     Returns:
         Like ``x``. With ``added`` 0, it is rounded before it is multiplied by the weights.
     """
-    return _normalise(x, None, weight, epsilon, added)[1]
+    return add_rms_norm(x, None, weight, epsilon, added)[1]
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, added: float = 0.0
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, added: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return ``x + residual``, rounded, and its norm (see ``rms_norm``), both like ``x``."""
-    return _normalise(x, residual, weight, epsilon, added)
+    size, out = x.shape[-1], torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    launch(
+        _rms_norm,
+        (x.numel() // size,),
+        *(x, x if residual is None else residual, weight, total, out),
+        *(size, epsilon, int(residual is not None)),
+        ADDED=added,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+    )
+    return total, out
 
 
 STRIDES = [f"{a}_{b}" for a in ("query", "key") for b in ("row", "head", "token")]
@@ -166,19 +158,10 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     launch(
         _rotary,
         (batch * tokens, heads + key.shape[1]),
-        query,
-        key,
-        cos,
-        sin,
-        *outputs,
-        tokens,
-        heads,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *outputs[0].stride()[:3],
-        *outputs[1].stride()[:3],
-        *cos.stride()[:2],
-        *sin.stride()[:2],
+        *(query, key, cos, sin, *outputs, tokens, heads),
+        *(query.stride()[:3] + key.stride()[:3]),
+        *(outputs[0].stride()[:3] + outputs[1].stride()[:3]),
+        *(cos.stride()[:2] + sin.stride()[:2]),
         HALF=half,
         WIDTH=triton.next_power_of_2(half),
         num_warps=1,

@@ -76,22 +76,24 @@ def _cover(module: nn.Module, known: dict[Any, Any], sums: Sums) -> None:
             known[key] = added_to_weights(module, _kernels().rms_norm) if fits else None
         if known[key] is not None:
             replace_forward(module, _norm, known[key], sums)
-    elif layers := linear_children(module, GATED):
-        weight = layers[0]._parameters["weight"]
-        if weight is not None and is_ours(weight):
-            key = type(module), weight.shape, weight.dtype
-            if key not in known:
-                known[key] = _is_gated_mlp(module, weight)
-            if known[key]:
-                replace_forward(module, _mlp, JointProduct.of(layers[:2]))
-    elif layers := linear_children(module, PROJECTIONS):
-        weight = layers[0]._parameters["weight"]
-        if weight is not None and is_ours(weight):
-            names = rotary_names(module, _rotary, _kernels().rotary, known, weight)
-            replace_globals(module, names)
-            product = JointProduct.of(layers)
-            for number, layer in enumerate(layers if product is not None else ()):
-                replace_forward(layer, _projection, product, number)
+        return
+    gated = linear_children(module, GATED)
+    layers = gated or linear_children(module, PROJECTIONS)
+    weight = layers[0]._parameters["weight"] if layers else None
+    if weight is None or not is_ours(weight):
+        return
+    if gated:
+        key = type(module), weight.shape, weight.dtype
+        if key not in known:
+            known[key] = _is_gated_mlp(module, weight)
+        if known[key]:
+            replace_forward(module, _mlp, JointProduct.of(gated[:2]))
+    else:
+        names = rotary_names(module, _rotary, _kernels().rotary, known, weight)
+        replace_globals(module, names)
+        product = JointProduct.of(layers)
+        for number, layer in enumerate(layers if product is not None else ()):
+            replace_forward(layer, _projection, product, number)
 
 
 def _added(norm: nn.Module | None) -> float | None:
@@ -102,30 +104,27 @@ def _added(norm: nn.Module | None) -> float | None:
     return added
 
 
-def _norm(added: float, sums: Sums, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+def _norm(added: float, sums: Sums, norm: nn.Module, stock: Any, inputs: Tensor) -> Any:
     """``forward`` of an RMS norm."""
     if (known := sums.take(norm, inputs)) is not None:
         return known
     weight = norm._parameters["weight"]
     if weight is not None and is_used(inputs, weight):
         inputs = inputs.contiguous()  # heads and tokens may have changed places
-        normalised: Tensor = _kernels().rms_norm(inputs, weight, epsilon(norm), added)
-        return normalised
-    unchanged: Tensor = stock(inputs)
-    return unchanged
+        return _kernels().rms_norm(inputs, weight, epsilon(norm), added)
+    return stock(inputs)
 
 
 def _projection(
     product: JointProduct, number: int, layer: nn.Module, stock: Any, inputs: Tensor
-) -> Tensor:
+) -> Any:
     """``forward`` of a linear layer whose weights are adjacent to those of others."""
     if is_used(inputs, layer._parameters["weight"]):
         return product.output(number, inputs)
-    unchanged: Tensor = stock(inputs)
-    return unchanged
+    return stock(inputs)
 
 
-def _mlp(joint: JointProduct | None, mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
+def _mlp(joint: JointProduct | None, mlp: nn.Module, stock: Any, inputs: Tensor) -> Any:
     """``forward`` of ``down(silu(gate(x)) * up(x))``."""
     if is_used(inputs):
         gate, up, down = (mlp._modules[name] for name in GATED)
@@ -134,10 +133,8 @@ def _mlp(joint: JointProduct | None, mlp: nn.Module, stock: Any, inputs: Tensor)
         else:
             gate_output, up_output = joint.outputs(inputs)
         if gate_output.stride(-1) == up_output.stride(-1) == 1 and is_used(gate_output, up_output):
-            product: Tensor = down(_kernels().gated(gate_output, up_output))  # type: ignore[misc]
-            return product
-    unchanged: Tensor = stock(inputs)
-    return unchanged
+            return down(_kernels().gated(gate_output, up_output))  # type: ignore[misc]
+    return stock(inputs)
 
 
 def _is_gated_mlp(mlp: nn.Module, weight: Tensor) -> bool:

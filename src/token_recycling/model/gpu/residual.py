@@ -91,7 +91,9 @@ def layer_forward(
     if positional or not is_used(hidden_states):
         return stock(hidden_states, *positional, **others)
     kind = hidden_states.dtype, type(layer), *map(type, layer.children())
-    if kind not in sums.same and not _is_capturing(hidden_states):
+    if kind not in sums.same and not (
+        hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
         # Both write the same keys and values to the same slots.
         right = stock(hidden_states, **others)
         try:
@@ -123,7 +125,3 @@ def _compute(
         result: Tensor = total + output
         return result
     return sums.add(output, total, *following)
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
