@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -43,19 +42,10 @@ class StepLogits:
     def best_padded(self, rows: list[int], sizes: list[int], k: int, vocabulary: int) -> Candidates:
         """Return ``best`` at the first ``sizes`` of ``rows``, [B, n]; padding is arbitrary."""
         best = self.best(k, vocabulary)
-        if self._are_all(rows, sizes):
+        whole = sizes == self.counts and min(sizes) == max(sizes)
+        if whole and rows == list(range(len(rows))):
             shape = (len(rows), -1)
             ids, p, finite = best
             return Candidates(ids.reshape(*shape, k), p.reshape(*shape, k), finite.reshape(shape))
-        return best.at(self._index(rows, sizes))
-
-    def _are_all(self, rows: list[int], sizes: list[int]) -> bool:
-        """Return whether these are all vectors, in order, and of one number per request."""
-        complete = sizes == self.counts and min(sizes) == max(sizes)
-        return complete and rows == list(range(len(rows)))
-
-    def _index(self, rows: list[int], sizes: list[int]) -> Any:
-        """Return the vectors of the first ``sizes`` of ``rows``, padded by the last one."""
-        starts = np.array([self.starts[row] for row in rows])
-        last = np.array(sizes) - 1
-        return starts[:, None] + np.minimum(np.arange(max(sizes)), last[:, None])
+        starts, last = np.array([self.starts[row] for row in rows]), np.array(sizes) - 1
+        return best.at(starts[:, None] + np.minimum(np.arange(max(sizes)), last[:, None]))
