@@ -78,9 +78,9 @@ class DeviceRequests(DeviceDrafter):
             firsts: int32 [B + 1], index of each row's root in the logits, and their number.
             best: see the method ``best``, of the step's logits.
         """
+        sizes = self.matrix.sizes
         valid, accepted = verified(
-            *(states, self.state, self.draft),
-            *(totals, prompts, sampled, firsts, self.matrix.sizes),
+            states, self.state, self.draft, totals, prompts, sampled, firsts, sizes
         )
         self.observe(states, firsts, valid, *best, accepted)
 
