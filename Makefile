@@ -167,7 +167,7 @@ RECORDS ?= build/records/greedy.pt
 fit: .venv/ready ## Fit the drafter's constants and the ranked tree anew, on a real model (half an hour).
 	MODEL=$$($(BIN)/token-recycling fetch-model) && \
 	$(BIN)/python lab/record.py --model $$MODEL --data $(DATA) --out $(RECORDS) && \
-	for step in prepare calibration acceptance sizes tree; do \
+	for step in prepare calibration acceptance tree measure; do \
 		$(BIN)/python lab/fit.py $$step --model $$MODEL --answers $(RECORDS) || exit 1; \
 	done
 

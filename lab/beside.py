@@ -14,7 +14,6 @@ an empty matrix.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -22,11 +21,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
+import torch
 import typer
 
 from llamacpp import LlamaCpp
+from script import Asked, run, save
+from token_recycling import TokenRecycling
+from token_recycling.checkpoint.load import load_checkpoint
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -46,17 +49,11 @@ BUSY = "while True: pass"
 
 def worker(model: Path, decoder: str, tokens: int) -> None:
     """Answer questions from the standard input until it ends."""
-    import torch
-
-    from token_recycling import TokenRecycling
-    from token_recycling.checkpoint.load import load_checkpoint
-
     if decoder == "one-thread":
         torch.set_num_threads(1)
     dtype = "bfloat16" if "bfloat16" in model.name else None
     loaded, tokenizer = load_checkpoint(model, dtype=dtype)
     recycler = None if decoder == "generate" else TokenRecycling(loaded, tokenizer)
-    print("ready", flush=True)
     for line in sys.stdin:
         chat = [{"role": "user", "content": json.loads(line)}]
         if recycler is None:
@@ -73,45 +70,35 @@ def worker(model: Path, decoder: str, tokens: int) -> None:
         print(json.dumps([count, time.perf_counter() - begin]), flush=True)
 
 
-class Decoder:
+class Decoder(Asked):
     """A process that answers."""
 
     def __init__(self, name: str, model: Path, tokens: int) -> None:
         decoder, *variables = name.split(":")
-        environment = os.environ | dict(variable.split("=", 1) for variable in variables)
-        command = [sys.executable, __file__, str(model), "--worker", decoder]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(
-            [*command, "--tokens", str(tokens)],
-            text=True,
-            env=environment,
-            stderr=subprocess.DEVNULL,
-            **pipes,
-        )
-        self.process.stdout.readline()
+        command = [sys.executable, __file__, model, "--worker", decoder, "--tokens", tokens]
+        super().__init__(command, **dict(variable.split("=", 1) for variable in variables))
+        self.rate(QUESTIONS[0])  # waits until it is ready
 
-    def answer(self, question: str) -> float:
+    def rate(self, question: str) -> float:
         """Return the tokens per second of an answer, its prompt included."""
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        count, seconds = json.loads(self.process.stdout.readline())
-        return count / seconds
+        count, seconds = self.ask(question)
+        return float(count / seconds)
 
 
-class Theirs:
+class Theirs(LlamaCpp):
     """The same of llama.cpp."""
 
     def __init__(self, model: Path, tokens: int, python: Path) -> None:
         file = model if model.is_file() else next(model.glob("*.gguf"))
-        self.llamacpp, self.tokens = LlamaCpp(python, file, THREADS, CONTEXT, "none"), tokens
-        self.process = self.llamacpp.process
+        super().__init__(python, file, THREADS, CONTEXT, "none")
+        self.tokens = tokens
 
-    def answer(self, question: str) -> float:
+    def rate(self, question: str) -> float:
         """Return the tokens per second of an answer, its prompt included."""
         prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         begin = time.perf_counter()
-        count = self.llamacpp.answer(prompt, self.tokens, False)["tokens"]
-        return count / (time.perf_counter() - begin)
+        count = self.answer(prompt, self.tokens, False)["tokens"]
+        return float(count / (time.perf_counter() - begin))
 
 
 @contextmanager
@@ -149,14 +136,14 @@ def main(
     }
     for question in QUESTIONS[:WARM]:
         for decoder in processes.values():
-            decoder.answer(question)
+            decoder.rate(question)
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in processes}
     counts = busy_processes.split(",")
     for count in counts:
         with busy(int(count)):
             for n in range(answers):
                 for name, decoder in processes.items():
-                    rate = decoder.answer(QUESTIONS[1 + n % (len(QUESTIONS) - 1)])
+                    rate = decoder.rate(QUESTIONS[1 + n % (len(QUESTIONS) - 1)])
                     rates[name].setdefault(count, []).append(rate)
         for name, by_count in rates.items():
             found = by_count[count]
@@ -169,8 +156,8 @@ def main(
     for decoder in processes.values():
         decoder.process.kill()
     if out:
-        out.write_text(json.dumps({"model": model.name, "rates": rates}, indent=1), "utf-8")
+        save(out, {"model": model.name, "rates": rates})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -12,16 +12,16 @@ questions, where only the cost of steps is of interest.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
+from collections import Counter
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from script import Asked, json_lines, numbers, ratios, run, save
 from token_recycling import TokenRecycling
 from token_recycling.bench.variants import parse
 from token_recycling.checkpoint.load import load_checkpoint
@@ -31,17 +31,15 @@ WORKER = Path(__file__).parent / "llamacpp_worker.py"
 WORDS = "Name a few things that one sees on a walk through an old town in the early morning. "
 
 
-class LlamaCpp:
+class LlamaCpp(Asked):
     """A process that answers with llama.cpp."""
 
     def __init__(self, python: Path, file: Path, threads: int, context: int, kind: str) -> None:
-        command = [str(python), str(WORKER), str(file), str(threads), str(context), kind]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, text=True, **pipes)
+        super().__init__([python, WORKER, file, threads, context, kind])
 
     def answer(self, prompt: str | list[int], tokens: int, ignore_eos: bool) -> dict[str, Any]:
         """Return tokens per second of prompt and answer, and bytes of memory."""
-        found = self._ask(prompt=prompt, tokens=tokens, ignore_eos=ignore_eos)
+        found = self.ask({"prompt": prompt, "tokens": tokens, "ignore_eos": ignore_eos})
         timings = found["timings"]
         return {
             "prompt_tokens": timings["prompt_n"],
@@ -54,12 +52,8 @@ class LlamaCpp:
 
     def best(self, ids: list[int], count: int) -> list[tuple[int, float]]:
         """Return the most likely tokens after a text, best first, with their log probabilities."""
-        return self._ask(prompt=ids, tokens=1, best=count)
-
-    def _ask(self, **asked: Any) -> Any:
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        found: list[tuple[int, float]] = self.ask({"prompt": ids, "tokens": 1, "best": count})
+        return found
 
 
 def ours(recycler: TokenRecycling, prompt: str, tokens: int) -> dict[str, Any]:
@@ -87,6 +81,21 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def asked(questions: Path | None, per_kind: int, lengths: str, tokenizer: Any) -> list[str]:
+    """Return prompts: the first questions of each kind, and texts of these lengths in tokens."""
+    prompts, kinds = [], Counter[str]()
+    for question in json_lines(questions) if questions else ():
+        kinds[question["kind"]] += 1
+        if kinds[question["kind"]] <= per_kind:
+            chat = [{"role": "user", "content": question["prompt"]}]
+            template = tokenizer.apply_chat_template
+            prompts.append(template(chat, tokenize=False, add_generation_prompt=True))
+    for length in numbers(lengths) if lengths else ():
+        ids = tokenizer(WORDS * (length // 10 + 1), add_special_tokens=False).input_ids
+        prompts.append(tokenizer.decode(ids[:length]))
+    return prompts
+
+
 def main(
     file: Path,
     python: Annotated[Path, typer.Option(help="of the environment with xllamacpp")],
@@ -103,65 +112,44 @@ def main(
     torch.set_num_threads(threads)
     empty = resident()
     model, tokenizer = load_checkpoint(file)
-    recyclers = {}
-    for name in decoders.split(","):
-        recyclers[name] = TokenRecycling(model, tokenizer, **vars(parse(name).options()))
-    prompts = []
-    if questions is not None:
-        kinds: dict[str, int] = {}
-        for line in questions.read_text("utf-8").splitlines():
-            question = json.loads(line)
-            kind, turn = question["kind"], question["prompt"]
-            kinds[kind] = kinds.get(kind, 0) + 1
-            if kinds[kind] <= per_kind:
-                chat = [{"role": "user", "content": turn}]
-                prompts.append(
-                    tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-                )
-    for length in filter(None, lengths.split(",")):
-        ids = tokenizer(WORDS * (int(length) // 10 + 1), add_special_tokens=False).input_ids
-        prompts.append(tokenizer.decode(ids[: int(length)]))
-    context = 2 * (tokens + max(len(tokenizer(prompt).input_ids) for prompt in prompts))
-    kinds_of = {"llama.cpp": "none"}
-    if speculation:
-        kinds_of[f"llama.cpp {speculation}"] = f"COMMON_SPECULATIVE_TYPE_{speculation}"
-    theirs = {
-        name: LlamaCpp(python, file, threads, context, kind) for name, kind in kinds_of.items()
+    recyclers = {
+        name: TokenRecycling(model, tokenizer, **vars(parse(name).options()))
+        for name in decoders.split(",")
     }
-    ignore = questions is None
+    prompts = asked(questions, per_kind, lengths, tokenizer)
+    context = 2 * (tokens + max(len(tokenizer(prompt).input_ids) for prompt in prompts))
+    theirs = {"llama.cpp": LlamaCpp(python, file, threads, context, "none")}
+    if speculation:
+        kind = f"COMMON_SPECULATIVE_TYPE_{speculation}"
+        theirs[f"llama.cpp {speculation}"] = LlamaCpp(python, file, threads, context, kind)
     rows: list[dict[str, Any]] = []
     for n, prompt in enumerate(prompts):
-        row = {name: one.answer(prompt, tokens, ignore) for name, one in theirs.items()}
-        for name, recycler in recyclers.items():
-            row[name] = ours(recycler, prompt, tokens)
+        row = {name: one.answer(prompt, tokens, questions is None) for name, one in theirs.items()}
+        row |= {name: ours(recycler, prompt, tokens) for name, recycler in recyclers.items()}
         rows.append(row)
-        print(
-            f"{n + 1} of {len(prompts)}",
-            *(f"{name} {one['answer']:.1f}" for name, one in row.items()),
-            flush=True,
-        )
+        rates = (f"{name} {one['answer']:.1f}" for name, one in row.items())
+        print(f"{n + 1} of {len(prompts)}", *rates, flush=True)
     memory = resident() - empty
     print(f"\n{processor()}, {threads} threads, {file.name}, {len(rows)} prompts, {tokens} tokens")
     print(f"memory above an empty process: {memory / 1e6:.0f} MB, all decoders together")
     for name in theirs:
         print(f"  {name}: {rows[-1][name]['memory'] / 1e6:.0f} MB")
     for name in rows[0]:
-        ratios = [row[name]["answer"] / row["llama.cpp"]["answer"] for row in rows]
-        low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        prompt = median(row[name]["prompt"] / row["llama.cpp"]["prompt"] for row in rows)
-        print(
-            f"{name:16} {median(row[name]['answer'] for row in rows):7.1f} tokens/s,"
-            f" {middle:.2f} of llama.cpp's ({low:.2f} to {high:.2f});"
-            f" prompts {median(row[name]['prompt'] for row in rows):.0f} tokens/s, {prompt:.2f}"
+        speed, reading, base, base_reading = (
+            [row[one][part] for row in rows]
+            for one in (name, "llama.cpp")
+            for part in ("answer", "prompt")
         )
-    plain = [row["none"]["ids"] for row in rows] if "none" in recyclers else []
-    for name in recyclers:
-        if plain and name != "none":
-            same = sum(row[name]["ids"] == ids for row, ids in zip(rows, plain))
-            print(f"{name}: {same} of {len(rows)} texts are those of none")
+        print(
+            f"{name:16} {median(speed):7.1f} tokens/s, {ratios(speed, base)} of llama.cpp's; "
+            f"prompts {median(reading):.0f} tokens/s, {ratios(reading, base_reading)}"
+        )
+    for name in recyclers if "none" in recyclers else ():
+        same = sum(row[name]["ids"] == row["none"]["ids"] for row in rows)
+        print(f"{name}: {same} of {len(rows)} texts are those of none")
     if out:
-        out.write_text(json.dumps({"memory": memory, "rows": rows}, indent=1), "utf-8")
+        save(out, {"memory": memory, "rows": rows})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

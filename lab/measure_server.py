@@ -14,29 +14,33 @@ PYTHONPATH=build/clients python lab/measure_server.py [--minutes 10] [--rounds 3
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
 
 import httpx2 as httpx
 import torch
+import typer
 
+from script import json_lines, run, save
 from token_recycling.checkpoint.load import BUNDLED_MODEL
-from token_recycling.util.files import write_text
 from token_recycling.util.machine import describe
 
 ROOT = Path(__file__).parents[1]
+LOGS = ROOT / "build"
 QUESTIONS, AT_ONCE, TOKENS = 200, 16, 96
 SETTLED = 60.0  # seconds after which memory should not grow
 STORY = "The cat sat on the mat, and the dog ran to the door. "
@@ -58,12 +62,7 @@ def commands(threads: int) -> dict[str, list[str]]:
     RECIPE.parent.mkdir(parents=True, exist_ok=True)
     RECIPE.write_text(limited + "\n" + recipe())
     plain = [sys.executable, "-c", limited + stock, *serve]
-    own = [
-        str(Path(sys.executable).with_name("token-recycling")),
-        "serve",
-        "--threads",
-        str(threads),
-    ]
+    own = [str(Path(sys.executable).with_name("token-recycling")), "serve", f"--threads={threads}"]
     return {
         "token-recycling": [*own, "--served-model-name", str(BUNDLED_MODEL)],
         "transformers": plain,
@@ -126,141 +125,136 @@ async def ask(client: httpx.AsyncClient, question: str) -> tuple[int, int, str]:
 
 
 async def load(
-    url: str, questions: list[str], at_once: int, seconds: float = 0.0, process=None
-) -> dict:
+    url: str, questions: list[str], at_once: int, seconds: float = 0.0, process: Any = None
+) -> dict[str, Any]:
     """Ask all questions once, or again and again for so many seconds."""
-    statuses, texts, tokens, marks = Counter(), {}, 0, []
-    limits = httpx.Limits(max_connections=at_once)
+    statuses, texts, tokens, marks = Counter(), {}, [], []
     begin = time.monotonic()
 
-    def queue():
-        while True:
-            yield from enumerate(questions)
-            if time.monotonic() - begin >= seconds:
-                return
+    def passed() -> float:
+        return time.monotonic() - begin
 
-    waiting = queue()
+    def queue() -> Iterator[tuple[int, str]]:
+        yield from enumerate(questions)
+        while passed() < seconds:
+            yield from enumerate(questions)
+
+    waiting, limits = queue(), httpx.Limits(max_connections=at_once)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
 
         async def work() -> None:
-            nonlocal tokens
             for index, question in waiting:
-                status, count, text = await ask(client, question)
+                status, count, texts[index] = await ask(client, question)
                 statuses[status] += 1
-                tokens += count
-                texts[index] = text
-                if seconds and time.monotonic() - begin >= seconds:
+                tokens.append(count)
+                if seconds and passed() >= seconds:
                     return
 
         async def watch() -> None:
-            while True:
-                marks.append([round(time.monotonic() - begin, 1), round(memory(process), 1)])
+            while process:
+                marks.append([round(passed(), 1), round(memory(process), 1)])
                 await asyncio.sleep(10)
 
-        watching = asyncio.ensure_future(watch()) if process else None
+        watching = asyncio.ensure_future(watch())
         await asyncio.gather(*(work() for _ in range(at_once)))
-        if watching:
-            watching.cancel()
-    taken = time.monotonic() - begin
+        watching.cancel()
+    taken = passed()
     return {
         "seconds": taken,
         "statuses": dict(statuses),
-        "tokens": tokens,
-        "tokens_per_second": tokens / taken,
+        "tokens": sum(tokens),
+        "tokens_per_second": sum(tokens) / taken,
         "memory": marks,
         "texts": texts,
     }
 
 
-def turns(url: str, count: int = 9) -> dict:
+def turns(url: str, count: int = 9) -> dict[str, Any]:
     """Time to the first token of first and second turns, in milliseconds."""
-    times = {"first": [], "second": []}
+    times: dict[str, list[float]] = {"first": [], "second": []}
     with httpx.Client(base_url=url, timeout=100) as client:
 
-        def first_token(messages: list[dict]) -> tuple[float, str]:
-            body = {
-                "messages": messages, "max_tokens": 60, "temperature": 0, "stream": True,
-            }  # fmt: skip
-            begin, first, text = time.perf_counter(), None, ""
-            with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-                for line in answer.iter_lines():
+        def first_token(*turns: str) -> tuple[float, str]:
+            roles = ("user", "assistant", "user")
+            chat = [{"role": role, "content": text} for role, text in zip(roles, turns)]
+            body = {"messages": chat, "max_tokens": 60, "temperature": 0, "stream": True}
+            begin, first, answer = time.perf_counter(), 0.0, ""
+            with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+                for line in stream.iter_lines():
                     if line.startswith("data: {"):
-                        piece = json.loads(line[6:])["choices"][0]["delta"].get("content")
-                        if piece:
-                            first = first or time.perf_counter() - begin
-                            text += piece
-            return 1000 * first, text
+                        delta = json.loads(line[6:])["choices"][0]["delta"]
+                        answer += delta.get("content") or ""
+                        if answer and not first:
+                            first = time.perf_counter() - begin
+            return 1000 * first, answer
 
-        first_token([{"role": "user", "content": "Hello"}])
+        first_token("Hello")
         for number in range(count):
-            messages = [{"role": "user", "content": f"Story {number}. {STORY * 103}"}]
-            taken, text = first_token(messages)
+            story = f"Story {number}. {STORY * 103}"
+            taken, text = first_token(story)
             times["first"].append(taken)
-            more = [
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": "And then?"},
-            ]
-            times["second"].append(first_token(messages + more)[0])
+            times["second"].append(first_token(story, text, "And then?")[0])
     ratios = [later / first for first, later in zip(times["first"], times["second"], strict=True)]
-    return {**times, "ratio": statistics.median(ratios), "ratios": ratios}
+    return {**times, "ratio": median(ratios), "ratios": ratios}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--out", type=Path, default=ROOT / "lab/results/server-bundled.json")
-    given = parser.parse_args()
-    lines = (given.data / "gsm8k_test.jsonl").read_text().splitlines()
-    questions = [json.loads(line)["question"] for line in lines[:QUESTIONS]]
-    result: dict = {
+def alone(command: list[str], questions: list[str], minutes: float) -> dict[str, Any]:
+    """Return second turns and load of one server."""
+    with served(command, LOGS / "serve.log") as (process, url):
+        result = {"turns": turns(url)}
+        print("second turn / first turn", round(result["turns"]["ratio"], 3), flush=True)
+        found = asyncio.run(load(url, questions, AT_ONCE, 60 * minutes, process))
+    del found["texts"]
+    settled = [size for at, size in found["memory"] if at >= SETTLED]
+    result["load"] = found | {"growth": max(settled) / settled[0] - 1 if settled else None}
+    print({k: v for k, v in result["load"].items() if k != "memory"}, flush=True)
+    return result
+
+
+def side_by_side(
+    programs: dict[str, list[str]], questions: list[str], rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Return tokens per second of all servers, in turn, by name and requests at once."""
+    speeds: dict[str, list[dict[str, Any]]] = {}
+    with ExitStack() as stack:
+        running = {
+            name: stack.enter_context(served(command, LOGS / f"serve-{number}.log"))[1]
+            for number, (name, command) in enumerate(programs.items())
+        }
+        for number, at_once in product(range(rounds), (1, AT_ONCE)):
+            own = questions if at_once > 1 else questions[:40]
+            texts: dict[int, str] = {}
+            for name, url in running.items():
+                found = asyncio.run(load(url, own, at_once))
+                texts = texts or found["texts"]
+                same = sum(texts[index] == text for index, text in found["texts"].items())
+                entry = {name: found[name] for name in ("tokens_per_second", "statuses")}
+                entry["same_texts"] = [same, len(own)]
+                speeds.setdefault(f"{name} at {at_once}", []).append(entry)
+                print(number, at_once, name, entry, flush=True)
+    return speeds
+
+
+def main(
+    minutes: Annotated[float, typer.Option(help="of load; 0: only side by side")] = 10,
+    rounds: int = 3,
+    threads: int = 2,
+    data: Annotated[Path, typer.Option(help="folder of GSM8K")] = ROOT.parent / "shared" / "data",
+    out: Path = ROOT / "lab/results/server-bundled.json",
+) -> None:
+    """Measure."""
+    lines = json_lines(data / "gsm8k_test.jsonl")[:QUESTIONS]
+    questions = [line["question"] for line in lines]
+    programs = commands(threads)
+    result = {
         "machine": describe(torch.device("cpu")),
         "tokens": TOKENS,
         "questions": QUESTIONS,
+        **(alone(programs["token-recycling"], questions, minutes) if minutes else {}),
+        "side_by_side": side_by_side(programs, questions, rounds),
     }
-    programs = commands(given.threads)
-    logs = ROOT / "build"
-    if given.minutes:
-        with served(programs["token-recycling"], logs / "serve.log") as (process, url):
-            result["turns"] = turns(url)
-            print("second turn / first turn", round(result["turns"]["ratio"], 3), flush=True)
-            found = asyncio.run(load(url, questions, AT_ONCE, 60 * given.minutes, process))
-            settled = [size for at, size in found["memory"] if at >= SETTLED]
-            found |= {"growth": max(settled) / settled[0] - 1 if settled else None}
-            del found["texts"]
-            result["load"] = found
-            print({k: v for k, v in found.items() if k != "memory"}, flush=True)
-    speeds: dict = {}
-    with ExitStack() as stack:
-        running = {
-            name: stack.enter_context(served(command, logs / f"serve-{number}.log"))
-            for number, (name, command) in enumerate(programs.items())
-        }
-        for number in range(given.rounds):
-            for at_once in (1, AT_ONCE):
-                own = questions[: QUESTIONS if at_once > 1 else 40]
-                texts = {}
-                for name, (_, url) in running.items():
-                    found = asyncio.run(load(url, own, at_once))
-                    texts[name] = found["texts"]
-                    entry = speeds.setdefault(f"{name} at {at_once}", [])
-                    same = sum(
-                        text == texts["token-recycling"][index]
-                        for index, text in found["texts"].items()
-                    )
-                    entry.append(
-                        {
-                            "tokens_per_second": found["tokens_per_second"],
-                            "statuses": found["statuses"],
-                            "same_texts": [same, len(own)],
-                        }
-                    )
-                    print(number, at_once, name, entry[-1], flush=True)
-    result["side_by_side"] = speeds
-    write_text(given.out, json.dumps(result, indent=1) + "\n")
+    save(out, result)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,7 +14,6 @@ behind the last line of its model and dtype. Exit code 1: tokens differ.
 from __future__ import annotations
 
 import json
-import lzma
 import random
 import sys
 from collections import Counter
@@ -25,6 +24,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+import script
+from script import json_lines, read_text
 from token_recycling import TokenRecycling, load_checkpoint
 from token_recycling.hf.call import CallOptions
 from token_recycling.server.engine import Engine
@@ -46,9 +47,8 @@ class Case:
 
     def __init__(self, number: int, ids: list[int], context: int) -> None:
         draw = random.Random(number)
-        self.kind = KINDS[number % len(KINDS)]
+        self.kind, self.seed = KINDS[number % len(KINDS)], number
         self.nodes = draw.choice(SIZES)
-        self.seed = number
         self.temperature = draw.choice((0.0, 0.0, 0.7, 1.0))
         self.penalty = draw.choice((1.0, 1.0, 1.2))
         self.length = draw.randint(32, 128)
@@ -61,11 +61,11 @@ class Case:
 
     def options(self, row: int = 0) -> dict[str, Any]:
         """Return the options of a call that draws like this row of a batch."""
+        sampling = {"temperature": self.temperature, "seed": self.seed + row}
         return {
             "max_new_tokens": self.length,
-            "temperature": self.temperature,
-            "seed": self.seed + row,
             "repetition_penalty": self.penalty,
+            **sampling,
         }
 
 
@@ -102,14 +102,8 @@ def by_the_engine(recycler: TokenRecycling, case: Case) -> Answers:
             answers[row] += event.tokens
 
     scopes = MatrixScopes(recycler.drafter, "shared")
-    engine = Engine(
-        recycler,
-        Metrics("million"),
-        scopes,
-        PrefixCaches(0),
-        most_rows=PROMPTS,
-        most_waiting=PROMPTS,
-    )
+    limits = {"most_rows": PROMPTS, "most_waiting": PROMPTS}
+    engine = Engine(recycler, Metrics("million"), scopes, PrefixCaches(0), **limits)
     jobs = []
     for row, prompt in enumerate(case.prompts):
         given = case.options(row)
@@ -144,12 +138,12 @@ def run(
     """Decode cases until so many tokens of this model and dtype have been compared."""
     torch.set_num_threads(threads)
     name = Path(model).name if model else "bundled"
-    lines = out.read_text("utf-8").splitlines() if out.exists() else []
     about = {"model": name, "dtype": dtype}
-    done = [line for line in map(json.loads, lines) if about.items() <= line.items()]
+    lines = json_lines(out) if out.exists() else []
+    done = [line for line in lines if about.items() <= line.items()]
     compared, number = sum(line["tokens"] for line in done), len(done)
     loaded, tokenizer = load_checkpoint(model, "cpu", dtype)
-    ids = tokenizer(lzma.decompress(text.read_bytes()).decode()[: 2**21]).input_ids
+    ids = tokenizer(read_text(text)[: 2**21]).input_ids
     plain = TokenRecycling(loaded, tokenizer, drafter="none")
     recyclers = {n: TokenRecycling(loaded, tokenizer, nodes=n) for n in SIZES}
     context = plain.target.max_context or 2 * LONG
@@ -185,7 +179,7 @@ def show(out: Path) -> None:
     """Print the tokens compared and those that differ, by model, dtype and kind."""
     totals: Counter[tuple[str, ...]] = Counter()
     wrong: Counter[tuple[str, ...]] = Counter()
-    for line in map(json.loads, out.read_text("utf-8").splitlines()):
+    for line in json_lines(out):
         for key in ((line["model"], line["dtype"], line["kind"]), ("all",)):
             totals[key] += line["tokens"]
             wrong[key] += line["differing"]
@@ -194,4 +188,4 @@ def show(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    script.run(app)

@@ -11,8 +11,6 @@ those of the dequantised weights.
 
 from __future__ import annotations
 
-import lzma
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +19,7 @@ import torch
 import typer
 
 from llamacpp import LlamaCpp
+from script import read_text, run
 from skinny_kernels.linear import FEW_TOKENS
 from skinny_kernels.packed import PackedEmbedding, PackedLinear, interleaved, read_rows
 from token_recycling import TokenRecycling
@@ -34,42 +33,40 @@ BEST = 1000  # tokens whose probabilities are compared one by one; all others co
 
 
 class Beside:
-    """Sums over positions of one model's figures beside those of the dequantised one."""
+    """Figures of one model beside those of the dequantised one, position by position."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.count, self.agree = name, 0, 0
-        self.loss = self.right_loss = 0.0
-        self.divergences: list[float] = []
+        self.name = name
+        self.positions: list[torch.Tensor] = []  # float64 [n, 3] each
 
-    def add(self, right: torch.Tensor, ids: torch.Tensor, logs: torch.Tensor, after: int) -> None:
-        """Add a position.
+    def add(
+        self, right: torch.Tensor, ids: torch.Tensor, logs: torch.Tensor, after: torch.Tensor
+    ) -> None:
+        """Add positions.
 
         Args:
-            right: log probabilities of the dequantised model, float32 [V].
-            ids: the ``BEST`` best tokens, best first.
-            logs: their log probabilities.
-            after: the token that follows in the text.
+            right: log probabilities of the dequantised model, float32 [n, V].
+            ids: the ``BEST`` best tokens, best first, int64 [n, BEST].
+            logs: their log probabilities, float [n, BEST].
+            after: the tokens that follow in the text, int64 [n].
         """
-        own = logs.double()
-        p, q = right[ids].double(), own
-        rest = [float((1 - x.exp().sum()).clamp(min=1e-12)) for x in (p, q)]
-        divergence = float((p.exp() * (p - q)).sum()) + rest[0] * math.log(rest[0] / rest[1])
-        self.divergences.append(divergence)
-        self.agree += int(right.argmax()) == int(ids[0])
-        self.count += 1
-        found = (ids == after).nonzero()
-        if len(found):  # perplexity over the positions whose token is among the best
-            self.loss -= float(own[found[0, 0]])
-            self.right_loss -= float(right[after])
+        p, q = right.gather(1, ids).double(), logs.double()
+        rest, own_rest = ((1 - x.exp().sum(1)).clamp(min=1e-12) for x in (p, q))
+        divergence = (p.exp() * (p - q)).sum(1) + rest * (rest / own_rest).log()
+        same = right.argmax(1) == ids[:, 0]
+        # Perplexity: over the positions whose token is among the best
+        loss = ((p - q) * (ids == after[:, None])).sum(1)
+        self.positions.append(torch.stack([divergence, same.double(), loss], dim=1))
 
     def line(self) -> str:
         """Return all figures."""
-        values = sorted(self.divergences)
-        ratio = 100 * (math.exp((self.loss - self.right_loss) / self.count) - 1)
+        divergence, same, loss = torch.cat(self.positions).unbind(1)
+        mean, count = divergence.mean(), len(divergence)
+        middle, most = (divergence.sort().values[int(share * count)] for share in (0.5, 0.99))
         return (
-            f"{self.name}: {self.count} tokens, perplexity {ratio:+.2f} %, same best token "
-            f"{100 * self.agree / self.count:.1f} %, KL mean {sum(values) / len(values):.4f}, "
-            f"median {values[len(values) // 2]:.4f}, 99 % {values[int(0.99 * len(values))]:.4f}"
+            f"{self.name}: {count} tokens, perplexity {100 * loss.mean().expm1():+.2f} %, "
+            f"same best token {100 * same.mean():.1f} %, KL mean {mean:.4f}, "
+            f"median {middle:.4f}, 99 % {most:.4f}"
         )
 
 
@@ -147,38 +144,30 @@ def main(
 ) -> None:
     """Measure."""
     torch.set_num_threads(threads)
-    data = text.read_bytes()
-    raw = (lzma.decompress(data) if text.suffix == ".xz" else data).decode("utf-8")
+    raw = read_text(text)
     for name in kinds.split(","):
         model, tokenizer = load_checkpoint(file, "cpu")
         if name:
             requantised(model, gguf.GGMLQuantizationType[name])
         right = dense(model)
         ids = tokenizer(raw[: 8 * tokens], return_tensors="pt").input_ids[0][:tokens]
-        besides = [Beside(name or file.name)]
-        foreign = (
-            None if llamacpp is None or name else LlamaCpp(llamacpp, file, threads, 8192, "none")
-        )
-        if foreign is not None:
-            besides.append(Beside("llama.cpp"))
+        own, theirs, foreign = Beside(name or file.name), Beside("llama.cpp"), None
+        if llamacpp is not None and not name:
+            foreign = LlamaCpp(llamacpp, file, threads, 8192, "none")
         with torch.inference_mode():
-            for part in ids.split(LENGTH):
-                if len(part) < 2:
-                    continue
-                packed, rights = (logits(one, part).log_softmax(-1) for one in (model, right))
-                for i, after in enumerate(part[1:].tolist()):
-                    logs, best = packed[i].topk(BEST)
-                    besides[0].add(rights[i], best, logs, after)
-                    if foreign is not None:
-                        told = foreign.best(part[: i + 1].tolist(), BEST)
-                        best = torch.tensor([token for token, _ in told])
-                        logs = torch.tensor([log for _, log in told])
-                        besides[1].add(rights[i], best, logs, after)
-        for beside in besides:
+            for part in (part for part in ids.split(LENGTH) if len(part) > 1):
+                packed, rights = (logits(one, part).log_softmax(-1)[:-1] for one in (model, right))
+                logs, best = packed.topk(BEST)
+                own.add(rights, best, logs, part[1:])
+                if foreign is not None:
+                    told = [foreign.best(part[: i + 1].tolist(), BEST) for i in range(len(rights))]
+                    pairs = torch.tensor(told, dtype=torch.float64)
+                    theirs.add(rights, pairs[..., 0].long(), pairs[..., 1], part[1:])
+        for beside in (own, theirs) if foreign is not None else (own,):
             print(beside.line(), flush=True)
         if questions is not None and not name:
             print(answers(file, questions, foreign), flush=True)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -8,11 +8,13 @@ writes them as a suite for ``token-recycling bench``: the first turns, with the 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Any
 
 import typer
 
+from script import run
 from token_recycling.bench.suites import Question, load
 
 SPEC_BENCH, OTHERS = 6, 20  # questions per kind of Spec-Bench, and of GSM8K and MBPP
@@ -37,25 +39,14 @@ def questions(data: Path, per_kind: int = SPEC_BENCH, others: int = OTHERS) -> l
     return [group[i] for i in range(longest) for group in groups if i < len(group)]
 
 
-class Asked(Protocol):
-    """A question, or a recorded answer to one."""
-
-    @property
-    def category(self) -> str:
-        """Return its kind."""
-
-
-Kind = TypeVar("Kind", bound=Asked)
-
-
-def half(questions: list[Kind], which: int) -> list[Kind]:
-    """Return every second question of each kind: the half ``FIT`` or ``CHECK``."""
-    seen: dict[str, int] = {}
+def half(asked: list[Any], which: int) -> list[Any]:
+    """Return every second question, or recorded answer, of each kind: ``FIT`` or ``CHECK``."""
+    seen = Counter[str]()
     chosen = []
-    for question in questions:
-        number = seen[question.category] = seen.get(question.category, -1) + 1
-        if number % 2 == which:
-            chosen.append(question)
+    for one in asked:
+        if seen[one.category] % 2 == which:
+            chosen.append(one)
+        seen[one.category] += 1
     return chosen
 
 
@@ -70,18 +61,15 @@ def main(
     out: Annotated[Path, typer.Option(help="The file to write.")],
     per_kind: Annotated[int, typer.Option(help="Questions per kind of Spec-Bench.")] = SPEC_BENCH,
     others: Annotated[int, typer.Option(help="Questions of GSM8K and of MBPP.")] = OTHERS,
-    unseen: Annotated[bool, typer.Option(help="Leave out those of both halves.")] = False,
 ) -> None:
     """Write the questions as JSONL."""
-    used = {one.name for one in questions(data)} if unseen else set()
     rows = [
         {"id": one.name, "kind": one.category, "prompt": one.turns[0]}
         for one in questions(data, per_kind, others)
-        if one.name not in used
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -3,14 +3,11 @@
     python lab/record.py --model FOLDER --data ../shared/data --out build/records/greedy.pt
 
 ``lab/replay.py`` decodes these answers again with any drafter. A run that was interrupted is
-continued. With ``--references`` the answers are those of GSM8K, which the model would not write;
-all candidates are left to an exact replay.
+continued.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +18,7 @@ import typer
 from torch import Tensor
 
 from questions import questions
+from script import run
 from token_recycling import TokenRecycling
 from token_recycling.bench.suites import Question
 from token_recycling.decoding.text import Prompt
@@ -92,14 +90,10 @@ class Watch(AdaptiveDrafter):
         self, rows: Any, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         ids, logits = noted(candidates)
-        tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
-        branches: list[tuple[int, ...]] = [()]
-        for node in range(len(tokens)):
-            if node:
-                branches.append((*branches[parents[node]], tokens[node]))
+        root = len(self.recording.answer) - 1
+        for node, branch in enumerate(branches(draft)):
             if draft.valid[0, node]:
-                root = len(self.recording.answer) - 1
-                self.seen.append((root, branches[node], ids[node], logits[node]))
+                self.seen.append((root, branch, ids[node], logits[node]))
         self.recording.answer += accepted.tokens(0)
         super().observe(rows, draft, self._first(candidates), accepted)
 
@@ -126,11 +120,23 @@ def along(answer: list[int], root: int, branch: tuple[int, ...]) -> tuple[int, t
     return root, branch[used:]
 
 
-def references(data: Path) -> dict[str, str]:
-    """Return the reference answers of GSM8K by question, without the calculator's notes."""
-    lines = (data / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
-    found = map(json.loads, lines)
-    return {one["question"]: re.sub("<<.*?>>", "", one["answer"]) for one in found}
+def branches(draft: DraftTree) -> list[tuple[int, ...]]:
+    """Return the tokens from the root to every node of row 0, the root's left out."""
+    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tokens)):
+        found.append((*found[parents[node]], tokens[node]))
+    return found
+
+
+def write(path: Path, recordings: list[Recording]) -> None:
+    """Save recordings."""
+    torch.save([vars(one) for one in recordings], path)
+
+
+def read(path: Path) -> list[Recording]:
+    """Load what ``write`` saved."""
+    return [Recording(**one) for one in torch.load(path, weights_only=False)]
 
 
 def answered(
@@ -159,7 +165,6 @@ def main(
     tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 128,
     nodes: Annotated[int, typer.Option(help="Nodes below the root of a draft.")] = 15,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    use_references: Annotated[bool, typer.Option("--references", help="See above.")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     """Record answers."""
@@ -167,29 +172,19 @@ def main(
     first = TokenRecycling.from_pretrained(model, device="cpu")
     watch = Watch(first.matrix, nodes)
     recycler = TokenRecycling(first.model, first.tokenizer, drafter=watch)
-    found: list[Recording] = torch.load(out, weights_only=False) if out.exists() else []
+    found = read(out) if out.exists() else []
     done = {one.name for one in found}
     asked = questions(data, per_kind, others)
-    given: dict[str, str] = {}
-    if use_references:
-        given, tokens = references(data), 8  # a step at least, for the prompt
-        asked = [question for question in asked if question.turns[0] in given]
     out.parent.mkdir(parents=True, exist_ok=True)
     for number, question in enumerate(asked):
-        if question.name in done:
-            continue
-        prompt = [{"role": "user", "content": question.turns[0]}]
-        options = CallOptions(max_new_tokens=tokens, temperature=temperature, seed=number)
-        recording = answered(recycler, watch, question, prompt, options)
-        if use_references:
-            text = given[question.turns[0]]
-            recording.answer = recycler.tokenizer(text, add_special_tokens=False).input_ids
-            recording.places = {}
-            recording.ids, recording.logits = recording.ids[:0], recording.logits[:0]
-        found.append(recording)
-        torch.save(found, out)
-        print(f"{number + 1} of {len(asked)}: {question.name}, {len(recording.answer)} tokens")
+        if question.name not in done:
+            prompt = [{"role": "user", "content": question.turns[0]}]
+            options = CallOptions(max_new_tokens=tokens, temperature=temperature, seed=number)
+            found.append(answered(recycler, watch, question, prompt, options))
+            write(out, found)
+            length = len(found[-1].answer)
+            print(f"{number + 1} of {len(asked)}: {question.name}, {length} tokens", flush=True)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

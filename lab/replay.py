@@ -3,13 +3,12 @@
 What a node's candidates are does not depend on the drafter, so they are computed once per node and
 kept with the recording. ``Answers.exact`` runs the model for nodes that no drafter has drafted so
 far, which takes about as long as decoding; without it these nodes teach nothing, and a replay takes
-seconds. So: one exact replay with large drafts, then as many others as needed; ``Result.unknown``
-says how many nodes were missing.
+seconds. So: one exact replay with large drafts, then as many others as needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from record import CANDIDATES, Recording, along
+from record import CANDIDATES, Recording, along, branches, read, write
 from token_recycling import TokenRecycling, defaults
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter
@@ -36,9 +35,7 @@ class Result:
     name: str
     kind: str
     lengths: list[int] = field(default_factory=list)  # tokens emitted by each step
-    nodes: int = 0  # drafted below the roots
-    unknown: int = 0  # of these without candidates
-    drafts: list[tuple[Any, Any]] = field(default_factory=list)  # scores; on the accepted path
+    on_path: list[Any] = field(default_factory=list)  # of each draft: nodes that text has taken
 
     @property
     def tokens(self) -> int:
@@ -50,7 +47,7 @@ class Answers:
 
     def __init__(self, path: Path, recycler: TokenRecycling) -> None:
         self.path, self.exact = path, False
-        self.recordings: list[Recording] = read(path)
+        self.recordings = read(path)
         assert isinstance(recycler.target, TreeTarget)
         self.target = recycler.target
         self.vocab_size = recycler.target.vocab_size
@@ -60,7 +57,7 @@ class Answers:
 
     def save(self) -> None:
         """Write the recordings with the nodes that were added."""
-        torch.save(self.recordings, self.path)
+        write(self.path, self.recordings)
 
     def candidates(self, one: Recording, places: list[Place]) -> tuple[Any, Any, Any]:
         """Return the candidates at nodes, their logits, and which nodes have some.
@@ -125,9 +122,7 @@ class Answers:
             found = Candidates(ids[None], p[None], np.ones((1, len(chosen)), np.bool_))
             drafter.learn_prompt(tokens[:, chosen], found, mask[:, chosen])
 
-    def replay(
-        self, drafter: AnyDrafter, one: Recording, n: int | None, keep: bool = False
-    ) -> Result:
+    def replay(self, drafter: AnyDrafter, one: Recording, n: int | None) -> Result:
         """Decode one answer with drafts of ``n`` nodes below the root; None: with whole drafts."""
         k, answer = drafter.k, one.answer
         result = Result(one.name, one.kind)
@@ -149,37 +144,15 @@ class Answers:
             ids[0, real], p[0, real] = best[:, :k], softmax(logits, k)
             teaches = valid.copy()
             teaches[real] = known
-            result.unknown += int((~known).sum())
             emitted = answer[done : reached + 2]
-            if keep and draft.scores is not None:
-                result.drafts.append((draft.scores[0].numpy().copy(), on_path))
+            result.on_path.append(on_path)
             found = Candidates(ids, p, teaches[None])
             tokens = torch.tensor([emitted])
             accepted = Accepted(torch.zeros_like(tokens), tokens, torch.tensor([len(emitted)]))
             drafter.observe(rows, draft, found, accepted)
             result.lengths.append(len(emitted))
-            result.nodes += int(valid.sum()) - 1
             done += len(emitted)
         return result
-
-
-def read(path: Path) -> list[Recording]:
-    """Load recordings; they were written by a script, whose classes are those of ``__main__``."""
-    import __main__
-
-    if not hasattr(__main__, "Recording"):
-        __main__.Recording = Recording  # type: ignore[attr-defined]
-    found: list[Recording] = torch.load(path, weights_only=False)
-    return found
-
-
-def branches(draft: DraftTree) -> list[tuple[int, ...]]:
-    """Return the tokens from the root to every node of row 0, the root's left out."""
-    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
-    found: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tokens)):
-        found.append((*found[parents[node]], tokens[node]))
-    return found
 
 
 def tree(tokens: list[int], parents: list[int]) -> DraftTree:
@@ -218,20 +191,3 @@ def by_kind(results: Sequence[Result]) -> dict[str, float]:
     """Return the MAT of every kind."""
     kinds = dict.fromkeys(one.kind for one in results)
     return {kind: mat(one for one in results if one.kind == kind) for kind in kinds}
-
-
-@dataclass
-class Run:
-    """A drafter that decodes all answers in turn, with ``nodes`` below the root."""
-
-    drafter: AnyDrafter
-    nodes: int | None
-    keep: bool = False
-    results: list[Result] = field(default_factory=list)
-
-
-def run(answers: Answers, chosen: Iterable[Recording], runs: Mapping[str, Run]) -> None:
-    """Decode the answers, every one with all drafters in turn; each keeps what it learns."""
-    for one in chosen:
-        for each in runs.values():
-            each.results.append(answers.replay(each.drafter, one, each.nodes, each.keep))

@@ -9,88 +9,46 @@ the small model does not have), other weights compensate for it, up to rounding.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
+import typer
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from script import run
 from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.util.files import make_folder_atomically
 
-# Sizes only, with the keys of a Hugging Face config. Qwen's attention biases are omitted.
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size"),
+)  # keys of a Hugging Face config
+# Qwen's attention biases are omitted.
 SHAPES: dict[str, dict[str, int]] = {
-    "smollm2-135m": dict(
-        hidden_size=576,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        intermediate_size=1536,
-        vocab_size=49152,
-        tie_word_embeddings=True,
-    ),
-    "qwen2.5-0.5b": dict(
-        hidden_size=896,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=4864,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-    "llama-1b": dict(
-        hidden_size=2048,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        intermediate_size=8192,
-        vocab_size=128256,
-        tie_word_embeddings=True,
-    ),
-    "llama-7b": dict(
-        hidden_size=4096,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        head_dim=128,
-        intermediate_size=11008,
-        vocab_size=32000,
-        tie_word_embeddings=False,
-    ),
-    "llama-8b": dict(
-        hidden_size=4096,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        vocab_size=128256,
-        tie_word_embeddings=False,
-    ),
+    name: dict(zip(SIZES, sizes, strict=True)) | {"tie_word_embeddings": tied}
+    for name, tied, *sizes in (
+        ("smollm2-135m", True, 576, 30, 9, 3, 64, 1536, 49152),
+        ("qwen2.5-0.5b", True, 896, 24, 14, 2, 64, 4864, 151936),
+        ("llama-1b", True, 2048, 16, 32, 8, 64, 8192, 128256),
+        ("llama-7b", False, 4096, 32, 32, 32, 128, 11008, 32000),
+        ("llama-8b", False, 4096, 32, 32, 8, 128, 14336, 128256),
+    )
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Files of a checkpoint that are copied, besides the weights and config.json.
 COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", "generation_config.json"),
 )
 # RoPE types whose frequencies depend only on the position among the head's dimensions.
 SPREADABLE_ROPE = ("default", "linear", "llama3")
@@ -125,11 +83,10 @@ class Shape:
             given.setdefault("head_dim", given["hidden_size"] // heads)
         given.setdefault("num_key_value_heads", heads)
         tied = bool(given.get("tie_word_embeddings", False))
-        names = [field.name for field in fields(cls) if field.name != "tie_word_embeddings"]
-        wrong = [name for name in names if not _is_size(given.get(name))]
+        wrong = [name for name in SIZES if not _is_size(given.get(name))]
         if wrong:
             raise TokenRecyclingError(f"{where}: missing or invalid {', '.join(wrong)}")
-        return cls(**{name: given[name] for name in names}, tie_word_embeddings=tied)
+        return cls(**{name: given[name] for name in SIZES}, tie_word_embeddings=tied)
 
     @property
     def group(self) -> int:
@@ -137,8 +94,7 @@ class Shape:
         return self.num_attention_heads // self.num_key_value_heads
 
 
-@dataclass(frozen=True)
-class Widened:
+class Widened(NamedTuple):
     """What ``widen`` wrote.
 
     Attributes:
@@ -173,15 +129,17 @@ def widen(small: str | Path, to: str | Path, out: str | Path, *, dtype: str = "f
     target = Path(out).resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise TokenRecyclingError(f"{out} already exists; choose a new folder")
+    if not target.parent.is_dir():
+        raise TokenRecyclingError(f"cannot write {out}: No such file or directory")
     asked = _read_shape(to)
     source = BUNDLED_MODEL if small == "bundled" else Path(small)
     config = _read_llama(source)
     shape = Shape.parse(config.to_dict(), str(source))
     large = _fit(config, shape, asked)
     differs = [
-        f"{field.name} {getattr(large, field.name)} instead of {getattr(asked, field.name)}"
-        for field in fields(Shape)
-        if getattr(large, field.name) != getattr(asked, field.name)
+        f"{name} {size} instead of {getattr(asked, name)}"
+        for name, size in asdict(large).items()
+        if size != getattr(asked, name)
     ]
     plan = _Plan(shape, large, config.rms_norm_eps, DTYPES[dtype])
     changes = {
@@ -190,20 +148,23 @@ def widen(small: str | Path, to: str | Path, out: str | Path, *, dtype: str = "f
         "dtype": dtype,
         "widened": {"from": str(small), "to": str(to), "differs": differs},
     }
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir()
-        parameters, size = _write_weights(partial, plan, _load(source))
-        _write_remaining(partial, source, changes)
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except (OSError, SafetensorError) as error:
-        raise TokenRecyclingError(
-            f"cannot write {out}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    model = _opened("load the model", source, AutoModelForCausalLM, dtype=torch.float32)
+    made = []
+
+    def fill(folder: Path) -> None:
+        try:
+            made.extend(_write_weights(folder, plan, model))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        old = _read_json(source / "config.json")
+        old.pop("torch_dtype", None)
+        _write_json(folder / "config.json", old | changes)
+        for path in (path for pattern in COPIED for path in source.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+    make_folder_atomically(target, fill)
+    parameters, size = made
     return Widened(parameters, size, differs)
 
 
@@ -233,15 +194,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_llama(folder: Path) -> Any:
     """Return the configuration of a plain Llama; raise if it has biases or is quantised."""
-    from transformers import AutoConfig
-
     if not (folder / "config.json").is_file():
         raise TokenRecyclingError(f"{folder} is not a checkpoint folder: it has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(str(folder))
-    except Exception as error:  # a broken configuration may raise anything
-        line = one_line(error, 300)
-        raise TokenRecyclingError(f"cannot read {folder}: {line}") from error
+    config = _opened("read", folder, AutoConfig)
     plain = config.model_type == "llama" and "LlamaForCausalLM" in (config.architectures or [])
     extras = ("attention_bias", "mlp_bias", "quantization_config")
     if not plain or any(getattr(config, name, None) for name in extras):
@@ -251,14 +206,11 @@ def _read_llama(folder: Path) -> Any:
     return config
 
 
-def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def _opened(verb: str, folder: Path, kind: Any, **options: Any) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    except Exception as error:  # broken weights may raise anything
-        line = one_line(error, 300)
-        raise TokenRecyclingError(f"cannot load the model {folder}: {line}") from error
+        return kind.from_pretrained(str(folder), **options)
+    except Exception as error:  # broken files may raise anything
+        raise TokenRecyclingError(f"cannot {verb} {folder}: {one_line(error, 300)}") from error
 
 
 def _fit(config: Any, small: Shape, asked: Shape) -> Shape:
@@ -316,16 +268,12 @@ def _fit_heads(small: Shape, asked: Shape) -> tuple[int, int]:
         for heads in range(asked.num_attention_heads, asked.hidden_size + 1)
         if asked.hidden_size % heads == 0
         for kv in range(asked.num_key_value_heads, heads + 1)
-        if heads % kv == 0 and small.num_key_value_heads * _copies(small.group, heads // kv) <= kv
+        if heads % kv == 0
+        and small.num_key_value_heads * math.ceil(small.group / (heads // kv)) <= kv
     ]
     if not choices:
         raise TokenRecyclingError("the shape's attention heads do not fit its hidden_size")
     return min(choices, key=sum)
-
-
-def _copies(small_group: int, large_group: int) -> int:
-    """Return the number of key-value heads needed for one group of the small model."""
-    return -(-small_group // large_group)
 
 
 @dataclass(frozen=True)
@@ -406,7 +354,7 @@ class _Plan:
         key-value head.
         """
         small, large = self.small, self.large
-        copies = _copies(small.group, large.group)
+        copies = math.ceil(small.group / large.group)
         head = torch.arange(small.num_attention_heads)
         kv, rank = head // small.group, head % small.group
         queries = (kv * copies + rank // large.group) * large.group + rank % large.group
@@ -475,30 +423,20 @@ def _write_weights(folder: Path, plan: _Plan, model: Any) -> tuple[int, int]:
     return parameters, size
 
 
-def _write_remaining(folder: Path, source: Path, changes: dict[str, Any]) -> None:
-    config = _read_json(source / "config.json")
-    config.pop("torch_dtype", None)
-    _write_json(folder / "config.json", config | changes)
-    for pattern in COPIED:
-        for path in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(path, folder / path.name)
-
-
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(
+    small: Annotated[str, typer.Argument(help='folder of a plain Llama, or "bundled"')],
+    out: Annotated[Path, typer.Argument(help="folder to write; new or empty")],
+    to: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}, or a config.json")],
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
+) -> None:
     """Pad a small Llama to the shape of a larger one: the same text at the larger model's cost."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("small", help='folder of a plain Llama, or "bundled"')
-    parser.add_argument("out", type=Path, help="folder to write; new or empty")
-    parser.add_argument("--to", required=True, help=f"{', '.join(SHAPES)}, or a config.json")
-    parser.add_argument("--dtype", default="float32", help=", ".join(DTYPES))
-    asked = parser.parse_args(arguments)
-    made = widen(asked.small, asked.to, asked.out, dtype=asked.dtype)
-    print(f"wrote {asked.out}: {made.parameters:,} parameters, {made.bytes:,} bytes")
-    print(f"differences from the shape of {asked.to}: " + ("; ".join(made.differs) or "none"))
+    made = widen(small, to, out, dtype=dtype)
+    print(f"wrote {out}: {made.parameters:,} parameters, {made.bytes:,} bytes")
+    print(f"differences from the shape of {to}: " + ("; ".join(made.differs) or "none"))
 
 
 if __name__ == "__main__":

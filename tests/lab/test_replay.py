@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from record import CANDIDATES, Watch, answered
+from record import CANDIDATES, Watch, answered, write
 from replay import Answers, mat
 from token_recycling import TokenRecycling, TreeTemplate
 from token_recycling.bench import measures
@@ -71,7 +71,7 @@ def recorded(tmp_path_factory):
         for one in QUESTIONS
     ]
     path = tmp_path_factory.mktemp("replay") / "answers.pt"
-    torch.save(recordings, path)
+    write(path, recordings)
     answers = Answers(path, first)
     answers.exact = True
     return first, answers

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -16,6 +17,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from typer.testing import CliRunner
 
 from models import plain, random_prompts
 from token_recycling import BUNDLED_MODEL, TokenRecycling, TokenRecyclingError
@@ -351,19 +353,22 @@ def test_the_checkpoint_is_whole(tokenizer, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
 
 
-def test_main(tmp_path, capsys):
+def test_main(tmp_path):
     (tmp_path / "out").mkdir()  # an empty folder is as good as none
     asked = str(config_file(tmp_path, BUNDLED_SHAPES["raised kv"]))
     arguments = ["bundled", "--to", asked, str(tmp_path / "out"), "--dtype", "bfloat16"]
-    main(arguments)
+    app = typer.Typer()
+    app.command()(main)
+    written = CliRunner().invoke(app, arguments).output
     size = load(tmp_path / "out").num_parameters()
-    assert capsys.readouterr().out.splitlines() == [
+    assert written.splitlines() == [
         f"wrote {tmp_path / 'out'}: {size:,} parameters, {2 * size:,} bytes",
         f"differences from the shape of {asked}: num_attention_heads 16 instead of 14; "
         "num_key_value_heads 4 instead of 2",
     ]
-    with pytest.raises(TokenRecyclingError, match="already exists"):
-        main(arguments)
+    again = CliRunner().invoke(app, arguments).exception
+    assert isinstance(again, TokenRecyclingError)
+    assert "already exists" in str(again)
 
 
 SMALLER = {
