@@ -47,14 +47,6 @@ def overall(name: str, columns: tuple[str, ...]) -> str:
     return tables.markdown(tables.overall(load(name)).only(*columns[1:]))
 
 
-def repeating(name: str) -> str:
-    """The questions of a run that are not counted."""
-    summary = load(name)
-    names = ", ".join(name.partition("/")[2] for name in summary["repeating"])
-    count = len(summary["repeating"])
-    return f"{count} of {len(summary['questions'])} ({names})" if count else "none here"
-
-
 def kinds(name: str) -> str:
     """Kind by kind: the speedups of some decoders, and their MAT."""
     decoders, summary = ("none", "prompt-lookup", "paper", "auto"), load(name)
@@ -73,19 +65,20 @@ def settings(names: dict[str, str]) -> str:
     """Several runs: ``generate``, the loop without drafts and the default."""
     rows = []
     for name, title in names.items():
-        if (RESULTS / f"{name}.json").exists():  # some need a processor that not all machines have
-            found = load(name)["decoders"]
-            auto = next(e for n, e in found.items() if n.startswith("auto"))["overall"]
-            quartiles = "{:.2f} to {:.2f}".format(*auto["speedup_quartiles"][::2])
-            rows.append(
-                [
-                    *(title, str(auto["questions"])),
-                    f"{found['generate']['overall']['tokens_per_second']:.1f}",
-                    f"{found['none']['overall']['speedup']:.2f}x",
-                    f"{auto['speedup']:.2f}x ({quartiles})",
-                    *(f"{auto['mat']:.2f}", tables.percent(auto["identical"])),
-                ]
-            )
+        if not (RESULTS / f"{name}.json").exists():
+            continue  # some need a processor that not all machines have
+        found = load(name)["decoders"]
+        auto = next(e for n, e in found.items() if n.startswith("auto"))["overall"]
+        quartiles = "{:.2f} to {:.2f}".format(*auto["speedup_quartiles"][::2])
+        rows.append(
+            [
+                *(title, str(auto["questions"])),
+                f"{found['generate']['overall']['tokens_per_second']:.1f}",
+                f"{found['none']['overall']['speedup']:.2f}x",
+                f"{auto['speedup']:.2f}x ({quartiles})",
+                *(f"{auto['mat']:.2f}", tables.percent(auto["identical"])),
+            ]
+        )
     titles = ["", "questions", "`generate`, tokens/s", "none", "auto (quartiles)", "MAT"]
     return tables.markdown(Table([*titles, "same text"], rows))
 
@@ -95,44 +88,12 @@ def slowest(name: str, decoder: str, count: int) -> str:
     summary = load(name)
     own, plain = (summary["per_question"][one] for one in (decoder, "generate"))
     found = sorted(
-        (
-            a["tokens_per_second"] / b["tokens_per_second"],
-            question["id"],
-            question["kind"],
-            a["tokens"],
-        )
-        for question, a, b in zip(summary["questions"], own, plain)
+        (a["tokens_per_second"] / b["tokens_per_second"], one["id"], one["kind"], a["tokens"])
+        for one, a, b in zip(summary["questions"], own, plain)
     )
     rows = [[id_, kind, str(n), f"{ratio:.2f}x"] for ratio, id_, kind, n in found[:count]]
     titles = ["question", "kind", "tokens", f"speedup of {decoder}"]
     return tables.markdown(Table(titles, rows))
-
-
-def demo() -> str:
-    """What make demo printed."""
-    printed = (RESULTS / "demo.txt").read_text("utf-8")
-    return f"```text\n{printed}```\n"
-
-
-def enabled() -> str:
-    """What lab/measure_enable.py found."""
-    found = json.loads((RESULTS / "cpu-enable.json").read_text("utf-8"))
-
-    def ratio(name: str) -> str:
-        part = found[name]
-        low, middle, high = part["quartiles_per_round"]
-        return f"{part['ratio_of_medians']:.2f} ({low:.2f} / {middle:.2f} / {high:.2f})"
-
-    rounds = found["rounds"] - 1  # the first one is the warm-up
-    return (
-        f"`lab/measure_enable.py`, bundled model, {found['tokens']} tokens, {rounds} rounds of "
-        "eight prompts in turn.\nRatio of medians, and quartiles of the ratios of the rounds:\n\n"
-        "| | ratio |\n|---|---|\n"
-        "| time of `model.generate` after `enable`, to `recycler.generate` with the same matrix | "
-        f"{ratio('enable')} |\n"
-        "| time of a step in bfloat16 with the float32 LM head, to one without | "
-        f"{ratio('float32_logits')} |\n"
-    )
 
 
 def served(name: str) -> str:
@@ -153,20 +114,14 @@ def served(name: str) -> str:
 def render() -> str:
     """Return the text with all figures."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
     )
-    environment.globals.update(
-        load=load,
-        repeating=repeating,
-        command=command,
-        overall=overall,
-        kinds=kinds,
-        settings=settings,
-        slowest=slowest,
-        demo=demo,
-        enabled=enabled,
-        served=served,
-    )
+    functions = (load, command, overall, kinds, settings, slowest, served)
+    environment.globals["demo"] = (RESULTS / "demo.txt").read_text("utf-8")
+    environment.globals.update({function.__name__: function for function in functions})
     return environment.get_template("results.md.j2").render()
 
 
