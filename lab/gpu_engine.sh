@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An engine in several modes beside each other on one GPU (see gpu_vllm.py, gpu_sglang.py), in about six minutes.
+# An engine in several modes beside each other on one GPU (see gpu_engine.py), in about six minutes.
 #   lab/gpu_engine.sh ENGINE OUT PACKED SITE [SHAPE]  vllm or sglang; PACKED: a folder of gpu_model.py; SITE: one with the engine
 #   lab/gpu_engine.sh ENGINE OUT --dry-run            on a CPU, from build/ENGINE, with what its tests replace
 # SITE is for PYTHONPATH: on a machine without a network nothing can be installed.
@@ -40,7 +40,7 @@ for mode in "${modes[@]}"; do
     others=()
     for file in "${ready[@]}"; do [ "$file" = "$out/ready.$mode" ] || others+=("$file"); done
     (
-        timeout "${LIMIT:-480}" "${python[@]}" "lab/gpu_$engine.py" serve "$mode" "$checkpoint" "$prompts" "$out/$mode.json" \
+        timeout "${LIMIT:-480}" "${python[@]}" lab/gpu_engine.py serve "$engine" "$mode" "$checkpoint" "$prompts" "$out/$mode.json" \
             "$out/ready.$mode" "${others[@]}" >"$out/$mode.log" 2>&1
         echo "== $mode: exit $? after $SECONDS s"
         touch "$out/ready.$mode" # one that failed does not hold up the others
@@ -48,4 +48,4 @@ for mode in "${modes[@]}"; do
 done
 wait
 for mode in "${modes[@]}"; do tail -n 4 "$out/$mode.log"; done
-python3 lab/gpu_compare.py "$out"
+"${python[0]}" lab/gpu_engine.py compare "$out"

@@ -1,1 +1,0 @@
-"""Measurement of serving engines with and without the plug-in."""
