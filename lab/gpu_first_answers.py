@@ -15,7 +15,6 @@ those without drafts. OUT.json is written after every case.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -25,16 +24,22 @@ from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
-# Name, rows, options; those with one cache follow each other, the first with an empty one.
-CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
-    ("default", 1, {}),
-    ("default again", 1, {}),
-    ("15 nodes", 1, {"nodes": 15}),
-    ("batches of 4", 4, {}),
-    ("batches of 16", 16, {}),
-)
+import typer
+
+from script import run, save
+from token_recycling import TokenRecycling
+from token_recycling.util.machine import device_name
+
+# Rows and options; those with one cache follow each other, the first with an empty one.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (1, {}),
+    "default again": (1, {}),
+    "15 nodes": (1, {"nodes": 15}),
+    "batches of 4": (4, {}),
+    "batches of 16": (16, {}),
+}
 EMPTY = ("default", "batches of 4", "batches of 16")  # begin with an empty cache
 FIRST = 10  # answers that must not be slower than plain decoding
 NEAR = 0.95
@@ -49,11 +54,10 @@ def answers(
         begun = perf_counter()
         found = recycler.generate(prompts[first : first + rows], max_new_tokens=tokens)
         seconds = perf_counter() - begun
-        emitted = sum(len(one.token_ids) for one in found)
         figures.append(
             {
                 "begun": begun,
-                "tokens_per_second": emitted / seconds,
+                "tokens_per_second": sum(len(one.token_ids) for one in found) / seconds,
                 "steps": max(one.stats.steps for one in found),
                 "mat": sum(one.stats.mat for one in found) / rows,
             }
@@ -62,31 +66,26 @@ def answers(
     return figures, texts
 
 
-def child(arguments: argparse.Namespace) -> None:
+def child(case: str, checkpoint: str | None, prompts: list[list[int]], tokens: int) -> None:
     """Measure one case; print it as JSON."""
-    import torch
-
-    from token_recycling import TokenRecycling
-
-    _, rows, options = next(case for case in CASES if case[0] == arguments.case)
-    prompts = json.loads(arguments.prompts.read_text())[: arguments.answers * rows]
-    graph = {"graph": True} if arguments.dry_run else {}
+    rows, options = CASES[case]
+    graph = {} if checkpoint else {"graph": True}
     begun = perf_counter()
-    recycler = TokenRecycling.from_pretrained(arguments.checkpoint, **graph, **options)
+    recycler = TokenRecycling.from_pretrained(checkpoint, **graph, **options)
     loaded = perf_counter()
     if rows > 1:
         recycler.warm([rows])
     warmed = perf_counter()
-    figures, texts = answers(recycler, prompts, rows, arguments.new_tokens)
+    figures, texts = answers(recycler, prompts, rows, tokens)
     for one in figures:
         one["begun"] -= loaded
     plain = TokenRecycling(recycler.model, recycler.tokenizer, drafter="none", **graph)
     plain.warm([rows])
-    answers(plain, prompts[:rows], rows, arguments.new_tokens)
-    expected, right = answers(plain, prompts, rows, arguments.new_tokens)
+    answers(plain, prompts[:rows], rows, tokens)
+    expected, right = answers(plain, prompts, rows, tokens)
     found = {
-        "case": arguments.case,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "case": case,
+        "device": device_name(recycler.target.device),
         "loading_seconds": loaded - begun,
         "warm_seconds": warmed - loaded,
         "batch_invariant": recycler.batch_invariant,
@@ -112,52 +111,47 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main(
+    out: Path,
+    checkpoint: Annotated[str | None, typer.Argument()] = None,
+    prompts: Annotated[Path | None, typer.Argument()] = None,
+    count: Annotated[int, typer.Option("--answers")] = 14,
+    new_tokens: int = 96,
+    dry_run: bool = False,
+    case: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
     """Run all cases, or one as a child."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("checkpoint", nargs="?")
-    parser.add_argument("prompts", nargs="?", type=Path)
-    parser.add_argument("--answers", type=int, default=14)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if not (arguments.dry_run or (arguments.prompts and arguments.prompts.is_file())):
-        parser.error("give a checkpoint and the file of its prompts, or --dry-run")
-    if arguments.dry_run and arguments.prompts is None:
-        arguments.answers, arguments.new_tokens = 2, 8
-        arguments.prompts = Path(mkdtemp()) / "prompts.json"
+    if dry_run:
+        count, new_tokens = 2, 8
         asked = [[1, 5 + n % 50, 7, 9 + n % 7, 30, 11 + n % 11] for n in range(64)]
-        arguments.prompts.write_text(json.dumps(asked))
-    if arguments.case:
-        child(arguments)
+    elif prompts is None or not prompts.is_file():
+        raise typer.BadParameter("give a checkpoint and the file of its prompts, or --dry-run")
+    else:
+        asked = json.loads(prompts.read_text())
+    if case:
+        child(case, checkpoint, asked[: count * CASES[case][0]], new_tokens)
     print(f"{'case':14} {'loading':>7} {'warm':>5} {'plain':>7} {'first':>6} {'worst':>6} ", end="")
     print(f"{'slow':>4} {'full':>6} same texts", flush=True)
-    results, failed = [], 0
-    cache = Path(mkdtemp())
-    for name, _, _ in CASES:
+    results: list[Any] = []
+    cache = mkdtemp()
+    for name in CASES:
         if name in EMPTY:
             shutil.rmtree(cache)
-            cache = Path(mkdtemp())
-        command = [sys.executable, __file__, str(arguments.out)]
-        command += [arguments.checkpoint] if arguments.checkpoint else []
-        if arguments.checkpoint:
-            command.append(str(arguments.prompts))
-        command += ["--case", name, "--answers", str(arguments.answers)]
-        command += ["--new-tokens", str(arguments.new_tokens)]
-        command += ["--dry-run"] if arguments.dry_run else []
-        environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
-        process = subprocess.run(command, capture_output=True, text=True, env=environment)
+            cache = mkdtemp()
+        process = subprocess.run(
+            [sys.executable, *sys.argv, "--case", name],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"TRITON_CACHE_DIR": cache},
+        )
         if process.returncode:
-            failed += 1
             print(f"{name}: {process.stderr.strip().splitlines()[-1:]}", flush=True)
             continue
         results.append(json.loads(process.stdout.splitlines()[-1]))
-        arguments.out.write_text(json.dumps(results, indent=1))
+        save(out, results)
         print(line(results[-1]), flush=True)
-    return failed
+    raise typer.Exit(len(CASES) - len(results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -10,7 +10,6 @@ small model at the cost of a large one.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from script import json_lines, run
 from token_recycling.decoding.text import as_conversation, encode
 from widen import SHAPES, Shape, _fit, _Plan
 
@@ -78,7 +78,7 @@ def pack(checkpoint: Path, questions: Path, out: Path, kinds: int = 12) -> int:
             file.write(data)
         entries.append({"name": name, "shape": list(weight.shape), "bytes": len(data)})
         done += weight.numel() * _bits(name)
-    lines = [json.loads(line) for line in questions.read_text("utf-8").splitlines()]
+    lines = json_lines(questions)
     first = {line["kind"]: line for line in reversed(lines)}
     chosen = sorted(first.values(), key=lambda line: lines.index(line))[:kinds]
     prompts = [encode(tokenizer, as_conversation(tokenizer, [q["prompt"]], False)) for q in chosen]
@@ -150,14 +150,13 @@ def save_widened(packed: str, shape: str) -> None:
     model, prompts = build(Path(packed), shape, "bfloat16", torch.device("cuda"))
     model.config.eos_token_id, model.config.bos_token_id = 2, 1
     model.save_pretrained("/dev/shm/wide", max_shard_size="4GB")
-    tokens = [one if isinstance(one, list) else one["tokens"] for one in prompts]
-    Path("/dev/shm/prompts.json").write_text(json.dumps(tokens))
+    Path("/dev/shm/prompts.json").write_text(json.dumps([one["tokens"] for one in prompts]))
+
+
+def main(checkpoint: Path, questions: Path, out: Path) -> None:
+    """Pack a model."""
+    print(f"{pack(checkpoint, questions, out):,} bytes")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("questions", type=Path)
-    parser.add_argument("out", type=Path)
-    given = parser.parse_args()
-    print(f"{pack(given.checkpoint, given.questions, given.out):,} bytes")
+    run(main)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from skinny_kernels.modes import ordinary_tensors
-from skinny_kernels.shadow import shadow_of
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.adaptive import AdaptiveDrafter
@@ -59,11 +58,7 @@ def bandwidth(device: torch.device, size: int) -> float:
 
 
 class Steps:
-    """A model whose steps are captured.
-
-    Attributes:
-        fuses: whether norms, MLPs and rotary embeddings are computed by kernels of ours.
-    """
+    """A model whose steps are captured."""
 
     def __init__(self, model: Any, *, dry: bool) -> None:
         """Measure the memory; ``dry``: few and small steps."""
@@ -73,30 +68,24 @@ class Steps:
         self.nodes = (1, 4) if dry else NODES
         self.repeats = 3 if dry else REPEATS
         self.learnt: AdjacencyMatrix | None = None
-        self.fuses = True
 
     def captured(self, nodes: int, context: int) -> CapturedStep:
         """Capture a step of ``nodes`` tokens behind ``context`` random ones; drafts are random."""
-        recycler = TokenRecycling(self.model, None, drafter="none", graph=False)
-        target, vocab = recycler.target, recycler.target.vocab_size
+        target = TokenRecycling(self.model, None, drafter="none", graph=False).target
+        vocab = target.vocab_size
         if self.learnt is None:
             generator = torch.Generator().manual_seed(1)
             self.learnt = AdjacencyMatrix(vocab, 12)
             ids = torch.randint(vocab, (vocab, self.learnt.k), generator=generator)
             self.learnt.update(torch.arange(vocab), ids)
         drafter: Any = AdaptiveDrafter(self.learnt.clone(), nodes - 1) if nodes > 1 else NoDrafter()
-        if not self.fuses:
-            target.shadow = shadow_of(target.model)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(vocab, (context + 1,), generator=generator).tolist()
         target.prefill([tokens[:context]])
-        slots = slots_for(context, nodes)
         kernels = has_device_kernels(self.device)
-        step = GraphStep(
-            target,
-            drafter,
-            StepSpec(1, slots, nodes, kernels=kernels, drafts="device" if kernels else "host"),
-        )
+        drafts = "device" if kernels else "host"
+        spec = StepSpec(1, slots_for(context, nodes), nodes, kernels=kernels, drafts=drafts)
+        step = GraphStep(target, drafter, spec)
         runner = CapturedStep(step)
         with ordinary_tensors():
             step.begin([Sequence(tokens)], [])
@@ -104,15 +93,8 @@ class Steps:
             runner.launch(IDLE)()
         return runner
 
-    def step_seconds(self, runner: CapturedStep) -> float:
-        """Median seconds of a step; a row that has ended costs what others do."""
-        return seconds_of(lambda: runner.launch(IDLE), self.device, self.repeats)
-
     def costs(self) -> Any:
-        """Captured steps, and what they must at least read."""
-        return self._costs([(context, n) for context in self.contexts for n in self.nodes])
-
-    def _costs(self, shapes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        """Captured steps, and what they must at least read; a row that ended costs as others."""
         weights = sum(w.nbytes for w in self.model.parameters())
         embedding = self.model.get_input_embeddings().weight
         config = self.model.config
@@ -121,80 +103,69 @@ class Steps:
         heads = config.num_key_value_heads * config.head_dim
         entry = 2 * config.num_hidden_layers * heads * embedding.element_size()
         rows = []
-        for context, nodes in shapes:
-            seconds = self.step_seconds(self.captured(nodes, context))
+        for context in self.contexts:
             floor = (weights + context * entry) / self.speed
-            rows.append({"context": context, "nodes": nodes, "seconds": seconds, "floor": floor})
-            print(rows[-1], flush=True)
+            for nodes in self.nodes:
+                runner = self.captured(nodes, context)
+                seconds = seconds_of(lambda own=runner: own.launch(IDLE), self.device, self.repeats)
+                row = {"context": context, "nodes": nodes, "seconds": seconds, "floor": floor}
+                rows.append(row)
+                print(row, flush=True)
         return rows
-
-    def unfused(self) -> Any:
-        """Captured steps without kernels for norms, MLPs and rotary embeddings."""
-        self.fuses = False
-        try:
-            return self._costs([(self.contexts[0], n) for n in self.nodes])
-        finally:
-            self.fuses = True
 
     def linear(self) -> Any:
         """Matrix products alone, from memory, by tokens; rows compared with those of 16 tokens."""
         layers = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear)]
-        rows = []
+        some, rows = layers[:8] + layers[-1:], []
+        inputs = {
+            size: torch.randn(128, size, generator=torch.Generator().manual_seed(size)).to(
+                self.device, layers[0].weight.dtype
+            )
+            for size in {layer.in_features for layer in layers}
+        }
         for tokens in (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128):
-            inputs = {
-                size: torch.randn(
-                    128, size, generator=torch.Generator().manual_seed(size), dtype=torch.float32
-                ).to(self.device, layers[0].weight.dtype)
-                for size in {layer.in_features for layer in layers}
-            }
 
-            def run(inputs: Any = inputs, tokens: int = tokens) -> None:
+            def run(tokens: int = tokens) -> None:
                 for layer in layers:
                     layer(inputs[layer.in_features][:tokens])
 
             with torch.no_grad():
+                run()
+                replay, repeats = run, 1
                 if self.device.type == "cuda":
-                    run()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
                         run()
-                    seconds = seconds_of(graph.replay, self.device, 5)
-                else:
-                    seconds = seconds_of(run, self.device, 1)
-                same, moved = 0, 0
-                some = layers[:8] + layers[-1:]
+                    replay, repeats = graph.replay, 5
+                seconds = seconds_of(replay, self.device, repeats)
+                same, moved, shared = 0, 0, min(16, tokens)
                 for layer in some:
                     given = inputs[layer.in_features]
-                    right, own = layer(given[:16]), layer(given[:tokens])
-                    shared = min(16, tokens)
-                    same += torch.equal(right[:shared], own[:shared])
-                    rolled = layer(given[:tokens].roll(1, 0)).roll(-1, 0)
-                    moved += torch.equal(rolled, own)
-            rows.append({"tokens": tokens, "seconds": seconds, "layers compared": len(some)})
-            rows[-1] |= {"bits of 16 tokens": same, "bits wherever a token stands": moved}
+                    own = layer(given[:tokens])
+                    same += torch.equal(layer(given[:16])[:shared], own[:shared])
+                    moved += torch.equal(layer(given[:tokens].roll(1, 0)).roll(-1, 0), own)
+            row = {"tokens": tokens, "seconds": seconds, "layers compared": len(some)}
+            rows.append(row | {"bits of 16 tokens": same, "bits wherever a token stands": moved})
             print(rows[-1], flush=True)
         return rows
 
     def profile(self) -> Any:
-        """The longest kernels of captured steps."""
+        """The longest kernels of captured steps: microseconds and launches of a step."""
         found: dict[str, Any] = {}
         total = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-
-        def longest(run: Callable[[], Any], times: int) -> dict[str, Any]:
-            with torch.profiler.profile() as profile:
-                for _ in range(times):
-                    run()
-                synchronize(self.device)
-            events = sorted(profile.key_averages(), key=lambda event: -getattr(event, total))
-            microseconds = {
-                e.key[:90]: [round(getattr(e, total) / times, 1), e.count / times]
-                for e in events[:30]
-            }
-            whole = sum(getattr(e, total) for e in events) / times
-            return {"all": [round(whole, 1), sum(e.count for e in events) / times]} | microseconds
-
+        times = 5
         for nodes in self.nodes[:2]:
             runner = self.captured(nodes, self.contexts[0])
-            found[f"graph, {nodes}"] = longest(lambda own=runner: own.launch(IDLE)(), 5)
+            with torch.profiler.profile() as profile:
+                for _ in range(times):
+                    runner.launch(IDLE)()
+                synchronize(self.device)
+            events = [(getattr(e, total), e.count, e.key[:90]) for e in profile.key_averages()]
+            longest = sorted(events, reverse=True)[:30]
+            whole = (sum(e[0] for e in events), sum(e[1] for e in events), "all")
+            found[f"graph, {nodes}"] = {
+                name: [round(taken / times, 1), count / times]
+                for taken, count, name in [whole, *longest]
+            }
         found["attention kernels"] = {repr(key): own for key, own in gpu_attention._settled.items()}
         return found
