@@ -30,7 +30,7 @@ real() {
     [ -e "build/bench/$name/tables.md" ] && [ ! -e "build/bench/$name/state.safetensors" ] ||
         token-recycling bench -m "$MODEL" --suite "$QUESTIONS" "$@" --threads "$THREADS" \
             --out "build/bench/$name"
-    cp "build/bench/$name/summary.json" "lab/results/$name.json"
+    python -m json.tool --compact "build/bench/$name/summary.json" "lab/results/$name.json"
 }
 
 # What a new user has: costs are measured at load; nothing is there before.
