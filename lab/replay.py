@@ -126,7 +126,7 @@ class Answers:
         """Decode one answer with drafts of ``n`` nodes below the root; None: with whole drafts."""
         k, answer = drafter.k, one.answer
         result = Result(one.name, one.kind)
-        rows = drafter.new_rows(1)
+        rows = drafter.new_state(1)
         drafter.load(rows, [one.prompt])
         self.learn_prompt(drafter, one)
         done = 1  # tokens of the answer; the first comes from the prefill

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.base import Drafter, DrafterState
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 
 VOCABULARY = 12
@@ -72,7 +72,7 @@ class ToyTarget:
 
 
 @dataclass
-class Lengths(Rows):
+class Lengths(DrafterState):
     """Prompt length of each row, int64 [B]."""
 
     prompts: torch.Tensor
@@ -88,19 +88,19 @@ class ScriptedDrafter(Drafter[Lengths]):
         self.target, self.depth, self.right = target, depth, right
         self.shape = TreeShape(TreeTemplate.chain(depth), "cpu")
 
-    def new_rows(self, batch, capacity=None):
+    def new_state(self, batch, capacity=None):
         return Lengths(torch.zeros(batch, dtype=torch.long))
 
-    def load(self, rows, texts):
-        rows.prompts = torch.tensor([len(text) for text in texts])
+    def load(self, state, texts):
+        state.prompts = torch.tensor([len(text) for text in texts])
 
-    def propose(self, rows, roots, size=None):
+    def propose(self, state, roots, size=None):
         chains = []
         for row, root in enumerate(roots.tolist()):
             context, chain = [*self.target.rows[row], root], [root]
             for _ in range(self.depth):
                 token = int(self.target.logits(context).argmax())
-                if not self.right(len(context) - int(rows.prompts[row])):
+                if not self.right(len(context) - int(state.prompts[row])):
                     token = (token + 1) % VOCABULARY
                 context.append(token)
                 chain.append(token)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from token_recycling.checkpoint.load import BUNDLED_MODEL, load_checkpoint
     from token_recycling.decoding.answers import Chunk, Generation
     from token_recycling.decoding.metrics import Stats, Step
-    from token_recycling.drafting.base import Drafter, Rows
+    from token_recycling.drafting.base import Drafter, DrafterState
     from token_recycling.drafting.draft import DraftTree
     from token_recycling.drafting.matrix import AdjacencyMatrix
     from token_recycling.drafting.templates import TreeTemplate
@@ -36,7 +36,7 @@ _LAZY = {
     "Drafter": "drafting.base",
     "Generation": "decoding.answers",
     "Options": "options",
-    "Rows": "drafting.base",
+    "DrafterState": "drafting.base",
     "Stats": "decoding.metrics",
     "Step": "decoding.metrics",
     "TokenRecycling": "recycler",
@@ -53,10 +53,10 @@ __all__ = [
     "Chunk",
     "DraftTree",
     "Drafter",
+    "DrafterState",
     "Generation",
     "Options",
     "PlainDecodingWarning",
-    "Rows",
     "Stats",
     "Step",
     "TokenRecycling",

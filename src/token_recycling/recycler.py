@@ -35,7 +35,7 @@ from token_recycling.hf.call import Call, CallOptions, GenerateArguments, prepar
 from token_recycling.hf.request import DecodingMethod, Request
 from token_recycling.hf.serve import patch_generate, serve, warn_plain
 from token_recycling.model.base import OnProgress
-from token_recycling.model.probe import check_unchanged, open_target, refusal
+from token_recycling.model.probe import check_unchanged, open_target, probe_changes
 from token_recycling.model.target import TreeTarget
 from token_recycling.model.unwrap import model_inside
 from token_recycling.options import OptionArguments, Options
@@ -168,12 +168,13 @@ class TokenRecycling(DecodingMethod):
         self.__dict__.update(state)
         patch_generate(self.model, self)
 
-    def refusal(self) -> str | None:
-        """Return why the model cannot verify trees as it is now, or None.
+    def check_model(self) -> str | None:
+        """Adopt what has changed in the model since the last answer (see ``probe.probe_changes``).
 
-        Looks at whatever may have changed since the last answer (see ``probe.refusal``).
+        Returns:
+            Why the model cannot verify trees as it is now, or None.
         """
-        return refusal(self.target) if isinstance(self.target, TreeTarget) else None
+        return probe_changes(self.target) if isinstance(self.target, TreeTarget) else None
 
     @property
     def drafter(self) -> AnyDrafter:
@@ -259,7 +260,7 @@ class TokenRecycling(DecodingMethod):
         """
         begun = perf_counter()
         with self._locked(), ordinary_tensors():
-            if self.refusal() is None and self.session.warm(rows, sizes, seconds):
+            if self.check_model() is None and self.session.warm(rows, sizes, seconds):
                 logger.info("kernels and steps prepared in %.1f s", perf_counter() - begun)
 
     def reset(self) -> None:
@@ -292,7 +293,7 @@ class TokenRecycling(DecodingMethod):
                 answer is in progress and the option ``queue`` is False.
         """
         with self._locked(), ordinary_tensors():
-            if reason := self.refusal():
+            if reason := self.check_model():
                 raise TokenRecyclingError(f"the model cannot verify trees: {reason}")
             return teach(
                 self.drafter,
@@ -401,7 +402,7 @@ class TokenRecycling(DecodingMethod):
 
     def _steps(self, call: Call) -> Steps:
         """Decode a call; then record what the target has read of a single row."""
-        reason = self.refusal()
+        reason = self.check_model()
         if reason is not None:
             warn_plain(self, reason)
         run, first, plain = self.session.latest + 1, call.sequences[0], reason is not None

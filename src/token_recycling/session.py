@@ -143,8 +143,8 @@ class Session:
     ) -> Steps:
         """Decode rows with the given acceptor (see ``Decoding``) and update the statistics.
 
-        No step is computed before the generator is advanced. ``TokenRecycling.refusal`` must have
-        been asked.
+        No step is computed before the generator is advanced. ``TokenRecycling.check_model`` must
+        have been called.
 
         Args:
             sequences: the rows; for a single row, ``cached`` says how many prompt tokens the

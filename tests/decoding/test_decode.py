@@ -148,7 +148,7 @@ def test_rows_that_end_early_teach_nothing_and_disturb_nobody():
 def test_prompt_lookup_proposes_what_followed_the_longest_and_latest_match():
     drafter = PromptLookupDrafter(length=4, max_ngram=3)
     #                    0  1  2  3  4  5  6  7  8  9 10
-    rows = drafter.new_rows(2)
+    rows = drafter.new_state(2)
     drafter.load(rows, [[5, 1, 2, 3, 9, 9, 2, 3, 7, 1, 2], [8, 8, 1, 2, 3, 4, 5, 6, 7, 9, 0]])
     draft = drafter.propose(rows, torch.tensor([3, 1]))
     # row 0 ends in 1 2 3: followed by 9 9 2 3; row 1 ends in 1 (seen once): 2 3 4 5
@@ -158,7 +158,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_and_latest_match():
 
 def test_prompt_lookup_does_not_look_beyond_the_context():
     drafter = PromptLookupDrafter(length=4, max_ngram=3)
-    rows = drafter.new_rows(2)
+    rows = drafter.new_state(2)
     drafter.load(rows, [[7, 7], [1, 2]])
     draft = drafter.propose(rows, torch.tensor([7, 3]))
     # 7 7 7: the 7 before the last is followed by one 7, the end; 1 2 3 never came before

@@ -29,7 +29,7 @@ PARTS = ("tokens", "parents", "depths", "ancestors", "valid", "scores")
 
 
 def proposed(drafter, texts, roots):
-    rows = drafter.new_rows(len(texts))
+    rows = drafter.new_state(len(texts))
     drafter.load(rows, texts)
     return drafter.propose(rows, torch.tensor(roots))
 
@@ -38,7 +38,7 @@ def learn(drafter, seed, steps=30):
     """Let ``drafter`` learn random rows, counts and weights."""
     rng = torch.Generator().manual_seed(seed)
     vocab_size = drafter.matrix.vocab_size
-    rows = drafter.new_rows(1)
+    rows = drafter.new_state(1)
     drafter.load(rows, [[1, 2, 1]])
     root = 2
     for _ in range(steps):
@@ -63,7 +63,7 @@ def filled(seed, pairs=31, triples=61):
 
 def emit(drafter, text, root, emitted, logits=None):
     """One step: draft below ``root`` of ``text``, and learn the logits of every node."""
-    rows = drafter.new_rows(1)
+    rows = drafter.new_state(1)
     drafter.load(rows, [text])
     draft = drafter.propose(rows, torch.tensor([root]), 1 if logits is None else None)
     if logits is None:
@@ -76,7 +76,7 @@ def emit(drafter, text, root, emitted, logits=None):
 
 def sources_of(drafter, text, root):
     """Source of every token below the root, which comes first in its list on equal tokens."""
-    rows = drafter.new_rows(1)
+    rows = drafter.new_state(1)
     drafter.load(rows, [text])
     draft = drafter.propose(rows, torch.tensor([root]))
     below = draft.valid[0] & (draft.depths[0] == 1)
@@ -159,7 +159,7 @@ def test_a_draft_is_what_draft_tree_says(seed, nodes, text):
 def test_fewer_nodes_are_the_first_of_more(seed, nodes, text):
     """Whether the size is limited before or after the growth."""
     drafter = AdaptiveDrafter(filled(seed % 7), 40)
-    rows = drafter.new_rows(1)
+    rows = drafter.new_state(1)
     drafter.load(rows, [text])
     few = drafter.propose(rows, torch.tensor([3]), nodes)
     many = proposed(drafter, [text], [3]).first(nodes)
@@ -272,7 +272,7 @@ def test_a_step_without_a_draft_joins_the_context(bundled):
     """A step without a draft, then one with: the chain knows the tokens between."""
     text = [5, 6, 7, 8, 9, 5, 6]
     drafter = AdaptiveDrafter(AdjacencyMatrix(100, 8), 10)
-    rows = drafter.new_rows(1)
+    rows = drafter.new_state(1)
     drafter.load(rows, [text])
     draft = drafter.propose(rows, torch.tensor([7]), 1)
     assert draft.tokens.tolist() == [[7]]

@@ -78,7 +78,7 @@ class Both:
         )
         self.nodes, self.capacity = nodes, capacity
         self.texts = [self.tokens(self.rng.integers(1, 9)) for _ in range(batch)]
-        self.rows = self.host.new_rows(batch, capacity)
+        self.rows = self.host.new_state(batch, capacity)
         self.host.load(self.rows, self.texts)
         self.device = on_device(self.host, batch, capacity, nodes)
 
@@ -269,7 +269,7 @@ def test_nodes_of_equal_scores(k):
     matrix.update(tokens, candidates, torch.full((V, k), 1 / k))
     host = AdjacencyMatrix.clone(matrix)
     drafter = AdaptiveDrafter(host, 40)
-    rows = drafter.new_rows(2, 50)
+    rows = drafter.new_state(2, 50)
     texts = [[1, 2, 3], [4]]
     drafter.load(rows, texts)
     drafting = on_device(AdaptiveDrafter(matrix, 40), 2, 50, 41)

@@ -29,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 def example(tmp_path_factory):
     """The class in the document."""
     page = (ROOT / "docs/research.md").read_text("utf-8")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "Rows" in block]
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "DrafterState" in block
+    ]
     folder = tmp_path_factory.mktemp("example")
     (folder / "my_drafters.py").write_text(code, "utf-8")
     with pytest.MonkeyPatch.context() as patch:

@@ -55,7 +55,7 @@ class Both:
         depth = self.drafter.max_depth
         self.plain = PlainDrafter(V, k, slots, old_weight, learning_rate, chain, depth)
         self.text = self.rng.integers(0, 3, 5).tolist()
-        self.rows = self.drafter.new_rows(1)
+        self.rows = self.drafter.new_state(1)
         self.drafter.load(self.rows, [self.text])
 
     def step(self, root, emitted, drafts=True):
@@ -226,7 +226,7 @@ def test_rows_of_different_lengths_are_drafted_as_if_alone():
     texts, roots = [[1, 2, 0, 1, 2], [5], [3, 3, 3]], [0, 6, 3]
 
     def proposed(texts, roots):
-        rows = both.drafter.new_rows(len(texts))
+        rows = both.drafter.new_state(len(texts))
         both.drafter.load(rows, texts)
         return both.drafter.propose(rows, torch.tensor(roots))
 
@@ -288,7 +288,7 @@ def test_rows_with_a_candidate_twice_change_no_other_memory():
     tables = both.drafter._tables()
     gathered = tree.new_gathered(matrix.k)
     both.rows.root_rows.candidates.fill_(1)
-    roots = both.rows.state().roots
+    roots = both.rows.arrays().roots
     count, _, _ = tree.gather(0, 0, 1, 1, 3, 0, 0, roots, tables, gathered)
     assert 0 < count <= len(gathered.candidates)
     assert gathered.features[:count, -1].min() >= 0

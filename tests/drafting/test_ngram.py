@@ -62,14 +62,14 @@ def check(drafter, rows, texts, roots):
 @given(texts_of_rows, st.integers(1, 6), st.integers(1, 5))
 def test_the_longest_and_latest_match(texts, window, length):
     drafter = PromptLookupDrafter(length=length, max_ngram=window)
-    rows = drafter.new_rows(len(texts))
+    rows = drafter.new_state(len(texts))
     drafter.load(rows, [text[:-1] for text in texts])
     check(drafter, rows, [text[:-1] for text in texts], [text[-1] for text in texts])
 
 
 def test_of_two_matches_the_later_one_is_copied():
     drafter = PromptLookupDrafter(length=2, max_ngram=2)
-    rows = drafter.new_rows(1)
+    rows = drafter.new_state(1)
     drafter.load(rows, [[1, 2, 5, 6, 1, 2, 7, 8, 1]])
     draft = drafter.propose(rows, torch.tensor([2]))
     assert draft.tokens.tolist() == [[2, 7, 8]]
@@ -89,7 +89,7 @@ def test_rows_grow(capacity, steps):
     """Roots and accepted tokens, in rows of different lengths; the second row may end."""
     drafter = PromptLookupDrafter(length=3, max_ngram=4)
     texts = [[0, 1], [1]]
-    rows = drafter.new_rows(2, capacity)
+    rows = drafter.new_state(2, capacity)
     drafter.load(rows, texts)
     roots = [2, 0]
     for pieces in steps:
@@ -138,7 +138,7 @@ def test_with_a_capacity_the_buffer_stays():
 
 def test_a_text_without_a_repetition_matches_nothing():
     drafter = PromptLookupDrafter()
-    rows = drafter.new_rows(2)
+    rows = drafter.new_state(2)
     drafter.load(rows, [[], [1, 2]])
     draft = drafter.propose(rows, torch.tensor([3, 4]))
     assert draft.valid.sum(dim=1).tolist() == [1, 1]

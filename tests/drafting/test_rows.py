@@ -7,18 +7,18 @@ import torch
 
 from token_recycling import AdjacencyMatrix
 from token_recycling.drafting.adaptive import AdaptiveDrafter
-from token_recycling.drafting.base import Rows
+from token_recycling.drafting.base import DrafterState
 from token_recycling.drafting.ngram import Chains, Context
 from token_recycling.util.tokens import NO_TOKEN
 
 
 @dataclass
-class Inner(Rows):
+class Inner(DrafterState):
     counts: torch.Tensor
 
 
 @dataclass
-class Outer(Rows):
+class Outer(DrafterState):
     tokens: torch.Tensor
     flags: torch.Tensor
     inner: Inner | None
@@ -147,13 +147,13 @@ def test_adaptive_rows_go_through_write_and_select():
     """Two texts, drafted for in rows of their own and in slots of a larger batch."""
     drafter = AdaptiveDrafter(AdjacencyMatrix(50, 4), 12)
     texts, roots = [[5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 4, 9]], torch.tensor([7, 3])
-    rows = drafter.new_rows(2, 64)
+    rows = drafter.new_state(2, 64)
     drafter.load(rows, texts)
     alone = drafter.propose(rows, roots)
     assert alone.valid[:, 1:].any(dim=1).all()  # a chain each
 
-    slots, batch = torch.tensor([3, 1]), drafter.new_rows(5, 64)
-    fresh = drafter.new_rows(2, 64)
+    slots, batch = torch.tensor([3, 1]), drafter.new_state(5, 64)
+    fresh = drafter.new_state(2, 64)
     drafter.load(fresh, texts)
     assert fresh.chains.counts.tolist() == [-1, -1]  # nothing was searched for
     batch.write(slots, fresh)

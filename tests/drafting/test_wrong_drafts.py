@@ -10,7 +10,7 @@ import torch
 import wrong_drafts
 
 from few import first_of
-from token_recycling.drafting.base import Rows
+from token_recycling.drafting.base import DrafterState
 from token_recycling.drafting.checked import CheckedDrafter
 
 SCRIPT = Path(__file__).with_name("wrong_drafts.py")
@@ -58,5 +58,5 @@ def test_the_drafter_cannot_change_the_roots():
     roots = torch.tensor([3])
     checked = CheckedDrafter(wrong_drafts.Wrong("the roots are written to"), 96)
     with pytest.raises(ValueError, match="root"):
-        checked.propose(Rows(), roots)
+        checked.propose(DrafterState(), roots)
     assert roots.tolist() == [3]

@@ -22,7 +22,7 @@ from models import plain, random_prompts  # noqa: E402
 from serving import running  # noqa: E402
 from token_recycling import TokenRecycling  # noqa: E402
 from token_recycling.drafting.adaptive import AdaptiveDrafter  # noqa: E402
-from token_recycling.drafting.base import Drafter, Rows  # noqa: E402
+from token_recycling.drafting.base import Drafter, DrafterState  # noqa: E402
 from token_recycling.drafting.draft import DraftTree, chains  # noqa: E402
 from token_recycling.drafting.matrix import AdjacencyMatrix  # noqa: E402
 from token_recycling.errors import TokenRecyclingError  # noqa: E402
@@ -141,36 +141,36 @@ class Wrong(Drafter):
     def __init__(self, kind):
         self.kind = kind
 
-    def propose(self, rows, roots, size=None):
+    def propose(self, state, roots, size=None):
         return KINDS[self.kind](roots, size)
 
 
 class Without(Wrong):
     """Takes no ``size``."""
 
-    def propose(self, rows, roots):
+    def propose(self, state, roots):
         return good(roots)
 
 
 class Fails(Wrong):
     """One of its other methods raises."""
 
-    def propose(self, rows, roots, size=None):
+    def propose(self, state, roots, size=None):
         if self.kind == "name":
             raise RuntimeError("never called")
         return good(roots)
 
-    def new_rows(self, batch, capacity=None):
-        return {"new_rows": [][0] if self.kind == "new_rows" else Rows()}.get("new_rows")
+    def new_state(self, batch, capacity=None):
+        return {"new_state": [][0] if self.kind == "new_state" else DrafterState()}.get("new_state")
 
-    def load(self, rows, texts):
+    def load(self, state, texts):
         if self.kind == "load":
             raise KeyError(3)
 
     def prompt_mask(self, tokens):
         return torch.ones(1, 2) if self.kind == "prompt_mask" else None
 
-    def observe(self, rows, draft, candidates, accepted):
+    def observe(self, state, draft, candidates, accepted):
         if self.kind == "observe":
             raise ValueError("two\nlines")
 
@@ -178,14 +178,14 @@ class Fails(Wrong):
 class Child(AdaptiveDrafter):
     """Derived from one of ours, which are not checked."""
 
-    def propose(self, rows, roots, size=None):
-        draft = super().propose(rows, roots, size)
+    def propose(self, state, roots, size=None):
+        draft = super().propose(state, roots, size)
         return replace(draft, ancestors=torch.ones_like(draft.ancestors))
 
 
 DRAFTERS = {kind: lambda kind=kind: Wrong(kind) for kind in KINDS}
 DRAFTERS |= {f"{what} raises": lambda what=what: Fails(what)
-             for what in ("new_rows", "load", "prompt_mask", "observe")}  # fmt: skip
+             for what in ("new_state", "load", "prompt_mask", "observe")}  # fmt: skip
 DRAFTERS["no size"] = lambda: Without("good")
 DRAFTERS["derived from ours"] = lambda: Child(AdjacencyMatrix(VOCABULARY, 8), 6)
 

@@ -15,7 +15,7 @@ from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence, at_most
 from token_recycling.drafting.adaptive import AdaptiveDrafter
-from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.base import Drafter, DrafterState
 from token_recycling.drafting.draft import chains
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.auto import COOLDOWN, GRAPH_SIZES, PATIENCE, AutoSize
@@ -165,7 +165,7 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
 
 
 @dataclass
-class Read(Rows):
+class Read(DrafterState):
     """Tokens of each row so far, without the next root: int64 [B]."""
 
     counts: torch.Tensor
@@ -180,19 +180,19 @@ class Prophet(Drafter[Read]):
         longest = max(map(len, texts))
         self.texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
 
-    def new_rows(self, batch, capacity=None):
+    def new_state(self, batch, capacity=None):
         return Read(torch.zeros(batch, dtype=torch.long))
 
-    def load(self, rows, texts):
-        rows.counts.copy_(torch.tensor([len(text) for text in texts]))
+    def load(self, state, texts):
+        state.counts.copy_(torch.tensor([len(text) for text in texts]))
 
-    def propose(self, rows, roots, size=None):
-        places = (rows.counts[:, None] + torch.arange(1, 9)).clamp(max=self.texts.shape[1] - 1)
+    def propose(self, state, roots, size=None):
+        places = (state.counts[:, None] + torch.arange(1, 9)).clamp(max=self.texts.shape[1] - 1)
         draft = chains(torch.cat([roots[:, None], self.texts.gather(1, places)], dim=1))
         return draft.first(size)
 
-    def observe(self, rows, draft, candidates, accepted):
-        rows.counts.add_(accepted.counts)
+    def observe(self, state, draft, candidates, accepted):
+        state.counts.add_(accepted.counts)
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_requests_come_and_go(name, chain):
 def alone(steps, drafter, prompt):
     """Drafts of one request in the ordinary way, with a context of fixed size."""
     text, found = list(prompt), []
-    rows = drafter.new_rows(1, 256)
+    rows = drafter.new_state(1, 256)
     drafter.load(rows, [text[:-1]])
     for _ in range(steps):
         draft = drafter.propose(rows, torch.tensor([text[-1]]))
@@ -208,7 +208,7 @@ def test_the_best_branch():
     drafter.matrix.update(tokens, ids, p)
     slots, roots = torch.arange(3), torch.tensor([4, 5, 6])
     requests.begin(slots, [[1, 2], [2, 3], [5]])
-    rows = drafter.new_rows(3, 256)
+    rows = drafter.new_state(3, 256)
     drafter.load(rows, [[1, 2], [2, 3], [5]])
     draft = drafter.propose(rows, roots)
     chain = requests.propose(slots, roots, NODES)

@@ -25,7 +25,7 @@ from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model.attention import packed_attention
-from token_recycling.model.probe import open_target, refusal
+from token_recycling.model.probe import open_target, probe_changes
 from token_recycling.model.target import TreeTarget
 
 pytestmark = pytest.mark.skipif(
@@ -274,7 +274,7 @@ SIZES = (1, 4, 4, 1, 4, 1, 4, 4, 1, 1, 7, 4, 1, 7, 7, 7, 4)
 
 def logits_of(target, prompt=40):
     """The logits of steps of several sizes, each of which commits a token or two."""
-    assert refusal(target) is None
+    assert probe_changes(target) is None
     with torch.inference_mode():
         target.prefill([list(range(1, prompt))])
         found = []

@@ -88,7 +88,7 @@ def test_options_that_cannot_be_meant_are_refused(recycler, options, says):
 def test_prompt_lookup_copies_as_many_tokens_as_asked(recycler):
     other = TokenRecycling(recycler.model, recycler.tokenizer, drafter="prompt-lookup", nodes=30)
     text = [*range(10, 60), 10, 11]
-    rows = other.drafter.new_rows(1)
+    rows = other.drafter.new_state(1)
     other.drafter.load(rows, [text[:-1]])
     draft = other.drafter.propose(rows, torch.tensor([11]), 31)
     assert draft.tokens[0].tolist() == [11, *range(12, 42)]

@@ -31,7 +31,7 @@ from token_recycling.drafting.kernels.host import context
 from token_recycling.drafting import candidates as ranking
 
 drafter = PromptLookupDrafter(length=3)
-rows = drafter.new_rows(1)
+rows = drafter.new_state(1)
 drafter.load(rows, [[1, 2, 3, 4, 1]])
 draft = drafter.propose(rows, torch.tensor([2]))
 ids = ranking.top_k(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), 2)[1]

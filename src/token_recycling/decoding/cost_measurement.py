@@ -116,7 +116,7 @@ class _Steps:
         self.accept = GreedyAcceptor()
         self.tokens = torch.randint(vocab, (CONTEXT,), generator=generator, device="cpu").tolist()
         self.prompt: list[int] = []
-        self.rows = self.drafter.new_rows(1)
+        self.rows = self.drafter.new_state(1)
 
     def read(self, context: int) -> None:
         """Fill the cache with random tokens."""

@@ -124,7 +124,7 @@ class Decoding:
     rows: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = self.drafter.new_rows(len(self.sequences))
+        self.rows = self.drafter.new_state(len(self.sequences))
 
     def steps(self) -> Generator[Step, None, None]:
         """Read the prompts, then ``decode``; the first ``Step`` is the prefill.

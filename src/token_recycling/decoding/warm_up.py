@@ -33,7 +33,7 @@ def compile_kernels() -> None:
 def _take_steps(drafter: AnyDrafter) -> None:
     """Draft and learn, with drafts and without."""
     sequence, roots = Sequence([1, 2, 1, 2]), torch.tensor([2], device="cpu")
-    rows = drafter.new_rows(1)
+    rows = drafter.new_state(1)
     drafter.load(rows, [[1, 2, 1]])
     for nodes in (None, 1):
         draft = drafter.propose(rows, roots, nodes)

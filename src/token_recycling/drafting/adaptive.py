@@ -12,7 +12,7 @@ from torch import Tensor
 from skinny_kernels.compiled import Views, as_array, in_threads
 from token_recycling import defaults
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.base import Drafter, DrafterState
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.kernels.host.entries import find
@@ -49,7 +49,7 @@ ROOT_ROW = "last step"  # a source of the root's children: the root row
 
 
 @dataclass
-class RootRows(Rows):
+class RootCandidates(DrafterState):
     """What the last step says of the tokens that may follow the next root (``host.remember``).
 
     Attributes:
@@ -63,7 +63,7 @@ class RootRows(Rows):
     rejected: Tensor
 
     @classmethod
-    def none(cls, batch: int, k: int) -> RootRows:
+    def none(cls, batch: int, k: int) -> RootCandidates:
         """Return rows without candidates."""
         candidates = torch.full((batch, k - 1), NO_TOKEN, dtype=torch.int32, device="cpu")
         probabilities = torch.zeros((batch, k - 1), dtype=torch.float16, device="cpu")
@@ -77,7 +77,7 @@ class RootRows(Rows):
 
 
 @dataclass
-class AdaptiveRows(Rows):
+class AdaptiveState(DrafterState):
     """The adaptive drafter's state of each row.
 
     Attributes:
@@ -88,12 +88,12 @@ class AdaptiveRows(Rows):
 
     context: Context
     chains: Chains
-    root_rows: RootRows
+    root_rows: RootCandidates
 
     def __post_init__(self) -> None:
         self._views = Views()
 
-    def state(self) -> State:
+    def arrays(self) -> State:
         """Return views for the kernels."""
         context, chains, roots = self.context, self.chains, self.root_rows
         arrays = self._views.of(
@@ -121,7 +121,7 @@ def expected_acceptance(nodes: int) -> tuple[float, ...]:
     return tuple(0.34 * node**-0.95 for node in range(1, nodes + 1))
 
 
-class AdaptiveDrafter(Drafter[AdaptiveRows]):
+class AdaptiveDrafter(Drafter[AdaptiveState]):
     """Builds the most likely tree from matrix rows and a chain copied from the context.
 
     Beyond the paper (docs/drafting.md): rows keep probabilities and are averaged over time; pairs
@@ -205,17 +205,17 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         sizes = matrix.vocab_size, matrix.pairs, matrix.triples
         return Tables._make((*sizes, *learnt, self._rates, self.logits))
 
-    def new_rows(self, batch: int, capacity: int | None = None) -> AdaptiveRows:
+    def new_state(self, batch: int, capacity: int | None = None) -> AdaptiveState:
         """Return empty contexts."""
         context = Context.empty(batch, capacity, self.max_depth + 2)
         chains = Chains.none(batch, self.chain_length)
-        return AdaptiveRows(context, chains, RootRows.none(batch, self.matrix.k))
+        return AdaptiveState(context, chains, RootCandidates.none(batch, self.matrix.k))
 
-    def load(self, rows: AdaptiveRows, texts: list[list[int]]) -> None:
+    def load(self, state: AdaptiveState, texts: list[list[int]]) -> None:
         """Load the texts as context."""
-        rows.context.load(texts)
-        rows.chains.clear()
-        rows.root_rows.clear()
+        state.context.load(texts)
+        state.chains.clear()
+        state.root_rows.clear()
         self.calibrate()
 
     def calibrate(self) -> None:
@@ -238,24 +238,24 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             (mask.cpu().numpy() & candidates.finite).reshape(-1),
         )
 
-    def propose(self, rows: AdaptiveRows, roots: Tensor, size: int | None = None) -> DraftTree:
+    def propose(self, state: AdaptiveState, roots: Tensor, size: int | None = None) -> DraftTree:
         """Build the tree."""
         if size == 1:
-            rows.context.append_roots(roots)
-            rows.chains.clear()
+            state.context.append_roots(roots)
+            state.chains.clear()
             return root_only(roots)
-        rows.context.reserve(1)
+        state.context.reserve(1)
         n = self.nodes + 1 if size is None else min(size, self.nodes + 1)
         batch = len(roots)
         tokens, parents, depths = np.empty((3, batch, n), np.int64)
         ancestors, valid = np.empty((batch, n, n), np.bool_), np.empty((batch, n), np.bool_)
         scores = np.empty((batch, n), np.float32)
         drafts = Drafts(tokens, parents, depths, ancestors, valid, scores)
-        state, first, tables = rows.state(), as_array(roots), self._tables()
+        arrays, first, tables = state.arrays(), as_array(roots), self._tables()
 
         def run(part: slice) -> None:
             own = Drafts(*(array[part] for array in drafts))
-            propose(state.part(part), first[part], tables, self.max_depth, own)
+            propose(arrays.part(part), first[part], tables, self.max_depth, own)
 
         in_threads(batch, THREAD_NODES // n, run)
         return DraftTree(
@@ -268,12 +268,12 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             torch.from_numpy(scores),
         )
 
-    def sources(self, rows: AdaptiveRows, draft: DraftTree) -> list[str]:
+    def sources(self, state: AdaptiveState, draft: DraftTree) -> list[str]:
         """Return "root", "chain", the longest context whose row has the token, or "last step"."""
         tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
-        length = int(rows.context.lengths[0])
-        before = [NO_TOKEN, NO_TOKEN, *rows.context.tokens[0, :length].tolist()][-3:-1]
-        chain = rows.chains.tokens[0, : max(int(rows.chains.counts[0]), 0)].tolist()
+        length = int(state.context.lengths[0])
+        before = [NO_TOKEN, NO_TOKEN, *state.context.tokens[0, :length].tolist()][-3:-1]
+        chain = state.chains.tokens[0, : max(int(state.chains.counts[0]), 0)].tolist()
         tables = self._tables()
         paths = [[*before, tokens[0]]]  # of each node: two tokens before the root, then its branch
         names = ["root"]
@@ -295,10 +295,10 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
         return names
 
     def observe(
-        self, rows: AdaptiveRows, draft: DraftTree, candidates: Candidates, accepted: Accepted
+        self, state: AdaptiveState, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Count right candidates, average the rows of all nodes, and extend the context."""
-        rows.context.reserve(accepted.emitted.shape[1])
+        state.context.reserve(accepted.emitted.shape[1])
         verified = Verified(
             as_array(draft.tokens),
             as_array(draft.parents),
@@ -306,4 +306,4 @@ class AdaptiveDrafter(Drafter[AdaptiveRows]):
             *candidates,
             as_array(accepted.emitted),
         )
-        observe(rows.state(), verified, self._tables(), self.old_weight, self.learning_rate)
+        observe(state.arrays(), verified, self._tables(), self.old_weight, self.learning_rate)

@@ -1,4 +1,4 @@
-"""The interface of drafters and of their state per row."""
+"""The interface of drafters and of their state."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.matrix import AdjacencyMatrix
 
-Self = TypeVar("Self", bound="Rows")
+Self = TypeVar("Self", bound="DrafterState")
 PROMPTS = ("whole", "part", "none")  # how much of a prompt teaches (see ``Drafter.prompts``)
 
 
 @dataclass
-class Rows:
+class DrafterState:
     """A drafter's state of each row of a batch.
 
-    A subclass is a dataclass. Its fields are tensors [B, …], other ``Rows`` or None; fields of
-    other types apply to all rows. The caller owns the rows and passes them to every call of the
-    drafter, which may modify them. Rows are independent of each other: the engines select and
-    write them by index as requests arrive and finish.
+    A subclass is a dataclass. Its fields are tensors [B, …], other states or None; fields of other
+    types apply to all rows. The caller owns the state and passes it to every call of the drafter,
+    which may modify it. Rows are independent of each other: the engines select and write them by
+    index as requests arrive and finish.
     """
 
     def select(self: Self, index: Tensor) -> Self:
         """Return copies of the rows at ``index`` (int64 [b])."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
-            if isinstance(value, Rows):
+            if isinstance(value, DrafterState):
                 values[name] = value.select(index)
             elif isinstance(value, Tensor):
                 values[name] = value[index]
@@ -47,7 +47,7 @@ class Rows:
         for field in fields(self):
             current = getattr(self, field.name)
             new = None if rows is None else getattr(rows, field.name)
-            if isinstance(current, Rows):
+            if isinstance(current, DrafterState):
                 current.write(index, new)
             elif current is None and new is not None:
                 raise ValueError(f"these rows have no {field.name} to write to")
@@ -58,17 +58,17 @@ class Rows:
         """Drop the oldest tokens of rows that the next step could overflow, in place."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Rows):
+            if isinstance(value, DrafterState):
                 value.make_room()
 
 
-R = TypeVar("R", bound=Rows)
+R = TypeVar("R", bound=DrafterState)
 
 
 class Drafter(ABC, Generic[R]):
     """Proposes a draft tree for every row of a batch and learns from the target's candidates.
 
-    The decoding loop calls ``new_rows`` once, ``load`` before the prompts are read and again
+    The decoding loop calls ``new_state`` once, ``load`` before the prompts are read and again
     after graph steps, ``prompt_mask`` and ``learn_prompt`` for every chunk of the prompts, then
     ``propose`` and ``observe`` once per step. The object itself stores only what is common to all
     rows. A drafter that uses an adjacency matrix has it in ``matrix``. Drafts of
@@ -99,23 +99,23 @@ class Drafter(ABC, Generic[R]):
     @property
     def full_size(self) -> int:
         """Nodes of a whole draft, root included; here, of a draft below a text of one token."""
-        rows = self.new_rows(1, 256)
-        return self.propose(rows, torch.zeros(1, dtype=torch.long, device="cpu")).size
+        state = self.new_state(1, 256)
+        return self.propose(state, torch.zeros(1, dtype=torch.long, device="cpu")).size
 
-    def new_rows(self, batch: int, capacity: int | None = None) -> R:
+    def new_state(self, batch: int, capacity: int | None = None) -> R:
         """Return new state for ``batch`` rows.
 
         Args:
             batch: B.
             capacity: most tokens of a row; all shapes are then fixed. None: the state may grow.
         """
-        return Rows()  # type: ignore[return-value]
+        return DrafterState()  # type: ignore[return-value]
 
-    def load(self, rows: R, texts: list[list[int]]) -> None:
+    def load(self, state: R, texts: list[list[int]]) -> None:
         """Replace the text of every row.
 
         Args:
-            rows: B rows from ``new_rows``.
+            state: of B rows, from ``new_state``.
             texts: the tokens of every row so far, without the next root if that is known.
         """
 
@@ -142,27 +142,27 @@ class Drafter(ABC, Generic[R]):
         """
 
     @abstractmethod
-    def propose(self, rows: R, roots: Tensor, size: int | None = None) -> DraftTree:
+    def propose(self, state: R, roots: Tensor, size: int | None = None) -> DraftTree:
         """Return drafts of at most ``size`` nodes, including the root.
 
         Args:
-            rows: B rows.
+            state: of B rows.
             roots: int64 [B], the last token of every row; it is appended to the row's text.
             size: 1: root-only drafts. None: as many nodes as the drafter proposes.
         """
 
-    def sources(self, rows: R, draft: DraftTree) -> list[str]:
+    def sources(self, state: R, draft: DraftTree) -> list[str]:
         """Return the source of each node of the first row; called before ``observe``."""
         return [self.name] * draft.size
 
     def observe(
-        self, rows: R, draft: DraftTree, candidates: Candidates, accepted: Accepted
+        self, state: R, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Learn from the target's candidates at every node, including rejected ones.
 
         Args:
-            rows: B rows; the emitted tokens are appended to their texts, except for the last one,
-                which is the next root.
+            state: of B rows; the emitted tokens are appended to their texts, except for the last
+                one, which is the next root.
             draft: the verified draft; only its valid nodes count.
             candidates: [B, n, k], what the target ranks best after each node.
             accepted: what was accepted and emitted.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skinny_kernels.compiled import as_array
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.base import PROMPTS, AnyDrafter, Drafter, Rows
+from token_recycling.drafting.base import PROMPTS, AnyDrafter, Drafter, DrafterState
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.host.check import FAULTS, find_fault
@@ -79,16 +79,16 @@ class CheckedDrafter(Drafter[Any]):
         with self._calling("acceptance"):
             return tuple(map(float, self.inner.acceptance))
 
-    def new_rows(self, batch: int, capacity: int | None = None) -> Rows:
+    def new_state(self, batch: int, capacity: int | None = None) -> DrafterState:
         """Return new state of the drafter."""
-        with self._calling("new_rows"):
-            rows: Rows = self.inner.new_rows(batch, capacity)
-        return rows
+        with self._calling("new_state"):
+            state: DrafterState = self.inner.new_state(batch, capacity)
+        return state
 
-    def load(self, rows: Rows, texts: list[list[int]]) -> None:
+    def load(self, state: DrafterState, texts: list[list[int]]) -> None:
         """Load the texts."""
         with self._calling("load"):
-            self.inner.load(rows, texts)
+            self.inner.load(state, texts)
 
     def prompt_mask(self, tokens: Tensor) -> Tensor | None:
         """Return the drafter's mask.
@@ -109,14 +109,14 @@ class CheckedDrafter(Drafter[Any]):
         with self._calling("learn_prompt"):
             self.inner.learn_prompt(tokens, candidates, mask)
 
-    def propose(self, rows: Rows, roots: Tensor, size: int | None = None) -> DraftTree:
+    def propose(self, state: DrafterState, roots: Tensor, size: int | None = None) -> DraftTree:
         """Return the drafter's drafts, the first ``size`` nodes of them.
 
         Raises:
             TokenRecyclingError: they are no drafts below ``roots``.
         """
         with self._calling("propose"):
-            draft = self.inner.propose(rows, roots.clone(), size)
+            draft = self.inner.propose(state, roots.clone(), size)
         if not isinstance(draft, DraftTree):
             self._refuse(f"it is a {type(draft).__name__}; propose must return a DraftTree")
         deepest = self._check(draft, roots)
@@ -162,14 +162,14 @@ class CheckedDrafter(Drafter[Any]):
     def _refuse(self, problem: str) -> None:
         raise TokenRecyclingError(f"the draft of {self.name} is wrong: {problem}")
 
-    def sources(self, rows: Rows, draft: DraftTree) -> list[str]:
+    def sources(self, state: DrafterState, draft: DraftTree) -> list[str]:
         """Return those of the drafter."""
         with self._calling("sources"):
-            return self.inner.sources(rows, draft)
+            return self.inner.sources(state, draft)
 
     def observe(
-        self, rows: Rows, draft: DraftTree, candidates: Candidates, accepted: Accepted
+        self, state: DrafterState, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Let the drafter learn."""
         with self._calling("observe"):
-            self.inner.observe(rows, draft, candidates, accepted)
+            self.inner.observe(state, draft, candidates, accepted)

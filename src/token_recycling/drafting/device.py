@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
+from token_recycling.drafting.adaptive import AdaptiveDrafter, RootCandidates
 from token_recycling.drafting.kernels.device import count, learn, propose
 from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
 from token_recycling.drafting.kernels.host.rates import BIN_OF, expected_rates
@@ -137,7 +137,7 @@ class DeviceDrafter:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros((states, *shape), dtype=dtype, device=device)
 
-        none = RootRows.none(states, drafter.matrix.k)
+        none = RootCandidates.none(states, drafter.matrix.k)
         self.state = State(
             context,
             zeros(),

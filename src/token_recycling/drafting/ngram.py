@@ -9,7 +9,7 @@ from torch import Tensor
 
 from skinny_kernels.compiled import as_array
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.base import Rows
+from token_recycling.drafting.base import DrafterState
 from token_recycling.drafting.kernels.host.context import append_emitted, append_roots
 from token_recycling.util.tokens import NO_TOKEN
 
@@ -17,7 +17,7 @@ ROOM = 256  # the buffer grows by at least this many slots
 
 
 @dataclass
-class Chains(Rows):
+class Chains(DrafterState):
     """The tokens that followed an earlier occurrence of the last tokens of each row.
 
     Attributes:
@@ -42,7 +42,7 @@ class Chains(Rows):
 
 
 @dataclass
-class Context(Rows):
+class Context(DrafterState):
     """The tokens of each row, on the host.
 
     Attributes:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from skinny_kernels.compiled import as_array
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.base import Drafter, Rows
+from token_recycling.drafting.base import Drafter, DrafterState
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.kernels import template as kernels
@@ -15,7 +15,7 @@ from token_recycling.drafting.matrix import AdjacencyMatrix, last_occurrences
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 
 
-class PaperDrafter(Drafter[Rows]):
+class PaperDrafter(Drafter[DrafterState]):
     """Fills a static tree from the adjacency matrix; uses ids only, and new rows replace old ones.
 
     The node with path ``(…, r)`` is the candidate of rank r of its parent's token. After every
@@ -56,7 +56,7 @@ class PaperDrafter(Drafter[Rows]):
         """Store the candidates of prompt tokens."""
         self._recycle(tokens, candidates, mask)
 
-    def propose(self, rows: Rows, roots: Tensor, size: int | None = None) -> DraftTree:
+    def propose(self, state: DrafterState, roots: Tensor, size: int | None = None) -> DraftTree:
         """Fill the tree by look-ups in the matrix."""
         if size == 1:
             return root_only(roots)
@@ -73,7 +73,7 @@ class PaperDrafter(Drafter[Rows]):
         return self.shape.draft(tokens, valid).first(size)
 
     def observe(
-        self, rows: Rows, draft: DraftTree, candidates: Candidates, accepted: Accepted
+        self, state: DrafterState, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Store the candidates of every node."""
         self._recycle(draft.tokens, candidates, draft.valid)

@@ -31,24 +31,24 @@ class PromptLookupDrafter(Drafter[Context]):
         """A guess: half of the steps have a match, and each token of it is right with p = 0.8."""
         return tuple(0.5 * 0.8**depth for depth in range(self.length))
 
-    def new_rows(self, batch: int, capacity: int | None = None) -> Context:
+    def new_state(self, batch: int, capacity: int | None = None) -> Context:
         """Return empty contexts."""
         return Context.empty(batch, capacity, self.length + 2)
 
-    def load(self, rows: Context, texts: list[list[int]]) -> None:
+    def load(self, state: Context, texts: list[list[int]]) -> None:
         """Load the texts as context."""
-        rows.load(texts)
+        state.load(texts)
 
-    def propose(self, rows: Context, roots: Tensor, size: int | None = None) -> DraftTree:
+    def propose(self, state: Context, roots: Tensor, size: int | None = None) -> DraftTree:
         """Copy the tokens after the best match; rows without a match get only a root."""
-        rows.append_roots(roots)
+        state.append_roots(roots)
         if size == 1:
             return root_only(roots)
         tokens = torch.empty((len(roots), self.length + 1), dtype=torch.long, device="cpu")
         valid = torch.empty_like(tokens, dtype=torch.bool)
         copy_chains(
-            rows.tokens.numpy(),
-            rows.lengths.numpy(),
+            state.tokens.numpy(),
+            state.lengths.numpy(),
             self.max_ngram,
             tokens.numpy(),
             valid.numpy(),
@@ -56,7 +56,7 @@ class PromptLookupDrafter(Drafter[Context]):
         return self.shape.draft(tokens, valid).first(size)
 
     def observe(
-        self, rows: Context, draft: DraftTree, candidates: Candidates, accepted: Accepted
+        self, state: Context, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Append the accepted tokens."""
-        rows.append_accepted(accepted)
+        state.append_accepted(accepted)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.adaptive import AdaptiveDrafter, RootRows
+from token_recycling.drafting.adaptive import AdaptiveDrafter, RootCandidates
 from token_recycling.drafting.device import DeviceDrafter, DeviceMatrix
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.device.top_k import device_top_k, is_faster
@@ -48,14 +48,14 @@ class DeviceDrafting(Drafting):
     def begin(self, texts: list[list[int]], roots: Tensor) -> None:
         """Copy the matrix to the device, and the texts, without the next roots."""
         state = self.states.state
-        rows = self.drafter.new_rows(len(texts), state.context.shape[1])
+        rows = self.drafter.new_state(len(texts), state.context.shape[1])
         self.drafter.load(rows, texts)
         state.context.copy_(rows.context.tokens)
         state.lengths.copy_(rows.context.lengths)
         self.set_root_rows(rows.root_rows)
         self._matrix.load()
 
-    def set_root_rows(self, rows: RootRows) -> None:
+    def set_root_rows(self, rows: RootCandidates) -> None:
         """Copy root rows to the device."""
         roots = self.states.state.roots
         roots.candidates.copy_(rows.candidates)

@@ -113,7 +113,7 @@ class HostDrafting(Drafting):
             size: most nodes of a draft, root included; None: as many as the drafter proposes.
             device: of the target.
         """
-        self.drafter, self.rows = drafter, drafter.new_rows(batch, capacity)
+        self.drafter, self.rows = drafter, drafter.new_state(batch, capacity)
         self._roots = torch.zeros(batch, dtype=torch.long, device="cpu")
         self._draft = drafter.propose(self.rows, self._roots, size)
         self.size, self.max_depth = self._draft.size, self._draft.max_depth

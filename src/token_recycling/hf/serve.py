@@ -47,7 +47,7 @@ class _Recycler(Protocol):
     session: Any
     warned: set[str]
 
-    def refusal(self) -> str | None: ...
+    def check_model(self) -> str | None: ...
 
 
 EXTRACT = "_extract_generation_mode_kwargs"
@@ -126,7 +126,7 @@ def serve(
             with recycler.lock.acquired(wait=recycler.options.queue) as acquired:
                 reason: str | None = "the model is still generating another answer"
                 if acquired:
-                    reason = recycler.refusal() or why_unservable(
+                    reason = recycler.check_model() or why_unservable(
                         request, target.max_positions, target.vocab_size
                     )
                     if reason is None:

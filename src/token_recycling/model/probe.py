@@ -81,10 +81,11 @@ def open_target(model: Any, *, strict: bool = False, float32_logits: bool = Fals
     return PlainTarget(model, lm_head)
 
 
-def refusal(target: TreeTarget) -> str | None:
-    """Return why ``target`` must not verify trees now, or None; to be called before every answer.
+def probe_changes(target: TreeTarget) -> str | None:
+    """Adopt and probe the model anew if it has changed; to be called before every answer.
 
-    A model that has changed since the last call is adopted and probed anew.
+    Returns:
+        Why ``target`` must not verify trees now, or None.
     """
     change = "it was copied" if target.fingerprint is None else target.fingerprint.change()
     if change is None:

@@ -78,7 +78,7 @@ class TreeTarget:
     """Any unmodified ``…ForCausalLM`` whose attention takes a 4D mask.
 
     Create it with ``probe.open_target``, which checks that the model computes trees correctly, and
-    ask ``probe.refusal`` before every answer whether it still does.
+    ask ``probe.probe_changes`` before every answer whether it still does.
 
     Attributes:
         batch_invariant: True if the logits of a node have the bits of a step of its own, whatever

@@ -137,7 +137,7 @@ class Engine:
         target = self.recycler.target
         if not isinstance(target, TreeTarget):
             return
-        reason = self.recycler.refusal()
+        reason = self.recycler.check_model()
         if reason is not None:
             warn_plain(self.recycler, reason)
         if (target.generation, reason is not None) == (self._generation, self._plain):

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from token_recycling.decoding.accept import Acceptor, Appended
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.base import AnyDrafter, Drafter, Rows
+from token_recycling.drafting.base import AnyDrafter, Drafter, DrafterState
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.util.tokens import NO_TOKEN
@@ -55,13 +55,13 @@ def _joined(parts: list[Accepted]) -> Accepted:
 
 
 @dataclass
-class _GroupedRows(Rows):
+class _GroupedState(DrafterState):
     """The rows of each drafter."""
 
-    groups: list[Rows]
+    groups: list[DrafterState]
 
 
-class GroupedDrafter(Drafter[_GroupedRows]):
+class GroupedDrafter(Drafter[_GroupedState]):
     """Drafts every row with a drafter of its own, for texts that must not teach each other.
 
     All must be of the same kind. What they learn from is divided among them; ``prompt_mask`` and
@@ -83,25 +83,25 @@ class GroupedDrafter(Drafter[_GroupedRows]):
         """That of the first drafter."""
         return self._k
 
-    def new_rows(self, batch: int, capacity: int | None = None) -> _GroupedRows:
+    def new_state(self, batch: int, capacity: int | None = None) -> _GroupedState:
         """Return new rows of each drafter."""
-        return _GroupedRows(
+        return _GroupedState(
             [
-                member.new_rows(len(rows), capacity)
+                member.new_state(len(rows), capacity)
                 for member, rows in zip(self._members, self._rows)
             ]
         )
 
-    def load(self, rows: _GroupedRows, texts: list[list[int]]) -> None:
+    def load(self, state: _GroupedState, texts: list[list[int]]) -> None:
         """Load the texts of each group."""
-        for member, group, index in zip(self._members, rows.groups, self._rows):
+        for member, group, index in zip(self._members, state.groups, self._rows):
             member.load(group, [texts[row] for row in index])
 
-    def propose(self, rows: _GroupedRows, roots: Tensor, size: int | None = None) -> DraftTree:
+    def propose(self, state: _GroupedState, roots: Tensor, size: int | None = None) -> DraftTree:
         """Return the drafts of all groups."""
         drafts = [
             member.propose(group, roots[index], size).to("cpu")
-            for member, group, index in zip(self._members, rows.groups, self._rows)
+            for member, group, index in zip(self._members, state.groups, self._rows)
         ]
         largest = max(draft.size for draft in drafts)
         parts = [draft.padded(largest) for draft in drafts]
@@ -122,8 +122,8 @@ class GroupedDrafter(Drafter[_GroupedRows]):
         )
 
     def observe(
-        self, rows: _GroupedRows, draft: DraftTree, candidates: Candidates, accepted: Accepted
+        self, state: _GroupedState, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
         """Let each drafter learn from its own rows."""
-        for member, group, index in zip(self._members, rows.groups, self._rows):
+        for member, group, index in zip(self._members, state.groups, self._rows):
             member.observe(group, draft.select(index), candidates.at(index), accepted.select(index))

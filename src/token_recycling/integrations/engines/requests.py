@@ -12,7 +12,7 @@ from torch import Tensor
 from skinny_kernels.compiled import as_array
 from token_recycling.decoding.walks import host_path
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.base import AnyDrafter, Rows
+from token_recycling.drafting.base import AnyDrafter, DrafterState
 from token_recycling.drafting.draft import DraftTree, chains
 from token_recycling.drafting.kernels.host.ranking import likeliest
 from token_recycling.integrations.engines.options import CONTEXT
@@ -20,7 +20,7 @@ from token_recycling.integrations.engines.step_logits import StepLogits
 
 
 @dataclass
-class _Drafts(Rows):
+class _Drafts(DrafterState):
     """The last draft of each request, padded to n nodes, without scores."""
 
     tokens: Tensor  # int64 [B, n]
@@ -86,7 +86,7 @@ class RequestDrafter:
             chain: propose only the most likely branch of each draft.
         """
         self.drafter, self.size, self.context, self.chain = drafter, size, context, chain
-        self._rows = drafter.new_rows(requests, context)
+        self._rows = drafter.new_state(requests, context)
         self._drafts = _Drafts.empty(requests, size)
         self._live: _CurrentBatch | None = None
         self.max_depth = size - 1
@@ -95,7 +95,7 @@ class RequestDrafter:
         _path(self._branch, self._branch.tokens)
         if chain:
             root = torch.zeros(1, dtype=torch.long, device="cpu")
-            self._likeliest(drafter.propose(drafter.new_rows(1, context), root), size)
+            self._likeliest(drafter.propose(drafter.new_state(1, context), root), size)
 
     def _take(self, slots: Tensor) -> _CurrentBatch:
         """Return the requests in ``slots``, taken out of their slots if they were not yet."""
@@ -119,7 +119,7 @@ class RequestDrafter:
     def begin(self, slots: Tensor, texts: list[list[int]]) -> None:
         """Start requests in ``slots``; ``texts`` are their tokens without the next root."""
         self._store()
-        rows = self.drafter.new_rows(len(texts), self.context)
+        rows = self.drafter.new_state(len(texts), self.context)
         self.drafter.load(rows, [text[-self.context // 2 :] for text in texts])
         self._rows.write(slots, rows)
 

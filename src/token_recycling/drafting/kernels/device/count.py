@@ -126,11 +126,18 @@ def _count(
             hit = tl.sum((from_source & right).to(tl.float32), 1)
             others = number_found - has
             lacking = present[index] & (others > 0)
-            _add(tables.evidence, FEATURES[0], lacks[index], is_found - hit, others, lacking)
+            _add(tables.evidence, FEATURES[3] + 1, lacks[index], is_found - hit, others, lacking)
         constant = tl.where(chosen, all_errors, 0.0)
         tl.store(gradient + of_set * COLUMNS + 5, constant, mask=is_set)
         tl.store(gradient + sets * COLUMNS + 5, errors * PATTERN_RATE)
-        _add(tables.evidence, FEATURES[0], kind, right.to(tl.float32), there.to(tl.float32), there)
+        _add(
+            tables.evidence,
+            FEATURES[3] + 1,
+            kind,
+            right.to(tl.float32),
+            there.to(tl.float32),
+            there,
+        )
 
 
 @triton.jit(do_not_specialize=["tokens", "features"])
@@ -193,7 +200,8 @@ def count(
     sets = len(tables.weights)
     moves = emitted.new_empty((batch, t, sets, COLUMNS.value), dtype=torch.float32)
     counted = emitted.new_empty((batch, t), dtype=torch.float32)
-    features = rates.features(k)
+    offsets = rates.feature_offsets(k)
+    features = offsets.nothing + 1
     launch(
         _count,
         (batch, t),
@@ -202,15 +210,15 @@ def count(
         K=k,
         WIDTH=triton.next_power_of_2(k),
         STEPS=lanes(t, LEAST_STEPS),
-        FEATURES=features,
+        FEATURES=tuple(offsets),
         num_warps=COUNT_WARPS,
         coalesce=False,
         **REGISTERS,
     )
     launch(
         _calibrate,
-        (sets + triton.cdiv(features[0], BLOCK),),
-        *(moves, counted, tables, batch * t, features[0], learning_rate),
+        (sets + triton.cdiv(features, BLOCK),),
+        *(moves, counted, tables, batch * t, features, learning_rate),
         BLOCK=BLOCK,
         num_warps=1,
     )

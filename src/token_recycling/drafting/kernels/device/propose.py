@@ -10,7 +10,7 @@ from token_recycling.drafting.kernels.device.context import begin_draft
 from token_recycling.drafting.kernels.device.sources import gather, locate
 from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
 from token_recycling.drafting.kernels.host import tree
-from token_recycling.drafting.kernels.host.rates import features
+from token_recycling.drafting.kernels.host.rates import feature_offsets
 from token_recycling.drafting.kernels.host.state import State
 from token_recycling.util.launch import REGISTERS, launch
 from token_recycling.util.vector import LEAST_NODES, lanes
@@ -247,7 +247,7 @@ def propose(
         NODES=nodes,
         ROUND=nodes_per_round(nodes, width),
         CHAIN=triton.next_power_of_2(max(c, 1)),
-        FEATURES=features(k),
+        FEATURES=tuple(feature_offsets(k)),
         num_warps=PROPOSE_WARPS,
         coalesce=False,
         **REGISTERS,

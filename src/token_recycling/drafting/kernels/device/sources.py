@@ -98,7 +98,7 @@ def gather(
 ):
     """Unite the candidates of all sources at R nodes, and mix what these say of each.
 
-    ``FEATURES``: see ``host.features``; ``own``: the state; others: see ``host.gather``.
+    ``FEATURES``: see ``host.feature_offsets``; ``own``: the state; others: see ``host.gather``.
 
     The candidates of a level are ``WIDTH`` lanes, those of triples first; the chain's token is on
     the first lane behind them, and those of the root row follow. This is the order in which
@@ -155,10 +155,10 @@ def gather(
     valid = ids >= 0
     source = tl.where(level >= 0, level, tl.where(rank > 0, 4, 3))
     # Features
-    lacking = FEATURES[1]
-    chain = FEATURES[2]
-    beside = FEATURES[3]
-    nothing = FEATURES[4]
+    lacking = FEATURES[0]
+    chain = FEATURES[1]
+    beside = FEATURES[2]
+    nothing = FEATURES[3]
     root_level = RUNNERS_UP + (tl.load(roots.rejected + own) != 0).to(tl.int32)
     length = _class_of(run, RUNS, RUN_CLASSES)
     kind = tl.where(level >= 0, level * K + rank, root_level * K + rank - 1) * BINS
