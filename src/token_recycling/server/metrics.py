@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from token_recycling.decoding.metrics import Stats, Step
@@ -9,6 +11,7 @@ from token_recycling.decoding.metrics import Stats, Step
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 MAT = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
+M = TypeVar("M", Counter, Gauge, Histogram)
 MOST_DEPTH = 16  # positions of a draft that are counted one by one
 
 
@@ -19,57 +22,42 @@ class Metrics:
         """Create all metrics with the label ``model_name``."""
         self.registry = CollectorRegistry()
 
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(
-                f"token_recycling:{name}", about, ["model_name", *labels], registry=self.registry
-            )
-
-        def gauge(name: str, about: str) -> Gauge:
-            metric = Gauge(f"token_recycling:{name}", about, ["model_name"], registry=self.registry)
-            return metric.labels(model)
+        def metric(kind: type[M], name: str, about: str, *labels: str, **options: Any) -> M:
+            names = ["model_name", *labels]
+            full = f"token_recycling:{name}"
+            made = kind(full, about, names, registry=self.registry, **options)
+            return made if labels else made.labels(model)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(
-                f"token_recycling:{name}",
-                about,
-                ["model_name"],
-                buckets=buckets,
-                registry=self.registry,
-            )
-            return metric.labels(model)
+            return metric(Histogram, name, about, buckets=buckets)
 
-        self.running = gauge("num_requests_running", "Requests being read or decoded.")
-        self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
-        self.prefix_bytes = gauge("prefix_cache_bytes", "Bytes of kept contexts.")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.").labels(model)
-        self._generated = counter("generation_tokens", "Generated tokens.").labels(model)
-        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up.").labels(model)
-        self._hits = counter("prefix_cache_hits", "Prompt tokens not read again.").labels(model)
+        self.running = metric(Gauge, "num_requests_running", "Requests being read or decoded.")
+        self.waiting = metric(Gauge, "num_requests_waiting", "Requests in the queue.")
+        self.prefix_bytes = metric(Gauge, "prefix_cache_bytes", "Bytes of kept contexts.")
+        self._prompt = metric(Counter, "prompt_tokens", "Tokens of prompts.")
+        self._generated = metric(Counter, "generation_tokens", "Generated tokens.")
+        self._queries = metric(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
+        self._hits = metric(Counter, "prefix_cache_hits", "Prompt tokens not read again.")
         drafts = "spec_decode_num_"
-        self._drafts = counter(f"{drafts}drafts", "Drafts verified.").labels(model)
-        self._drafted = counter(f"{drafts}draft_tokens", "Tokens drafted.").labels(model)
-        self._accepted = counter(f"{drafts}accepted_tokens", "Drafted tokens accepted.").labels(
-            model
-        )
-        position = counter(
-            f"{drafts}accepted_tokens_per_pos", "Accepted tokens by depth.", "position"
-        )
+        self._drafts = metric(Counter, f"{drafts}drafts", "Drafts verified.")
+        self._drafted = metric(Counter, f"{drafts}draft_tokens", "Tokens drafted.")
+        self._accepted = metric(Counter, f"{drafts}accepted_tokens", "Drafted tokens accepted.")
+        depth = f"{drafts}accepted_tokens_per_pos"
+        position = metric(Counter, depth, "Accepted tokens by depth.", "position")
         self._position = [position.labels(model, str(depth)) for depth in range(MOST_DEPTH)]
-        ended = counter("request_success", "Finished requests.", "finished_reason")
+        ended = metric(Counter, "request_success", "Finished requests.", "finished_reason")
         self._ended = {
             reason: ended.labels(model, reason) for reason in ("stop", "length", "abort", "error")
         }
         self._first = histogram("time_to_first_token_seconds", "From arrival.", SECONDS)
         self._queued = histogram("request_queue_time_seconds", "Time in the queue.", SECONDS)
-        self._between = histogram(
-            "request_time_per_output_token_seconds", "Mean per request.", SECONDS
-        )
+        per_token = "request_time_per_output_token_seconds"
+        self._between = histogram(per_token, "Mean per request.", SECONDS)
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to end.", SECONDS)
         self._prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._answers = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
-        self._mat = histogram(
-            "request_mean_accepted_tokens", "Tokens per forward after the prompt (MAT).", MAT
-        )
+        mat = "Tokens per forward after the prompt (MAT)."
+        self._mat = histogram("request_mean_accepted_tokens", mat, MAT)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
