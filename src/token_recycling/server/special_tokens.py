@@ -24,19 +24,16 @@ class SpecialTokens:
         }
         texts |= set(tokenizer.all_special_tokens)
         alternatives = "|".join(map(re.escape, sorted(texts - {""}, key=len, reverse=True)))
-        self._pattern = re.compile(alternatives) if alternatives else None
+        self._pattern = re.compile(alternatives or r"(?!)")  # the latter is found nowhere
 
     def first(self, text: str) -> str | None:
         """Return the first special token in ``text``, or None."""
-        match = None if self._pattern is None else self._pattern.search(text)
+        match = self._pattern.search(text)
         return None if match is None else match[0]
 
     def marked(self, value: Any) -> tuple[Any, Marks]:
         """Return JSON with marks in place of special tokens in its strings, and the marks."""
-        marks = Marks()
-        if self._pattern is None:
-            return value, marks
-        pattern = self._pattern
+        marks, pattern = Marks(), self._pattern
 
         def replace(value: Any) -> Any:
             if isinstance(value, str):
