@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import socket
 import tempfile
 import warnings
 from dataclasses import replace
@@ -126,17 +128,15 @@ def serve(
         raise TokenRecyclingError(
             f"serve needs {', '.join(missing)}: pip install 'token-recycling[serve]'"
         )
-    from token_recycling.server.address import bind
-
     matrix, loading = loading.matrix, replace(loading, model=model)
     known = matrix is not None and matrix.exists()
-    with bind(host, port) as sock:
+    with _bind(host, port) as sock:
         recycler, recycling = _open(loading)
         from token_recycling.server.app import Server, create_app
         from token_recycling.server.engine import Engine
         from token_recycling.server.metrics import Metrics
         from token_recycling.server.prefixes import PrefixCaches
-        from token_recycling.server.run import run
+        from token_recycling.server.run import http_server, run
         from token_recycling.server.scopes import MatrixScopes
 
         keeper = None
@@ -155,7 +155,12 @@ def serve(
             on_tick=None if keeper is None else keeper.tick,
         )
         about = {"recycling": recycling, "context": recycler.target.max_context}
-        app = create_app(Server(engine, name, keys, about), origins)
+        server = http_server(
+            create_app(Server(engine, name, keys, about), origins),
+            drain_seconds=drain_seconds,
+            access_log=access_log,
+            trusted_proxies=proxies,
+        )
         if matrix is not None:
             saved = f"; will be saved every {save_minutes:g} minutes and on exit" if keeper else ""
             show.note(f"matrix     {matrix} {'loaded' if known else 'not there yet'}{saved}")
@@ -166,19 +171,32 @@ def serve(
             _print_start(sock.getsockname(), name, recycler, recycling, bool(keys))
 
         try:
-            run(
-                app,
-                engine,
-                sock,
-                drain_seconds=drain_seconds,
-                access_log=access_log,
-                on_start=print_start,
-                trusted_proxies=proxies,
-            )
+            run(server, engine, sock, drain_seconds=drain_seconds, on_start=print_start)
         finally:
             saved_last = keeper is None or keeper.finish()
         if not saved_last:
             raise typer.Exit(1)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, so that a port in use is found before the model is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(0)  # else two servers could bind the same port before either listens
+    except (socket.gaierror, UnicodeError) as error:  # the latter for names that are not valid
+        raise TokenRecyclingError(f"--host is {host}; there is no such address") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TokenRecyclingError(
+                f"port {port} is in use; stop the other program or choose another with --port"
+            ) from error
+        raise TokenRecyclingError(f"cannot use {host}:{port}: {error.strerror}") from error
+    return listener
 
 
 def _open(loading: o.Loading) -> tuple[TokenRecycling, str]:

@@ -66,7 +66,14 @@ def http_server(
     access_log: bool = False,
     trusted_proxies: Sequence[str] = (),
 ) -> uvicorn.Server:
-    """Return the server of ``app``; for the arguments see ``run``."""
+    """Return the server of ``app``, for ``run``.
+
+    Args:
+        app: the application.
+        drain_seconds: after which connections are closed, once the server shuts down.
+        access_log: print a line per request.
+        trusted_proxies: addresses or networks whose X-Forwarded-For is believed.
+    """
     config = uvicorn.Config(
         app,
         log_level="info" if access_log else "warning",
@@ -82,14 +89,12 @@ def http_server(
 
 
 def run(
-    app: FastAPI,
+    server: uvicorn.Server,
     engine: Engine,
     sock: socket.socket,
     *,
     drain_seconds: int,
-    access_log: bool,
     on_start: Callable[[], None],
-    trusted_proxies: Sequence[str] = (),
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP; then finish the answers in progress.
 
@@ -97,17 +102,12 @@ def run(
     (see ``Engine``).
 
     Args:
-        app: the application of ``engine``.
+        server: serves the application of ``engine``.
         engine: decodes the requests.
         sock: a bound socket.
         drain_seconds: after which answers in progress are ended, with an error.
-        access_log: print a line per request.
         on_start: called when signals end the server in this way.
-        trusted_proxies: addresses or networks whose X-Forwarded-For is believed.
     """
-    server = http_server(
-        app, drain_seconds=drain_seconds, access_log=access_log, trusted_proxies=trusted_proxies
-    )
 
     def serve() -> None:
         try:
