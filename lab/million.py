@@ -29,7 +29,8 @@ from script import json_lines, read_text
 from token_recycling import TokenRecycling, load_checkpoint
 from token_recycling.hf.call import CallOptions
 from token_recycling.server.engine import Engine
-from token_recycling.server.job import Failed, Job, NewTokens
+from token_recycling.server.errors import ApiError
+from token_recycling.server.job import Answer, Job, NewTokens
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches
 from token_recycling.server.scopes import MatrixScopes
@@ -96,8 +97,8 @@ def by_the_engine(recycler: TokenRecycling, case: Case) -> Answers:
     answers: Answers = [[] for _ in case.prompts]
 
     def receive(row: int, event: Any) -> None:
-        if isinstance(event, Failed):
-            raise RuntimeError(event.message)
+        if isinstance(event, ApiError):
+            raise event
         if isinstance(event, NewTokens):
             answers[row] += event.tokens
 
@@ -108,7 +109,8 @@ def by_the_engine(recycler: TokenRecycling, case: Case) -> Answers:
     for row, prompt in enumerate(case.prompts):
         given = case.options(row)
         processors = {"repetition_penalty": given.pop("repetition_penalty")}
-        jobs.append(Job(prompt, CallOptions(**given), processors, "", "", partial(receive, row)))
+        answer = Answer(prompt, CallOptions(**given), processors)
+        jobs.append(Job(answer, "", "", partial(receive, row)))
     engine.submit(jobs)
     engine.stop()  # takes no more jobs; ``run`` ends after these
     engine.run()

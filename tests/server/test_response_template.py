@@ -81,7 +81,7 @@ class TestTemplateParser:
             # A special token is a token, and comes whole.
             pieces = re.findall(rf"<\|end\|>|(?:(?!<\|end\|>).){{1,{size}}}", text, re.S)
             new = [*(parser.feed(piece) for piece in pieces), parser.feed("", last=True)]
-            calls = [(call.name, call.arguments) for one in new for call in one.calls]
+            calls = [tuple(call["function"].values()) for one in new for call in one.calls]
             content = "".join(one.content for one in new)
             results.append((content, "".join(one.reasoning for one in new), calls))
         assert all(result == results[0] for result in results), results

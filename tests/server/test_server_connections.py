@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from serving import running
-from token_recycling.server import body_limit, connection
+from token_recycling.server import connection, middleware
 
 LIMIT = 0.6
 SHORT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
@@ -20,7 +20,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "temperature": 1.0, "s
 @pytest.fixture
 def limits(monkeypatch):
     monkeypatch.setattr(connection, "HEADER_SECONDS", LIMIT)
-    monkeypatch.setattr(body_limit, "MOST_SECONDS", LIMIT)
+    monkeypatch.setattr(middleware, "MOST_SECONDS", LIMIT)
 
 
 def request(body, target="/v1/completions", close=True):
@@ -105,7 +105,7 @@ def test_a_body_that_does_not_arrive(server, limits):
 def test_long_answers_are_not_cut(server, limits, stream, monkeypatch):
     """The control: the limits are for what clients send."""
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.05)
-    monkeypatch.setattr(body_limit, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(middleware, "MOST_SECONDS", 0.05)
     with opened(server) as made:
         made.send(request({**LONG, "stream": stream}))
         data, seconds = made.rest()

@@ -16,7 +16,7 @@ from test_server_process import started
 
 from serving import running
 from token_recycling.server import faults
-from token_recycling.server.authentication import Authentication
+from token_recycling.server.middleware import Authentication
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 ASKED = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
@@ -202,5 +202,5 @@ def test_keys_that_end_alike_have_names_of_their_own():
     names = []
     for key in keys:
         scope = {"type": "http", "headers": [(b"authorization", f"Bearer {key}".encode())]}
-        names.append(told._caller(HTTPConnection(scope)).name)
+        names.append(told._caller(HTTPConnection(scope))[1])
     assert names == ["key 1 …1234", "key 2 …1234", "key 3"]

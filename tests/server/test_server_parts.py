@@ -14,12 +14,11 @@ from llguidance import LLMatcher
 
 from token_recycling import TokenRecycling
 from token_recycling.model.kv_cache import RecyclingCache
-from token_recycling.server.grammar import Grammars, json_grammar
-from token_recycling.server.json_schema import limited
+from token_recycling.server.grammar import Grammars, call_grammar, json_grammar, limited
 from token_recycling.server.penalties import PenaltyProcessor
 from token_recycling.server.prefixes import PrefixCaches
 from token_recycling.server.queue import FairQueue
-from token_recycling.server.tools import CallParser, call_grammar, takes_tools
+from token_recycling.server.tools import CallParser, takes_tools
 
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "CET"}}\n</tool_call>'
 
@@ -164,7 +163,7 @@ class TestCallParser:
             content += new.content
             calls += new.calls
         new = parser.feed("", last=True)
-        found = [(call.name, call.arguments) for call in calls + new.calls]
+        found = [tuple(call["function"].values()) for call in [*calls, *new.calls]]
         return content + new.content, found
 
     @given(st.lists(st.integers(0, 200), max_size=12))
@@ -197,7 +196,7 @@ class TestCallParser:
 
     def test_identifiers_differ(self):
         calls = CallParser().feed(CALL + CALL).calls
-        assert len({call.id for call in calls}) == 2
+        assert len({call["id"] for call in calls}) == 2
 
 
 @pytest.fixture(scope="module")

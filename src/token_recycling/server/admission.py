@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Condition
 
-from token_recycling.server.job import Failed, Job
+from token_recycling.server.errors import ApiError
+from token_recycling.server.job import Job
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.queue import FairQueue
 
-
-class QueueFullError(Exception):
-    """The queue is full; ``seconds`` is a guess of when there will be room."""
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__(f"the queue is full; try again in {seconds} s")
-        self.seconds = seconds
-
-
-class DrainingError(Exception):
-    """The server is shutting down and takes no more requests."""
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class Admission:
@@ -56,24 +47,22 @@ class Admission:
         it still has as many as the caller of ``jobs``.
 
         Raises:
-            QueueFullError: there is no room.
-            DrainingError: the server is shutting down.
+            ApiError: there is no room, or the server is shutting down.
         """
         with self._changed:
             if self._closed:
-                raise DrainingError
+                raise ApiError(SHUTTING_DOWN, status=503, retry_after=1)
             free = max(0, self._most_rows - self._running)
             missing = len(self._waiting) + len(jobs) - self._most_waiting - free
-            given_up: list[Job] | None = []
             if missing > 0:
-                seconds = len(self._waiting) / self._most_rows * self._seconds
-                full = QueueFullError(max(1, round(seconds)))
+                after = max(1, round(len(self._waiting) / self._most_rows * self._seconds))
                 given_up = self._waiting.make_room(jobs[0].caller, len(jobs), missing)
+                full = f"the queue is full; try again in {after} s"
                 if given_up is None:
-                    raise full
+                    raise _full(full, after)
                 for job in given_up:
                     evicted = f"{full}: this request was evicted in favour of other clients"
-                    job.emit(Failed(evicted, 429, full.seconds))
+                    job.emit(_full(evicted, after))
             for job in jobs:
                 self._waiting.put(job.caller, job)
             self._count()
@@ -125,3 +114,7 @@ class Admission:
     def _count(self) -> None:
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.running.set(self._running)
+
+
+def _full(message: str, after: int) -> ApiError:
+    return ApiError(message, status=429, code="rate_limit_exceeded", retry_after=after)

@@ -144,11 +144,6 @@ class ContinuousBatch(Generic[R]):
             cache.remove(at)
         return row_cache
 
-    def release(self) -> None:
-        """Free the room of rows that have left, if there are no others."""
-        if not self.rows:
-            self._cache = None
-
     def clear(self) -> None:
         """Remove all rows, after an exception too."""
         self._steps = self._cache = None
@@ -164,20 +159,15 @@ class ContinuousBatch(Generic[R]):
         if any(row.drafter is not drafter for row in self.rows):
             drafter = GroupedDrafter([row.drafter for row in self.rows])
         graph = self._graph
-        if graph is not None and not (graph.drafter is drafter and self._can_capture(accept)):
+        # Rows that are sampled together would need captured steps of their own for every
+        # combination of their settings.
+        captured = len(self.rows) <= MOST_ROWS and can_capture(accept)
+        if graph is not None and not (graph.drafter is drafter and captured):
             graph = None
         sequences = [row.sequence for row in self.rows]
         decoding = Decoding(self._target, drafter, self._size, accept, sequences, graph, Hooks())
         decoding.load([sequence.tokens[:-1] for sequence in sequences])
         return decoding.decode()
-
-    def _can_capture(self, accept: Acceptor) -> bool:
-        """Return whether captured steps can serve the present rows.
-
-        Rows that are sampled together would need a step of their own for every combination of
-        their settings.
-        """
-        return len(self.rows) <= MOST_ROWS and can_capture(accept)
 
     def _stop(self) -> None:
         """End the steps; a graph then gives the keys and values back."""

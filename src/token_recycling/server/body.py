@@ -9,13 +9,13 @@ from pydantic import BaseModel, ValidationError
 
 from token_recycling.server.errors import ApiError
 from token_recycling.server.json_limits import JsonLimitError, loads
-from token_recycling.server.schemas import ContextError, UnknownFieldError
+from token_recycling.server.schemas import FieldError
 
 B = TypeVar("B", bound=BaseModel)
 NOT_SENT = "send a JSON object, with Content-Type: application/json"
 # Pydantic's words for an object, and how it names the types of a union in the place of a problem.
 OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
-UNION = re.compile(r"str|NamedTool|(list|literal)\[.*\]")
+UNION = re.compile(r"str|_NamedTool|(list|literal)\[.*\]")
 
 
 def parsed(kind: type[B], content_type: str, body: bytes, context: int | None) -> B:
@@ -52,21 +52,19 @@ def _problem(error: ValidationError) -> ApiError:
     parts = list(map(str, problem["loc"]))
     where = [part for part in parts if not UNION.fullmatch(part)]
     param = ".".join(where) or None
-    kind, message = problem["type"], str(problem["msg"])
+    kind, message, code = problem["type"], str(problem["msg"]), None
     if kind == "value_error":
         cause = problem["ctx"]["error"]
-        if isinstance(cause, UnknownFieldError):
-            param = ".".join([*where, cause.name])
-            message = f"unrecognized request argument: {param}"
-        elif isinstance(cause, ContextError):
-            return ApiError(str(cause), param=cause.field, code="context_length_exceeded")
-        else:
-            message = message.removeprefix("Value error, ")
-            param = getattr(cause, "field", param)
+        message = str(cause)
+        if isinstance(cause, FieldError):
+            param, code = cause.field, cause.code
+            if cause.is_unknown:
+                param = ".".join([*where, cause.field])
+                message = f"unrecognized request argument: {param}"
     elif not parts and kind == "model_type":
         message = NOT_SENT
     elif kind == "missing":
         message = f"{param} is missing"
     elif param:
         message = OBJECT.sub("an object", f"{param}: {message[:1].lower()}{message[1:]}")
-    return ApiError(message, param=param)
+    return ApiError(message, param=param, code=code)

@@ -25,10 +25,11 @@ from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
-from token_recycling.server.admission import Admission
+from token_recycling.server.admission import SHUTTING_DOWN, Admission
 from token_recycling.server.batch import ContinuousBatch, Row
+from token_recycling.server.errors import ApiError
 from token_recycling.server.faults import log_fault
-from token_recycling.server.job import Ended, Failed, Job, LogprobRecorder, NewTokens
+from token_recycling.server.job import Ended, Job, LogprobRecorder, NewTokens
 from token_recycling.server.metrics import Metrics
 from token_recycling.server.prefixes import PrefixCaches
 from token_recycling.server.scopes import MatrixScopes
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 # Most tokens of a batch; rows are padded to the longest one, and padding counts. A row joins if
 # each can grow by ``ROOM`` tokens; when they have, the newest rows pause.
 BATCH_TOKENS, ROOM = 32768, 128
-SHUTTING_DOWN = "the server is shutting down"
 JOIN_SECONDS = 0.1  # in which prompts are read one after another; then the others have a step
 TICK = 1.0  # seconds between calls of ``on_tick`` while idle
 
@@ -49,7 +49,7 @@ class _AbortedError(Exception):
 
 
 @dataclass(eq=False)
-class Running(Row):
+class _Running(Row):
     """A row of the batch, and the job that it belongs to.
 
     Attributes:
@@ -73,7 +73,7 @@ class Engine:
     threads than the machine has cores, GCC's library lets all of them sleep between two parallel
     loops, which makes the steps of small models half as long again.
     Jobs join the batch and leave it between steps. While a long prompt is read, the other rows
-    advance by one step after every chunk: ``_read`` calls ``_step``, in which rows may leave, pause
+    advance by one step after every chunk: ``_join`` calls ``_step``, in which rows may leave, pause
     or fail. The row whose prompt is read is not in the batch yet.
 
     Attributes:
@@ -114,12 +114,12 @@ class Engine:
         most = padded_rows(min(self._most_rows, MOST_ROWS))
         recycler.warm(1 << power for power in range(most.bit_length()))
         self._batch = self._new_batch()
-        self._paused: deque[Running] = deque()  # rows that left the full batch, the oldest first
+        self._paused: deque[_Running] = deque()  # rows that left the full batch, the oldest first
         self._deadline = inf  # ``monotonic()`` seconds at which answers in progress are ended
         self._ended = Event()
         self.alive = False  # True while ``run`` runs
 
-    def _new_batch(self) -> ContinuousBatch[Running]:
+    def _new_batch(self) -> ContinuousBatch[_Running]:
         """Return a batch without rows, which are decoded without trees if ``_plain`` is set."""
         recycler = self.recycler
         if self._plain and isinstance(recycler.target, TreeTarget):
@@ -143,12 +143,9 @@ class Engine:
         if (target.generation, reason is not None) == (self._generation, self._plain):
             return
         self._generation, self._plain = target.generation, reason is not None
-        rows = [*self._batch.rows, *self._paused]
-        self._batch.clear()
-        self._paused.clear()
         self._prefixes.clear()
-        for row in rows:
-            failed = Failed("the model has changed while it answered", 500)
+        for row in self._take_all():
+            failed = ApiError("the model has changed while it answered", status=500)
             self._finish(row.job, "error", failed, row.sequence.stats)
         self._batch = self._new_batch()
 
@@ -181,7 +178,7 @@ class Engine:
             self._admission.close()
             rows = (*self._batch.rows, *self._paused)
             for job in (*(row.job for row in rows), *self._admission.clear()):
-                job.emit(Failed("the server has stopped", 500))
+                job.emit(ApiError("the server has stopped", status=500))
             self._ended.set()
 
     def _loop(self) -> None:
@@ -189,15 +186,14 @@ class Engine:
         while not self._admission.closed or self._has_work:
             if not self._has_work:
                 self._admission.wait(TICK)
-                if not self._admission:
-                    self._batch.release()
-                    if worked:
-                        give_back()
+                if worked and not self._admission:
+                    give_back()
             worked = self._has_work
             if self._on_tick is not None:
                 self._on_tick()
             while self._paused and self._fits(self._paused[0].sequence.tokens):
-                self._read(self._paused.popleft())
+                row = self._paused.popleft()
+                self._join(row.job, row)
             until = monotonic() + JOIN_SECONDS
             while monotonic() < until and (job := self._admission.take(self._may_join)) is not None:
                 self._join(job)
@@ -210,7 +206,7 @@ class Engine:
 
     def _may_join(self, job: Job) -> bool:
         """Return whether a job may join the batch now; rows that paused come first."""
-        return not self._paused and self._fits(job.prompt)
+        return not self._paused and self._fits(job.answer.prompt)
 
     def _fits(self, tokens: list[int]) -> bool:
         """Return whether a row of these tokens may join the batch."""
@@ -235,20 +231,8 @@ class Engine:
             self._remove(newest)
             self._paused.appendleft(newest)
 
-    def _join(self, job: Job) -> None:
-        """Let a job join the batch."""
-        try:
-            row = self._prepare(job)
-        except TokenRecyclingError as error:
-            self._finish(job, "error", Failed(str(error), 400))
-        except Exception as error:  # Transformers may raise anything
-            self._fail([job], error)
-        else:
-            self._read(row)
-
-    def _read(self, row: Running) -> None:
-        """Read a row's prompt, and what it had written before a pause; report its next token."""
-        begun, job, sequence = monotonic(), row.job, row.sequence
+    def _join(self, job: Job, row: _Running | None = None) -> None:
+        """Let a job, or a row that has paused, join the batch; report its next token."""
 
         def between(read: int, total: int) -> None:
             if job.aborted or monotonic() > self._deadline:
@@ -257,6 +241,8 @@ class Engine:
                 self._step()
 
         try:
+            row = row or self._prepare(job)
+            begun, sequence = monotonic(), row.sequence
             if job.aborted:
                 raise _AbortedError
             self._follow_model()
@@ -266,10 +252,11 @@ class Engine:
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
             step = self._batch.join(row, prefix=prefix, on_progress=between)
         except _AbortedError:
-            self._finish(job, "abort", None if job.aborted else Failed(SHUTTING_DOWN, 503))
+            shutting_down = ApiError(SHUTTING_DOWN, status=503)
+            self._finish(job, "abort", None if job.aborted else shutting_down)
             return
         except TokenRecyclingError as error:
-            self._finish(job, "error", Failed(str(error), 400))
+            self._finish(job, "error", ApiError(str(error)))
             return
         except Exception as error:  # the model, or a processor of Transformers, may raise anything
             self._fail([job], error)
@@ -291,7 +278,7 @@ class Engine:
             return None
         prefix = tokens[:-1]
         key, length = self._prefixes.find(owner, prefix)
-        best: Running | None = None
+        best: _Running | None = None
         for row in self._batch.rows:
             if self._scopes.owner(row.job.key) == owner:
                 same = common(row.sequence.tokens[:-1], prefix)
@@ -303,18 +290,18 @@ class Engine:
             return self._prefixes.take(key, length)
         return self._batch.copy(best, length)
 
-    def _prepare(self, job: Job) -> Running:
+    def _prepare(self, job: Job) -> _Running:
         """Return a job as a row that can join the batch."""
-        recycler = self.recycler
+        recycler, answer = self.recycler, job.answer
         call = prepare_call(
             recycler.model,
             recycler.tokenizer,
             recycler.target,
-            [job.prompt],
-            job.options,
-            job.processors,
+            [answer.prompt],
+            answer.options,
+            answer.processors,
             stream=True,
-            special_tokens=job.special_tokens,
+            special_tokens=answer.parser is not None and answer.parser.special_tokens,
         )
         (sequence,), accept, recorder = call.sequences, call.accept, None
         if job.top_logprobs is not None:
@@ -323,18 +310,22 @@ class Engine:
                 accept = FollowAcceptor(accept.processors, accept.sampler, recorder)
             else:
                 accept = FollowAcceptor([LogitsProcessorList()], None, recorder)
-        return Running(sequence, accept, self._scopes.drafter(job.key), job, recorder)
+        return _Running(sequence, accept, self._scopes.drafter(job.key), job, recorder)
 
     def _end_all(self) -> None:
         """End all answers with an error."""
         waiting = self._admission.clear()
+        for row in self._take_all():
+            self._finish(row.job, "abort", ApiError(SHUTTING_DOWN, status=503), row.sequence.stats)
+        for job in waiting:
+            job.emit(ApiError(SHUTTING_DOWN, status=503))
+
+    def _take_all(self) -> list[_Running]:
+        """Remove and return all rows."""
         rows = [*self._batch.rows, *self._paused]
         self._batch.clear()
         self._paused.clear()
-        for row in rows:
-            self._finish(row.job, "abort", Failed(SHUTTING_DOWN, 503), row.sequence.stats)
-        for job in waiting:
-            job.emit(Failed(SHUTTING_DOWN, 503))
+        return rows
 
     def _step(self) -> None:
         """Advance all rows by one step, and report their tokens."""
@@ -356,7 +347,7 @@ class Engine:
         self.metrics.stepped(step)
         self._report()
 
-    def _record(self, step: Step, rows: list[Running]) -> None:
+    def _record(self, step: Step, rows: list[_Running]) -> None:
         for index, row in enumerate(rows):
             sequence = row.sequence
             read = 0 if row.sent else sequence.prompt_length - sequence.cached
@@ -365,19 +356,22 @@ class Engine:
 
     def _report(self) -> None:
         """Report new tokens; let rows leave that have ended, or whose grammar has failed."""
-        ended, lost = [], []
+        ended: list[tuple[_Running, str, Ended | ApiError]] = []
+        lost: list[tuple[_Running, str, Ended | ApiError]] = []
         for row in self._batch.rows:
-            sequence, begin = row.sequence, row.sent
+            sequence, begin, grammar = row.sequence, row.sent, row.job.answer.grammar
             new = sequence.new_tokens
             if len(new) == begin:
                 continue
-            if row.job.grammar is not None and row.job.grammar.problem is not None:
-                lost.append(row)
+            if grammar is not None and grammar.problem is not None:
+                lost.append((row, "error", ApiError(grammar.problem)))
                 continue
             assert sequence.text is not None
             if not sequence.active:
                 sequence.text.finish()
-                ended.append(row)
+                reason = sequence.finish_reason or "stop"
+                counted = "length" if reason == "length" else "stop"
+                ended.append((row, counted, Ended(reason, sequence.stats)))
             tokens = new[begin:]
             row.sent = len(new)
             # The last token of a step, and the first of an answer, are the target's own.
@@ -385,21 +379,15 @@ class Engine:
             logprobs = None if row.recorder is None else row.recorder.take(tokens)
             pieces = sequence.text.pieces[begin:]
             row.job.emit(NewTokens(tokens, pieces, drafted, logprobs, row.cached))
-        for row in ended:
-            reason, stats = row.sequence.finish_reason or "stop", row.sequence.stats
-            counted = "length" if reason == "length" else "stop"
-            self._leave(row, counted, Ended(reason, stats))
-        for row in lost:
-            assert row.job.grammar is not None
-            assert row.job.grammar.problem is not None
-            self._leave(row, "error", Failed(row.job.grammar.problem, 400))
+        for row, reason, event in ended + lost:
+            self._leave(row, reason, event)
 
-    def _leave(self, row: Running, reason: str, event: Ended | Failed | None = None) -> None:
+    def _leave(self, row: _Running, reason: str, event: Ended | ApiError | None = None) -> None:
         """Let a row leave the batch, report its end, and keep what was read of it."""
         self._remove(row)
         self._finish(row.job, reason, event, row.sequence.stats)
 
-    def _remove(self, row: Running) -> None:
+    def _remove(self, row: _Running) -> None:
         """Take a row out of the batch, and keep what was read of it."""
         context = self._batch.leave(row)
         if context is not None:
@@ -408,7 +396,11 @@ class Engine:
             self.metrics.prefix_bytes.set(self._prefixes.nbytes)
 
     def _finish(
-        self, job: Job, reason: str, event: Ended | Failed | None = None, stats: Stats | None = None
+        self,
+        job: Job,
+        reason: str,
+        event: Ended | ApiError | None = None,
+        stats: Stats | None = None,
     ) -> None:
         """Finish a job that was taken from the queue.
 
@@ -421,7 +413,7 @@ class Engine:
         stats, taken = stats or Stats(), monotonic() - job.arrived
         self._admission.finished(taken)
         self.metrics.ended(reason, stats, taken)
-        answer = f"{len(job.prompt)} + {stats.new_tokens} tokens, MAT {stats.mat:.2f}"
+        answer = f"{len(job.answer.prompt)} + {stats.new_tokens} tokens, MAT {stats.mat:.2f}"
         logger.info("%s: %s, %.1f s, %s", job.caller, answer, taken, reason)
         if (line := self._reminder.due(why_slow(stats))) is not None:
             logger.warning(line)
@@ -433,4 +425,4 @@ class Engine:
         log_fault("a request failed", error)
         for job in jobs:
             message = f"{type(error).__name__}: {one_line(error, 200)}"
-            self._finish(job, "error", Failed(message, 500))
+            self._finish(job, "error", ApiError(message, status=500))

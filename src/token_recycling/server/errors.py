@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from token_recycling.errors import printable
 
@@ -21,7 +22,6 @@ class ApiError(Exception):
         message: str,
         *,
         status: int = 400,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
@@ -31,8 +31,7 @@ class ApiError(Exception):
 
         Args:
             message: one line.
-            status: the HTTP status.
-            kind: OpenAI's ``type``.
+            status: the HTTP status, from which OpenAI's ``type`` follows.
             param: the field at fault.
             code: OpenAI's ``code``.
             retry_after: seconds for the header Retry-After.
@@ -41,10 +40,11 @@ class ApiError(Exception):
         message = _cut(message)
         super().__init__(message)
         self.status, self.retry_after, self.closes = status, retry_after, closes
+        kind = "rate_limit_error" if status == 429 else "invalid_request_error"
         self.body: dict[str, Any] = {
             "error": {
                 "message": message,
-                "type": kind,
+                "type": "server_error" if status >= 500 else kind,
                 "param": None if param is None else _cut(param),
                 "code": code,
             }
@@ -66,10 +66,6 @@ def _cut(text: str) -> str:
     return short if len(text) <= MOST_CHARACTERS else f"{short}…"
 
 
-class ClientGoneError(Exception):
-    """The client has closed the connection."""
-
-
 def add_handlers(app: FastAPI) -> None:
     """Answer every error of ``app`` in OpenAI's shape."""
 
@@ -77,8 +73,8 @@ def add_handlers(app: FastAPI) -> None:
     async def api_error(request: Request, error: ApiError) -> Response:
         return error.response()
 
-    @app.exception_handler(ClientGoneError)
-    async def gone(request: Request, error: ClientGoneError) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it; the code is that of nginx
 
     @app.exception_handler(HTTPException)

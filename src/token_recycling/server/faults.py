@@ -53,5 +53,5 @@ class Faults:
         except Exception as error:
             log_fault(f"{scope['method']} {scope['path'][:200]}", error)
             if not begun:
-                fault = ApiError("internal error", status=500, kind="server_error")
+                fault = ApiError("internal error", status=500)
                 await fault.response()(scope, receive, send)

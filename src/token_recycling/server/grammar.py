@@ -14,13 +14,88 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.server.json_schema import Schema, limited
+from token_recycling.server.tools import BEGIN, END
+
+Schema = dict[str, Any]
+
+ANY_OBJECT: Schema = {"type": "object"}
+# Between the parts of a JSON value. Any white space would let a model write it without end.
+WHITE_SPACE = r"[ \n]{0,8}"
+# Keywords with which an object's properties are not all in one place, or are not limited.
+OPEN = {
+    *("additionalProperties", "patternProperties", "unevaluatedProperties"),
+    *("dependentSchemas", "anyOf", "oneOf", "not", "if", "$ref"),
+}
 
 
 def json_grammar(schema: Schema) -> str:
     """Return the grammar of JSON text that satisfies ``schema``."""
     grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(limited(schema)))
     return grammar
+
+
+def limited(schema: Schema) -> Schema:
+    """Return ``schema`` with a limit of white space, for objects without unnamed properties.
+
+    What satisfies the result satisfies ``schema``. Where a schema says nothing, an object may have
+    any further properties, and a small model adds them without end; most clients do not say
+    ``additionalProperties: false``. A schema with ``allOf`` is left open, as its parts may
+    describe the same object.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    base = schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+    return {**base, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(closed.get(name), dict):
+            closed[name] = {key: _closed(value) for key, value in closed[name].items()}
+    if isinstance(closed.get("items"), dict):
+        closed["items"] = _closed(closed["items"])
+    properties = closed.get("properties")
+    for name in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(closed.get(name), list) and properties is None:
+            closed[name] = [_closed(part) for part in closed[name]]
+    required = closed.get("required", [])
+    if (
+        isinstance(properties, dict)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in properties for name in required)
+        and not OPEN & closed.keys()
+    ):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def call_grammar(functions: list[dict[str, Any]], *, forced: bool, several: bool) -> str:
+    """Return the grammar of an answer that may call ``functions``.
+
+    Args:
+        functions: OpenAI's ``function`` objects, with ``name`` and perhaps ``parameters``.
+        forced: the answer must be a call; else it may be text, with calls.
+        several: more than one call is allowed.
+    """
+    names = [f"call_{index}" for index in range(len(functions))]
+    calls = " | ".join(names)
+    if forced:
+        more = f"(NEXT ({calls}))*" if several else ""
+        lines = [f"start: FIRST ({calls}) {more}", f"FIRST: {json.dumps(BEGIN)}"]
+        lines += [f"NEXT: {json.dumps(chr(10) + BEGIN)}"] if several else []
+    else:
+        start = f"(to_call ({calls}))* TEXT" if several else f"to_call ({calls}) | TEXT"
+        lines = [f"start: {start}", f"to_call[lazy]: TEXT {json.dumps(BEGIN)}", r"TEXT: /(.|\n)*/"]
+    for name, function in zip(names, functions):
+        begin = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        schema = limited(function.get("parameters") or ANY_OBJECT)
+        end = f"}}\n{END}"
+        lines.append(f"{name}: {json.dumps(begin)} %json {json.dumps(schema)} {json.dumps(end)}")
+    return "\n".join(["%llguidance {}", *lines])
 
 
 class Grammars:

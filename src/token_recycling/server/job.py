@@ -11,20 +11,14 @@ from torch import Tensor
 
 from token_recycling.decoding.metrics import Stats
 from token_recycling.hf.call import CallOptions
+from token_recycling.server.errors import ApiError
 from token_recycling.server.grammar import GrammarProcessor
+from token_recycling.server.response_template import TemplateParser
+from token_recycling.server.tools import CallParser
 
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """The log probabilities of one generated token.
-
-    Attributes:
-        logprob: of the token itself.
-        top: the most likely tokens and theirs, best first.
-    """
-
-    logprob: float
-    top: list[tuple[int, float]]
+AnswerParser = CallParser | TemplateParser
+# The log probability of a generated token; the most likely tokens with theirs, best first.
+TokenLogprobs = tuple[float, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -59,51 +53,47 @@ class Ended:
     stats: Stats
 
 
+# An error: the answer cannot be given.
+Event = NewTokens | Ended | ApiError
+
+
 @dataclass(frozen=True)
-class Failed:
-    """An answer that cannot be given.
-
-    Attributes:
-        message: one line.
-        status: of the HTTP answer: 400 if the request is at fault, 429 if it gave up its place in
-            the queue, 500 for a fault of the server.
-        retry_after: seconds after which to try again, with 429.
-    """
-
-    message: str
-    status: int
-    retry_after: int | None = None
-
-
-Event = NewTokens | Ended | Failed
-
-
-@dataclass(eq=False)
-class Job:
-    """One answer.
+class Answer:
+    """What one choice of a request is made from.
 
     Attributes:
         prompt: its tokens.
-        options: of ``TokenRecycling.stream``.
-        processors: options that create logits processors.
-        key: whose texts it belongs to (see ``MatrixScopes``).
-        caller: with whom it waits in turn (see ``Caller.name``).
-        emit: called with every event, in the engine's thread; the last is ``Ended`` or ``Failed``.
-        grammar: that of ``processors`` which makes it follow a grammar, if any.
-        special_tokens: True if its text must contain special tokens.
-        top_logprobs: how many log probabilities per token; None: none at all.
-        aborted: set to end it within a step; no more events follow.
-        arrived: ``monotonic()`` seconds.
+        options: of the decoding loop.
+        processors: options of ``generate`` that create logits processors.
+        grammar: that of them which makes it follow a grammar, if any.
+        parser: finds reasoning and calls of tools in its text.
     """
 
     prompt: list[int]
     options: CallOptions
     processors: dict[str, Any]
+    grammar: GrammarProcessor | None = None
+    parser: AnswerParser | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """An answer that is to be decoded.
+
+    Attributes:
+        answer: what is decoded.
+        key: whose texts it belongs to (see ``MatrixScopes``).
+        caller: with whom it waits in turn (see ``Authentication``).
+        emit: called with every event, in the engine's thread; the last is the end or an error.
+        top_logprobs: how many log probabilities per token; None: none at all.
+        aborted: set to end it within a step; no more events follow.
+        arrived: ``monotonic()`` seconds.
+    """
+
+    answer: Answer
     key: str
     caller: str
     emit: Callable[[Event], None]
-    grammar: GrammarProcessor | None = None
-    special_tokens: bool = False
     top_logprobs: int | None = None
     aborted: bool = False
     arrived: float = field(default_factory=monotonic)
@@ -127,7 +117,5 @@ class LogprobRecorder:
         entries = []
         for token, row in zip(tokens, rows, strict=True):
             values, ids = row.topk(min(self._top, len(row)))
-            entries.append(
-                TokenLogprobs(float(row[token]), list(zip(ids.tolist(), values.tolist())))
-            )
+            entries.append((float(row[token]), list(zip(ids.tolist(), values.tolist()))))
         return entries

@@ -6,8 +6,9 @@ import copy
 import inspect
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -19,42 +20,31 @@ from token_recycling.errors import TokenRecyclingError
 from token_recycling.hf.call import CallOptions
 from token_recycling.recycler import TokenRecycling
 from token_recycling.server.errors import ApiError
-from token_recycling.server.grammar import GrammarProcessor, Grammars, json_grammar
-from token_recycling.server.json_schema import ANY_OBJECT, Schema
+from token_recycling.server.grammar import ANY_OBJECT, Grammars, Schema, call_grammar, json_grammar
+from token_recycling.server.job import Answer, AnswerParser
 from token_recycling.server.penalties import BiasProcessor, PenaltyProcessor
 from token_recycling.server.response_template import TemplateParser, response_template
 from token_recycling.server.schemas import (
     LARGEST_COUNT,
     ChatRequest,
     CompletionRequest,
-    NamedTool,
     SamplingFields,
 )
 from token_recycling.server.special_tokens import Marks, SpecialTokens
-from token_recycling.server.tools import AnswerParser, CallParser, call_grammar, takes_tools
+from token_recycling.server.tools import CallParser, takes_tools
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat answers end at the context
 NO_CONTEXT_TOKENS = 4096  # longest chat answer of a model without a stated context
 MOST_SEED = 2**63
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one choice of a request is made from.
-
-    Attributes:
-        prompt: its tokens.
-        options: of the decoding loop.
-        processors: options of ``generate`` that create logits processors.
-        grammar: that of them which makes it follow a grammar, if any.
-        parser: finds reasoning and calls of tools in its text.
-    """
-
-    prompt: list[int]
-    options: CallOptions
-    processors: dict[str, Any]
-    grammar: GrammarProcessor | None
-    parser: AnswerParser | None = None
+@contextmanager
+def _refusing(param: str | None, *others: type[Exception]) -> Iterator[None]:
+    """Refuse a request where the library, or one of ``others``, raises."""
+    try:
+        yield
+    except (TokenRecyclingError, *others) as error:
+        raise ApiError(str(error), param=param) from error
 
 
 class Prompts:
@@ -89,15 +79,20 @@ class Prompts:
         """
         if request.calls:
             self._check_tools(request)
-        grammar = self._grammar(request)
+        try:
+            grammar = self._grammar(request)
+        except RecursionError as error:
+            raise ApiError("a schema is nested too deeply") from error
         with self._lock:
             rendered, marks = self._render(request)
             text = marks.text(rendered)
             self._check_size(marks.count(rendered), "messages")  # each is a token or more
-            ids = self._encode(text, "messages", lambda: marks.ids(rendered, self.tokenizer))
+            self._check_text(text, "messages")
+            ids = marks.ids(rendered, self.tokenizer)
             self._check_length(ids, "messages")
             if grammar is not None:
-                self._load_grammars()
+                with _refusing(None):
+                    _ = self._grammars.tokens
         matcher = None if grammar is None else self._matcher(request, grammar)
         answers = self._choices(request, [ids], LARGEST_COUNT, matcher)
         return [replace(answer, parser=self._parser(request, text)) for answer in answers]
@@ -140,16 +135,15 @@ class Prompts:
             ApiError: the request cannot be served.
         """
         with self._lock:
-            prompts = []
+            prompts: list[list[int]] = []
             for prompt in request.prompt:
-                ids = prompt if isinstance(prompt, list) else self._of_text(prompt)
+                ids: Any = prompt
+                if isinstance(prompt, str):
+                    self._check_text(prompt, "prompt")
+                    ids = self.tokenizer(prompt).input_ids
                 self._check_length(ids, "prompt")
                 prompts.append(ids)
         return self._choices(request, prompts, COMPLETION_TOKENS, None)
-
-    def _of_text(self, prompt: str) -> list[int]:
-        ids: list[int] = self._encode(prompt, "prompt", lambda: self.tokenizer(prompt).input_ids)
-        return ids
 
     def _render(self, request: ChatRequest) -> tuple[str, Marks]:
         """Return the conversation as the template writes it, with marks (see ``Marks``)."""
@@ -165,12 +159,10 @@ class Prompts:
             extra["reasoning_effort"] = effort
         messages = [message.for_template() for message in request.messages]
         (messages, extra), marks = self._special.marked([messages, extra])
-        try:
+        with _refusing("messages", TypeError):
             return render(self.tokenizer, messages, extra), marks
-        except (TokenRecyclingError, TypeError) as error:
-            raise ApiError(str(error), param="messages") from error
 
-    def _encode(self, text: str, param: str, tokenize: Callable[[], list[int]]) -> list[int]:
+    def _check_text(self, text: str, param: str) -> None:
         # Megabytes of text would take seconds to tokenise.
         if self.context is not None and len(text) > self.context * self._longest_token:
             raise ApiError(
@@ -179,11 +171,8 @@ class Prompts:
                 param=param,
                 code="context_length_exceeded",
             )
-        try:
+        with _refusing(param):
             valid_text(text)
-        except TokenRecyclingError as error:
-            raise ApiError(str(error), param=param) from error
-        return tokenize()
 
     def _check_length(self, ids: list[int], param: str) -> None:
         if not ids:
@@ -203,12 +192,6 @@ class Prompts:
 
     def _grammar(self, request: ChatRequest) -> str | None:
         """Return the grammar that the answer must follow, or None."""
-        try:
-            return self._grammar_text(request)
-        except RecursionError as error:
-            raise ApiError("a schema is nested too deeply") from error
-
-    def _grammar_text(self, request: ChatRequest) -> str | None:
         form = request.response_format
         if form is not None and form.type == "json_object":
             return json_grammar(ANY_OBJECT)
@@ -219,18 +202,14 @@ class Prompts:
         if not (request.calls and self._forces_calls):
             return None
         functions = [tool.function for tool in request.tools or []]
-        choice = request.tool_choice
-        if isinstance(choice, NamedTool):
-            functions = [
-                function for function in functions if function.name == choice.function.name
-            ]
-        named = isinstance(choice, NamedTool)
+        if (named := request.named) is not None:
+            functions = [function for function in functions if function.name == named]
         for function in functions:
             self._check_schema(function.parameters or ANY_OBJECT, "tools")
         return call_grammar(
             [function.model_dump(exclude_none=True) for function in functions],
-            forced=named or choice == "required",
-            several=not named and request.parallel_tool_calls is not False,
+            forced=named is not None or request.tool_choice == "required",
+            several=named is None and request.parallel_tool_calls is not False,
         )
 
     def _check_schema(self, schema: Schema, param: str) -> None:
@@ -248,13 +227,11 @@ class Prompts:
         default: int,
         matcher: LLMatcher | None,
     ) -> list[Answer]:
-        given: dict[str, Any] = {
-            "top_p": request.top_p,
-            "top_k": None if request.top_k is None else max(request.top_k, 0),
-            "min_p": request.min_p,
-            "repetition_penalty": request.repetition_penalty,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
+        given = request.model_dump(
+            include={"top_p", "top_k", "min_p", "repetition_penalty"}, exclude_none=True
+        )
+        if "top_k" in given:
+            given["top_k"] = max(given["top_k"], 0)
         first: list[LogitsProcessor] = []
         if request.logit_bias:
             bias = {int(token): float(value) for token, value in request.logit_bias.items()}
@@ -289,31 +266,23 @@ class Prompts:
                     seed=(seed + index) % MOST_SEED,
                     stop=request.stops,
                 )
-                follows = None
-                logits_processors = list(first)
+                follows, own = None, list(first)
                 if presence or frequency:
-                    logits_processors.append(PenaltyProcessor(len(ids), presence, frequency))
+                    own.append(PenaltyProcessor(len(ids), presence, frequency))
                 if matcher is not None:
                     follows = self._grammars.processor(matcher, len(ids))
-                    logits_processors.append(follows)
-                with_processors = (
-                    {**given, "logits_processor": logits_processors} if logits_processors else given
-                )
-                answers.append(Answer(ids, options, with_processors, follows))
+                    own.append(follows)
+                processors = {**given, "logits_processor": own} if own else given
+                answers.append(Answer(ids, options, processors, follows))
         return answers
 
-    def _load_grammars(self) -> None:
-        try:
-            _ = self._grammars.tokens
-        except TokenRecyclingError as error:
-            raise ApiError(str(error)) from error
-
     def _matcher(self, request: ChatRequest, grammar: str) -> LLMatcher:
+        if not request.calls:
+            with _refusing("response_format"):
+                return self._grammars.matcher(grammar)
         try:
             return self._grammars.matcher(grammar)
         except TokenRecyclingError as error:
-            if not request.calls:
-                raise ApiError(str(error), param="response_format") from error
             for tool in request.tools or []:  # which one is it?
                 try:
                     self._grammars.matcher(json_grammar(tool.function.parameters or ANY_OBJECT))

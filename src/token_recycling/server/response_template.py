@@ -12,14 +12,14 @@ import re
 from typing import Any
 
 from token_recycling.errors import one_line
-from token_recycling.server.tools import Parsed, ToolCall, tool_call
+from token_recycling.server.tools import Json, Parsed, tool_call
 
 logger = logging.getLogger(__name__)
-Field = dict[str, Any]
 CALLS = "tool_calls"
 OPENED = "opened_with"  # the capture of what has opened a call
+OPENS, CLOSES = ("open", "open_pattern"), ("close", "close_pattern")
 # Text as the model has written it.
-VERBATIM: Field = {"content": "text", "content_args": {"strip": False}}
+VERBATIM: Json = {"content": "text", "content_args": {"strip": False}}
 
 
 class ResponseTemplate:
@@ -39,15 +39,17 @@ class ResponseTemplate:
         fields = dict(given["fields"])
         call = fields.pop(CALLS, None)
         self.takes_tools = call is not None and bool(_pattern(call, "open"))
-        texts = {name: {**_delimiters(field), **VERBATIM} for name, field in fields.items()}
-        for field in texts.values():
-            field["transform"] = "{content}"  # named groups of a pattern need one
+        texts = {}
+        for name, field in fields.items():
+            delimiters = {side: field[side] for side in (*OPENS, *CLOSES) if side in field}
+            # Named groups of a pattern need a transform.
+            texts[name] = {**delimiters, **VERBATIM, "transform": "{content}"}
         self._texts = {**given, "fields": texts}
         self._with_calls = self._one_call = self._texts
         self.call_end: re.Pattern[str] | None = None
         if self.takes_tools:
             begin = {"open_pattern": f"(?P<{OPENED}>{_pattern(call, 'open')})"}
-            end = {name: call[name] for name in ("close", "close_pattern") if name in call}
+            end = {name: call[name] for name in CLOSES if name in call}
             parts = {OPENED: f"{{{OPENED}}}", "content": "{content}"}
             call_field = {**begin, **end, **VERBATIM, "transform": parts}
             self._with_calls = {**given, "fields": {**texts, CALLS: call_field}}
@@ -65,7 +67,7 @@ class ResponseTemplate:
         template = self._with_calls if calls else self._texts
         return self._tokenizer.get_response_parser(template, prefix=prompt)
 
-    def calls(self, text: str, tools: list[dict[str, Any]]) -> list[ToolCall]:
+    def calls(self, text: str, tools: list[dict[str, Any]]) -> list[Json]:
         """Return the calls of a region without its end; most models write one.
 
         Raises:
@@ -99,18 +101,13 @@ def response_template(tokenizer: Any) -> ResponseTemplate | None:
         return None
 
 
-def _pattern(field: Field, side: str) -> str:
+def _pattern(field: Json, side: str) -> str:
     """Return the pattern that opens or closes a field; "" if there is none."""
     if (literal := field.get(side)) is not None:
         literals = [literal] if isinstance(literal, str) else literal
         return "|".join(map(re.escape, sorted(literals, key=len, reverse=True)))
     pattern: str = field.get(f"{side}_pattern", "")
     return pattern
-
-
-def _delimiters(field: Field) -> Field:
-    names = ("open", "open_pattern", "close", "close_pattern")
-    return {name: field[name] for name in names if name in field}
 
 
 class TemplateParser:

@@ -1,57 +1,30 @@
-"""Tool calls: their format in the chat template, their grammar, and parsing them."""
+"""Tool calls: their format in the chat template, and parsing them."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from token_recycling.server.json_schema import ANY_OBJECT, limited
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that the model has written.
-
-    Attributes:
-        name: of the function.
-        arguments: JSON text.
-        id: by which the answer of the tool refers to it.
-    """
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Parsed:
+class Parsed(NamedTuple):
     """What a parser has made of new text.
 
     Attributes:
         content: of the answer.
-        calls: those that are complete with it.
+        calls: those that are complete with it, as OpenAI's ``tool_calls``.
         reasoning: text that the model has written for itself.
     """
 
     content: str
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: Sequence[Json] = ()
     reasoning: str = ""
-
-
-class AnswerParser(Protocol):
-    """Divides the text of an answer, as it comes.
-
-    Attributes:
-        special_tokens: True if the text must contain special tokens.
-    """
-
-    special_tokens: bool
-
-    def feed(self, piece: str, *, last: bool = False) -> Parsed: ...  # noqa: D102
 
 
 def takes_tools(tokenizer: Any) -> bool:
@@ -70,35 +43,13 @@ def takes_tools(tokenizer: Any) -> bool:
     return BEGIN in text and END in text  # special tokens would be missing in the text
 
 
-def call_grammar(functions: list[dict[str, Any]], *, forced: bool, several: bool) -> str:
-    """Return the grammar of an answer that may call ``functions``.
-
-    Args:
-        functions: OpenAI's ``function`` objects, with ``name`` and perhaps ``parameters``.
-        forced: the answer must be a call; else it may be text, with calls.
-        several: more than one call is allowed.
-    """
-    names = [f"call_{index}" for index in range(len(functions))]
-    calls = " | ".join(names)
-    if forced:
-        more = f"(NEXT ({calls}))*" if several else ""
-        lines = [f"start: FIRST ({calls}) {more}", f"FIRST: {json.dumps(BEGIN)}"]
-        lines += [f"NEXT: {json.dumps(chr(10) + BEGIN)}"] if several else []
-    else:
-        start = f"(to_call ({calls}))* TEXT" if several else f"to_call ({calls}) | TEXT"
-        lines = [f"start: {start}", f"to_call[lazy]: TEXT {json.dumps(BEGIN)}", r"TEXT: /(.|\n)*/"]
-    for name, function in zip(names, functions):
-        begin = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
-        schema = limited(function.get("parameters") or ANY_OBJECT)
-        end = f"}}\n{END}"
-        lines.append(f"{name}: {json.dumps(begin)} %json {json.dumps(schema)} {json.dumps(end)}")
-    return "\n".join(["%llguidance {}", *lines])
-
-
 class CallParser:
     """Divides the text of an answer into content and calls, as it comes.
 
     White space in front of a call and after it belongs to the format.
+
+    Attributes:
+        special_tokens: True if the text must contain special tokens.
     """
 
     special_tokens = False
@@ -154,7 +105,7 @@ def _call_begin(text: str) -> int:
     return len(text) - max(n for n in range(len(BEGIN)) if text.endswith(BEGIN[:n]))
 
 
-def _parse(body: str) -> ToolCall | None:
+def _parse(body: str) -> Json | None:
     """Return the call of a JSON object with ``name`` and ``arguments``, or None."""
     try:
         given = json.loads(body)
@@ -163,8 +114,8 @@ def _parse(body: str) -> ToolCall | None:
         return None
 
 
-def tool_call(name: Any, arguments: Any) -> ToolCall:
-    """Return a call that the model has written.
+def tool_call(name: Any, arguments: Any) -> Json:
+    """Return a call that the model has written, as OpenAI's clients get it.
 
     Args:
         name: of the function.
@@ -177,8 +128,8 @@ def tool_call(name: Any, arguments: Any) -> ToolCall:
     """
     if not isinstance(name, str) or not isinstance(arguments, dict | str):
         raise ValueError("a call has a name, and an object with arguments")
-    text = arguments
-    if not isinstance(text, str):
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    f"{name}{text}".encode()  # a lone surrogate raises, as it cannot be sent
-    return ToolCall(name, text)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    f"{name}{arguments}".encode()  # a lone surrogate raises, as it cannot be sent
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
