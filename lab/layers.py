@@ -25,7 +25,7 @@ from quantise import blocks
 from script import in_turn, numbers, ratios, run, seconds_of
 from skinny_kernels import team
 from skinny_kernels.huge_pages import Arena
-from skinny_kernels.launch import recording, tape
+from skinny_kernels.launch import tape, this_thread
 from skinny_kernels.linear import Layer, products
 from skinny_kernels.packed import interleaved
 from token_recycling.util.machine import processor
@@ -63,12 +63,12 @@ class Recorder:
 
 def recorded(weights: list[Layer], inputs: dict[int, torch.Tensor]) -> Callable[[], object]:
     """Return a function that multiplies all layers again, without Python between them."""
-    recorder = recording.recorder = Recorder()
+    recorder = this_thread.recorder = Recorder()
     try:
         for layer in weights:
             products(inputs[layer.inputs], [layer])
     finally:
-        recording.recorder = None
+        this_thread.recorder = None
     launches = tape([launch[:3] for launch in recorder.launches])
     return lambda: (team.run(launches, torch.get_num_threads()), recorder)
 

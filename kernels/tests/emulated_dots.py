@@ -29,7 +29,7 @@ def _dot(self, total, weights, inputs, x, offset):
 def _in_16_bits(self, quants, x, places):
     """In 16 bits, as the instruction adds them up: sums that do not fit show."""
     b, byte = self.b, ir.VectorType(ir.IntType(8), 4 * self.lanes)
-    zero = ir.Constant(self.integer_vector, [0] * self.lanes)
+    zero = ir.Constant(self.integers, [0] * self.lanes)
     found = []
     for s in range(len(places[0][1])):
         for lane in range(0, block_products.ROWS, self.lanes):

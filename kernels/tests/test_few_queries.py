@@ -14,7 +14,7 @@ from few import first_of
 from skinny_kernels import attention, team
 from skinny_kernels.attention import attend, pack_mask
 from skinny_kernels.attention_kernel import KEYS
-from skinny_kernels.vectors import FORMS
+from skinny_kernels.vectors import DTYPES
 
 pytestmark = pytest.mark.skipif(
     not team.is_available(), reason="there is no team of threads on this machine"
@@ -72,7 +72,7 @@ def right(*inputs, cap=0.0):
     before=st.integers(0, 3 * KEYS),
     size=st.integers(1, 130),
     value_size=st.integers(1, 130),
-    dtype=st.sampled_from(list(FORMS)),
+    dtype=st.sampled_from(list(DTYPES)),
     seed=st.integers(0, 2**16),
     cap=st.sampled_from([0.0, 0.5, 30.0]),
 )
@@ -90,7 +90,7 @@ def test_a_cap_is_not_ignored():
     assert (wanted - ignored).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("dtype", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_and_other_queries_change_no_bit(dtype):
     query, key, value, mask, scale = case(2, 3, 2, 20, 2 * KEYS + 50, 64, 64, dtype)
     whole = found(query, key, value, mask, scale)
@@ -115,7 +115,7 @@ def test_threads_and_other_queries_change_no_bit(dtype):
     group=st.integers(1, 4),
     tokens=st.integers(1, KEYS),
     size=st.integers(1, 70),
-    dtype=st.sampled_from(list(FORMS)),
+    dtype=st.sampled_from(list(DTYPES)),
     seed=st.integers(0, 2**16),
 )
 def test_rows_of_other_lengths_change_no_bit(committed, heads, group, tokens, size, dtype, seed):
@@ -181,9 +181,9 @@ numba = attention_kernel.numba
 numba.cfunc = lambda kind, cache=True, cfunc=numba.cfunc: cfunc(kind)
 {fault}
 sys.path.insert(0, {tests!r})
-from test_few_queries import FORMS, case, right
+from test_few_queries import DTYPES, case, right
 wrong = 0
-for dtype in FORMS:
+for dtype in DTYPES:
     for group, tokens in ((1, 1), (3, 1), (3, 8), (4, 16), (7, 40)):
         for before, size in ((0, 64), (120, 20), (400, 33)):
             wrong += not right(*case(1, 2, group, tokens, before + tokens, size, size, dtype))

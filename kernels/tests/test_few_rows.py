@@ -17,7 +17,7 @@ from skinny_kernels.activations import GELU, GELU_TANH, SILU
 from skinny_kernels.layers import ACTIVATIONS, cover
 from skinny_kernels.linear import FEW_TOKENS, Layer, product, products
 from skinny_kernels.shadow import shadow_of
-from skinny_kernels.vectors import FORMS, Processor, processor
+from skinny_kernels.vectors import BYTES, Processor, processor
 
 pytestmark = pytest.mark.skipif(
     not team.is_available(), reason="there is no team of threads on this machine"
@@ -197,7 +197,7 @@ def test_processors():
 
 
 AMX_FAULTS = {
-    "bias": "amx_tile.AmxTile._bias = lambda self, bias, r: self.splat(0.0)",
+    "bias": "amx_tile.AmxTile.bias = lambda self, *about: self.splat(0.0)",
     "interleaving": "elementwise_kernel.Emitter.transposed = lambda self, rows: rows",
     "second tile": "amx = amx_tile.AmxEmitter.amx\n"
     "amx_tile.AmxEmitter.amx = lambda self, name, *a: amx(self, name, *(5 if n == 4 else n "
@@ -246,10 +246,10 @@ def test_code_for_arm():
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    for form in FORMS.values():
+    for dtype in range(len(BYTES)):
         module = ir.Module()
         module.triple = "aarch64-unknown-linux-gnu"
-        tile = DenseTile(module, Processor(4, False), form, 4, 4, 2).tile()
+        tile = DenseTile(module, Processor(4, False), dtype, 4, 4, 2).tile()
         tile.linkage = "external"
         checked = llvm.parse_assembly(str(module))
         checked.verify()

@@ -11,7 +11,7 @@ from architectures import make
 from models import plain, random_prompts
 from skinny_kernels import attention, linear, team
 from skinny_kernels.attention import draft_mask, pack_mask
-from skinny_kernels.vectors import FORMS
+from skinny_kernels.vectors import DTYPES
 from skinny_kernels.windows import AttentionWindow
 from test_few_queries import case
 from token_recycling import TokenRecycling
@@ -133,7 +133,7 @@ def test_steps_of_graphs_use_it_too(monkeypatch):
     tokens=st.integers(1, 9),
     group=st.integers(1, 4),
     window=st.sampled_from([("full", 0), ("sliding", 5), ("sliding", 64), ("chunked", 7)]),
-    dtype=st.sampled_from(list(FORMS)),
+    dtype=st.sampled_from(list(DTYPES)),
     seed=st.integers(0, 2**16),
 )
 def test_the_mask_of_a_draft(committed, tokens, group, window, dtype, seed):

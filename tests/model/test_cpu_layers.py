@@ -303,7 +303,7 @@ def wanted(monkeypatch):
 
     def compute(target):
         with monkeypatch.context() as patch:
-            patch.setattr(capture.Capture, "recording", lambda *about: None)
+            patch.setattr(capture.Capture, "as_recording", lambda *about: None)
             found = logits_of(target)
         target.recordings.made.clear()
         return found

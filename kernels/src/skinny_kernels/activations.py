@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import pi
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
-from skinny_kernels.vectors import BYTES, I64, Emitter, constant, processor
+from skinny_kernels.vectors import Emitter
 
 # ``CAP`` is ``c tanh(x / c)``, which keeps numbers between -c and c; the others take no ``c``.
 NOT_GATED, SILU, GELU_TANH, GELU, CAP = range(5)
@@ -19,7 +14,7 @@ ERFC: tuple[float, ...] = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.1
 ERFC += (0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)
 
 
-def activated(emitter: Any, activation: int, g: Any) -> Any:
+def activated(emitter: Emitter, activation: int, g: Any) -> Any:
     """Return silu(g), or gelu(g) by tanh or by erf, of a vector; each is g times a share.
 
     silu(g) = g s(g) and, by tanh, gelu(g) = g s(2 sqrt(2 / pi) (g + 0.044715 g^3)), where s(z) is
@@ -49,16 +44,16 @@ def activated(emitter: Any, activation: int, g: Any) -> Any:
     return b.fdiv(above, b.fadd(ones, t))
 
 
-def capped(emitter: Any, x: Any, limit: Any) -> Any:
+def capped(emitter: Emitter, x: Any, limit: Any) -> Any:
     """Return ``c tanh(x / c)`` of a vector; ``limit`` repeats c.
 
     Of z = |x / c|, tanh(z) is (1 - e^-2z) / (1 + e^-2z), and below 1/8, where that cancels,
     z - z^3/3 + 2z^5/15 - 17z^7/315, which is off by 2e-9 of it.
     """
     b, ones = emitter.b, emitter.splat(1.0)
-    integers = ir.VectorType(ir.IntType(32), emitter.lanes)
-    sign = b.and_(b.bitcast(x, integers), ir.Constant(integers, [1 << 31] * emitter.lanes))
-    size = b.bitcast(b.xor(b.bitcast(x, integers), sign), emitter.vector)
+    bits = b.bitcast(x, emitter.integers)
+    sign = b.and_(bits, emitter.constant(1 << 31))
+    size = b.bitcast(b.xor(bits, sign), emitter.vector)
     z = b.fdiv(size, limit)
     t = emitter.exponential(b.fmul(z, emitter.splat(-2.0)))
     far = b.fdiv(b.fsub(ones, t), b.fadd(ones, t))
@@ -68,34 +63,4 @@ def capped(emitter: Any, x: Any, limit: Any) -> Any:
         series = emitter.fma(series, square, emitter.splat(factor))
     is_near = b.fcmp_ordered("<", z, emitter.splat(0.125))
     share = b.fmul(b.select(is_near, b.fmul(z, series), far), limit)
-    return b.bitcast(b.or_(b.bitcast(share, integers), sign), emitter.vector)
-
-
-def gate(dtype_of: Callable[[int], int]) -> Any:
-    """Return an intrinsic that replaces ``count`` numbers g by activation(g) * up.
-
-    They are rounded where PyTorch rounds, to the dtype ``dtype_of(form)``.
-    """
-
-    @intrinsic(prefer_literal=True)
-    def gated(typing: Any, form: Any, activation: Any, gate: Any, up: Any, count: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kind, emitter = dtype_of(form.literal_value), Emitter(builder.module, processor().lanes)
-            emitter.b = b = builder
-            _, _, gate, up, count = arguments
-            size = I64(BYTES[kind])
-
-            def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-                at = emitter.at(gate, k, size)
-                g = emitter.numbers(at, kind, mask)
-                other = emitter.numbers(emitter.at(up, k, size), kind, mask)
-                result = activated(emitter, activation.literal_value, g)
-                emitter.write(b.fmul(emitter.through(result, kind), other), at, kind, mask)
-                return []
-
-            emitter.vectors(count, [], body)
-            return context.get_dummy_value()
-
-        return types.void(constant(form), constant(activation), *[types.int64] * 3), generate
-
-    return gated
+    return b.bitcast(b.or_(b.bitcast(share, emitter.integers), sign), emitter.vector)

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from skinny_kernels.tile import TileArguments, tile_function
-from skinny_kernels.vectors import BFLOAT16, I8, I16, I64, Emitter
+from skinny_kernels.vectors import BFLOAT16, I8, I16, I64, VOID, Emitter
 
 SIDE = 16  # rows of W, and rows of x, in a tile register
 STEP = 32  # numbers of a row in a tile register
@@ -28,10 +27,8 @@ class AmxEmitter(Emitter):
 
     def amx(self, name: str, *arguments: Any) -> None:
         """Call an instruction; whole numbers are tile registers."""
-        values = [I8(n) if isinstance(n, int) else n for n in arguments]
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-        function = cgutils.get_or_insert_function(self.module, kind, f"llvm.x86.{name}")
-        self.b.call(function, values)
+        values = (I8(n) if isinstance(n, int) else n for n in arguments)
+        self.call(f"llvm.x86.{name}", VOID, *values)
 
     def pointer(self, address: Any) -> Any:
         """Return an address as a pointer."""
@@ -80,7 +77,6 @@ class AmxTile(AmxEmitter):
         return tile_function(self, f"amx_tile_{self.r}_{self.s}", self._emit, more=2)
 
     def _emit(self, given: TileArguments, n: Any, width: Any) -> None:
-        w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead = given
         b = self.b
         square = ir.ArrayType(self.vector, SIDE)
         # A vector more, because rows of fewer than 16 sums are read as vectors.
@@ -90,28 +86,27 @@ class AmxTile(AmxEmitter):
         for register in range(SUMS, SUMS + self.r * self.s):
             self.amx("tilezero", register)
 
-        def multiply(k: Any, values: list[Any]) -> list[Any]:
+        def multiply(k: Any) -> None:
             along = b.mul(k, I64(2))
-            row = b.add(ahead, along)
+            row = b.add(given.ahead, along)
             for _ in range(SIDE * self.r):
                 self.prefetch(row)
-                row = b.add(row, w_stride)
+                row = b.add(row, given.w_stride)
             for r in range(self.r):
-                address = b.add(self.at(w, I64(SIDE * r), w_stride), along)
-                self.amx("tileloadd64", WEIGHTS + r, self.pointer(address), w_stride)
+                address = b.add(self.at(given.w, I64(SIDE * r), given.w_stride), along)
+                self.amx("tileloadd64", WEIGHTS + r, self.pointer(address), given.w_stride)
             for s in range(self.s):
-                group = self.at(x, I64(SIDE * s), x_stride)
+                group = self.at(given.x, I64(SIDE * s), given.x_stride)
                 address = b.add(group, b.mul(b.udiv(k, I64(2)), line))
                 self.amx("tileloadd64", INPUTS + s, self.pointer(address), line)
             for r in range(self.r):
                 for s in range(self.s):
                     self.amx("tdpbf16ps", SUMS + r * self.s + s, WEIGHTS + r, INPUTS + s)
-            return []
 
-        self.loop(I64(0), inputs, STEP, [], multiply)
+        self.repeat(given.inputs, STEP, multiply)
         from_sums, from_columns = b.ptrtoint(sums, I64), b.ptrtoint(columns, I64)
         for r in range(self.r):
-            added = self._bias(bias, r)
+            added = self.bias(given.bias, 2 * SIDE * r, BFLOAT16)
             for s in range(self.s):
                 self.amx("tilestored64", SUMS + r * self.s + s, self.pointer(from_sums), line)
                 rows = [
@@ -119,27 +114,12 @@ class AmxTile(AmxEmitter):
                 ]
                 for i, column in enumerate(self.transposed(rows)):
                     self.store(column, b.add(from_columns, I64(LINE * i)))
-                to = b.add(self.at(y, I64(SIDE * s), y_stride), I64(2 * SIDE * r))
+                to = b.add(self.at(given.y, I64(SIDE * s), given.y_stride), I64(2 * SIDE * r))
                 remaining = b.sub(n, I64(SIDE * s))
                 count = b.select(b.icmp_signed("<", remaining, I64(SIDE)), remaining, I64(SIDE))
 
-                def write(t: Any, values: list[Any], to: Any = to, added: Any = added) -> list[Any]:
+                def write(t: Any, to: Any = to, added: Any = added) -> None:
                     total = self.load(self.at(from_columns, t, I64(LINE)), self.vector)
-                    total = b.fadd(total, added)
-                    self.write(total, self.at(to, t, y_stride), BFLOAT16)
-                    return []
+                    self.write(b.fadd(total, added), self.at(to, t, given.y_stride), BFLOAT16)
 
-                self.loop(I64(0), count, 1, [], write)
-        b.ret_void()
-
-    def _bias(self, bias: Any, r: int) -> Any:
-        """Return what is added to the sums of a tile of W."""
-        b = self.b
-        entry = b.block
-        bias_block, done = b.append_basic_block("bias"), b.append_basic_block("biased")
-        b.cbranch(b.icmp_signed("==", bias, I64(0)), done, bias_block)
-        b.position_at_end(bias_block)
-        numbers = self.numbers(b.add(bias, I64(2 * SIDE * r)), BFLOAT16)
-        b.branch(done)
-        b.position_at_end(done)
-        return self.either((self.splat(-0.0), entry), (numbers, bias_block))
+                self.repeat(count, 1, write)

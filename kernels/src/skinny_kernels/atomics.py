@@ -6,13 +6,11 @@ import ctypes
 import platform
 import sys
 import time
-from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from skinny_kernels.vectors import I32, I64
+from skinny_kernels.intrinsics import Truth, Word, emits, pointer_to
+from skinny_kernels.vectors import I32, I64, VOID, Emitter
 
 WORD = 8  # bytes
 # By machine: numbers of system calls, and the instruction of a loop that waits.
@@ -32,110 +30,82 @@ def function(name: str) -> int:
     return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 
-def _pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, I64.as_pointer())
-
-
-@intrinsic
-def load(typing: Any, address: Any) -> Any:
+@emits
+def load(emitter: Emitter, address: Word) -> Word:
     """Return the word at an address; what its writer wrote before is seen afterwards."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_pointer(builder, arguments[0]), "acquire", WORD)
-
-    return types.int64(types.int64), generate
+    return emitter.b.load_atomic(pointer_to(emitter, address), "acquire", WORD)
 
 
-@intrinsic
-def publish(typing: Any, address: Any, value: Any) -> Any:
+@emits
+def publish(emitter: Emitter, address: Word, value: Word) -> None:
     """Write a word; who reads it sees what was written before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "release", WORD)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    emitter.b.store_atomic(value, pointer_to(emitter, address), "release", WORD)
 
 
-def _changing(operation: str) -> Any:
-    """Return an intrinsic that changes the word at an address and returns what it was."""
-
-    @intrinsic
-    def change(typing: Any, address: Any, number: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            pointer = _pointer(builder, arguments[0])
-            return builder.atomic_rmw(operation, pointer, arguments[1], "seq_cst")
-
-        return types.int64(types.int64, types.int64), generate
-
-    return change
+@emits
+def fetch_add(emitter: Emitter, address: Word, number: Word) -> Word:
+    """Add a number to the word at an address; return what it was."""
+    return emitter.b.atomic_rmw("add", pointer_to(emitter, address), number, "seq_cst")
 
 
-# Add a number, keep some bits only, set some bits, write another word.
-fetch_add, fetch_and, fetch_or, exchange = map(_changing, ("add", "and", "or", "xchg"))
+@emits
+def fetch_and(emitter: Emitter, address: Word, bits: Word) -> Word:
+    """Keep some bits of a word only; return what it was."""
+    return emitter.b.atomic_rmw("and", pointer_to(emitter, address), bits, "seq_cst")
 
 
-@intrinsic
-def replaced(typing: Any, address: Any, old: Any, new: Any) -> Any:
+@emits
+def fetch_or(emitter: Emitter, address: Word, bits: Word) -> Word:
+    """Set some bits of a word; return what it was."""
+    return emitter.b.atomic_rmw("or", pointer_to(emitter, address), bits, "seq_cst")
+
+
+@emits
+def exchange(emitter: Emitter, address: Word, word: Word) -> Word:
+    """Write another word; return what it was."""
+    return emitter.b.atomic_rmw("xchg", pointer_to(emitter, address), word, "seq_cst")
+
+
+@emits
+def replaced(emitter: Emitter, address: Word, old: Word, new: Word) -> Truth:
     """Write ``new`` to a word if it is ``old``; return whether it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, old, new = arguments
-        result = builder.cmpxchg(_pointer(builder, address), old, new, "seq_cst", "seq_cst")
-        return builder.extract_value(result, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), generate
+    pointer = pointer_to(emitter, address)
+    result = emitter.b.cmpxchg(pointer, old, new, "seq_cst", "seq_cst")
+    return emitter.b.extract_value(result, 1)
 
 
-@intrinsic
-def pause(typing: Any) -> Any:
+@emits
+def pause(emitter: Emitter) -> None:
     """Tell the processor that this thread waits in a loop."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.asm(kind, PAUSE, "~{memory}", [], True)
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    emitter.b.asm(ir.FunctionType(VOID, []), PAUSE, "~{memory}", [], True)
 
 
-@intrinsic
-def nanoseconds(typing: Any, clock_gettime: Any) -> Any:
+@emits
+def nanoseconds(emitter: Emitter, clock_gettime: Word) -> Word:
     """Return the time of the monotonic clock; the argument is the function's address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        with builder.goto_entry_block():
-            spec = builder.alloca(ir.ArrayType(I64, 2))
-        seconds = builder.bitcast(spec, I64.as_pointer())
-        kind = ir.FunctionType(I32, [I32, I64.as_pointer()])
-        function = builder.inttoptr(arguments[0], kind.as_pointer())
-        builder.call(function, [I32(time.CLOCK_MONOTONIC), seconds])
-        whole = builder.load(seconds)
-        rest = builder.load(builder.gep(seconds, [I64(1)]))
-        return builder.add(builder.mul(whole, I64(10**9)), rest)
-
-    return types.int64(types.int64), generate
+    b = emitter.b
+    with b.goto_entry_block():
+        spec = b.alloca(ir.ArrayType(I64, 2))
+    seconds = b.bitcast(spec, I64.as_pointer())
+    kind = ir.FunctionType(I32, [I32, I64.as_pointer()])
+    b.call(b.inttoptr(clock_gettime, kind.as_pointer()), [I32(time.CLOCK_MONOTONIC), seconds])
+    whole = b.load(seconds)
+    rest = b.load(b.gep(seconds, [I64(1)]))
+    return b.add(b.mul(whole, I64(10**9)), rest)
 
 
-@intrinsic
-def current_core(typing: Any, sched_getcpu: Any) -> Any:
+@emits
+def current_core(emitter: Emitter, sched_getcpu: Word) -> Word:
     """Return the number of the core that this thread runs on; the argument is the address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(I32, [])
-        function = builder.inttoptr(arguments[0], kind.as_pointer())
-        return builder.sext(builder.call(function, []), I64)
-
-    return types.int64(types.int64), generate
+    b, kind = emitter.b, ir.FunctionType(I32, [])
+    return b.sext(b.call(b.inttoptr(sched_getcpu, kind.as_pointer()), []), I64)
 
 
-@intrinsic
-def system_call(typing: Any, syscall: Any, number: Any, a: Any, b: Any, c: Any) -> Any:
+@emits
+def system_call(
+    emitter: Emitter, syscall: Word, number: Word, first: Word, second: Word, third: Word
+) -> Word:
     """Ask the kernel; the arguments are the address of ``syscall``, a number and three words."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(I64, [I64], var_arg=True)
-        function = builder.inttoptr(arguments[0], kind.as_pointer())
-        return builder.call(function, [*arguments[1:], I64(0), I64(0), I64(0)])
-
-    return types.int64(*[types.int64] * 5), generate
+    b, kind = emitter.b, ir.FunctionType(I64, [I64], var_arg=True)
+    given = [number, first, second, third, I64(0), I64(0), I64(0)]
+    return b.call(b.inttoptr(syscall, kind.as_pointer()), given)

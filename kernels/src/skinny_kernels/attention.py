@@ -14,9 +14,9 @@ from skinny_kernels import attention_kernel as kernels
 from skinny_kernels import team
 from skinny_kernels.compiled import as_array, compiled
 from skinny_kernels.elementwise import packed_queries
-from skinny_kernels.launch import empty, launch, recording, unwatched
+from skinny_kernels.launch import empty, fields_of, launch, this_thread, unwatched
 from skinny_kernels.machine_code import Kernel
-from skinny_kernels.vectors import FORMS, processor
+from skinny_kernels.vectors import DTYPES, processor
 from skinny_kernels.windows import AttentionWindow
 
 RULES = ("full", "sliding", "chunked")
@@ -42,7 +42,7 @@ class Packing:
 @lru_cache
 def _kernel(dtype: torch.dtype) -> Kernel:
     """Return the kernel for a dtype of keys, compiled at the first call."""
-    return Kernel(kernels.attend, FORMS[dtype], in_pieces=True, counter=kernels.FINISHED)
+    return Kernel(kernels.attend, DTYPES[dtype], in_pieces=True, counter=kernels.FINISHED)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
@@ -53,7 +53,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     return (
         query.is_cpu
         and mask.shape[3] == key.shape[2]
-        and query.dtype in FORMS
+        and query.dtype in DTYPES
         and key.dtype == value.dtype == query.dtype
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and max(key.shape[3], value.shape[3]) <= kernels.MOST_SIZE
@@ -74,8 +74,8 @@ def packed_mask(mask: Tensor, group: int) -> tuple[Tensor, Tensor]:
     packing: Packing = getattr(mask, PACKED)
     if group not in packing.masks:
         packing.masks[group] = pack_mask(mask, packing.committed, group)
-    if recording.recorder is not None:
-        recording.recorder.note_mask(packing.masks[group], packing.kind)
+    if this_thread.recorder is not None:
+        this_thread.recorder.note_mask(packing.masks[group], packing.kind)
     return packing.masks[group], packing.committed
 
 
@@ -185,27 +185,26 @@ def attend(
     queries = packed_queries(query, key_heads, width)
     out = empty((batch, tokens, heads, value_size), query.dtype)
     numbers = (ctypes.c_float * 2)(scale, cap)
-    fields = _fields(batch * key_heads)()
-    fields[kernels.QUERIES], fields[kernels.OUT] = queries.data_ptr(), out.data_ptr()
-    fields[kernels.SCALE] = ctypes.addressof(numbers)
-    fields[kernels.BATCH : kernels.WIDTH + 1] = (
-        batch,
-        key_heads,
-        key.shape[2],
-        size,
-        value_size,
-        tokens,
-        heads // key_heads,
-        width,
-    )
+    words = {
+        kernels.QUERIES: queries.data_ptr(),
+        kernels.OUT: out.data_ptr(),
+        kernels.SCALE: ctypes.addressof(numbers),
+        kernels.BATCH: batch,
+        kernels.HEADS: key_heads,
+        kernels.SIZE: size,
+        kernels.VALUE_SIZE: value_size,
+        kernels.TOKENS: tokens,
+        kernels.GROUP: heads // key_heads,
+        kernels.WIDTH: width,
+        **entries(key, value),
+    }
     slots = key.shape[2]
     blocks = kernels.blocks_of(slots, tokens)
-    parts = np.empty(part_floats(fields) * blocks, np.float32)
-    step = per_step(slots, mask.numpy(), committed.numpy(), parts)
-    for position, word in (*entries(key, value), *step):
-        fields[position] = word
-    if recording.recorder is not None:
-        recording.recorder.rebind_attention(fields, key, mask)
+    parts = np.empty(part_floats(words) * blocks, np.float32)
+    words |= per_step(slots, mask.numpy(), committed.numpy(), parts)
+    fields = fields_of(words, zeros=batch * key_heads)
+    if this_thread.recorder is not None:
+        this_thread.recorder.rebind_attention(fields, key, mask)
     threads = torch.get_num_threads()
     pieces = heads_of(fields) * blocks
     launch(_kernel(key.dtype), fields, pieces, threads, (numbers, parts, committed))
@@ -219,8 +218,7 @@ def heads_of(fields: Any) -> int:
 
 def part_floats(fields: Any) -> int:
     """Return the float32 numbers of the parts of a launch, for each block."""
-    size = (fields[kernels.VALUE_SIZE] + 2) * fields[kernels.WIDTH]
-    return int(fields[kernels.BATCH] * fields[kernels.HEADS] * size)
+    return heads_of(fields) * int((fields[kernels.VALUE_SIZE] + 2) * fields[kernels.WIDTH])
 
 
 def deepest(committed: int) -> int:
@@ -238,19 +236,16 @@ def _width(rows: int) -> int:
     return -(-rows // lanes) * lanes
 
 
-def entries(key: Tensor, value: Tensor) -> list[tuple[int, int]]:
-    """Return the fields of a layer's cache, as positions and words."""
-    words = [(kernels.KEY, key.data_ptr()), (kernels.VALUE, value.data_ptr())]
-    first = kernels.KEY_BATCH
-    for tensor in (key, value):
-        strides = [stride * tensor.itemsize for stride in tensor.stride()[:3]]
-        words += enumerate(strides, first)
-        first += 3
+def entries(key: Tensor, value: Tensor) -> dict[int, int]:
+    """Return the fields of a layer's cache, words by their positions."""
+    words = {kernels.KEY: key.data_ptr(), kernels.VALUE: value.data_ptr()}
+    for tensor, first in ((key, kernels.KEY_BATCH), (value, kernels.VALUE_BATCH)):
+        words.update(enumerate((n * tensor.itemsize for n in tensor.stride()[:3]), first))
     return words
 
 
-def per_step(slots: int, mask: Any, committed: Any, parts: Any) -> list[tuple[int, int]]:
-    """Return the fields that are the same in all layers of a step, as positions and words.
+def per_step(slots: int, mask: Any, committed: Any, parts: Any) -> dict[int, int]:
+    """Return the fields that are the same in all layers of a step, words by their positions.
 
     Args:
         slots: of the cache, those of the queries' own tokens included.
@@ -258,15 +253,10 @@ def per_step(slots: int, mask: Any, committed: Any, parts: Any) -> list[tuple[in
         committed: array (see ``attend``).
         parts: array float32 [``part_floats`` times blocks], which the pieces write to.
     """
-    return [
-        (kernels.SLOTS, slots),
-        (kernels.MASK, mask.ctypes.data),
-        (kernels.PARTS, parts.ctypes.data),
-        (kernels.MASK_BATCH, mask.strides[0]),
-        (kernels.COMMITTED, committed.ctypes.data),
-    ]
-
-
-@lru_cache
-def _fields(heads: int) -> Any:
-    return ctypes.c_int64 * (kernels.FINISHED + heads)
+    return {
+        kernels.SLOTS: slots,
+        kernels.MASK: mask.ctypes.data,
+        kernels.PARTS: parts.ctypes.data,
+        kernels.MASK_BATCH: mask.strides[0],
+        kernels.COMMITTED: committed.ctypes.data,
+    }

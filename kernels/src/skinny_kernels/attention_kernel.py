@@ -30,17 +30,24 @@ from skinny_kernels.attention_vectors import (
     CAPPED,
     MASKED,
     MOST_VECTORS,
-    buffer_of,
-    lanes,
+    Matrix,
     product,
-    read_float,
-    read_int,
     softmax,
     weighted,
+)
+from skinny_kernels.intrinsics import (
+    address_of,
+    buffer_of,
+    convert,
+    copy_bytes,
+    get,
+    lanes,
+    read_float,
+    word_at,
     write_number,
 )
-from skinny_kernels.team_kernel import address_of, claim
-from skinny_kernels.vectors import BYTES, FLOAT32, convert, copy_bytes, get
+from skinny_kernels.team_kernel import claim
+from skinny_kernels.vectors import BYTES, FLOAT32
 
 KEYS = 128  # keys in a block
 MOST_TOKENS = 128  # whose keys the last block has too
@@ -86,7 +93,7 @@ def blocks_of(slots: int, tokens: int) -> int:
 
 @numba.njit(error_model="numpy")
 def _float_rows(
-    form: Any,
+    dtype: Any,
     source: Any,
     stride: Any,
     first: Any,
@@ -99,18 +106,18 @@ def _float_rows(
 
     After the first ``first`` of them, ``skipped`` rows are left out.
     """
-    if form == FLOAT32 and (count <= first or not skipped):
+    if dtype == FLOAT32 and (count <= first or not skipped):
         return source, stride
     for n in range(count):
         row = n if n < first else n + skipped
-        convert(form, FLOAT32, source + row * stride, buffer + 4 * n * size, size)
+        convert(dtype, FLOAT32, source + row * stride, buffer + 4 * n * size, size)
     return buffer, 4 * size
 
 
 @numba.njit(error_model="numpy")
-def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
+def _combine(fields: Any, head: Any, blocks: Any, dtype: Any) -> None:
     """Add up the first ``blocks`` blocks of a head, and write what its queries attend to."""
-    numba.literally(form)
+    numba.literally(dtype)
     heads, tokens, group, width = (
         get(fields, HEADS),
         get(fields, TOKENS),
@@ -130,12 +137,12 @@ def _combine(fields: Any, head: Any, blocks: Any, form: Any) -> None:
             weighted(weights, values, part, part, blocks, values)
     b, h = head // heads, head % heads
     for t in range(tokens):
-        line = get(fields, OUT) + BYTES[form] * ((b * tokens + t) * heads + h) * group * value_size
+        line = get(fields, OUT) + BYTES[dtype] * ((b * tokens + t) * heads + h) * group * value_size
         for g in range(group):
             of_row = parts + 4 * (g * tokens + t)
             for d in range(value_size):
                 value = read_float(of_row + (d + 2) * row) / read_float(of_row)
-                write_number(form, line + BYTES[form] * (g * value_size + d), value)
+                write_number(dtype, line + BYTES[dtype] * (g * value_size + d), value)
 
 
 @numba.njit(error_model="numpy")
@@ -160,14 +167,14 @@ def _block(fields: Any, item: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 @numba.njit(error_model="numpy")
-def attend(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
-    """Attend to a block of keys (see ``QUERIES`` and so on); ``form``: of keys."""
-    numba.literally(form)
+def attend(fields: Any, piece: Any, following: Any, seat: Any, dtype: Any) -> None:
+    """Attend to a block of keys (see ``QUERIES`` and so on); ``dtype``: of keys."""
+    numba.literally(dtype)
     tokens, width = get(fields, TOKENS), get(fields, WIDTH)
     size, value_size = get(fields, SIZE), get(fields, VALUE_SIZE)
     blocks = _blocks(fields)
     b, head, begin, keys, values = _block(fields, piece)
-    committed = read_int(get(fields, COMMITTED) + 8 * b)
+    committed = word_at(get(fields, COMMITTED) + 8 * b)
     if begin > committed:
         claim(seat)
         return
@@ -180,6 +187,7 @@ def attend(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> Non
         return
     part = buffer_of(PART_FLOATS) if is_buffered else parts
     scores, score_row = buffer_of(SCORES), MOST_VECTORS * lane_bytes
+    score_matrix = Matrix(scores, score_row, 4)
     key_floats, value_floats = buffer_of(FLOATS), buffer_of(FLOATS)
     scale, cap = read_float(get(fields, SCALE)), read_float(get(fields, SCALE) + 4)
     is_last = begin // KEYS == committed // KEYS
@@ -193,27 +201,14 @@ def attend(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> Non
     key_row, value_row = get(fields, KEY_SLOT), get(fields, VALUE_SLOT)
     key_bytes, value_bytes = key_row, count * value_row // value_size
     own_at = committed - begin if is_last else KEYS
-    keys, key_row = _float_rows(form, keys, key_row, own_at, skipped, count, size, key_floats)
+    keys, key_row = _float_rows(dtype, keys, key_row, own_at, skipped, count, size, key_floats)
     values, value_row = _float_rows(
-        form, values, value_row, own_at, skipped, count, value_size, value_floats
+        dtype, values, value_row, own_at, skipped, count, value_size, value_floats
     )
     for column in range(0, row, score_row):
         v = min(MOST_VECTORS, (row - column) // lane_bytes)
-        product(
-            form,
-            v,
-            count,
-            keys,
-            key_row,
-            4,
-            size,
-            queries + column,
-            row,
-            scores,
-            score_row,
-            next_keys,
-            key_bytes,
-        )
+        a_keys, b_queries = Matrix(keys, key_row, 4), Matrix(queries + column, row, 4)
+        product(dtype, v, count, size, a_keys, b_queries, score_matrix, next_keys, key_bytes)
         for j in range(v):
             at, to = column + j * lane_bytes, scores + j * lane_bytes
             line, top, total = mask + at, part + row + at, part + at
@@ -221,21 +216,9 @@ def attend(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> Non
                 softmax(CAPPED, to, score_row, line, row, count, scale, cap, top, total)
             else:
                 softmax(MASKED, to, score_row, line, row, count, scale, cap, top, total)
-        product(
-            form,
-            v,
-            value_size,
-            values,
-            4,
-            value_row,
-            count,
-            scores,
-            score_row,
-            part + 2 * row + column,
-            row,
-            next_values,
-            value_bytes,
-        )
+        # Rows of A are columns of the values.
+        a_values, out = Matrix(values, 4, value_row), Matrix(part + 2 * row + column, row, 4)
+        product(dtype, v, value_size, count, a_values, score_matrix, out, next_values, value_bytes)
         next_keys, next_values = keys, values
     if is_buffered:
         if not claim(seat):
@@ -243,4 +226,4 @@ def attend(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> Non
         copy_bytes(part, parts, part_bytes)
     finished = fetch_add(address_of(fields) + 8 * (FINISHED + head), 1)
     if finished == committed // KEYS:
-        _combine(fields, head, committed // KEYS + 1, form)
+        _combine(fields, head, committed // KEYS + 1, dtype)

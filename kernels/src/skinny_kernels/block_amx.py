@@ -33,7 +33,7 @@ class AmxProducts(Products, AmxEmitter):
         self.amx("tileloadd64", WEIGHTS, self.pointer(quants), I64(QUARTET * ROWS))
         self.amx("tdpbsud", SUMS, INPUTS, WEIGHTS)
         self.amx("tilestored64", SUMS, self.pointer(sums), I64(LINE))
-        return [self.load(b.add(sums, I64(LINE * s)), self.integer_vector) for s in range(SIDE)]
+        return [self.load(b.add(sums, I64(LINE * s)), self.integers) for s in range(SIDE)]
 
 
 def can_multiply(ggml_type: int, cpu: Processor) -> bool:

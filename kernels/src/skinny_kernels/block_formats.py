@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from skinny_kernels.vectors import F16, I8, I16, I32, I64, Emitter
 
 Emitted = Any  # a value of LLVM
+WORDS = {1: I8, 2: I16, 4: I32}  # by bytes
 ROWS = 16  # as many as the widest vectors have lanes
 QUARTET = 4  # numbers of a row in a word
 
@@ -97,20 +97,19 @@ class InterleavedBlocks:
 
     Args of the constructor:
         emitter: emits it.
-        form: their format.
+        format: their format.
         address: of the ``ROWS`` blocks.
         lane: number of the first row among them; a multiple of the lanes.
     """
 
-    def __init__(self, emitter: Emitter, form: Format, address: Emitted, lane: Emitted) -> None:
-        self.emitter, self.form = emitter, form
+    def __init__(self, emitter: Emitter, format: Format, address: Emitted, lane: Emitted) -> None:
+        self.emitter, self.format, self.constant = emitter, format, emitter.constant
         b = emitter.b
         self._begin = {size: b.add(address, b.mul(lane, I64(size))) for size in (1, 2, 4)}
-        self.integers = ir.VectorType(I32, emitter.lanes)
 
     def element(self, offset: int, size: int = 4) -> Emitted:
         """Return an element of every row, as a vector of whole numbers of ``size`` bytes."""
-        kind = ir.VectorType({1: I8, 2: I16, 4: I32}[size], self.emitter.lanes)
+        kind = ir.VectorType(WORDS[size], self.emitter.lanes)
         address = self.emitter.b.add(self._begin[size], I64(ROWS * offset))
         return self.emitter.load(address, kind, align=size)
 
@@ -135,10 +134,6 @@ class InterleavedBlocks:
         """Return the bits of every lane that ``mask`` has."""
         return self.emitter.b.and_(words, self.constant(mask))
 
-    def constant(self, number: int) -> Emitted:
-        """Return a whole number in every lane."""
-        return ir.Constant(self.integers, [number] * self.integers.count)
-
     def times(self, integers: Emitted, factor: Emitted) -> Emitted:
         """Multiply whole numbers by float32 ones."""
         b = self.emitter.b
@@ -149,17 +144,17 @@ class InterleavedBlocks:
 
         They have no sign, unless those of a ``signed`` format are not ``flipped``.
         """
-        b, form = self.emitter.b, self.form
+        b, format = self.emitter.b, self.format
         words = None
-        for part in form.parts(first):
+        for part in format.parts(first):
             mask = 0x01010101 * ((2**part.width - 1) << part.to)
             raw = self.shifted(self.element(part.offset), part.shift - part.to)
             bits = raw if mask == 0xFFFFFFFF else self.masked(raw, mask)
             words = bits if words is None else b.or_(words, bits)
         numbers = b.bitcast(words, ir.VectorType(I8, QUARTET * self.emitter.lanes))
-        flip = 0x80 if form.signed and flipped else 0
-        if form.table is not None:
-            return self._looked_up(numbers, [n & 0xFF ^ flip for n in form.table])
+        flip = 0x80 if format.signed and flipped else 0
+        if format.table is not None:
+            return self._looked_up(numbers, [n & 0xFF ^ flip for n in format.table])
         if flip:
             numbers = b.xor(numbers, ir.Constant(numbers.type, [flip] * numbers.type.count))
         return numbers
@@ -170,18 +165,16 @@ class InterleavedBlocks:
         names = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
         is_neon = self.emitter.lanes == 4
         name = "llvm.aarch64.neon.tbl1.v16i8" if is_neon else f"llvm.x86.{names[count]}"
-        kind = ir.FunctionType(places.type, [places.type] * 2)
-        function = cgutils.get_or_insert_function(self.emitter.module, kind, name)
         numbers = ir.Constant(places.type, table * (count // len(table)))
-        return self.emitter.b.call(function, [numbers, places])
+        return self.emitter.call(name, places.type, numbers, places)
 
     def numbers(self, first: int, scale: Emitted, minimum: Emitted) -> list[Emitted]:
         """Return four numbers of every row, from number ``first`` on, as float32 vectors."""
         b = self.emitter.b
-        words = b.bitcast(self.quartet(first), self.integers)
+        words = b.bitcast(self.quartet(first), self.emitter.integers)
         found = []
         for i in range(QUARTET):
-            q = b.sub(self.bits(words, 8 * i, 8), self.constant(self.form.offset))
+            q = b.sub(self.bits(words, 8 * i, 8), self.constant(self.format.offset))
             value = b.sitofp(q, self.emitter.vector)
             exact = b.fmul(value, scale) if minimum is None else None
             found.append(exact or self.emitter.fma(value, scale, minimum))
@@ -224,7 +217,7 @@ FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
 def _mxfp4_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """A scale is half a power of two, whose exponent is the first byte of a block (E8M0)."""
     b, constant = blocks.emitter.b, blocks.constant
-    exponents = b.zext(blocks.element(0, 1), blocks.integers)
+    exponents = b.zext(blocks.element(0, 1), blocks.emitter.integers)
     # 2^-128 and 2^-127 have no exponent of their own.
     small = b.shl(constant(0x00200000), exponents)
     usual = b.shl(b.sub(exponents, constant(1)), constant(23))
@@ -240,7 +233,7 @@ def _iq4_xs_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """Eight scales of 6 bits: low bits in a word, the others in two bytes before it."""
     b = blocks.emitter.b
     low = blocks.bits(blocks.element(4), 4 * n, 4)
-    high = blocks.bits(b.zext(blocks.element(2, 2), blocks.integers), 2 * n, 2)
+    high = blocks.bits(b.zext(blocks.element(2, 2), blocks.emitter.integers), 2 * n, 2)
     both = b.or_(low, blocks.shifted(high, -4))
     return blocks.times(b.sub(both, blocks.constant(32)), blocks.half(0)), None
 
@@ -252,13 +245,13 @@ def _iq4_xs(first: int) -> tuple[Part, ...]:
 def _q4_k_scale(blocks: InterleavedBlocks, n: int) -> tuple[Emitted, Emitted]:
     """Eight scales and eight minima of 6 bits, whose high bits are scattered over three words."""
     b, found = blocks.emitter.b, []
-    for which in range(2):
-        own, at = blocks.element(4 + 4 * which), 8 * (n % 4)
+    for is_minimum in range(2):
+        own, at = blocks.element(4 + 4 * is_minimum), 8 * (n % 4)
         number = blocks.bits(own, at, 6)
         if n >= 4:
-            low = blocks.bits(blocks.element(12), at + 4 * which, 4)
+            low = blocks.bits(blocks.element(12), at + 4 * is_minimum, 4)
             number = b.or_(low, blocks.shifted(blocks.bits(own, at + 6, 2), -4))
-        found.append(blocks.times(number, blocks.half(2 * which)))
+        found.append(blocks.times(number, blocks.half(2 * is_minimum)))
     return found[0], b.fneg(found[1])
 
 

@@ -10,21 +10,10 @@ from typing import Any
 
 import numba
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from skinny_kernels.intrinsics import Word, emits, get
 from skinny_kernels.team_kernel import claim
-from skinny_kernels.vectors import (
-    F32,
-    FLOAT32,
-    I8,
-    I32,
-    I64,
-    ROUND,
-    Emitter,
-    get,
-    processor,
-)
+from skinny_kernels.vectors import F32, FLOAT32, I8, I64, ROUND, Emitter
 
 GROUP = 32  # inputs that share a scale
 # Bytes of a record: the whole numbers; then, float32, their scale, and times that, the sums of each
@@ -42,8 +31,7 @@ class Record(Emitter):
 
     def record(self) -> Any:
         """Return ``void (source, target)``, both addresses, int64."""
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 2)
-        return self.function("record", kind, self._emit)
+        return self.function("record", [I64] * 2, self._emit)
 
     def _emit(self, source: Any, target: Any) -> None:
         b = self.b
@@ -51,21 +39,19 @@ class Record(Emitter):
         inputs = [self.numbers(b.add(source, I64(4 * n)), FLOAT32) for n in places]
         scale, inverse = self._scale(inputs)
         self.store(scale, b.add(target, I64(SCALE)))
-        integers = ir.VectorType(I32, self.lanes)
         sums: dict[int, Any] = {}
         for n, value in zip(places, inputs):
             shifted = self.fma(value, inverse, self.splat(ROUND))
             # The lowest byte has the sign of the whole number.
-            narrow = b.trunc(b.bitcast(shifted, integers), ir.VectorType(I8, self.lanes))
+            narrow = b.trunc(b.bitcast(shifted, self.integers), ir.VectorType(I8, self.lanes))
             self.store(narrow, b.add(target, I64(n)), align=1)
-            whole, half = b.sext(narrow, integers), n // (GROUP // 2)
+            whole, half = b.sext(narrow, self.integers), n // (GROUP // 2)
             sums[half] = b.add(sums[half], whole) if half in sums else whole
         halves = [self.across(total, b.add) for total in sums.values()]
         at = [*enumerate(halves), ((SUM - HALF_SUMS) // 4, b.add(*halves))]
         for n, total in at:
             value = b.fmul(b.sitofp(total, F32), scale)
             self.store(value, b.add(target, I64(HALF_SUMS + 4 * n)))
-        b.ret_void()
 
     def _scale(self, inputs: list[Any]) -> tuple[Any, Any]:
         """Return the scale of a record, and a vector of its inverse."""
@@ -82,20 +68,15 @@ class Record(Emitter):
         return scale, self.splat(inverse)
 
 
-@intrinsic
-def _record(typing: Any, source: Any, target: Any) -> Any:
+@emits
+def _record(emitter: Emitter, source: Word, target: Word) -> None:
     """Round the numbers of a record."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.call(Record(builder.module, processor().lanes).record(), arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 2), generate
+    emitter.b.call(Record(emitter.module, emitter.lanes).record(), [source, target])
 
 
 @numba.njit(error_model="numpy")
-def round_records(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
-    """Round ``SHARE`` records (see ``FROM`` and so on) of float32 numbers; ``form`` is that."""
+def round_records(fields: Any, piece: Any, following: Any, seat: Any, dtype: Any) -> None:
+    """Round ``SHARE`` records (see ``FROM`` and so on) of float32 numbers; ``dtype`` is that."""
     rows, groups = get(fields, TOKENS), get(fields, GROUPS)
     if not claim(seat):
         return

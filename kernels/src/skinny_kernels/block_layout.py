@@ -5,31 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-from numba import types
-from numba.extending import intrinsic
 
-from skinny_kernels.attention_vectors import buffer_of
-from skinny_kernels.block_formats import FORMATS, QUARTET, ROWS, InterleavedBlocks
-from skinny_kernels.team_kernel import claim
-from skinny_kernels.vectors import (
-    I8,
-    I16,
-    I32,
-    I64,
-    Emitter,
-    constant,
+from skinny_kernels.block_formats import FORMATS, QUARTET, ROWS, WORDS, InterleavedBlocks
+from skinny_kernels.intrinsics import (
+    Known,
+    Word,
+    buffer_of,
     copy_bytes,
+    emits,
     get,
     known,
-    processor,
+    lanes,
     word_at,
 )
+from skinny_kernels.team_kernel import claim
+from skinny_kernels.vectors import I32, I64, Emitter
 
 # What a thread is given, all int64; numbers of rows are int64 at an address.
 # Interleaving of the rows ORDER, COUNT of them, that are FROM_STRIDE bytes apart.
 FROM, FROM_STRIDE, ORDER, COUNT, TO, BLOCKS = range(6)
-# Reading of the rows IDS, IDS_COUNT of them, of rows that are interleaved.
-TABLE, IDS, IDS_COUNT, NUMBERS, TABLE_BLOCKS = range(5)
+# Reading of the rows IDS of rows that are interleaved.
+TABLE, IDS, NUMBERS, TABLE_BLOCKS = range(4)
 VECTORS = 256 * ROWS  # numbers of a block of every row, at most
 
 
@@ -44,54 +40,39 @@ def _rearranged(b: Any, word: Any) -> Any:
     return result
 
 
-@intrinsic(prefer_literal=True)
-def _interleave_block(typing: Any, ggml_type: Any, source: Any, target: Any, row: Any) -> Any:
+@emits
+def _interleave_block(
+    emitter: Emitter, ggml_type: Known, source: Word, target: Word, row: Word
+) -> None:
     """Write a block of one row between those of the others; zeros if ``source`` is 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, source, target, row = arguments
-        b, form = builder, FORMATS[ggml_type.literal_value]
-        emitter = Emitter(b.module, processor().lanes)
-        emitter.b = b
-        with b.if_else(b.icmp_signed("!=", source, I64(0))) as (copy, clear):
-            for branch, is_copied in ((copy, True), (clear, False)):
-                with branch:
-                    for offset, size in form.elements():
-                        kind = {1: I8, 2: I16, 4: I32}[size]
-                        value = kind(0)
-                        if is_copied:
-                            value = emitter.load(b.add(source, I64(offset)), kind, align=1)
-                            if offset == form.fifth:
-                                value = _rearranged(b, value)
-                        to = b.add(b.add(target, I64(ROWS * offset)), b.mul(row, I64(size)))
-                        emitter.store(value, to, align=size)
-        return context.get_dummy_value()
-
-    return types.void(constant(ggml_type), *[types.int64] * 3), generate
+    b, format = emitter.b, FORMATS[ggml_type]
+    with b.if_else(emitter.is_there(source)) as (copy, clear):
+        for branch, is_copied in ((copy, True), (clear, False)):
+            with branch:
+                for offset, size in format.elements():
+                    value = WORDS[size](0)
+                    if is_copied:
+                        value = emitter.load(b.add(source, I64(offset)), WORDS[size], align=1)
+                        if offset == format.fifth:
+                            value = _rearranged(b, value)
+                    to = b.add(b.add(target, I64(ROWS * offset)), b.mul(row, I64(size)))
+                    emitter.store(value, to, align=size)
 
 
-@intrinsic(prefer_literal=True)
-def _numbers(typing: Any, ggml_type: Any, address: Any, lane: Any, to: Any) -> Any:
+@emits
+def _numbers(emitter: Emitter, ggml_type: Known, address: Word, lane: Word, to: Word) -> None:
     """Write the numbers of blocks of as many rows as a vector has lanes, from ``lane`` on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, address, lane, to = arguments
-        emitter, form = Emitter(builder.module, processor().lanes), FORMATS[ggml_type.literal_value]
-        emitter.b = b = builder
-        blocks = InterleavedBlocks(emitter, form, address, lane)
-        for first in range(0, form.numbers, form.shared):
-            scale, minimum = form.scale(blocks, first // form.shared)
-            for n in range(first, first + form.shared, QUARTET):
-                for i, vector in enumerate(blocks.numbers(n, scale, minimum)):
-                    emitter.store(vector, b.add(to, I64(4 * emitter.lanes * (n + i))))
-        return context.get_dummy_value()
-
-    return types.void(constant(ggml_type), *[types.int64] * 3), generate
+    format = FORMATS[ggml_type]
+    blocks = InterleavedBlocks(emitter, format, address, lane)
+    for first in range(0, format.numbers, format.shared):
+        scale, minimum = format.scale(blocks, first // format.shared)
+        for n in range(first, first + format.shared, QUARTET):
+            for i, vector in enumerate(blocks.numbers(n, scale, minimum)):
+                emitter.store(vector, emitter.b.add(to, I64(4 * emitter.lanes * (n + i))))
 
 
 _block_bytes = known(lambda ggml_type: FORMATS[ggml_type].size)
 _block_numbers = known(lambda ggml_type: FORMATS[ggml_type].numbers)
-_lanes = known(lambda ggml_type: processor().lanes)
 
 
 @numba.njit(error_model="numpy")
@@ -116,7 +97,7 @@ def interleave(fields: Any, piece: Any, following: Any, seat: Any, ggml_type: An
 def read_row(fields: Any, piece: Any, following: Any, seat: Any, ggml_type: Any) -> None:
     """Write the numbers of a row (see ``TABLE`` and so on) as float32."""
     numba.literally(ggml_type)
-    size, numbers, lanes = _block_bytes(ggml_type), _block_numbers(ggml_type), _lanes(ggml_type)
+    size, numbers, width = _block_bytes(ggml_type), _block_numbers(ggml_type), lanes()
     blocks, row = get(fields, TABLE_BLOCKS), word_at(get(fields, IDS) + 8 * piece)
     vectors = buffer_of(VECTORS)
     if not claim(seat):
@@ -126,6 +107,6 @@ def read_row(fields: Any, piece: Any, following: Any, seat: Any, ggml_type: Any)
     to = get(fields, NUMBERS) + piece * blocks * numbers * 4
     for block in range(blocks):
         at = address + block * ROWS * size
-        _numbers(ggml_type, at, place // lanes * lanes, vectors)
+        _numbers(ggml_type, at, place // width * width, vectors)
         for n in range(numbers):
-            copy_bytes(vectors + 4 * (n * lanes + place % lanes), to + 4 * (block * numbers + n), 4)
+            copy_bytes(vectors + 4 * (n * width + place % width), to + 4 * (block * numbers + n), 4)

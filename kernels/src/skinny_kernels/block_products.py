@@ -11,20 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from skinny_kernels.block_formats import FORMATS, QUARTET, ROWS
 from skinny_kernels.block_inputs import GROUP, HALF_SUMS, RECORD, SCALE, SUM
-from skinny_kernels.vectors import (
-    F32,
-    I8,
-    I16,
-    I32,
-    I64,
-    LINE,
-    Emitter,
-    Processor,
-)
+from skinny_kernels.vectors import F32, I8, I16, I32, I64, LINE, Emitter, Processor
 
 # Numbers of a row that are unpacked at a time, and groups of them that share a scale of x.
 CHUNK = 256
@@ -49,7 +39,6 @@ class Dots(Emitter):
         """``largest``: of the weights, which have a sign if they are ``signed``."""
         super().__init__(module, cpu.lanes)
         self.cpu, self.signed = cpu, signed
-        self.integer_vector = ir.VectorType(I32, cpu.lanes)
         # An operand in memory is repeated in all lanes.
         self.in_memory = bool(cpu.dot_unsigned) and cpu.lanes == 16
         # Without an instruction for 32 bits, so many sums of two products fit into 16 bits.
@@ -68,7 +57,8 @@ class Dots(Emitter):
         """
         b, name = self.b, self.cpu.dot_unsigned
         if not name:
-            return self._call("aarch64.neon.sdot.v4i32.v16i8", total, weights, inputs)
+            sdot = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+            return self.call(sdot, self.integers, total, weights, inputs)
         words = b.bitcast(weights, total.type)
         if self.in_memory:
             kind = ir.FunctionType(total.type, [total.type, total.type, I64])
@@ -120,7 +110,7 @@ class Dots(Emitter):
                     if n:
                         code.append(f"vpaddw {pairs}, {to}, {to}")
         code += [f"vpmaddwd {ones}, {to}, {to}" for to in sums]
-        outputs = [self.integer_vector] * (len(sums) + 2 * vectors + 2)
+        outputs = [self.integers] * (len(sums) + 2 * vectors + 2)
         constants = ir.VectorType(I16, 2 * self.lanes)
         kind = ir.FunctionType(ir.LiteralStructType(outputs), [I64, I64, constants])
         # x: the first 16 registers, as AVX2 knows no others
@@ -129,19 +119,13 @@ class Dots(Emitter):
         found = self.b.asm(kind, "\n".join(code), constraints, given, True)
         return [self.b.extract_value(found, n) for n in range(len(sums))]
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        kind = ir.FunctionType(self.integer_vector, [value.type for value in arguments])
-        function = cgutils.get_or_insert_function(self.module, kind, f"llvm.{name}")
-        return self.b.call(function, arguments)
-
 
 class Products(Dots):
     """Emits the function that multiplies unpacked rows of W by s rows of x."""
 
     def __init__(self, module: Any, cpu: Processor, ggml_type: int, s: int) -> None:
-        form = FORMATS[ggml_type]
-        super().__init__(module, cpu, form.largest, signed=is_signed(ggml_type, cpu))
-        self.ggml_type, self.form, self.s = ggml_type, form, s
+        self.ggml_type, self.format, self.s = ggml_type, FORMATS[ggml_type], s
+        super().__init__(module, cpu, self.format.largest, signed=is_signed(ggml_type, cpu))
 
     def products(self) -> Any:
         """Return ``void (unpacked, records, stride, groups, totals, ahead)``, all int64.
@@ -150,15 +134,14 @@ class Products(Dots):
         those of the next numbers begin ``stride`` bytes after them. Meanwhile as many blocks
         ``ahead`` are read into the L2 cache: here, because unpacking leaves no time for it.
         """
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 6)
-        return self.function(f"products_{self.ggml_type}_{self.s}", kind, self._emit)
+        return self.function(f"products_{self.ggml_type}_{self.s}", [I64] * 6, self._emit)
 
     def _emit(
         self, unpacked: Any, records: Any, stride: Any, groups: Any, totals: Any, ahead: Any
     ) -> None:
         b = self.b
         places = [4 * (ROWS * s + lane) for s in range(self.s) for lane in self._lanes()]
-        size = ROWS * self.form.size * GROUP // self.form.numbers  # bytes of a group's blocks
+        size = ROWS * self.format.size * GROUP // self.format.numbers  # bytes of a group's blocks
         sums = [self.load(b.add(totals, I64(place)), self.vector) for place in places]
 
         def add(group: Any, sums: list[Any]) -> list[Any]:
@@ -171,7 +154,6 @@ class Products(Dots):
 
         for place, total in zip(places, self.loop(I64(0), groups, 1, sums, add)):
             self.store(total, b.add(totals, I64(place)))
-        b.ret_void()
 
     def _lanes(self) -> range:
         """Return the first rows of vectors."""
@@ -179,10 +161,10 @@ class Products(Dots):
 
     def _group(self, quants: Any, scales: Any, records: Any, totals: list[Any]) -> list[Any]:
         """Return the sums with the products of a record."""
-        b, form = self.b, self.form
+        b, shared = self.b, self.format.shared
         wholes = [
-            self._wholes(quants, range(first, first + form.shared, QUARTET), records)
-            for first in range(0, GROUP, form.shared)
+            self._wholes(quants, range(first, first + shared, QUARTET), records)
+            for first in range(0, GROUP, shared)
         ]
         added = []
         for i, total in enumerate(totals):
@@ -194,7 +176,7 @@ class Products(Dots):
                 part = b.fmul(value, scale) if part is None else self.fma(value, scale, part)
                 if not self.signed:
                     minimum = self.load(b.add(at, I64(MINIMA - SCALES)), self.vector)
-                    place = RECORD * s + (SUM if form.shared == GROUP else HALF_SUMS + 4 * n)
+                    place = RECORD * s + (SUM if shared == GROUP else HALF_SUMS + 4 * n)
                     factor = self.load(b.add(records, I64(place)), F32)
                     total = self.fma(minimum, self.splat(factor), total)
             at = b.add(records, I64(RECORD * s + SCALE))
@@ -204,8 +186,7 @@ class Products(Dots):
     def _wholes(self, quants: Any, places: range, records: Any) -> list[Any]:
         """Return the sums of the products of whole numbers, by row of x and vector of rows of W."""
         b = self.b
-        zero = ir.Constant(self.integer_vector, [0] * self.lanes)
-        sums = [zero] * (self.s * len(self._lanes()))
+        sums = [self.constant(0)] * (self.s * len(self._lanes()))
         if self.is_narrow:
             given = [(ROWS * at, [RECORD * s + at for s in range(self.s)]) for at in places]
             for n in range(0, len(given), self.many):

@@ -43,48 +43,44 @@ class Unpacking(Emitter):
 
     def __init__(self, module: Any, cpu: Processor, ggml_type: int) -> None:
         super().__init__(module, cpu.lanes)
-        self.ggml_type, self.form = ggml_type, FORMATS[ggml_type]
+        self.ggml_type, self.format = ggml_type, FORMATS[ggml_type]
         self.signed = is_signed(ggml_type, cpu)
 
     def unpack(self) -> Any:
         """Return ``void (blocks, groups, to)``: addresses, and how many groups, all int64."""
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
-        return self.function(f"unpack_{self.ggml_type}", kind, self._emit)
+        return self.function(f"unpack_{self.ggml_type}", [I64] * 3, self._emit)
 
     def _emit(self, blocks: Any, groups: Any, to: Any) -> None:
-        b, form = self.b, self.form
+        b, format = self.b, self.format
 
-        def unpack(group: Any, values: list[Any]) -> list[Any]:
-            at = b.mul(b.udiv(group, I64(form.numbers // GROUP)), I64(ROWS * form.size))
+        def unpack(group: Any) -> None:
+            at = b.mul(b.udiv(group, I64(format.numbers // GROUP)), I64(ROWS * format.size))
             block = b.add(blocks, at)
             quants = b.add(to, b.mul(group, I64(GROUP * ROWS)))
             scales = b.add(to, b.mul(group, I64(SCALES_OF_A_GROUP)))
 
-            def some_rows(lane: Any, values: list[Any]) -> list[Any]:
+            def some_rows(lane: Any) -> None:
                 down = b.mul(lane, I64(QUARTET))
-                rows = InterleavedBlocks(self, form, block, lane)
+                rows = InterleavedBlocks(self, format, block, lane)
                 self._rows(rows, b.add(quants, down), b.add(scales, down))
-                return []
 
-            self.loop(I64(0), I64(ROWS), self.lanes, [], some_rows)
-            return []
+            self.repeat(I64(ROWS), self.lanes, some_rows)
 
-        self.loop(I64(0), groups, form.numbers // GROUP, [], unpack)
-        b.ret_void()
+        self.repeat(groups, format.numbers // GROUP, unpack)
 
     def _rows(self, blocks: InterleavedBlocks, quants: Any, scales: Any) -> None:
         """Unpack a block of as many rows as a vector has lanes."""
-        b, form = self.b, self.form
-        for n in range(form.numbers // form.shared):
-            scale, minimum = form.scale(blocks, n)
-            group, which = divmod(n * form.shared, GROUP)
-            at = SCALES_OF_A_GROUP * group + 4 * ROWS * (which // form.shared)
+        b, format = self.b, self.format
+        for n in range(format.numbers // format.shared):
+            scale, minimum = format.scale(blocks, n)
+            group, first = divmod(n * format.shared, GROUP)
+            at = SCALES_OF_A_GROUP * group + 4 * ROWS * (first // format.shared)
             self.store(scale, b.add(scales, I64(SCALES + at)))
-            if not form.minima:
-                minimum = b.fmul(scale, self.splat(-float(form.offset)))
+            if not format.minima:
+                minimum = b.fmul(scale, self.splat(-float(format.offset)))
             if not self.signed:
                 self.store(minimum, b.add(scales, I64(MINIMA + at)))
-        for first in range(0, form.numbers, QUARTET):
+        for first in range(0, format.numbers, QUARTET):
             quartet = blocks.quartet(first, flipped=not self.signed)
             self.store(quartet, b.add(quants, I64(ROWS * first)))
 
@@ -98,7 +94,7 @@ class BlockTile(Emitter):
 
     def __init__(self, module: Any, cpu: Processor, ggml_type: int) -> None:
         super().__init__(module, cpu.lanes)
-        self.cpu, self.ggml_type, self.form = cpu, ggml_type, FORMATS[ggml_type]
+        self.cpu, self.ggml_type, self.format = cpu, ggml_type, FORMATS[ggml_type]
 
     def tile(self) -> Any:
         """Return ``void (TileArguments, rows, count)``.
@@ -109,36 +105,31 @@ class BlockTile(Emitter):
         return tile_function(self, f"block_tile_{self.ggml_type}", self._emit, more=2)
 
     def _emit(self, given: TileArguments, rows: Any, count: Any) -> None:
-        w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead = given
-        b, form = self.b, self.form
-        size = b.mul(w_stride, I64(ROWS))
+        b, format = self.b, self.format
+        size = b.mul(given.w_stride, I64(ROWS))
         unpacked, totals = (
             b.ptrtoint(self._memory(n), I64) for n in (UNPACKED, 4 * ROWS * MOST_ROWS)
         )
         zero = self.splat(0.0)
 
-        def clear(at: Any, values: list[Any]) -> list[Any]:
-            self.store(zero, b.add(totals, at))
-            return []
-
-        self.loop(I64(0), b.mul(rows, I64(4 * ROWS)), 4 * self.lanes, [], clear)
+        clear_bytes = b.mul(rows, I64(4 * ROWS))
+        self.repeat(clear_bytes, 4 * self.lanes, lambda at: self.store(zero, b.add(totals, at)))
         unpack = Unpacking(self.module, self.cpu, self.ggml_type).unpack()
 
-        def add(k: Any, values: list[Any]) -> list[Any]:
-            at = b.mul(b.udiv(k, I64(form.numbers)), I64(ROWS * form.size))
-            left = b.udiv(b.sub(inputs, k), I64(GROUP))
+        def add(k: Any) -> None:
+            at = b.mul(b.udiv(k, I64(format.numbers)), I64(ROWS * format.size))
+            left = b.udiv(b.sub(given.inputs, k), I64(GROUP))
             groups = b.select(b.icmp_signed("<", left, I64(GROUPS)), left, I64(GROUPS))
-            b.call(unpack, [b.add(w, at), groups, unpacked])
-            records = self.at(x, b.udiv(k, I64(GROUP)), x_stride)
+            b.call(unpack, [b.add(given.w, at), groups, unpacked])
+            records = self.at(given.x, b.udiv(k, I64(GROUP)), given.x_stride)
             further = b.add(at, I64(AHEAD))
             is_here = b.icmp_signed("<", further, size)
-            lines = b.select(is_here, b.add(w, further), b.add(ahead, b.sub(further, size)))
-            self._multiply(records, rows, totals, unpacked, x_stride, groups, lines)
-            return []
+            behind = b.add(given.ahead, b.sub(further, size))
+            lines = b.select(is_here, b.add(given.w, further), behind)
+            self._multiply(records, rows, totals, unpacked, given.x_stride, groups, lines)
 
-        self.loop(I64(0), inputs, CHUNK, [], add)
-        self._write(totals, rows, y, y_stride, bias, count)
-        b.ret_void()
+        self.repeat(given.inputs, CHUNK, add)
+        self._write(totals, rows, given, count)
 
     def _memory(self, size: int) -> Any:
         memory = self.b.alloca(ir.ArrayType(I8, size))
@@ -162,39 +153,26 @@ class BlockTile(Emitter):
             at_once.insert(0, (SIDE, AmxProducts))
         for s, kind in at_once:
             products = kind(self.module, self.cpu, self.ggml_type, s).products()
-            end = b.sub(rows, b.and_(b.sub(rows, first), I64(s - 1)))
 
-            def add(n: Any, values: list[Any], products: Any = products) -> list[Any]:
+            def add(n: Any, products: Any = products) -> None:
                 x, to = self.at(records, n, I64(RECORD)), self.at(totals, n, I64(4 * ROWS))
                 b.call(products, [unpacked, x, stride, groups, to, ahead])
-                return []
 
-            self.loop(first, end, s, [], add)
-            first = end
+            first = self.steps(first, rows, s, add)
 
-    def _write(self, totals: Any, rows: Any, y: Any, y_stride: Any, bias: Any, count: Any) -> None:
+    def _write(self, totals: Any, rows: Any, given: TileArguments, count: Any) -> None:
         """Write the products, and bias if there is one, of ``count`` rows of W."""
         b = self.b
-        integers = ir.VectorType(I32, self.lanes)
         number = b.trunc(count, I32)
         for lane in range(0, ROWS, self.lanes):
-            lanes = ir.Constant(integers, list(range(lane, lane + self.lanes)))
+            lanes = ir.Constant(self.integers, list(range(lane, lane + self.lanes)))
             mask = b.icmp_signed("<", lanes, self.splat_bits(number))
-            entry = b.block
-            adding, done = b.append_basic_block("bias"), b.append_basic_block("write")
-            b.cbranch(b.icmp_signed("==", bias, I64(0)), done, adding)
-            b.position_at_end(adding)
-            numbers = self.numbers(b.add(bias, I64(4 * lane)), FLOAT32, mask)
-            b.branch(done)
-            b.position_at_end(done)
-            added = self.either((self.splat(-0.0), entry), (numbers, adding))
+            added = self.bias(given.bias, 4 * lane, FLOAT32, mask)
 
-            def write(
-                s: Any, values: list[Any], lane: int = lane, mask: Any = mask, added: Any = added
-            ) -> list[Any]:
+            def write(s: Any, lane: int = lane, mask: Any = mask, added: Any = added) -> None:
                 at = b.add(self.at(totals, s, I64(4 * ROWS)), I64(4 * lane))
                 total = b.fadd(self.load(at, self.vector), added)
-                self.write(total, b.add(self.at(y, s, y_stride), I64(4 * lane)), FLOAT32, mask)
-                return []
+                to = b.add(self.at(given.y, s, given.y_stride), I64(4 * lane))
+                self.write(total, to, FLOAT32, mask)
 
-            self.loop(I64(0), rows, 1, [], write)
+            self.repeat(rows, 1, write)

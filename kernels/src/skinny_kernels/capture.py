@@ -10,6 +10,10 @@ A recording is right only if nothing but kernels computes: all functions of PyTo
 code calls are watched. Views are allowed; embeddings, sums, hyperbolic tangents, heads put together
 of parts, and products and quotients with a number are replaced by kernels; any other result must
 not be read by a kernel.
+
+While a step is captured, a ``Capture`` is the recorder of its thread (see ``launch.this_thread``).
+What it has noted becomes a ``Recording``, which can be replayed; ``recordings.Recordings`` are
+those of a model.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ from torch.overrides import TorchFunctionMode
 from skinny_kernels import activations, attention, elementwise
 from skinny_kernels import attention_kernel as kernels
 from skinny_kernels.angles import Angles
-from skinny_kernels.launch import Launch, pieces_at, recording, tape
+from skinny_kernels.launch import Launch, pieces_at, tape, this_thread
 from skinny_kernels.team import run
-from skinny_kernels.vectors import FORMS
+from skinny_kernels.vectors import DTYPES
 from skinny_kernels.windows import AttentionWindow
 
 logger = logging.getLogger(__name__)
@@ -117,6 +121,20 @@ def _aligned(size: int) -> Any:
     return memory[begin : begin + size]
 
 
+class _CacheLaunch(NamedTuple):
+    """A launch that reads or writes the cache.
+
+    Attributes:
+        fields: of the launch.
+        layer: number of the cache's layer.
+        window: type of its window; empty if the launch writes.
+    """
+
+    fields: Any
+    layer: int
+    window: str = ""
+
+
 class _NotRecordableError(Exception):
     """The launches do not say all that the step computes."""
 
@@ -129,8 +147,8 @@ class Capture(TorchFunctionMode):
         launches: in order.
         given: tensors that are set at a replay: the tokens, then what ``angles`` return.
         angles: of all rotary embeddings.
-        copies: fields of the launches that write to the cache, and the layer.
-        attentions: fields of those that read it, the layer, and the type of its window.
+        copies: the launches that write to the cache.
+        attentions: those that read it.
         reason: why the step cannot be replayed; None if it can.
     """
 
@@ -140,8 +158,8 @@ class Capture(TorchFunctionMode):
         self.launches: list[Launch] = []
         self.given: list[Tensor] = [step.tokens]
         self.angles: list[Angles] = []
-        self.copies: list[tuple[Any, int]] = []
-        self.attentions: list[tuple[Any, int, str]] = []
+        self.copies: list[_CacheLaunch] = []
+        self.attentions: list[_CacheLaunch] = []
         self.reason: str | None = None
         self.large: list[Tensor] = []  # memory that is not worth keeping for all recordings
         self.unknown: list[tuple[str, Tensor]] = []  # results of other functions
@@ -149,7 +167,7 @@ class Capture(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._scratch.rewind()
-        recording.recorder = self
+        this_thread.recorder = self
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(
@@ -158,7 +176,7 @@ class Capture(TorchFunctionMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        recording.recorder = None
+        this_thread.recorder = None
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             # PyTorch takes the mode off while it serves a function, and puts it back at the end of
             # a context manager. An interrupt within that delays it until the frames are freed.
@@ -197,7 +215,7 @@ class Capture(TorchFunctionMode):
         if index is None:
             self.reason = "it writes to another cache"
         else:
-            self.copies.append((fields, index))
+            self.copies.append(_CacheLaunch(fields, index))
 
     def rebind_attention(self, fields: Any, key: Tensor, mask: Tensor) -> None:
         """Record that a launch reads the cache."""
@@ -207,9 +225,9 @@ class Capture(TorchFunctionMode):
         if index is None or kind is None:
             self.reason = "it reads another cache"
         else:
-            self.attentions.append((fields, index, kind))
+            self.attentions.append(_CacheLaunch(fields, index, kind))
 
-    def recording(self, output: Any) -> Recording | None:
+    def as_recording(self, output: Any) -> Recording | None:
         """Return a recording of the step, whose logits are ``output``; None: it cannot be made."""
         try:
             return Recording(self, output)
@@ -274,7 +292,7 @@ def _are_alike(first: Any, second: Any) -> bool:
         and isinstance(second, Tensor)
         and first.shape == second.shape
         and first.dtype == second.dtype
-        and first.dtype in FORMS
+        and first.dtype in DTYPES
         and first.is_contiguous()
         and second.is_contiguous()
         and first.is_cpu
@@ -289,7 +307,7 @@ def _joined(parts: Any, dim: int = 0, **others: Any) -> Tensor | None:
         return None
     shapes = {(*part.shape[:3], part.dtype, part.stride(3), part.is_cpu) for part in whole}
     dtype, stride, is_cpu = next(iter(shapes))[3:]
-    if len(shapes) > 1 or dtype not in FORMS or stride != 1 or not is_cpu:
+    if len(shapes) > 1 or dtype not in DTYPES or stride != 1 or not is_cpu:
         return None
     return elementwise.joined(whole)
 
@@ -297,7 +315,7 @@ def _joined(parts: Any, dim: int = 0, **others: Any) -> Tensor | None:
 def _embedded(ids: Tensor, table: Tensor) -> Tensor | None:
     """Return rows of an embedding's table; None if there is no kernel."""
     known = ids.is_cpu and ids.dtype == torch.long and ids.is_contiguous() and ids.numel() > 0
-    if not (known and table.is_cpu and table.dtype in FORMS and table.stride(1) == 1):
+    if not (known and table.is_cpu and table.dtype in DTYPES and table.stride(1) == 1):
         return None
     return elementwise.embed(ids, table)
 
@@ -326,7 +344,7 @@ class Recording:
     """The launches of a step of so many rows and tokens."""
 
     def __init__(self, capture: Capture, output: Any) -> None:
-        """Prepare replays; see ``Capture.recording``.
+        """Prepare replays; see ``Capture.as_recording``.
 
         Raises:
             _NotRecordableError: the launches do not say all that the step computes.
@@ -354,16 +372,16 @@ class Recording:
         given = [(self._inside(tensor), tensor.data_ptr()) for tensor in capture.given]
         self._inputs = [(at, self._fields[at] - address) for at, address in given]
 
-        self._copies = [(first[id(fields)], layer) for fields, layer in capture.copies]
-        self._attentions = [(first[id(fields)], layer) for fields, layer, _ in capture.attentions]
-        shapes = [fields for fields, *_ in capture.attentions]
+        self._copies = [(first[id(one.fields)], one.layer) for one in capture.copies]
+        self._attentions = [(first[id(one.fields)], one.layer) for one in capture.attentions]
+        shapes = [one.fields for one in capture.attentions]
         self._pieces_at = np.array([pieces_at(number[id(fields)]) for fields in shapes], np.int64)
         self._heads = np.array([attention.heads_of(fields) for fields in shapes], np.int64)
         self._part_floats = max(map(attention.part_floats, shapes), default=0)
         # By type of window and heads in a group, whose mask is the same: the fields to set.
         groups: dict[tuple[str, int], list[int]] = {}
-        for fields, _, kind in capture.attentions:
-            groups.setdefault((kind, fields[kernels.GROUP]), []).append(first[id(fields)])
+        for fields, _, window in capture.attentions:
+            groups.setdefault((window, fields[kernels.GROUP]), []).append(first[id(fields)])
         self._masks = [(*key, np.array(at, np.int64)) for key, at in groups.items()]
         self._extent: Any = None  # whose memory is bound, as it was after so many moves
         self._moves = 0
@@ -399,7 +417,7 @@ class Recording:
                 committed, step.positions, step.ancestors, window, group, step.dtype
             )
             held.append(mask)
-            for field, word in attention.per_step(slots, mask, committed, parts):
+            for field, word in attention.per_step(slots, mask, committed, parts).items():
                 fields[at + field] = word
         self._words[self._pieces_at] = self._heads * blocks
         run(self._tape, self._threads)
@@ -410,7 +428,7 @@ class Recording:
         entries_at, entries, slot_bytes = [], [], []
         for at, layer in self._attentions:
             both = cache.layers[layer].keys, cache.layers[layer].values
-            for field, word in attention.entries(*both):
+            for field, word in attention.entries(*both).items():
                 self._fields[at + field] = word
         for at, layer in self._copies:
             for n, tensor in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import Tensor
 from skinny_kernels import block_inputs, norm_kernel
 from skinny_kernels import elementwise_kernel as kernels
 from skinny_kernels.amx_tile import SIDE
-from skinny_kernels.launch import empty, launch, recording, unwatched
+from skinny_kernels.launch import empty, fields_of, launch, this_thread, unwatched
 from skinny_kernels.machine_code import Kernel
-from skinny_kernels.vectors import FLOAT32, FORMS
+from skinny_kernels.vectors import DTYPES, FLOAT32
 
 PIECE = 2**13  # numbers that a thread normalises or activates at a time
-IN_PIECES = "norm", "activate", "multiply", "divide"
+IN_PIECES = "norm", "apply"
 Constants = ctypes.c_float * 2
 
 
@@ -25,12 +26,7 @@ Constants = ctypes.c_float * 2
 def _kernel(name: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel, compiled at the first call."""
     module = norm_kernel if name == "norm" else kernels
-    return Kernel(getattr(module, name), FORMS[dtype], in_pieces=name in IN_PIECES)
-
-
-@lru_cache
-def _fields(count: int) -> Any:
-    return ctypes.c_int64 * count
+    return Kernel(getattr(module, name), DTYPES[dtype], in_pieces=name in IN_PIECES)
 
 
 @unwatched
@@ -38,8 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> T
     """Compute ``x / sqrt(mean(x^2) + epsilon) * (weight + added)``.
 
     Args:
-        x: [..., size] of at most four dimensions and a dtype in ``FORMS``; the numbers of a row are
-            contiguous.
+        x: [..., size] of at most four dimensions and a dtype in ``DTYPES``; the numbers of a row
+            are contiguous.
         weight: contiguous [size], of the same dtype.
         epsilon: added to the mean square.
         added: 1 where a model stores its weights minus 1, as Gemma does.
@@ -65,17 +61,23 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Any) -> Tenso
     rows = x.numel() // size
     share = max(1, PIECE // size)
     x = x[(None,) * (4 - x.dim())]
-    fields = _fields(13)(
-        x.data_ptr(),
-        out.data_ptr(),
-        weight.data_ptr(),
-        ctypes.addressof(numbers),
-        rows,
-        size,
-        *x.shape[1:3],
-        *_strides(x),
-        share,
-        0 if bias is None else bias.data_ptr(),
+    by_batch, by_head, by_token = _strides(x)
+    fields = fields_of(
+        {
+            norm_kernel.INPUT: x.data_ptr(),
+            norm_kernel.OUTPUT: out.data_ptr(),
+            norm_kernel.WEIGHT: weight.data_ptr(),
+            norm_kernel.BIAS: 0 if bias is None else bias.data_ptr(),
+            norm_kernel.EPSILON: ctypes.addressof(numbers),
+            norm_kernel.ROWS: rows,
+            norm_kernel.SIZE: size,
+            norm_kernel.HEADS: x.shape[1],
+            norm_kernel.TOKENS: x.shape[2],
+            norm_kernel.BATCH_STEP: by_batch,
+            norm_kernel.HEAD_STEP: by_head,
+            norm_kernel.TOKEN_STEP: by_token,
+            norm_kernel.SHARE: share,
+        }
     )
     pieces, threads = -(-rows // share), torch.get_num_threads()
     launch(_kernel("norm", x.dtype), fields, pieces, threads, (weight, bias, numbers))
@@ -94,7 +96,7 @@ def rotary(inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor
     """Rotate the halves of every head by angles of its token (Su et al., arXiv 2104.09864).
 
     Args:
-        inputs: [B, heads, n, size] each, of a dtype in ``FORMS``; a head's numbers are contiguous.
+        inputs: [B, heads, n, size] each, of a dtype in ``DTYPES``; a head's numbers are contiguous.
         cos: [B, n, size] of the same dtype or float32; a token's numbers are contiguous.
         sin: likewise.
 
@@ -103,10 +105,16 @@ def rotary(inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor
     """
     outputs = tuple(empty(x.shape, x.dtype) for x in inputs)
     width = cos.itemsize
-    (c_batch, c_token, _), (s_batch, s_token, _) = cos.stride(), sin.stride()
-    angles = (cos.data_ptr(), sin.data_ptr(), c_batch, c_token, s_batch, s_token)
-    strides = tuple(width * stride for stride in angles[2:])
-    _rotate(inputs, outputs, (*angles[:2], *strides, int(cos.dtype != inputs[0].dtype)))
+    angles = {
+        kernels.COS: cos.data_ptr(),
+        kernels.SIN: sin.data_ptr(),
+        kernels.COS_BATCH: width * cos.stride(0),
+        kernels.COS_TOKEN: width * cos.stride(1),
+        kernels.SIN_BATCH: width * sin.stride(0),
+        kernels.SIN_TOKEN: width * sin.stride(1),
+        kernels.WIDE_ANGLES: int(cos.dtype != inputs[0].dtype),
+    }
+    _rotate(inputs, outputs, angles)
     return outputs
 
 
@@ -115,7 +123,7 @@ def joined(inputs: Any) -> Tensor:
     """Return [B, heads, n, size], the numbers of heads of several tensors behind each other.
 
     Args:
-        inputs: [B, heads, n, some numbers] each, of a dtype in ``FORMS``; a head's numbers are
+        inputs: [B, heads, n, some numbers] each, of a dtype in ``DTYPES``; a head's numbers are
             contiguous.
     """
     sizes = [x.shape[3] for x in inputs]
@@ -128,7 +136,7 @@ def joined(inputs: Any) -> Tensor:
 @unwatched
 def copy_heads(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Any:
     """Copy each of ``inputs`` [B, heads, n, size] to one of ``outputs``; return the fields."""
-    return _rotate(inputs, outputs, (0,) * 7)
+    return _rotate(inputs, outputs, dict.fromkeys(range(kernels.BATCH), 0))
 
 
 def store(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], layer: Any) -> None:
@@ -139,11 +147,11 @@ def store(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], layer: Any) -
         outputs: views of the slots.
         layer: of the cache; at a replay of a recorded step, they are slots of that layer.
     """
-    if recording.recorder is None:
+    if this_thread.recorder is None:
         for states, entries in zip(inputs, outputs):
             entries.copy_(states)
     else:
-        recording.recorder.rebind_copy(copy_heads(inputs, outputs), layer)
+        this_thread.recorder.rebind_copy(copy_heads(inputs, outputs), layer)
 
 
 def output_at(n: int) -> int:
@@ -151,18 +159,27 @@ def output_at(n: int) -> int:
     return kernels.ROTARY_FIELDS + kernels.TENSOR_FIELDS * n + kernels.TO
 
 
-def output_strides(n: int, out: Tensor) -> list[tuple[int, int]]:
+def output_strides(n: int, out: Tensor) -> Iterable[tuple[int, int]]:
     """Return the fields of the strides of another output ``n``, as positions and words."""
-    first = output_at(n) - kernels.TO + kernels.TO_BATCH
-    return list(enumerate(_strides(out), first))
+    return enumerate(_strides(out), output_at(n) - kernels.TO + kernels.TO_BATCH)
 
 
-def _rotate(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], angles: Any) -> Any:
-    batch, _, tokens, size = inputs[0].shape
-    numbers = [*angles, batch, tokens, size, len(inputs)]
-    for x, out in zip(inputs, outputs):
-        numbers += (x.data_ptr(), out.data_ptr(), x.shape[1], *_strides(x), *_strides(out))
-    fields = _fields(len(numbers))(*numbers)
+def _rotate(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], angles: dict[int, int]) -> Any:
+    words = {
+        **angles,
+        kernels.BATCH: inputs[0].shape[0],
+        kernels.TOKENS: inputs[0].shape[2],
+        kernels.HEAD_SIZE: inputs[0].shape[3],
+        kernels.TENSORS: len(inputs),
+    }
+    for n, (x, out) in enumerate(zip(inputs, outputs)):
+        begin = kernels.ROTARY_FIELDS + kernels.TENSOR_FIELDS * n
+        words[begin + kernels.FROM] = x.data_ptr()
+        words[begin + kernels.TO] = out.data_ptr()
+        words[begin + kernels.HEADS] = x.shape[1]
+        words.update(enumerate(_strides(x), begin + kernels.FROM_BATCH))
+        words.update(output_strides(n, out))
+    fields = fields_of(words)
     launch(_kernel("rotary", inputs[0].dtype), fields, 1)
     return fields
 
@@ -171,7 +188,14 @@ def _rotate(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], angles: Any
 def add(first: Tensor, second: Tensor) -> Tensor:
     """Add two contiguous tensors of the same shape and dtype."""
     out = empty(first.shape, first.dtype)
-    fields = _fields(4)(first.data_ptr(), second.data_ptr(), out.data_ptr(), out.numel())
+    fields = fields_of(
+        {
+            kernels.FIRST: first.data_ptr(),
+            kernels.SECOND: second.data_ptr(),
+            kernels.RESULT: out.data_ptr(),
+            kernels.COUNT: out.numel(),
+        }
+    )
     launch(_kernel("add", first.dtype), fields, 1)
     return out
 
@@ -179,18 +203,18 @@ def add(first: Tensor, second: Tensor) -> Tensor:
 def multiply(x: Tensor, factor: float | Tensor) -> Tensor:
     """Multiply a contiguous tensor by a number, which is rounded to float32, or by one in memory.
 
-    ``factor``: if it is a tensor, of one number and a dtype in ``FORMS``.
+    ``factor``: if it is a tensor, of one number and a dtype in ``DTYPES``.
     """
-    return _with_number("multiply", x, factor)
+    return _with_number(kernels.PRODUCT, x, factor)
 
 
 def divide(x: Tensor, divisor: float | Tensor) -> Tensor:
     """Divide a contiguous tensor by a number (see ``multiply``)."""
-    return _with_number("divide", x, divisor)
+    return _with_number(kernels.QUOTIENT, x, divisor)
 
 
 @unwatched
-def _with_number(name: str, x: Tensor, number: float | Tensor) -> Tensor:
+def _with_number(function: int, x: Tensor, number: float | Tensor) -> Tensor:
     held: Any
     if isinstance(number, Tensor):
         held = converted(number, torch.float32)
@@ -198,16 +222,24 @@ def _with_number(name: str, x: Tensor, number: float | Tensor) -> Tensor:
     else:
         held = ctypes.c_float(number)
         address = ctypes.addressof(held)
-    return _each(name, x, address, held)
+    return _apply(function, x, address, held)
 
 
-def _each(name: str, x: Tensor, address: int, held: Any, *others: int) -> Tensor:
-    """Launch a kernel for all numbers of a contiguous tensor and the number at ``address``."""
+def _apply(function: int, x: Tensor, address: int, held: Any) -> Tensor:
+    """Compute a function of all numbers of a contiguous tensor and of the one at ``address``."""
     out = empty(x.shape, x.dtype)
-    numbers = (x.data_ptr(), address, out.data_ptr(), x.numel(), PIECE, *others)
-    fields = _fields(len(numbers))(*numbers)
+    fields = fields_of(
+        {
+            kernels.FIRST: x.data_ptr(),
+            kernels.SECOND: address,
+            kernels.RESULT: out.data_ptr(),
+            kernels.COUNT: x.numel(),
+            kernels.SHARE: PIECE,
+            kernels.FUNCTION: function,
+        }
+    )
     pieces, threads = -(-x.numel() // PIECE), torch.get_num_threads()
-    launch(_kernel(name, x.dtype), fields, pieces, threads, held)
+    launch(_kernel("apply", x.dtype), fields, pieces, threads, held)
     return out
 
 
@@ -218,7 +250,7 @@ def activate(x: Tensor, activation: int, limit: float = 0.0) -> Tensor:
     ``limit``: of ``CAP``.
     """
     number = ctypes.c_float(limit)
-    return _each("activate", x, ctypes.addressof(number), number, activation)
+    return _apply(activation, x, ctypes.addressof(number), number)
 
 
 @unwatched
@@ -227,15 +259,22 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
 
     Args:
         ids: contiguous int64 [...], each the number of a row.
-        table: [rows, size] of a dtype in ``FORMS``; the numbers of a row are contiguous.
+        table: [rows, size] of a dtype in ``DTYPES``; the numbers of a row are contiguous.
 
     Returns:
         Contiguous [..., size].
     """
-    size = table.shape[1]
-    out = empty((*ids.shape, size), table.dtype)
-    stride = table.stride(0) * table.itemsize
-    fields = _fields(6)(table.data_ptr(), stride, size, ids.data_ptr(), ids.numel(), out.data_ptr())
+    out = empty((*ids.shape, table.shape[1]), table.dtype)
+    fields = fields_of(
+        {
+            kernels.TABLE: table.data_ptr(),
+            kernels.TABLE_ROW: table.stride(0) * table.itemsize,
+            kernels.ROW_SIZE: table.shape[1],
+            kernels.IDS: ids.data_ptr(),
+            kernels.IDS_COUNT: ids.numel(),
+            kernels.EMBEDDED: out.data_ptr(),
+        }
+    )
     launch(_kernel("embed", table.dtype), fields, 1, held=table)
     return out
 
@@ -245,7 +284,13 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == dtype:
         return x
     out = empty(x.shape, dtype)
-    fields = _fields(3)(x.data_ptr(), out.data_ptr(), out.numel())
+    fields = fields_of(
+        {
+            kernels.CONVERTED_FROM: x.data_ptr(),
+            kernels.CONVERTED_TO: out.data_ptr(),
+            kernels.CONVERTED_COUNT: x.numel(),
+        }
+    )
     launch(_kernel("widen", x.dtype), fields, 1)
     return out
 
@@ -262,7 +307,14 @@ def interleaved(x: Tensor) -> Tensor:
     groups = -(-rows // SIDE)
     # The last store of a group is a whole vector.
     out = empty((groups * min(rows, SIDE) * size + 2 * SIDE,), x.dtype)
-    fields = _fields(4)(x.data_ptr(), out.data_ptr(), rows, size // 2)
+    fields = fields_of(
+        {
+            kernels.ROWS_FROM: x.data_ptr(),
+            kernels.INTERLEAVED: out.data_ptr(),
+            kernels.INTERLEAVED_ROWS: rows,
+            kernels.PAIRS: size // 2,
+        }
+    )
     launch(_kernel("interleave", x.dtype), fields, 1)
     return out
 
@@ -279,7 +331,14 @@ def rounded(x: Tensor) -> Tensor:
     groups = x.shape[-1] // block_inputs.GROUP
     rows = x.numel() // x.shape[-1]
     out = empty((groups, rows, block_inputs.RECORD), torch.uint8)
-    fields = _fields(4)(x.data_ptr(), out.data_ptr(), rows, groups)
+    fields = fields_of(
+        {
+            block_inputs.FROM: x.data_ptr(),
+            block_inputs.TO: out.data_ptr(),
+            block_inputs.TOKENS: rows,
+            block_inputs.GROUPS: groups,
+        }
+    )
     pieces, threads = -(-rows * groups // block_inputs.SHARE), torch.get_num_threads()
     launch(_rounding(), fields, pieces, threads)
     return out
@@ -299,7 +358,21 @@ def packed_queries(query: Tensor, key_heads: int, width: int) -> Tensor:
     """
     batch, heads, tokens, size = query.shape
     out = empty((batch, key_heads, size, width), torch.float32)
-    numbers = (batch, key_heads, heads // key_heads, tokens, size, width)
-    fields = _fields(11)(query.data_ptr(), out.data_ptr(), *_strides(query), *numbers)
+    by_batch, by_head, by_token = _strides(query)
+    fields = fields_of(
+        {
+            kernels.QUERY: query.data_ptr(),
+            kernels.PACKED: out.data_ptr(),
+            kernels.Q_BATCH: by_batch,
+            kernels.Q_HEAD: by_head,
+            kernels.Q_TOKEN: by_token,
+            kernels.Q_BATCHES: batch,
+            kernels.KEY_HEADS: key_heads,
+            kernels.GROUP: heads // key_heads,
+            kernels.Q_TOKENS: tokens,
+            kernels.Q_SIZE: size,
+            kernels.WIDTH: width,
+        }
+    )
     launch(_kernel("pack", query.dtype), fields, 1)
     return out

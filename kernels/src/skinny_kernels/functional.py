@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from skinny_kernels import attention
 from skinny_kernels.attention import is_available
-from skinny_kernels.linear import FORMS, Layer, products
+from skinny_kernels.linear import DTYPES, Layer, products
 
 
 def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,8 +82,8 @@ def attend(
 def _check(tensors: list[Tensor]) -> None:
     """Raise ``ValueError`` unless all tensors are of one dtype that the kernels read, on a CPU."""
     dtypes = {x.dtype for x in tensors}
-    if len(dtypes) > 1 or not dtypes <= set(FORMS) or not all(x.is_cpu for x in tensors):
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES) or not all(x.is_cpu for x in tensors):
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise ValueError(
-            f"dtypes are {names}; all must be one of {list(map(str, FORMS))}, on a CPU"
+            f"dtypes are {names}; all must be one of {list(map(str, DTYPES))}, on a CPU"
         )

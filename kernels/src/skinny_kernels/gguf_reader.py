@@ -72,17 +72,17 @@ class _Header:
     def __init__(self, memory: Any) -> None:
         self.memory, self.at, self.size = memory, 0, len(memory)
 
-    def numbers(self, form: str) -> tuple[Any, ...]:
+    def numbers(self, codes: str) -> tuple[Any, ...]:
         """Read numbers by their codes of ``struct``.
 
         Raises:
             EOFError: the file ends before.
         """
         begin = self.at
-        self.at += struct.calcsize("<" + form)
+        self.at += struct.calcsize("<" + codes)
         if self.at > self.size:
             raise EOFError
-        return struct.unpack_from("<" + form, self.memory, begin)
+        return struct.unpack_from("<" + codes, self.memory, begin)
 
     def texts(self, count: int) -> list[str]:
         """Read strings, which are UTF-8."""

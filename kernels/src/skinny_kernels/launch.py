@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -53,6 +53,17 @@ def tape(launches: Sequence[tuple[Any, ...]], fields: Any = None) -> Any:
     return _words(len(numbers))(*numbers)
 
 
+def fields_of(words: Mapping[int, int], zeros: int = 0) -> Any:
+    """Return the fields of a launch, and so many zeros behind them.
+
+    ``words``: by position, which a kernel's module has a name for; none is left out.
+    """
+    fields = _words(len(words) + zeros)()
+    for position, word in words.items():
+        fields[position] = word
+    return fields
+
+
 @lru_cache
 def _words(count: int) -> Any:
     return ctypes.c_int64 * count
@@ -86,11 +97,11 @@ class Recorder(Protocol):
         """Record that a launch writes to the cache."""
 
 
-class _Recording(threading.local):
-    recorder: Recorder | None = None
+class _ThisThread(threading.local):
+    recorder: Recorder | None = None  # of the step that is being captured
 
 
-recording = _Recording()
+this_thread = _ThisThread()
 
 
 def unwatched(function: Function) -> Function:
@@ -98,7 +109,7 @@ def unwatched(function: Function) -> Function:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if recording.recorder is None:
+        if this_thread.recorder is None:
             return function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
@@ -112,13 +123,13 @@ def launch(
     """Run a kernel (see ``Launch``)."""
     if not pieces:
         return
-    if recording.recorder is not None:
-        recording.recorder.add(Launch(kernel, fields, pieces, threads, held))
+    if this_thread.recorder is not None:
+        this_thread.recorder.add(Launch(kernel, fields, pieces, threads, held))
     run(tape(((kernel, fields, pieces),)), min(threads, pieces))
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return memory on the CPU for a kernel's outputs."""
-    if recording.recorder is not None:
-        return recording.recorder.empty(shape, dtype)
+    if this_thread.recorder is not None:
+        return this_thread.recorder.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype, device="cpu")

@@ -1,44 +1,47 @@
 """A model's layers on a CPU: linear layers, MLPs, norms, activations and rotary embeddings.
 
 Models keep their own code: in a model's shadow, ``forward`` of modules of a known form is replaced
-by one that calls the kernels for few tokens. All but linear layers are compared with the model's
-own code before they are replaced.
+by one that calls the kernels for few tokens (see ``module_forms``).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter, functional
 
-from skinny_kernels import activations, attention, elementwise, linear
+from skinny_kernels import attention, elementwise, linear
 from skinny_kernels.angles import Angles
-from skinny_kernels.block_formats import ROWS
 from skinny_kernels.compiled import as_bits
 from skinny_kernels.known_forms import (
     EAGER,
-    GATED,
     GROWING_ROPE,
-    PROJECTIONS,
     added_to_weights,
     epsilon,
-    is_same,
-    linear_children,
-    own_result,
     rotary_names,
     rotates,
-    sample,
 )
-from skinny_kernels.launch import recording
+from skinny_kernels.launch import this_thread
 from skinny_kernels.modes import without_autocast
-from skinny_kernels.packed import PackedLinear
+from skinny_kernels.module_forms import (
+    LINEAR,
+    activation_of,
+    compared,
+    gated_activation,
+    gated_children,
+    gated_weights,
+    is_attention,
+    is_layer_norm,
+    is_plain,
+    projections,
+    weights_of,
+)
 from skinny_kernels.recordings import Recordings
 from skinny_kernels.shadow import (
     replace_forward,
@@ -46,22 +49,9 @@ from skinny_kernels.shadow import (
     replacement,
     stock_class,
 )
-from skinny_kernels.vectors import FORMS
 
-LINEAR = (nn.Linear, PackedLinear)
-# Layers that are several in one, as in Phi-3.
-MERGED_PROJECTIONS, MERGED_GATED = ("qkv_proj",), ("gate_up_proj", "down_proj")
-FUNCTIONS = ("act_fn", "activation_fn")  # names of a gated MLP's activation
 ACTIVATION_CODE = "torch.nn.modules.activation", "transformers.activations"
-LARGE = 64  # times as large as usual
 MODELS = "transformers.models."  # whose code depends on the inputs alone
-ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
-    activations.SILU: functional.silu,
-    activations.GELU_TANH: partial(functional.gelu, approximate="tanh"),
-    activations.GELU: functional.gelu,
-}
-
-
 Attention = Callable[..., "tuple[Tensor, Tensor | None]"]
 
 
@@ -80,33 +70,6 @@ class _Shared(threading.local):
 _shared = _Shared()
 
 
-def _is_plain(tensor: Any) -> bool:
-    """Return whether this is a dense tensor on a CPU of a dtype that the kernels read.
-
-    Quantised weights are tensor subclasses with their own ``linear`` and are left alone.
-    """
-    return (
-        type(tensor) in (Tensor, Parameter)
-        and tensor.is_cpu
-        and tensor.dtype in FORMS
-        and tensor.layout is torch.strided
-    )
-
-
-def _weights(layer: nn.Module, dtype: torch.dtype) -> linear.Layer | None:
-    """Return weight and bias of a linear layer if the kernel reads them for this dtype."""
-    if isinstance(layer, PackedLinear):
-        return layer.layer() if dtype == torch.float32 else None
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if weight is None or not _is_plain(weight) or weight.dtype != dtype:
-        return None
-    if weight.stride(1) != 1 or not weight.shape[0]:
-        return None
-    if bias is not None and not (_is_plain(bias) and bias.dtype == dtype and bias.stride(0) == 1):
-        return None
-    return linear.Layer(weight, bias)
-
-
 def _is_ours(inputs: Tensor, max_tokens: float = linear.FEW_TOKENS) -> bool:
     """Return whether the kernels compute at most ``max_tokens`` tokens [..., q, size].
 
@@ -118,9 +81,7 @@ def _is_ours(inputs: Tensor, max_tokens: float = linear.FEW_TOKENS) -> bool:
 
 def _is_used(inputs: Tensor) -> bool:
     """Return whether the kernels compute with this tensor now."""
-    return (
-        _is_plain(inputs) and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-    )
+    return is_plain(inputs) and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def _linear(
@@ -128,7 +89,7 @@ def _linear(
 ) -> Tensor:
     """``forward`` of a linear layer, for at most ``max_tokens`` tokens."""
     if _is_ours(inputs, max_tokens):
-        weights = _weights(layer, inputs.dtype)
+        weights = weights_of(layer, inputs.dtype)
         if weights is not None and inputs.shape[-1] == weights.inputs:
             return linear.products(inputs, (weights,))[0]
     unchanged: Tensor = stock(inputs)
@@ -149,7 +110,7 @@ def _first_projection(
 ) -> Tensor:
     """``forward`` of the first of several linear layers with the same inputs: multiplies all."""
     if _is_ours(inputs) and not any(map(_has_hooks, others)):
-        layers = [_weights(module, inputs.dtype) for module in (layer, *others)]
+        layers = [weights_of(module, inputs.dtype) for module in (layer, *others)]
         if all(weights is not None and weights.inputs == inputs.shape[-1] for weights in layers):
             output, *rest = linear.products(inputs, layers)  # type: ignore[arg-type]
             _shared.inputs, _shared.outputs = inputs, dict(zip(others, rest))
@@ -174,51 +135,14 @@ def _is_bare(layer: nn.Module) -> bool:
 def _mlp(activation: int, mlp: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
     """``forward`` of ``down(activation(gate(x)) * up(x))``."""
     if _is_ours(inputs):
-        layers = _gated_children(mlp)
-        found = _gated_weights(layers, inputs.dtype) if all(map(_is_bare, layers)) else None
+        layers = gated_children(mlp)
+        found = gated_weights(layers, inputs.dtype) if all(map(_is_bare, layers)) else None
         if found is not None and found[0].inputs == inputs.shape[-1]:
             gate, up, down = found
             gated, _ = linear.products(inputs, (gate, up), gated=activation)
             return linear.products(gated, (down,))[0]
     unchanged: Tensor = stock(inputs)
     return unchanged
-
-
-def _gated_children(mlp: nn.Module) -> list[nn.Module]:
-    """Return gate, up and down projection of an MLP, of which the first two may be one layer."""
-    return linear_children(mlp, GATED, LINEAR) or linear_children(mlp, MERGED_GATED, LINEAR)
-
-
-def _gated_weights(
-    layers: Sequence[nn.Module], dtype: torch.dtype
-) -> tuple[linear.Layer, linear.Layer, linear.Layer] | None:
-    """Return gate, up and down projection if the kernel multiplies the first two together."""
-    weights = [found for layer in layers if (found := _weights(layer, dtype))]
-    if not layers or len(weights) < len(layers):
-        return None
-    *first, down = weights
-    gate, up = first if len(first) == 2 else _halves(first[0])
-    same = gate.inputs == up.inputs and gate.outputs == up.outputs == down.inputs
-    fills = gate.ggml_type is None or len(first) == 2 or gate.outputs % ROWS == 0
-    return (gate, up, down) if same and fills and gate.ggml_type == up.ggml_type else None
-
-
-def _halves(layer: linear.Layer) -> tuple[linear.Layer, linear.Layer]:
-    """Return the first and the second half of a layer's outputs."""
-    half = layer.outputs // 2
-    rows = None if layer.block_rows is None else half
-    biases = (None, None) if layer.bias is None else (layer.bias[:half], layer.bias[half:])
-    weights = layer.weight[:half], layer.weight[half:]
-    first, second = (
-        linear.Layer(weight, bias, layer.ggml_type, rows) for weight, bias in zip(weights, biases)
-    )
-    return first, second
-
-
-def _projections(attention: nn.Module) -> list[nn.Module]:
-    """Return the projections of an attention layer, which have the same inputs; or the one."""
-    found = linear_children(attention, PROJECTIONS, LINEAR)
-    return found or linear_children(attention, MERGED_PROJECTIONS, LINEAR)
 
 
 def _norm(added: float, norm: nn.Module, stock: Any, inputs: Tensor) -> Tensor:
@@ -248,7 +172,7 @@ def _are_normalised(inputs: Tensor, weight: Tensor | None) -> bool:
         and inputs.numel() > 0
         and inputs.dim() <= 4
         and inputs.stride(-1) == 1
-        and _is_plain(weight)
+        and is_plain(weight)
         and weight is not None
         and weight.dtype == inputs.dtype
         and weight.shape == inputs.shape[-1:]
@@ -277,7 +201,7 @@ def _rotary(
 
 def _angles(module: nn.Module, stock: Any, like: Tensor, positions: Tensor, *others: Any) -> Any:
     """``forward`` of a rotary embedding: cosines and sines [B, n, size] of positions."""
-    recorder = recording.recorder
+    recorder = this_thread.recorder
     if recorder is None:
         return stock(like, positions, *others)
     with torch._C.DisableTorchFunction():
@@ -302,7 +226,7 @@ def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return (
         rotates(query, key, cos, sin)
         and query.shape[2] <= linear.FEW_TOKENS
-        and _is_plain(key)
+        and is_plain(key)
         and cos.dtype == sin.dtype
         and cos.dtype in (query.dtype, torch.float32)
         and key.dtype == query.dtype
@@ -338,17 +262,19 @@ def _cover(shadow: nn.Module, module: nn.Module, attend: Attention, known: dict[
         head = getattr(shadow, "get_output_embeddings", lambda: None)()
         replace_forward(module, _lm_head if module is head else _linear)
     elif cls is nn.LayerNorm:
-        if _compared(module, known, _is_layer_norm, [module]):
+        if compared(module, known, is_layer_norm, [module]):
             weight: Any = module.weight
             replace_forward(module, _layer_norm, torch.zeros_like(weight))
     elif "Norm" in cls.__name__:
-        added = _compared(module, known, _added, [module])
+        added = compared(
+            module, known, partial(added_to_weights, rms_norm=elementwise.rms_norm), [module]
+        )
         if added is not None:
             replace_forward(module, _norm, added)
-    elif layers := _gated_children(module):
-        if activation := _compared(module, known, _gated_activation, layers):
+    elif layers := gated_children(module):
+        if activation := compared(module, known, gated_activation, layers):
             replace_forward(module, _mlp, activation)
-    elif layers := _projections(module):
+    elif layers := projections(module):
         first, *others = layers
         replace_forward(first, _first_projection, tuple(others))
         for other in others:
@@ -358,7 +284,7 @@ def _cover(shadow: nn.Module, module: nn.Module, attend: Attention, known: dict[
     elif "RotaryEmbedding" in cls.__name__:
         replace_forward(module, _angles)
     elif cls.__module__ in ACTIVATION_CODE and (
-        activation := _activation_of(partial(cls.forward, module))
+        activation := activation_of(partial(cls.forward, module))
     ):
         replace_forward(module, _activation, activation)
 
@@ -373,32 +299,12 @@ def _attention_names(layer: nn.Module, attend: Attention, known: dict[Any, Any])
     if stock is None or not cap:
         return {}
     if (stock, cap) not in known:
-        known[stock, cap] = _is_attention(layer, stock, cap)
+        known[stock, cap] = is_attention(layer, stock, cap)
     return {EAGER: partial(attend, stock)} if known[stock, cap] else {}
 
 
-def _is_attention(layer: Any, stock: Callable[..., Any], cap: float) -> bool:
-    """Return whether the kernel's results are those of a Python module's own attention function."""
-    group = getattr(layer, "num_key_value_groups", 1)
-    query, key, value = (
-        sample(heads * 8, torch.float32).view(1, 2, heads, 8).transpose(1, 2)
-        for heads in (2 * group, 2, 2)
-    )
-    mask = torch.zeros(1, 1, 2, 2, device="cpu")
-    mask[..., 0, 1] = torch.finfo(torch.float32).min
-    committed = torch.zeros(1, dtype=torch.long, device="cpu")
-    scale = 4 * cap  # so that scores reach the limit
-    try:
-        right, *_ = stock(layer, query, key, value, mask, scaling=scale, softcap=cap)
-    except Exception:  # whatever unknown code raises
-        return False
-    packed = attention.pack_mask(mask, committed, group)
-    found = attention.attend(query, key, value, packed, committed, scale, cap)
-    return is_same(found, right)
-
-
 def _is_decoder_layer(module: nn.Module) -> bool:
-    return any(map(_projections, module.children()))
+    return any(map(projections, module.children()))
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -409,7 +315,7 @@ def _is_known(layer: nn.Module) -> bool:
     ours = (_linear, _first_projection, _other_projection, _mlp, _norm, _layer_norm)
     return not any(map(_has_hooks, layer.modules())) and all(
         replacement(module) in ours
-        or bool(_projections(module))
+        or bool(projections(module))
         or not (module._modules or module._parameters)
         or (not module._parameters and stock_class(module).__module__.startswith(MODELS))
         for module in layer.modules()
@@ -419,84 +325,3 @@ def _is_known(layer: nn.Module) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _compared(
-    module: nn.Module, known: dict[Any, Any], compare: Callable[..., Any], layers: list[Any]
-) -> Any:
-    """Return ``compare(module)``, called once for each class and shapes and dtypes of weights.
-
-    None: its weights are not such that the kernels read them.
-    """
-    weights = [layer._parameters.get("weight") for layer in layers]
-    if not all(
-        (_is_plain(weight) and weight.numel()) or isinstance(layer, PackedLinear)
-        for layer, weight in zip(layers, weights)
-    ):
-        return None
-    formats = [getattr(layer, "ggml_type", None) for layer in layers]
-    shapes = ((weight.shape, weight.dtype) for weight in weights)
-    key = stock_class(module), *shapes, *formats, *_settings(module)
-    if key not in known:
-        known[key] = compare(module)
-    return known[key]
-
-
-def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return what else of a module its results may depend on: numbers, names and functions."""
-    known = {**vars(module), **module._modules}
-    return [
-        (name, value if isinstance(value, (int, float, str)) else repr(value))
-        for name, value in sorted(known.items())
-        if (isinstance(value, (int, float, str)) and name != "layer_idx")
-        or (name in FUNCTIONS and not getattr(value, "_parameters", None))
-    ]
-
-
-def _added(norm: nn.Module) -> float | None:
-    """Return what an RMS norm adds to its weights; None if it is of another form."""
-    return added_to_weights(norm, elementwise.rms_norm)
-
-
-def _is_layer_norm(norm: Any) -> bool:
-    """Return whether the kernel computes the same as a layer norm."""
-    if norm.weight.dim() != 1:
-        return False
-    bias = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
-    inputs = sample(norm.weight.shape[0], norm.weight.dtype)
-    found = elementwise.layer_norm(inputs, norm.weight, bias, epsilon(norm))
-    return is_same(found, own_result(norm, inputs))
-
-
-def _gated_activation(mlp: nn.Module) -> int | None:
-    """Return the activation of a module that computes ``down(activation(gate(x)) * up(x))``."""
-    layers = _gated_children(mlp)
-    dtypes: set[Any] = {layer._parameters["weight"].dtype for layer in layers}  # type: ignore[union-attr]
-    dtype = torch.float32 if torch.uint8 in dtypes else dtypes.pop()
-    found = _gated_weights(layers, dtype)
-    functions = (getattr(mlp, name, None) for name in FUNCTIONS)
-    activation = next(filter(None, map(_activation_of, functions)), None)
-    if found is None or activation is None:
-        return None
-    gate, up, down = found
-    for factor in (1, LARGE):  # some forms limit what is large
-        inputs = factor * sample(gate.inputs, dtype)
-        gated, _ = linear.products(inputs, (gate, up), gated=activation)
-        output = linear.products(gated, (down,))[0]
-        # Packed weights are multiplied by rounded inputs.
-        right = own_result(mlp, inputs)
-        if output.isfinite().all() and not is_same(
-            output, right, torch.bfloat16 if down.ggml_type else dtype
-        ):
-            return None
-    return activation
-
-
-def _activation_of(function: Any) -> int | None:
-    """Return which activation a model's function computes; None: none of the kernel's."""
-    numbers = torch.linspace(-9, 9, 999, dtype=torch.float32, device="cpu")
-    try:
-        found = function(numbers)
-    except Exception:  # whatever unknown code raises
-        return None
-    return next((n for n, own in ACTIVATIONS.items() if is_same(own(numbers), found)), None)

@@ -6,19 +6,19 @@ verifying a tree of 16 tokens costs about as much as decoding one.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from skinny_kernels import activations, amx_tile, elementwise, linear_kernel
+from skinny_kernels import activations, amx_tile, elementwise
+from skinny_kernels import linear_kernel as kernels
 from skinny_kernels.block_formats import FORMATS
-from skinny_kernels.launch import empty, launch, unwatched
+from skinny_kernels.launch import empty, fields_of, launch, unwatched
 from skinny_kernels.machine_code import Kernel
-from skinny_kernels.vectors import FORMS as FORMS
+from skinny_kernels.vectors import DTYPES as DTYPES
 from skinny_kernels.vectors import processor
 
 FEW_TOKENS = 128  # of a row of a batch for which layers are multiplied by the kernel
@@ -28,7 +28,7 @@ class Layer(NamedTuple):
     """A linear layer.
 
     Attributes:
-        weight: [out_features, in_features] on the CPU, of a dtype in ``FORMS``, whose rows are
+        weight: [out_features, in_features] on the CPU, of a dtype in ``DTYPES``, whose rows are
             contiguous; or contiguous uint8 [rows, bytes], interleaved blocks of ``ggml_type`` (see
             ``block_formats``).
         bias: [out_features], contiguous, or None.
@@ -52,8 +52,8 @@ class Layer(NamedTuple):
         size: int = self.weight.shape[1]
         if self.ggml_type is None:
             return size
-        form = FORMATS[self.ggml_type]
-        return size // form.size * form.numbers
+        format = FORMATS[self.ggml_type]
+        return size // format.size * format.numbers
 
     @property
     def row_bytes(self) -> int:
@@ -62,39 +62,34 @@ class Layer(NamedTuple):
 
 
 @lru_cache
-def _kernel(form: int) -> Kernel:
-    """Return the kernel for a form of weights, compiled at the first call."""
-    return Kernel(linear_kernel.multiply, form, in_pieces=True)
+def _kernel(way: int) -> Kernel:
+    """Return the kernel that multiplies weights in this way, compiled at the first call."""
+    return Kernel(kernels.multiply, way, in_pieces=True)
 
 
-def _form(layer: Layer) -> int:
+def _way(layer: Layer) -> int:
     """Return how the kernel reads the weights of a layer (see ``linear_kernel.multiply``)."""
     weight = layer.weight
     if layer.ggml_type is not None:
-        return linear_kernel.BLOCKS + layer.ggml_type
+        return kernels.BLOCKS + layer.ggml_type
     outputs, inputs = weight.shape
     fills_tiles = outputs % amx_tile.SIDE == 0 and inputs % amx_tile.STEP == 0
     if processor().tiles and weight.dtype == torch.bfloat16 and fills_tiles:
-        return linear_kernel.AMX
-    return FORMS[weight.dtype]
+        return kernels.AMX
+    return DTYPES[weight.dtype]
 
 
-def _prepared(inputs: Tensor, form: int) -> tuple[Tensor, int]:
+def _arranged(inputs: Tensor, way: int) -> tuple[Tensor, int]:
     """Return inputs as the kernel reads them, and the bytes of a row, or from record to record."""
     x = inputs.contiguous()
-    if form >= linear_kernel.BLOCKS:
+    if way >= kernels.BLOCKS:
         records = elementwise.rounded(x)
         return records, records.stride(0)
     size = x.shape[-1]
-    if form == linear_kernel.AMX:
+    if way == kernels.AMX:
         return elementwise.interleaved(x), size * x.itemsize
-    x = elementwise.converted(x, x.dtype if processor().dots(form) else torch.float32)
+    x = elementwise.converted(x, x.dtype if processor().dots(way) else torch.float32)
     return x, size * x.itemsize
-
-
-@lru_cache
-def _fields(layers: int) -> Any:
-    return ctypes.c_int64 * linear_kernel.fields_of(layers)
 
 
 @unwatched
@@ -113,28 +108,34 @@ def products(
         [..., out_features] each; sums are accumulated in float32.
     """
     # By each layer alone, so that its bits do not depend on the others.
-    form, *others = {_form(layer) for layer in layers}
+    way, *others = {_way(layer) for layer in layers}
     if others:
         assert not gated
         return [products(inputs, [layer])[0] for layer in layers]
-    x, stride = _prepared(inputs, form)
-    dtype, size, shape = inputs.dtype, inputs.shape[-1], inputs.shape[:-1]
-    rows, threads = inputs.numel() // size, torch.get_num_threads()
+    x, stride = _arranged(inputs, way)
+    rows, threads = inputs.numel() // inputs.shape[-1], torch.get_num_threads()
     heights, w_stride = [layer.outputs for layer in layers], layers[0].row_bytes
-    *division, pieces = linear_kernel.shares(form, rows, w_stride, heights, threads, gated)
-    numbers = [x.data_ptr(), stride, rows, size, len(layers), gated, *division]
-    outputs = []
-    for layer, height in zip(layers, heights):
-        output = empty((*shape, height), dtype)
-        outputs.append(output)
-        numbers += (
-            layer.weight.data_ptr(),
-            layer.row_bytes,
-            output.data_ptr(),
-            0 if layer.bias is None else layer.bias.data_ptr(),
-            height,
-        )
-    launch(_kernel(form), _fields(len(layers))(*numbers), pieces, threads, layers)
+    division = kernels.shares(way, rows, w_stride, heights, threads, gated)
+    words = {
+        kernels.X: x.data_ptr(),
+        kernels.X_STRIDE: stride,
+        kernels.ROWS: rows,
+        kernels.INPUTS: inputs.shape[-1],
+        kernels.LAYERS: len(layers),
+        kernels.GATED: gated,
+        kernels.HEIGHT: division.height,
+        kernels.STRIP_ROWS: division.strip,
+        kernels.SHARE: division.share,
+    }
+    outputs = [empty((*inputs.shape[:-1], height), inputs.dtype) for height in heights]
+    for n, (layer, output) in enumerate(zip(layers, outputs)):
+        begin = kernels.COMMON_FIELDS + kernels.LAYER_FIELDS * n
+        words[begin + kernels.W] = layer.weight.data_ptr()
+        words[begin + kernels.W_STRIDE] = layer.row_bytes
+        words[begin + kernels.Y] = output.data_ptr()
+        words[begin + kernels.BIAS] = 0 if layer.bias is None else layer.bias.data_ptr()
+        words[begin + kernels.OUTPUTS] = layer.outputs
+    launch(_kernel(way), fields_of(words), division.pieces, threads, layers)
     return outputs
 
 

@@ -17,36 +17,25 @@ threads nor the other rows, so that these change no bit of it; the number of row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numba
-from numba import types
-from numba.extending import intrinsic
 
 from skinny_kernels import amx_tile, block_amx
-from skinny_kernels.activations import GELU, GELU_TANH, SILU, gate
+from skinny_kernels.activations import GELU, GELU_TANH, SILU, activated
 from skinny_kernels.amx_tile import SIDE, AmxEmitter, AmxTile
-from skinny_kernels.attention_vectors import buffer_of
 from skinny_kernels.block_formats import ROWS as INTERLEAVED
 from skinny_kernels.block_inputs import RECORD
 from skinny_kernels.block_tile import MOST_ROWS, BlockTile
+from skinny_kernels.intrinsics import Known, Word, buffer_of, copy_bytes, emits, get, known
 from skinny_kernels.team_kernel import claim
-from skinny_kernels.tile import DenseTile
-from skinny_kernels.vectors import (
-    BFLOAT16,
-    BYTES,
-    FLOAT32,
-    I64,
-    Emitter,
-    constant,
-    copy_bytes,
-    get,
-    known,
-    processor,
-)
+from skinny_kernels.tile import DenseTile, TileArguments
+from skinny_kernels.vectors import BFLOAT16, BYTES, FLOAT32, I64, Emitter, processor
 
-# How W is multiplied is a number: one of the dtypes of dense weights (see ``vectors``), ``AMX`` for
-# bfloat16 by tiles of AMX, or for GGUF ``BLOCKS`` plus ggml's number of the block format.
+# The way in which W is multiplied is a number: one of the dtypes of dense weights (see
+# ``vectors``), ``AMX`` for bfloat16 by tiles of AMX, or for GGUF ``BLOCKS`` plus ggml's number of
+# the block format.
 AMX, BLOCKS = 3, 16
 # Rows of W in a tile by rows of x, so that the sums and R vectors fit the registers. Lists start
 # at one row of x; the last is the largest tile. In several passes, all tiles are as high as that.
@@ -69,220 +58,201 @@ W, W_STRIDE, Y, BIAS, OUTPUTS = range(5)
 COMMON_FIELDS, LAYER_FIELDS = 9, 5
 
 
-def fields_of(layers: int) -> int:
-    """Return how many fields a launch has for this many layers."""
-    return COMMON_FIELDS + LAYER_FIELDS * layers
+class Division(NamedTuple):
+    """Rows of W in a tile, in a strip and in a piece, and the number of pieces."""
+
+    height: int
+    strip: int
+    share: int
+    pieces: int
 
 
 def shares(
-    form: int, rows: int, w_stride: int, outputs: Sequence[int], threads: int, gated: int
-) -> tuple[int, int, int, int]:
+    way: int, rows: int, w_stride: int, outputs: Sequence[int], threads: int, gated: int
+) -> Division:
     """Divide layers into pieces.
 
     Args:
-        form: how W is multiplied.
+        way: how W is multiplied.
         rows: of x.
         w_stride: bytes from row to row of W.
         outputs: rows of W of each layer.
         threads: that are to share the work.
         gated: an activation, for pieces that have the same rows of both layers; or ``NOT_GATED``.
-
-    Returns:
-        Rows of W in a tile, in a strip and in a piece, and the number of pieces.
     """
-    height = _height(form, rows)
+    height = _height(way, rows)
     strip = height * max(1, STRIP // (height * w_stride))
-    most = min(PIECE // w_stride, BUFFER // (rows * BYTES[_output(form)] * (2 if gated else 1)))
+    most = min(PIECE // w_stride, BUFFER // (rows * BYTES[_output(way)] * (2 if gated else 1)))
     count = max(1, min(sum(outputs) // (SHARES * threads), most) // strip)
     share = strip * count
-    return height, strip, share, sum(-(-n // share) for n in (outputs[:1] if gated else outputs))
+    pieces = sum(-(-n // share) for n in (outputs[:1] if gated else outputs))
+    return Division(height, strip, share, pieces)
 
 
-def _height(form: int, rows: int) -> int:
+def _height(way: int, rows: int) -> int:
     """Return the rows of W in a tile for so many rows of x, of which a strip is a multiple."""
-    if form >= BLOCKS:
+    if way >= BLOCKS:
         return INTERLEAVED
     heights = TILES[processor().lanes]
-    return 2 * SIDE if form == AMX else heights[min(rows, len(heights)) - 1]
+    return 2 * SIDE if way == AMX else heights[min(rows, len(heights)) - 1]
 
 
-def _most_rows(form: int) -> int:
+def _most_rows(way: int) -> int:
     """Return the rows of x in the largest tile."""
-    if form >= BLOCKS:
+    if way >= BLOCKS:
         return MOST_ROWS
-    return 2 * SIDE if form == AMX else len(TILES[processor().lanes])
+    return 2 * SIDE if way == AMX else len(TILES[processor().lanes])
 
 
-def _output(form: int) -> int:
+def _output(way: int) -> int:
     """Return the dtype of the outputs and biases."""
-    return FLOAT32 if form >= BLOCKS else BFLOAT16 if form == AMX else form
+    return FLOAT32 if way >= BLOCKS else BFLOAT16 if way == AMX else way
 
 
-_gate = gate(_output)
+@emits
+def _gate(
+    emitter: Emitter, way: Known, activation: Word, gate: Word, up: Word, count: Word
+) -> None:
+    """Replace ``count`` numbers g by activation(g) * up, rounded where PyTorch rounds."""
+    dtype = _output(way)
+
+    def apply(name: int) -> None:
+        def gated(g: Any, other: Any) -> Any:
+            return emitter.b.fmul(emitter.through(activated(emitter, name, g), dtype), other)
+
+        emitter.transform(count, dtype, (gate, up), gate, gated)
+
+    emitter.choose(activation, {name: partial(apply, name) for name in (SILU, GELU_TANH, GELU)})
 
 
-def _amx_tiles(builder: Any, call: Any) -> None:
+@emits
+def _multiply(
+    emitter: Emitter, way: Known, passes: Word, s: Word, strip: TileArguments, outputs: Word
+) -> None:
+    """Multiply s rows of x by ``outputs`` rows of W, in one of so many passes over these.
+
+    ``strip``: what tiles are given, for the first of these rows.
+    """
+    if way == AMX:
+        _amx_tiles(emitter, passes, s, strip, outputs)
+    elif way >= BLOCKS:
+        _block_tiles(emitter, way - BLOCKS, s, strip, outputs)
+    else:
+        _tiles(emitter, way, passes, s, strip, outputs)
+
+
+def _amx_tiles(emitter: Emitter, passes: Any, n: Any, strip: TileArguments, outputs: Any) -> None:
     """Emit: up to 32 rows of x times a strip of W (see ``_multiply``)."""
-    passes, n, *strip = call
-    full = builder.icmp_signed(">", n, I64(SIDE))
-    several = builder.icmp_signed(">", passes, I64(1))
-    width = builder.select(builder.or_(several, full), I64(SIDE), n)
-    done = builder.append_basic_block("strip_done")
-    one_tile, two_tiles = builder.append_basic_block("one"), builder.append_basic_block("two")
-    builder.cbranch(full, two_tiles, one_tile)
-    for s, block in enumerate((one_tile, two_tiles), start=1):
-        builder.position_at_end(block)
-        begin = I64(0)
-        for r in (2, 1):
-            tile = AmxTile(builder.module, r, s).tile()
-            begin = _each(builder, tile, begin, SIDE * r, BYTES[BFLOAT16], strip, n, width)
-        builder.branch(done)
-    builder.position_at_end(done)
+    b = emitter.b
+    full = b.icmp_signed(">", n, I64(SIDE))
+    several = b.icmp_signed(">", passes, I64(1))
+    width = b.select(b.or_(several, full), I64(SIDE), n)
+    with b.if_else(full) as (two_tiles, one_tile):
+        for s, branch in ((2, two_tiles), (1, one_tile)):
+            with branch:
+                begin = I64(0)
+                for r in (2, 1):
+                    tile = AmxTile(b.module, r, s).tile()
+                    rows = begin, outputs, SIDE * r
+                    begin = _each(emitter, tile, rows, BYTES[BFLOAT16], strip, n, width)
 
 
-def _block_tiles(b: Any, form: int, call: Any) -> None:
+def _block_tiles(
+    emitter: Emitter, ggml_type: int, s: Any, strip: TileArguments, outputs: Any
+) -> None:
     """Emit: S rows of x times a strip of W in a block format (see ``_multiply``)."""
-    _, s, w, w_stride, x, x_stride, inputs, y, y_stride, bias, outputs, ahead = call
-    tile = BlockTile(b.module, processor().for_blocks(), form - BLOCKS).tile()
-    emitter = Emitter(b.module, INTERLEAVED)
-    emitter.b = b
+    b = emitter.b
+    tile = BlockTile(b.module, processor().for_blocks(), ggml_type).tile()
 
-    def multiply(n: Any, values: list[Any]) -> list[Any]:
-        down, along = b.mul(n, w_stride), b.mul(n, I64(BYTES[FLOAT32]))
-        bias_here = b.select(b.icmp_signed("==", bias, I64(0)), bias, b.add(bias, along))
-        multiplied = [b.add(w, down), w_stride, x, x_stride, inputs]
+    def multiply(n: Any) -> None:
+        given = _from_row(emitter, strip, n, BYTES[FLOAT32])
         left = b.sub(outputs, n)
-        following = b.add(b.add(w, down), b.mul(w_stride, I64(INTERLEAVED)))
         is_last = b.icmp_signed("<=", left, I64(INTERLEAVED))
-        next_rows = b.select(is_last, ahead, following)
-        b.call(tile, [*multiplied, b.add(y, along), y_stride, bias_here, next_rows, s, left])
-        return []
+        following = b.add(given.w, b.mul(given.w_stride, I64(INTERLEAVED)))
+        given = given._replace(ahead=b.select(is_last, strip.ahead, following))
+        b.call(tile, [*given, s, left])
 
-    emitter.loop(I64(0), outputs, INTERLEAVED, [], multiply)
+    emitter.repeat(outputs, INTERLEAVED, multiply)
 
 
-def _tiles(builder: Any, form: int, call: Any) -> None:
+def _tiles(
+    emitter: Emitter, dtype: int, passes: Any, s: Any, strip: TileArguments, outputs: Any
+) -> None:
     """Emit: S rows of x times a strip of W, for any S (see ``_multiply``)."""
-    heights = TILES[processor().lanes]
+    b, heights = emitter.b, TILES[processor().lanes]
     max_rows, last = len(heights), heights[-1]
-    passes, s, *strip = call
-    done = builder.append_basic_block("strip_done")
-    wrong = builder.append_basic_block("no_such_tile")
-    # One pass: by S; one of several passes: by -S
-    alone = builder.icmp_signed("==", passes, I64(1))
-    choice = builder.switch(builder.select(alone, s, builder.neg(s)), wrong)
-    several = [
-        (-n, last, -(-last // READING_PASSES)) for n in range((max_rows + 1) // 2, max_rows + 1)
-    ]
-    for key, height, ahead in [*((n, r, r) for n, r in enumerate(heights, start=1)), *several]:
-        block = builder.append_basic_block(f"rows_{key}")
-        choice.add_case(I64(key), block)
-        builder.position_at_end(block)
+
+    def multiply(s: int, height: int, ahead: int) -> None:
         begin = I64(0)
         for r in dict.fromkeys((height, 1)):
-            rows_ahead = min(r, ahead)
-            tile = DenseTile(builder.module, processor(), form, r, abs(key), rows_ahead).tile()
-            begin = _each(builder, tile, begin, r, BYTES[_output(form)], strip)
-        builder.branch(done)
-    builder.position_at_end(wrong)
-    builder.branch(done)
-    builder.position_at_end(done)
+            tile = DenseTile(b.module, processor(), dtype, r, s, min(r, ahead)).tile()
+            begin = _each(emitter, tile, (begin, outputs, r), BYTES[dtype], strip)
+
+    # One pass: by S; one of several passes: by -S
+    cases = {n: partial(multiply, n, r, r) for n, r in enumerate(heights, start=1)}
+    for n in range((max_rows + 1) // 2, max_rows + 1):
+        cases[-n] = partial(multiply, n, last, -(-last // READING_PASSES))
+    alone = b.icmp_signed("==", passes, I64(1))
+    emitter.choose(b.select(alone, s, b.neg(s)), cases)
 
 
-def _each(b: Any, tile: Any, begin: Any, r: int, size: int, strip: Any, *more: Any) -> Any:
-    """Emit: call ``tile`` for every r rows of W from ``begin`` on; return the first row left.
-
-    ``more`` are further arguments of ``tile``.
-    """
-    w, w_stride, x, x_stride, inputs, y, y_stride, bias, outputs, ahead = strip
-    entry = b.block
-    head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
-    b.branch(head)
-    b.position_at_end(head)
-    n = b.phi(I64)
-    n.add_incoming(begin, entry)
-    following = b.add(n, I64(r))
-    b.cbranch(b.icmp_signed("<=", following, outputs), body, done)
-    b.position_at_end(body)
-    down, along = b.mul(n, w_stride), b.mul(n, I64(size))
-    bias_here = b.select(b.icmp_signed("==", bias, I64(0)), bias, b.add(bias, along))
-    to, fetched = b.add(y, along), b.add(ahead, down)
-    multiplied = [b.add(w, down), w_stride, x, x_stride, inputs]
-    b.call(tile, [*multiplied, to, y_stride, bias_here, fetched, *more])
-    n.add_incoming(following, b.block)
-    b.branch(head)
-    b.position_at_end(done)
-    return n
-
-
-@intrinsic(prefer_literal=True)
-def _multiply(
-    typing: Any,
-    form: Any,
-    passes: Any,
-    s: Any,
-    w: Any,
-    w_stride: Any,
-    x: Any,
-    x_stride: Any,
-    inputs: Any,
-    y: Any,
-    y_stride: Any,
-    bias: Any,
-    outputs: Any,
-    ahead: Any,
+def _each(
+    emitter: Emitter, tile: Any, rows: tuple[Any, Any, int], size: int, strip: Any, *more: Any
 ) -> Any:
-    """Multiply s rows of x by ``outputs`` rows of W, in one of so many passes over these."""
+    """Emit: call a tile for rows of W; return the first row left.
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if form.literal_value == AMX:
-            _amx_tiles(builder, arguments[1:])
-        elif form.literal_value >= BLOCKS:
-            _block_tiles(builder, form.literal_value, arguments[1:])
-        else:
-            _tiles(builder, form.literal_value, arguments[1:])
-        return context.get_dummy_value()
+    Args:
+        emitter: see ``_multiply``.
+        tile: the function.
+        rows: the first one, the one behind the last one, and how many the tile has.
+        size: bytes of an output.
+        strip: see ``_multiply``.
+        *more: further arguments of ``tile``.
+    """
 
-    return types.void(constant(form), *[types.int64] * 12), generate
+    def multiply(n: Any) -> None:
+        emitter.b.call(tile, [*_from_row(emitter, strip, n, size), *more])
+
+    return emitter.steps(*rows, multiply)
 
 
-@intrinsic(prefer_literal=True)
-def _configure(typing: Any, form: Any, rows: Any) -> Any:
+def _from_row(emitter: Emitter, strip: TileArguments, n: Any, size: int) -> TileArguments:
+    """Emit: what a tile is given whose first row of W is row n of a strip."""
+    b = emitter.b
+    down, along = b.mul(n, strip.w_stride), b.mul(n, I64(size))
+    return strip._replace(
+        w=b.add(strip.w, down),
+        y=b.add(strip.y, along),
+        bias=b.select(emitter.is_there(strip.bias), b.add(strip.bias, along), strip.bias),
+        ahead=b.add(strip.ahead, down),
+    )
+
+
+@emits
+def _configure(emitter: Emitter, way: Known, rows: Word) -> None:
     """Set this thread's registers of AMX for so many rows of x."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number = form.literal_value
-        emitter = AmxEmitter(builder.module, SIDE)
-        emitter.b = builder
-        if number == AMX:
-            emitter.configure(amx_tile.sizes(builder, arguments[1]))
-        elif number >= BLOCKS and block_amx.can_multiply(number - BLOCKS, processor()):
-            emitter.configure(block_amx.SIZES)
-        return context.get_dummy_value()
-
-    return types.void(constant(form), types.int64), generate
+    amx = AmxEmitter(emitter.module, SIDE, emitter.b)
+    if way == AMX:
+        amx.configure(amx_tile.sizes(emitter.b, rows))
+    elif _has_byte_tiles(way):
+        amx.configure(block_amx.SIZES)
 
 
-@intrinsic(prefer_literal=True)
-def _release(typing: Any, form: Any) -> Any:
+@emits
+def _release(emitter: Emitter, way: Known) -> None:
     """Give the registers of AMX back."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number = form.literal_value
-        of_bytes = number >= BLOCKS and block_amx.can_multiply(number - BLOCKS, processor())
-        if number == AMX or of_bytes:
-            emitter = AmxEmitter(builder.module, SIDE)
-            emitter.b = builder
-            emitter.amx("tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(constant(form)), generate
+    if way == AMX or _has_byte_tiles(way):
+        AmxEmitter(emitter.module, SIDE, emitter.b).amx("tilerelease")
 
 
-_output_bytes = known(lambda form: BYTES[_output(form)])
+def _has_byte_tiles(way: int) -> bool:
+    return way >= BLOCKS and block_amx.can_multiply(way - BLOCKS, processor())
+
+
+_output_bytes = known(lambda way: BYTES[_output(way)])
 _largest = known(_most_rows)
-_is_amx = known(lambda form: int(form == AMX))
-_is_blocks = known(lambda form: int(form >= BLOCKS))
+_is_amx = known(lambda way: int(way == AMX))
+_is_blocks = known(lambda way: int(way >= BLOCKS))
 
 
 @numba.njit(error_model="numpy")
@@ -316,13 +286,13 @@ def _address(fields: Any, layer: Any, row: Any) -> Any:
 
 @numba.njit(error_model="numpy")
 def _strips(
-    fields: Any, form: Any, layer: Any, begin: Any, end: Any, y: Any, y_stride: Any, behind: Any
+    fields: Any, way: Any, layer: Any, begin: Any, end: Any, y: Any, y_stride: Any, behind: Any
 ) -> None:
     """Multiply x by rows of a layer's W.
 
     Args:
         fields: see ``multiply``.
-        form: likewise.
+        way: likewise.
         layer: number of the layer.
         begin: first row.
         end: the one behind the last row.
@@ -338,15 +308,15 @@ def _strips(
         get(fields, STRIP_ROWS),
     )
     size, w_stride, bias = (
-        _output_bytes(form),
+        _output_bytes(way),
         _field(fields, layer, W_STRIDE),
         _field(fields, layer, BIAS),
     )
-    amx, max_rows, height = _is_amx(form), _largest(form), get(fields, HEIGHT)
+    amx, max_rows, height = _is_amx(way), _largest(way), get(fields, HEIGHT)
     passes = (rows + max_rows - 1) // max_rows
-    reading_passes = 1 if amx or _is_blocks(form) else READING_PASSES
+    reading_passes = 1 if amx or _is_blocks(way) else READING_PASSES
     # From row to row of x: the records of a row are not next to each other.
-    x_step = RECORD if _is_blocks(form) else x_stride
+    x_step = RECORD if _is_blocks(way) else x_stride
     for row in range(begin, end, strip):
         count = min(strip, end - row)
         here = _address(fields, layer, row)
@@ -359,25 +329,22 @@ def _strips(
             first = max_rows * i if amx else rows * i // passes
             last = min(first + max_rows, rows) if amx else rows * (i + 1) // passes
             part = i * ((height + reading_passes - 1) // reading_passes) * w_stride
-            _multiply(
-                form,
-                passes,
-                last - first,
-                here,
-                w_stride,
-                x + first * x_step,
-                x_stride,
-                inputs,
-                y + first * y_stride + size * (row - begin),
-                y_stride,
-                bias + size * row if bias else 0,
-                count,
-                ahead + part if i < reading_passes else here,
+            given = TileArguments(
+                w=here,
+                w_stride=w_stride,
+                x=x + first * x_step,
+                x_stride=x_stride,
+                inputs=inputs,
+                y=y + first * y_stride + size * (row - begin),
+                y_stride=y_stride,
+                bias=bias + size * row if bias else 0,
+                ahead=ahead + part if i < reading_passes else here,
             )
+            _multiply(way, passes, last - first, given, count)
 
 
 @numba.njit(error_model="numpy")
-def multiply(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> None:
+def multiply(fields: Any, piece: Any, following: Any, seat: Any, way: Any) -> None:
     """Compute a piece of the layers (see ``X`` and so on, and ``shares``).
 
     Args:
@@ -385,12 +352,12 @@ def multiply(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> N
         piece: number of the piece.
         following: of the one that this thread computes next.
         seat: to claim the piece.
-        form: a dtype of dense weights; or ``AMX``, for layers of a multiple of 32 inputs and of 16
+        way: a dtype of dense weights; or ``AMX``, for layers of a multiple of 32 inputs and of 16
             outputs, where x is interleaved; or ``BLOCKS`` + ggml's number of a block format, where
             x is rounded (see ``block_tile``).
     """
-    numba.literally(form)
-    rows, gated, size = get(fields, ROWS), get(fields, GATED), _output_bytes(form)
+    numba.literally(way)
+    rows, gated, size = get(fields, ROWS), get(fields, GATED), _output_bytes(way)
     parts = 2 if gated else 1
     layer, begin, end = _rows(fields, piece)
     next_layer, next_begin, _ = _rows(fields, following)
@@ -407,22 +374,16 @@ def multiply(fields: Any, piece: Any, following: Any, seat: Any, form: Any) -> N
     to, to_stride = y, y_stride
     if is_buffered:
         to, to_stride = buffer_of(BUFFER_FLOATS), width
-    _configure(form, min(rows, SIDE))
+    _configure(way, min(rows, SIDE))
     if gated:
         up = to + rows * width if is_buffered else _field(fields, 1, Y) + size * begin
-        _strips(fields, form, 0, begin, end, to, to_stride, _address(fields, 1, begin))
-        _strips(fields, form, 1, begin, end, up, to_stride, behind)
+        _strips(fields, way, 0, begin, end, to, to_stride, _address(fields, 1, begin))
+        _strips(fields, way, 1, begin, end, up, to_stride, behind)
         for i in range(rows):
-            row, other = to + i * to_stride, up + i * to_stride
-            if gated == SILU:
-                _gate(form, SILU, row, other, end - begin)
-            elif gated == GELU_TANH:
-                _gate(form, GELU_TANH, row, other, end - begin)
-            else:
-                _gate(form, GELU, row, other, end - begin)
+            _gate(way, gated, to + i * to_stride, up + i * to_stride, end - begin)
     else:
-        _strips(fields, form, layer, begin, end, to, to_stride, behind)
-    _release(form)
+        _strips(fields, way, layer, begin, end, to, to_stride, behind)
+    _release(way)
     if is_buffered and claim(seat):
         for i in range(rows):
             copy_bytes(to + i * width, y + i * y_stride, width)

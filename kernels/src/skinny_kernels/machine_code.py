@@ -58,14 +58,14 @@ class Kernel:
     """
 
     def __init__(
-        self, function: Any, form: int, *, in_pieces: bool = False, counter: int | None = None
+        self, function: Any, variant: int, *, in_pieces: bool = False, counter: int | None = None
     ) -> None:
-        """Compile a function of numba's, where ``form`` is a constant.
+        """Compile a function of numba's, where ``variant`` is a constant.
 
         Args:
-            function: ``function(fields, piece, following, seat, form)`` that claims its piece, or
-                ``function(fields, form)``, which is all of a launch and cannot be taken away.
-            form: what it is compiled for.
+            function: ``function(fields, piece, following, seat, variant)``, which claims its
+                piece; or ``function(fields, variant)``, all of a launch, which no thread can take.
+            variant: what it is compiled for.
             in_pieces: whether it is the first.
             counter: see the attribute.
         """
@@ -73,11 +73,11 @@ class Kernel:
 
         def one_piece(fields: Any, piece: Any, following: Any, seat: Any) -> None:
             if version:
-                work(fields, piece, following, seat, form)
+                work(fields, piece, following, seat, variant)
 
         def everything(fields: Any, piece: Any, following: Any, seat: Any) -> None:
             if version and claim(seat):
-                work(fields, form)
+                work(fields, variant)
 
         # Numba frees machine code that nobody refers to.
         self._compiled = compiled_as(PIECE, function, one_piece if in_pieces else everything)

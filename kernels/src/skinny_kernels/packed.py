@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skinny_kernels import block_layout, elementwise, linear
+from skinny_kernels import block_layout as kernels
+from skinny_kernels import elementwise, linear
 from skinny_kernels.block_formats import FORMATS as FORMATS
 from skinny_kernels.block_formats import ROWS
-from skinny_kernels.launch import empty, launch, unwatched
+from skinny_kernels.launch import empty, fields_of, launch, unwatched
 from skinny_kernels.machine_code import Kernel
 from skinny_kernels.team import is_available
 from skinny_kernels.vectors import processor
@@ -57,18 +57,18 @@ def interleaved(
     rows, row_bytes = blocks.shape
     order = torch.arange(rows) if order is None else order.contiguous()
     out = new((filled_up(rows), row_bytes))
-    numbers = (
-        blocks.data_ptr(),
-        blocks.stride(0),
-        order.data_ptr(),
-        rows,
-        out.data_ptr(),
-        row_bytes // FORMATS[ggml_type].size,
+    fields = fields_of(
+        {
+            kernels.FROM: blocks.data_ptr(),
+            kernels.FROM_STRIDE: blocks.stride(0),
+            kernels.ORDER: order.data_ptr(),
+            kernels.COUNT: rows,
+            kernels.TO: out.data_ptr(),
+            kernels.BLOCKS: row_bytes // FORMATS[ggml_type].size,
+        }
     )
-    fields = (ctypes.c_int64 * len(numbers))(*numbers)
     pieces, threads = filled_up(rows) // ROWS, torch.get_num_threads()
-    kernel = _kernel(block_layout.interleave, ggml_type)
-    launch(kernel, fields, pieces, threads, (blocks, order))
+    launch(_kernel(kernels.interleave, ggml_type), fields, pieces, threads, (blocks, order))
     return out
 
 
@@ -84,12 +84,18 @@ def read_rows(weight: Tensor, ggml_type: int, ids: Tensor) -> Tensor:
     Returns:
         float32 [n, numbers of a row].
     """
-    form, ids = FORMATS[ggml_type], ids.contiguous()
-    blocks = weight.shape[1] // form.size
-    out = empty((len(ids), blocks * form.numbers), torch.float32)
-    numbers = (weight.data_ptr(), ids.data_ptr(), len(ids), out.data_ptr(), blocks)
-    fields = (ctypes.c_int64 * len(numbers))(*numbers)
-    kernel = _kernel(block_layout.read_row, ggml_type)
+    format, ids = FORMATS[ggml_type], ids.contiguous()
+    blocks = weight.shape[1] // format.size
+    out = empty((len(ids), blocks * format.numbers), torch.float32)
+    fields = fields_of(
+        {
+            kernels.TABLE: weight.data_ptr(),
+            kernels.IDS: ids.data_ptr(),
+            kernels.NUMBERS: out.data_ptr(),
+            kernels.TABLE_BLOCKS: blocks,
+        }
+    )
+    kernel = _kernel(kernels.read_row, ggml_type)
     launch(kernel, fields, len(ids), torch.get_num_threads(), (weight, ids))
     return out
 

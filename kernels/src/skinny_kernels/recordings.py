@@ -1,4 +1,4 @@
-"""The recorded steps of a model."""
+"""The recorded steps of a model (see ``capture`` for what records one)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from skinny_kernels.capture import Capture, Recording, Scratch
 from skinny_kernels.capture import StepInputs as StepInputs
 from skinny_kernels.compiled import as_bits
-from skinny_kernels.launch import recording
+from skinny_kernels.launch import this_thread
 from skinny_kernels.linear import FEW_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Recordings(threading.local):
         self.is_warm = False
         with Capture(self._scratch, step) as capture:
             logits = forward()
-        self.made[key] = capture.recording(logits)
+        self.made[key] = capture.as_recording(logits)
         # Functions that kernels have computed may be rounded otherwise in later steps.
         return forward() if self.made[key] is None else logits.clone()
 
@@ -112,7 +112,7 @@ class Recordings(threading.local):
             tokens.shape[1] <= FEW_TOKENS
             and all(layer.is_initialized for layer in step.cache.layers)
             and 0 <= tokens.min() <= tokens.max() < self._vocab_size
-            and recording.recorder is None
+            and this_thread.recorder is None
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         )

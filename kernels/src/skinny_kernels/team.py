@@ -16,6 +16,7 @@ from skinny_kernels import team_kernel as kernel
 from skinny_kernels.cores import usable_cores
 from skinny_kernels.machine_code import compiled_as, source
 from skinny_kernels.openmp import shorten_waits
+from skinny_kernels.vectors import LINE
 
 work: Any = None  # a global of what ``compiled_as`` compiles
 
@@ -45,10 +46,10 @@ class Team:
     """Helpers, and the memory in which jobs are posted to them."""
 
     def __init__(self) -> None:
-        words = (kernel.TEAM_BYTES + kernel.LINE) // atomics.WORD
+        words = (kernel.TEAM_BYTES + LINE) // atomics.WORD
         self._memory = (ctypes.c_int64 * words)()
         begin = ctypes.addressof(self._memory)
-        self.address = -(-begin // kernel.LINE) * kernel.LINE
+        self.address = -(-begin // LINE) * LINE
         self._first = (self.address - begin) // atomics.WORD
         for name in ("clock_gettime", "syscall", "sched_getcpu"):
             self._set(getattr(kernel, name.upper()), atomics.function(name))

@@ -21,8 +21,6 @@ from typing import Any
 
 import numba
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from skinny_kernels.atomics import (
     FUTEX,
@@ -42,10 +40,9 @@ from skinny_kernels.atomics import (
     replaced,
     system_call,
 )
-from skinny_kernels.attention_vectors import buffer_of
-from skinny_kernels.vectors import I8, I64
+from skinny_kernels.intrinsics import Word, address_of, buffer_of, emits
+from skinny_kernels.vectors import I8, I64, LINE, VOID, Emitter
 
-LINE = 64  # bytes
 MOST_HELPERS, JOBS = 63, 8  # of a process; jobs that helpers see at a time
 
 # Bytes from the beginning of a team's memory.
@@ -89,29 +86,14 @@ HELD_UP, PATIENCE = 10_000, 1.5
 LOOKS = 16  # times that a thread looks between two looks at the clock
 
 
-@intrinsic
-def _call(typing: Any, kernel: Any, fields: Any, piece: Any, following: Any, seat: Any) -> Any:
+@emits
+def _call(
+    emitter: Emitter, kernel: Word, fields: Word, piece: Word, following: Word, seat: Word
+) -> None:
     """Call a kernel (see ``machine_code.Kernel``)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kernel, fields, piece, following, seat = arguments
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64, I64, I64])
-        function = builder.inttoptr(kernel, kind.as_pointer())
-        data = builder.inttoptr(fields, I8.as_pointer())
-        builder.call(function, [data, piece, following, seat])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
-
-
-@intrinsic
-def address_of(typing: Any, pointer: Any) -> Any:
-    """Return a pointer as a number."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(arguments[0], I64)
-
-    return types.int64(types.voidptr), generate
+    b, kind = emitter.b, ir.FunctionType(VOID, [I8.as_pointer(), I64, I64, I64])
+    data = b.inttoptr(fields, I8.as_pointer())
+    b.call(b.inttoptr(kernel, kind.as_pointer()), [data, piece, following, seat])
 
 
 @numba.njit(error_model="numpy")

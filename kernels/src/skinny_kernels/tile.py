@@ -8,16 +8,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from skinny_kernels.vectors import (
-    BFLOAT16,
-    BYTES,
-    F32,
-    FLOAT32,
-    I32,
-    I64,
-    Emitter,
-    Processor,
-)
+from skinny_kernels.vectors import BFLOAT16, BYTES, F32, FLOAT32, I32, I64, Emitter, Processor
 
 
 class TileArguments(NamedTuple):
@@ -49,12 +40,11 @@ class TileArguments(NamedTuple):
 def tile_function(emitter: Emitter, name: str, emit: Callable[..., None], more: int = 0) -> Any:
     """Return the function of a tile: of ``TileArguments``, and ``more`` other int64."""
     count = len(TileArguments._fields)
-    kind = ir.FunctionType(ir.VoidType(), [I64] * (count + more))
 
     def emit_named(*values: Any) -> None:
         emit(TileArguments(*values[:count]), *values[count:])
 
-    return emitter.function(name, kind, emit_named)
+    return emitter.function(name, [I64] * (count + more), emit_named)
 
 
 class Tile(Emitter):
@@ -63,12 +53,12 @@ class Tile(Emitter):
     Attributes:
         r: rows of W.
         s: rows of x.
-        form: dtype of y and of the bias.
+        dtype: of y and of the bias.
     """
 
     r: int
     s: int
-    form: int
+    dtype: int
 
     def _add_up(self, vectors: list[Any]) -> list[Any]:
         """Return the sum of the lanes of each vector.
@@ -87,11 +77,7 @@ class Tile(Emitter):
                 low, order = _first_halves(lanes, width)
                 high = [lane + width // 2 for lane in low]
                 owners = first[1] + (second[1] if second is not first else [-1] * len(first[1]))
-                mask = ir.VectorType(I32, lanes)
-                halves = [
-                    b.shuffle_vector(first[0], second[0], ir.Constant(mask, picks))
-                    for picks in (low, high)
-                ]
+                halves = [self.shuffled(first[0], second[0], picks) for picks in (low, high)]
                 folded.append((b.fadd(*halves), [owners[group] for group in order]))
             parts, width = folded, width // 2
         sums = {}
@@ -102,21 +88,17 @@ class Tile(Emitter):
         return [sums[i] for i in range(len(vectors))]
 
     def _write(self, sums: list[Any], y: Any, y_stride: Any, bias: Any) -> None:
-        b = self.b
-        entry = b.block
-        adding, done = b.append_basic_block("bias"), b.append_basic_block("write")
-        b.cbranch(b.icmp_signed("==", bias, I64(0)), done, adding)
-        b.position_at_end(adding)
-        at = [b.add(bias, I64(BYTES[self.form] * r)) for r in range(self.r)]
-        biases = [self.number(address, self.form) for address in at]
-        added = [b.fadd(value, biases[i // self.s]) for i, value in enumerate(sums)]
-        b.branch(done)
-        b.position_at_end(done)
-        totals = [self.either((plain, entry), (value, adding)) for plain, value in zip(sums, added)]
-        for i, total in enumerate(totals):
+        b, size = self.b, BYTES[self.dtype]
+
+        def with_bias() -> list[Any]:
+            at = [b.add(bias, I64(size * r)) for r in range(self.r)]
+            biases = [self.number(address, self.dtype) for address in at]
+            return [b.fadd(value, biases[i // self.s]) for i, value in enumerate(sums)]
+
+        for i, total in enumerate(self.when(self.is_there(bias), sums, with_bias)):
             r, s = divmod(i, self.s)
-            address = b.add(b.add(y, b.mul(y_stride, I64(s))), I64(BYTES[self.form] * r))
-            self.store(self.rounded(total, self.form), address, align=BYTES[self.form])
+            address = b.add(b.add(y, b.mul(y_stride, I64(s))), I64(size * r))
+            self.write(total, address, self.dtype)
 
 
 def _first_halves(lanes: int, width: int) -> tuple[list[int], list[int]]:
@@ -149,31 +131,28 @@ class DenseTile(Tile):
     Meanwhile ``ahead`` other rows of W are read into the L2 cache.
     """
 
-    def __init__(self, module: Any, cpu: Processor, form: int, r: int, s: int, ahead: int) -> None:
+    def __init__(self, module: Any, cpu: Processor, dtype: int, r: int, s: int, ahead: int) -> None:
         super().__init__(module, cpu.lanes)
-        self.form, self.r, self.s, self.rows_ahead = form, r, s, ahead
-        self.dots = cpu.dots(form)
+        self.dtype, self.r, self.s, self.rows_ahead = dtype, r, s, ahead
+        self.dots = cpu.dots(dtype)
         self.step = cpu.lanes * (2 if self.dots else 1)
-        self.w_bytes = BYTES[form]
+        self.w_bytes = BYTES[dtype]
         self.x_bytes = 2 if self.dots else 4
 
     def tile(self) -> Any:
         """Return ``void (TileArguments)``; the bias has the dtype of W."""
-        name = f"tile_{self.form}_{self.r}_{self.s}_{self.rows_ahead}"
+        name = f"tile_{self.dtype}_{self.r}_{self.s}_{self.rows_ahead}"
         return tile_function(self, name, self._emit)
 
     def _emit(self, given: TileArguments) -> None:
-        w, w_stride, x, x_stride, inputs, y, y_stride, bias, ahead = given
-        b = self.b
-        self.w = [self.at(w, I64(r), w_stride) for r in range(self.r)]
-        self.x = [self.at(x, I64(s), x_stride) for s in range(self.s)]
-        self.ahead = [self.at(ahead, I64(r), w_stride) for r in range(self.rows_ahead)]
-        vectors_end = b.and_(inputs, I64(-self.step))
+        self.w = [self.at(given.w, I64(r), given.w_stride) for r in range(self.r)]
+        self.x = [self.at(given.x, I64(s), given.x_stride) for s in range(self.s)]
+        self.ahead = [self.at(given.ahead, I64(r), given.w_stride) for r in range(self.rows_ahead)]
+        vectors_end = self.b.and_(given.inputs, I64(-self.step))
         zeros = [self.splat(0.0)] * (self.r * self.s)
         sums = self._add_up(self.loop(I64(0), vectors_end, self.step, zeros, self._vectors))
-        sums = self._rest(vectors_end, inputs, sums)
-        self._write(sums, y, y_stride, bias)
-        b.ret_void()
+        sums = self._rest(vectors_end, given.inputs, sums)
+        self._write(sums, given.y, given.y_stride, given.bias)
 
     def _vectors(self, k: Any, sums: list[Any]) -> list[Any]:
         """Add the products of one vector of each row."""
@@ -192,11 +171,11 @@ class DenseTile(Tile):
 
     def _weights(self, address: Any) -> Any:
         if self.dots:
-            return self.load(address, ir.VectorType(I32, self.lanes))
-        return self.numbers(address, self.form)
+            return self.load(address, self.integers)
+        return self.numbers(address, self.dtype)
 
     def _inputs(self, address: Any) -> Any:
-        return self.load(address, ir.VectorType(I32, self.lanes) if self.dots else self.vector)
+        return self.load(address, self.integers if self.dots else self.vector)
 
     def _multiply_add(self, w: Any, x: Any, total: Any) -> Any:
         if not self.dots:
@@ -207,32 +186,28 @@ class DenseTile(Tile):
     def _rest(self, begin: Any, inputs: Any, sums: list[Any]) -> list[Any]:
         """Add the products behind the last vector, where ``inputs`` is no multiple of it."""
         b = self.b
-        entry = b.block
-        rest, done = b.append_basic_block("rest"), b.append_basic_block("added")
-        b.cbranch(b.icmp_signed("<", begin, inputs), rest, done)
-        b.position_at_end(rest)
-        function = self._rest_of_a_sum()
-        at_w, at_x = b.mul(begin, I64(self.w_bytes)), b.mul(begin, I64(self.x_bytes))
-        count = b.sub(inputs, begin)
-        updated = [
-            b.call(function, [b.add(self.w[r], at_w), b.add(self.x[s], at_x), count, total])
-            for (r, s), total in zip(product(range(self.r), range(self.s)), sums)
-        ]
-        b.branch(done)
-        b.position_at_end(done)
-        return [self.either((total, entry), (more, rest)) for total, more in zip(sums, updated)]
+
+        def with_rest() -> list[Any]:
+            function = self._rest_of_a_sum()
+            at_w, at_x = b.mul(begin, I64(self.w_bytes)), b.mul(begin, I64(self.x_bytes))
+            count = b.sub(inputs, begin)
+            return [
+                b.call(function, [b.add(self.w[r], at_w), b.add(self.x[s], at_x), count, total])
+                for (r, s), total in zip(product(range(self.r), range(self.s)), sums)
+            ]
+
+        return self.when(b.icmp_signed("<", begin, inputs), sums, with_rest)
 
     def _rest_of_a_sum(self) -> Any:
         """Return ``float (w, x, count, total)``: ``total`` and the products of count numbers."""
 
-        def emit(w: Any, x: Any, count: Any, total: Any) -> None:
+        def emit(w: Any, x: Any, count: Any, total: Any) -> Any:
             def add(k: Any, sums: list[Any]) -> list[Any]:
-                a = self.number(self.at(w, k, I64(self.w_bytes)), self.form)
-                form = BFLOAT16 if self.dots else FLOAT32
-                c = self.number(self.at(x, k, I64(self.x_bytes)), form)
+                a = self.number(self.at(w, k, I64(self.w_bytes)), self.dtype)
+                dtype = BFLOAT16 if self.dots else FLOAT32
+                c = self.number(self.at(x, k, I64(self.x_bytes)), dtype)
                 return [self.fma(a, c, sums[0])]
 
-            self.b.ret(self.loop(I64(0), count, 1, [total], add)[0])
+            return self.loop(I64(0), count, 1, [total], add)[0]
 
-        kind = ir.FunctionType(F32, [I64, I64, I64, F32])
-        return self.function(f"rest_{self.form}", kind, emit)
+        return self.function(f"rest_{self.dtype}", [I64, I64, I64, F32], emit, F32)

@@ -1,27 +1,28 @@
-"""What the kernels are built from: LLVM vector instructions."""
+"""What the kernels are built from: LLVM's instructions for vectors.
+
+A kernel knows dtypes by numbers, ``FLOAT32`` and so on. ``intrinsics`` makes what is emitted here
+callable from the functions that numba compiles.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import log
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
 import torch
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 # Dtypes, as numbers that numba compiles a function for.
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 BYTES = (4, 2, 2)
-FORMS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 LINE = 64  # bytes of a line of the caches
 LOG2_E, LN_2 = 1 / log(2), log(2)
@@ -36,6 +37,8 @@ I8, I16, I32, I64, F16, F32 = (
     ir.HalfType(),
     ir.FloatType(),
 )
+VOID = ir.VoidType()
+ELEMENTS = (F32, I16, F16)  # by dtype; bfloat16 numbers are loaded as their bits
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ class Processor:
         """Return what the tiles for block formats need to know: without VNNI, AVX-512 is AVX2."""
         return replace(self, lanes=8) if self.lanes == 16 and not self.dot_unsigned else self
 
-    def dots(self, form: int) -> bool:
+    def dots(self, dtype: int) -> bool:
         """Return whether inputs are read as bfloat16 too; otherwise they are float32."""
-        return form == BFLOAT16 and self.dot_bfloat16
+        return dtype == BFLOAT16 and self.dot_bfloat16
 
 
 @lru_cache
@@ -111,25 +114,39 @@ class Emitter:
         module: of LLVM, to which functions are added.
         lanes: float32 numbers in a vector.
         vector: type of such a vector.
+        integers: type of a vector of as many whole numbers of 32 bits.
         b: builder of the function being emitted.
     """
 
-    def __init__(self, module: Any, lanes: int) -> None:
-        self.module, self.lanes = module, lanes
-        self.vector = ir.VectorType(F32, lanes)
-        self.b: Any = None
+    def __init__(self, module: Any, lanes: int, builder: Any = None) -> None:
+        self.module, self.lanes, self.b = module, lanes, builder
+        self.vector, self.integers = (ir.VectorType(kind, lanes) for kind in (F32, I32))
 
-    def function(self, name: str, kind: Any, emit: Callable[..., None]) -> Any:
-        """Return the module's function of this name; ``emit(*arguments)`` emits it if need be."""
+    def function(
+        self, name: str, arguments: Sequence[Any], emit: Callable[..., Any], result: Any = VOID
+    ) -> Any:
+        """Return the module's function of this name.
+
+        If need be, ``emit(*values)`` emits it, and returns its result.
+        """
         if name in self.module.globals:
             return self.module.globals[name]
-        function = ir.Function(self.module, kind, name)
+        function = ir.Function(self.module, ir.FunctionType(result, arguments), name)
         function.linkage = "internal"
         function.attributes.add("noinline")
         outer, self.b = self.b, ir.IRBuilder(function.append_basic_block("entry"))
-        emit(*function.args)
+        value = emit(*function.args)
+        if value is None:
+            self.b.ret_void()
+        else:
+            self.b.ret(value)
         self.b = outer
         return function
+
+    def call(self, name: str, result: Any, *values: Any) -> Any:
+        """Call a function of LLVM's."""
+        kind = ir.FunctionType(result, [value.type for value in values])
+        return self.b.call(cgutils.get_or_insert_function(self.module, kind, name), values)
 
     def loop(self, begin: Any, end: Any, step: int, values: list[Any], body: Any) -> list[Any]:
         """Run ``body(k, values)`` for k in range(begin, end, step); return the last values."""
@@ -150,9 +167,71 @@ class Emitter:
         last = b.block
         b.cbranch(b.icmp_signed("<", following, end), loop, done)
         b.position_at_end(done)
-        return [self.either((first, entry), (value, last)) for first, value in zip(values, updated)]
+        return [
+            self._either((first, entry), (value, last)) for first, value in zip(values, updated)
+        ]
 
-    def either(self, *values: tuple[Any, Any]) -> Any:
+    def repeat(self, end: Any, step: int, body: Callable[[Any], None]) -> None:
+        """Run ``body(k)`` for k in range(0, end, step)."""
+
+        def run(k: Any, values: list[Any]) -> list[Any]:
+            body(k)
+            return values
+
+        self.loop(I64(0), end, step, [], run)
+
+    def steps(self, begin: Any, end: Any, step: int, body: Callable[[Any], None]) -> Any:
+        """Run ``body(k)`` for each whole step from ``begin`` to ``end``; return where it ends."""
+
+        def run(k: Any, values: list[Any]) -> list[Any]:
+            body(k)
+            return [self.b.add(k, I64(step))]
+
+        return self.loop(begin, self.b.sub(end, I64(step - 1)), step, [begin], run)[0]
+
+    def when(
+        self, condition: Any, values: Sequence[Any], body: Callable[[], Sequence[Any]]
+    ) -> list[Any]:
+        """Run ``body()`` under a condition; return the values that it returns, else ``values``."""
+        b = self.b
+        entry = b.block
+        inside, done = b.append_basic_block("when"), b.append_basic_block("done")
+        b.cbranch(condition, inside, done)
+        b.position_at_end(inside)
+        updated = body()
+        last = b.block
+        b.branch(done)
+        b.position_at_end(done)
+        return [
+            self._either((first, entry), (value, last)) for first, value in zip(values, updated)
+        ]
+
+    def is_there(self, address: Any) -> Any:
+        """Return whether an address is not 0, which stands for nothing."""
+        return self.b.icmp_signed("!=", address, I64(0))
+
+    def bias(self, address: Any, offset: int, dtype: int, mask: Any = None) -> Any:
+        """Return what is added to sums: the numbers ``offset`` bytes on, or -0 without a bias."""
+
+        def read() -> list[Any]:
+            return [self.numbers(self.b.add(address, I64(offset)), dtype, mask)]
+
+        return self.when(self.is_there(address), [self.splat(-0.0)], read)[0]
+
+    def choose(self, number: Any, cases: Mapping[int, Callable[[], None]]) -> None:
+        """Run what ``cases`` has for a number; nothing if it has none."""
+        b = self.b
+        done = b.append_basic_block("done")
+        choice = b.switch(number, done)
+        for key, run in cases.items():
+            block = b.append_basic_block(f"case_{key}")
+            choice.add_case(I64(key), block)
+            b.position_at_end(block)
+            run()
+            b.branch(done)
+        b.position_at_end(done)
+
+    def _either(self, *values: tuple[Any, Any]) -> Any:
         """Return the value of the block that control came from."""
         phi = self.b.phi(values[0][0].type)
         for value, block in values:
@@ -171,90 +250,71 @@ class Emitter:
 
     def prefetch(self, address: Any) -> None:
         """Start to read a line of memory into the L2 cache."""
-        byte = I8.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        prefetch = cgutils.get_or_insert_function(self.module, kind, "llvm.prefetch.p0")
         # of data, for reading; 2 is L2: into L1, lines would displace those in use
-        self.b.call(prefetch, [self.b.inttoptr(address, byte), I32(0), I32(2), I32(1)])
+        pointer = self.b.inttoptr(address, I8.as_pointer())
+        self.call("llvm.prefetch.p0", VOID, pointer, I32(0), I32(2), I32(1))
 
     def at(self, base: Any, index: Any, stride: Any) -> Any:
         """Return the address ``base + index * stride``."""
         return self.b.add(base, self.b.mul(index, stride))
 
-    def numbers(self, address: Any, form: int, mask: Any = None) -> Any:
+    def numbers(self, address: Any, dtype: int, mask: Any = None) -> Any:
         """Load as many numbers of this dtype as a vector has lanes, as float32.
 
         Lanes outside ``mask`` (see ``vectors``) are 0, and their memory is not read.
         """
-        b, lanes = self.b, self.lanes
-        element = (F32, I16, F16)[form]
-        kind = ir.VectorType(element, lanes)
+        kind = ir.VectorType(ELEMENTS[dtype], self.lanes)
         if mask is None:
-            loaded = self.load(address, kind)
-        else:
-            pointer = b.inttoptr(address, kind.as_pointer())
-            load = self._masked("load", kind, kind, [kind.as_pointer(), I32, mask.type, kind])
-            loaded = b.call(load, [pointer, I32(BYTES[form]), mask, ir.Constant(kind, None)])
-        if form == FLOAT32:
-            return loaded
-        if form == FLOAT16:
-            return b.fpext(loaded, self.vector)
-        wide = ir.VectorType(I32, lanes)
-        bits = b.zext(loaded, wide)
-        return b.bitcast(b.shl(bits, ir.Constant(wide, [16] * lanes)), self.vector)
-
-    def write(self, value: Any, address: Any, form: int, mask: Any = None) -> None:
-        """Store float32 numbers in this dtype; only the lanes of ``mask``, if given."""
-        rounded = self.rounded(value, form)
-        if mask is None:
-            self.store(rounded, address, align=BYTES[form])
-            return
-        kind = rounded.type
-        store = self._masked(
-            "store", kind, ir.VoidType(), [kind, kind.as_pointer(), I32, mask.type]
-        )
+            return self.widened(self.load(address, kind), dtype)
         pointer = self.b.inttoptr(address, kind.as_pointer())
-        self.b.call(store, [rounded, pointer, I32(BYTES[form]), mask])
+        zeros = ir.Constant(kind, None)
+        name = self._masked("load", dtype)
+        loaded = self.call(name, kind, pointer, I32(BYTES[dtype]), mask, zeros)
+        return self.widened(loaded, dtype)
 
-    def _masked(self, verb: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
-        element = {F32: "f32", I16: "i16", F16: "f16"}[kind.element]
-        name = f"llvm.masked.{verb}.v{self.lanes}{element}.p0"
-        return cgutils.get_or_insert_function(self.module, ir.FunctionType(result, arguments), name)
+    def number(self, address: Any, dtype: int) -> Any:
+        """Load one number of this dtype, as float32."""
+        return self.widened(self.load(address, ELEMENTS[dtype]), dtype)
 
-    def rounded(self, value: Any, form: int) -> Any:
+    def write(self, value: Any, address: Any, dtype: int, mask: Any = None) -> None:
+        """Store float32 numbers in this dtype; only the lanes of ``mask``, if given."""
+        rounded = self.rounded(value, dtype)
+        if mask is None:
+            self.store(rounded, address, align=BYTES[dtype])
+            return
+        pointer = self.b.inttoptr(address, rounded.type.as_pointer())
+        name = self._masked("store", dtype)
+        self.call(name, VOID, rounded, pointer, I32(BYTES[dtype]), mask)
+
+    def _masked(self, verb: str, dtype: int) -> str:
+        return f"llvm.masked.{verb}.v{self.lanes}{('f32', 'i16', 'f16')[dtype]}.p0"
+
+    def widened(self, value: Any, dtype: int) -> Any:
+        """Return numbers of a dtype, or one (see ``ELEMENTS``), as float32."""
+        if dtype == FLOAT32:
+            return value
+        if dtype == FLOAT16:
+            return self.b.fpext(value, _like(value, F32))
+        bits = self.b.zext(value, _like(value, I32))
+        return self.b.bitcast(self.b.shl(bits, _repeated(bits.type, 16)), _like(value, F32))
+
+    def rounded(self, value: Any, dtype: int) -> Any:
         """Return float32 numbers, or one, in another dtype; ties to even."""
         b = self.b
-        lanes = getattr(value.type, "count", 0)
-
-        def constant(number: int) -> Any:
-            return (
-                ir.Constant(ir.VectorType(I32, lanes), [number] * lanes) if lanes else I32(number)
-            )
-
-        def of(element: Any) -> Any:
-            return ir.VectorType(element, lanes) if lanes else element
-
-        if form == FLOAT32:
+        if dtype == FLOAT32:
             return value
-        if form == FLOAT16:
-            return b.fptrunc(value, of(F16))
-        bits = b.bitcast(value, of(I32))
+        if dtype == FLOAT16:
+            return b.fptrunc(value, _like(value, F16))
+        bits = b.bitcast(value, _like(value, I32))
+        constant = partial(_repeated, bits.type)
         odd = b.and_(b.lshr(bits, constant(16)), constant(1))
         nearest = b.lshr(b.add(bits, b.add(odd, constant(0x7FFF))), constant(16))
         nan = b.fcmp_unordered("uno", value, value)
-        return b.trunc(b.select(nan, constant(0x7FC0), nearest), of(I16))
+        return b.trunc(b.select(nan, constant(0x7FC0), nearest), _like(value, I16))
 
-    def through(self, value: Any, form: int) -> Any:
+    def through(self, value: Any, dtype: int) -> Any:
         """Return float32 vectors rounded to another dtype and back."""
-        b = self.b
-        if form == FLOAT32:
-            return value
-        rounded = self.rounded(value, form)
-        if form == FLOAT16:
-            return b.fpext(rounded, self.vector)
-        wide = ir.VectorType(I32, self.lanes)
-        bits = b.shl(b.zext(rounded, wide), ir.Constant(wide, [16] * self.lanes))
-        return b.bitcast(bits, self.vector)
+        return self.widened(self.rounded(value, dtype), dtype)
 
     def vectors(self, count: Any, values: list[Any], body: Any) -> list[Any]:
         """Run ``body(k, mask, values)`` for vectors that begin at 0, lanes, …, below ``count``.
@@ -267,17 +327,30 @@ class Emitter:
         updated = self.loop(
             I64(0), vectors_end, lanes, values, lambda k, inner: body(k, None, inner)
         )
-        before = b.block
-        rest, done = b.append_basic_block("part"), b.append_basic_block("all")
-        b.cbranch(b.icmp_signed("<", vectors_end, count), rest, done)
-        b.position_at_end(rest)
-        numbers = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
-        remaining = self.splat_bits(b.trunc(b.sub(count, vectors_end), I32))
-        last = body(vectors_end, b.icmp_signed("<", numbers, remaining), updated)
-        end = b.block
-        b.branch(done)
-        b.position_at_end(done)
-        return [self.either((full, before), (more, end)) for full, more in zip(updated, last)]
+
+        def rest() -> Any:
+            numbers = ir.Constant(self.integers, list(range(lanes)))
+            remaining = self.splat_bits(b.trunc(b.sub(count, vectors_end), I32))
+            return body(vectors_end, b.icmp_signed("<", numbers, remaining), updated)
+
+        return self.when(b.icmp_signed("<", vectors_end, count), updated, rest)
+
+    def transform(
+        self, count: Any, dtype: int, sources: Sequence[Any], target: Any, compute: Any
+    ) -> None:
+        """Write ``compute(*numbers)`` of ``count`` numbers at each of the addresses ``sources``.
+
+        All are of this dtype; what is computed are float32 vectors.
+        """
+        b = self.b
+
+        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
+            along = b.mul(k, I64(BYTES[dtype]))
+            numbers = [self.numbers(b.add(source, along), dtype, mask) for source in sources]
+            self.write(compute(*numbers), b.add(target, along), dtype, mask)
+            return values
+
+        self.vectors(count, [], body)
 
     def lane_sum(self, vector: Any) -> Any:
         """Return the sum of a vector's lanes."""
@@ -320,21 +393,14 @@ class Emitter:
                 columns[i + block] = self.shuffled(*pair, high)
         return columns
 
-    def number(self, address: Any, form: int) -> Any:
-        """Load one number of this dtype, as float32."""
-        b = self.b
-        if form == FLOAT32:
-            return self.load(address, F32)
-        if form == FLOAT16:
-            return b.fpext(self.load(address, F16), F32)
-        return b.bitcast(b.shl(b.zext(self.load(address, I16), I32), I32(16)), F32)
-
     def fma(self, a: Any, c: Any, total: Any) -> Any:
         """Return ``a * c + total``, of numbers or vectors."""
-        kind = total.type
-        name = "llvm.fma.f32" if kind == F32 else f"llvm.fma.v{self.lanes}f32"
-        fma = cgutils.get_or_insert_function(self.module, ir.FunctionType(kind, [kind] * 3), name)
-        return self.b.call(fma, [a, c, total])
+        name = "llvm.fma.f32" if total.type == F32 else f"llvm.fma.v{self.lanes}f32"
+        return self.call(name, total.type, a, c, total)
+
+    def constant(self, number: int) -> Any:
+        """Return a vector that repeats a whole number of 32 bits."""
+        return _repeated(self.integers, number)
 
     def splat(self, value: Any) -> Any:
         """Return a vector that repeats a float32 number."""
@@ -346,8 +412,7 @@ class Emitter:
         """Return a vector that repeats a number of 32 bits."""
         undefined = ir.Constant(ir.VectorType(value.type, self.lanes), ir.Undefined)
         first = self.b.insert_element(undefined, value, I32(0))
-        zeros = ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes)
-        return self.b.shuffle_vector(first, undefined, zeros)
+        return self.b.shuffle_vector(first, undefined, self.constant(0))
 
     def exponential(self, x: Any) -> Any:
         """Return e^x of a vector of numbers that are 0 or less; NaN stays.
@@ -368,88 +433,16 @@ class Emitter:
         power = self.splat(factors[-1])
         for factor in reversed(factors[:-1]):
             power = self.fma(power, rest, self.splat(factor))
-        integer_vector = ir.VectorType(I32, self.lanes)
-        bits = b.shl(
-            b.bitcast(shifted, integer_vector), ir.Constant(integer_vector, [23] * self.lanes)
-        )
-        bits = b.add(bits, ir.Constant(integer_vector, [127 << 23] * self.lanes))
+        bits = b.shl(b.bitcast(shifted, self.integers), self.constant(23))
+        bits = b.add(bits, self.constant(127 << 23))
         return b.fmul(power, b.bitcast(bits, self.vector))
 
 
-def constant(kind: Any) -> Any:
-    """Return the numba type of an intrinsic's argument, which must be known at compile time."""
-    if not isinstance(kind, types.Literal):
-        raise numba.errors.RequireLiteralValue("this argument must be a constant")
-    return kind
+def _like(value: Any, element: Any) -> Any:
+    """Return the type of as many numbers of another type."""
+    return ir.VectorType(element, value.type.count) if hasattr(value.type, "count") else element
 
 
-def known(compute: Callable[[int], int]) -> Any:
-    """Return an intrinsic ``int64 (form)`` of a number that is known when a kernel is compiled."""
-
-    @intrinsic(prefer_literal=True)
-    def known(typing: Any, form: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return I64(compute(form.literal_value))
-
-        return types.int64(constant(form)), generate
-
-    return known
-
-
-def _place(builder: Any, pointer: Any, index: Any) -> Any:
-    """Emit: the address of an int64 of an array."""
-    address = builder.add(builder.ptrtoint(pointer, I64), builder.mul(index, I64(8)))
-    return builder.inttoptr(address, I64.as_pointer())
-
-
-@intrinsic
-def get(typing: Any, pointer: Any, index: Any) -> Any:
-    """Return an int64 of an array."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_place(builder, *arguments))
-
-    return types.int64(types.voidptr, types.int64), generate
-
-
-@intrinsic
-def word_at(typing: Any, address: Any) -> Any:
-    """Return the int64 at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(builder.inttoptr(arguments[0], I64.as_pointer()))
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def copy_bytes(typing: Any, source: Any, target: Any, count: Any) -> Any:
-    """Copy ``count`` bytes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = (builder.inttoptr(one, I8.as_pointer()) for one in arguments[:2])
-        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
-
-
-@intrinsic(prefer_literal=True)
-def convert(typing: Any, form: Any, to_form: Any, source: Any, target: Any, count: Any) -> Any:
-    """Write ``count`` numbers of one dtype in another, or in the same."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, source, target, count = arguments
-        kind, to = form.literal_value, to_form.literal_value
-        emitter = Emitter(builder.module, processor().lanes)
-        emitter.b = builder
-
-        def body(k: Any, mask: Any, values: list[Any]) -> list[Any]:
-            x = emitter.numbers(emitter.at(source, k, I64(BYTES[kind])), kind, mask)
-            emitter.write(x, emitter.at(target, k, I64(BYTES[to])), to, mask)
-            return []
-
-        emitter.vectors(count, [], body)
-        return context.get_dummy_value()
-
-    return types.void(constant(form), constant(to_form), *[types.int64] * 3), generate
+def _repeated(kind: Any, number: int) -> Any:
+    """Return a constant, in every lane if the type is that of a vector."""
+    return ir.Constant(kind, [number] * kind.count if hasattr(kind, "count") else number)

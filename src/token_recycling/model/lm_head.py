@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from skinny_kernels.attention import is_available
 from skinny_kernels.elementwise import converted
-from skinny_kernels.linear import FORMS, product
+from skinny_kernels.linear import DTYPES, product
 from skinny_kernels.modes import ThreadContext, ordinary_tensors, without_autocast
 from skinny_kernels.shadow import replace_forward
 from token_recycling.errors import TokenRecyclingError
@@ -105,7 +105,7 @@ class Float32Head(ThreadContext):
         """Project ``hidden`` [B, q, d] to logits float32 [B, q, V], also under autocast."""
         with without_autocast(self.weight.device):
             hidden = hidden.to(self.weight.device)
-            if hidden.is_cpu and hidden.dtype in FORMS and hidden.numel() and is_available():
+            if hidden.is_cpu and hidden.dtype in DTYPES and hidden.numel() and is_available():
                 inputs = converted(hidden.contiguous(), torch.float32)
                 return product(inputs, self.weight, self.bias)
             return linear(hidden.float(), self.weight, self.bias)

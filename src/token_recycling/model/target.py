@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 
 from skinny_kernels import layers as cpu_layers
 from skinny_kernels.attention import deepest
-from skinny_kernels.linear import FORMS
+from skinny_kernels.linear import DTYPES
 from skinny_kernels.packed import PackedLinear
 from skinny_kernels.recordings import Recordings, StepInputs
 from skinny_kernels.shadow import shadow_of
@@ -151,7 +151,7 @@ class TreeTarget:
         """Make the shadow of the model, with the kernels of its device."""
         self.shadow, self.recordings = shadow_of(self.model), None
         self.lm_head.cover(self.shadow)
-        if self.device.type == "cpu" and self.dtype in FORMS:
+        if self.device.type == "cpu" and self.dtype in DTYPES:
             self.recordings = cpu_layers.cover(self.shadow, attention.packed_attention)
         elif self.device.type == "cuda" and has_device_kernels(self.device):
             gpu_layers.cover(self.shadow)
