@@ -41,9 +41,10 @@ MOST_SEED = 2**63
 @contextmanager
 def _refusing(param: str | None, *others: type[Exception]) -> Iterator[None]:
     """Refuse a request where the library, or one of ``others``, raises."""
+    kinds: tuple[type[Exception], ...] = (TokenRecyclingError, *others)
     try:
         yield
-    except (TokenRecyclingError, *others) as error:
+    except kinds as error:
         raise ApiError(str(error), param=param) from error
 
 
