@@ -333,7 +333,7 @@ class TokenRecycling(DecodingMethod):
         batch = is_batch(prompt)
         prompts: Any = list(prompt) if batch else [prompt]
         call = self._prepare(prompts, options, stream=False)
-        with RestoredModes(), self._locked(), closing(self._steps(call)) as steps:
+        with RestoredModes(), self._locked(), closing(self._decode(call)) as steps:
             for step in steps:
                 call.on_step(step)
         invariant = self._is_invariant()
@@ -366,7 +366,7 @@ class TokenRecycling(DecodingMethod):
     def _chunks(self, call: Call) -> Iterator[Chunk]:
         (sequence,) = call.sequences
         assert sequence.text is not None
-        with closing(self._steps(call)) as steps:  # close as soon as the consumer stops
+        with closing(self._decode(call)) as steps:  # close as soon as the consumer stops
             for number in count():
                 begin = sequence.new_length
                 with RestoredModes(), self._locked():
@@ -400,7 +400,7 @@ class TokenRecycling(DecodingMethod):
             self.model, self.tokenizer, self.target, prompts, options, processors, stream=stream
         )
 
-    def _steps(self, call: Call) -> Steps:
+    def _decode(self, call: Call) -> Steps:
         """Decode a call; then record what the target has read of a single row."""
         reason = self.check_model()
         if reason is not None:
@@ -425,7 +425,7 @@ class TokenRecycling(DecodingMethod):
                 raise TokenRecyclingError("the model is already generating another answer")
             yield
 
-    def decode(
+    def serve_generate(
         self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
     ) -> Any:
         """Serve ``model.generate(…, custom_generate=recycler)``.

@@ -127,7 +127,7 @@ class Decoding:
         self.rows = self.drafter.new_state(len(self.sequences))
 
     def steps(self) -> Generator[Step, None, None]:
-        """Read the prompts, then ``decode``; the first ``Step`` is the prefill.
+        """Read the prompts, then ``steps_after_prompts``; the first ``Step`` is the prefill.
 
         Raises:
             TokenRecyclingError: a prompt is empty or longer than the context.
@@ -143,9 +143,9 @@ class Decoding:
                 on_progress=self.hooks.on_progress,
             )
         yield step
-        yield from self.decode()
+        yield from self.steps_after_prompts()
 
-    def decode(self) -> Generator[Step, None, None]:
+    def steps_after_prompts(self) -> Generator[Step, None, None]:
         """Decode rows whose first token is chosen; yield one ``Step`` per forward.
 
         The consumer may stop early: when a ``Step`` is yielded, all its tokens but the last of

@@ -72,7 +72,7 @@ class _Collector(DecodingMethod):
 
     request: Request
 
-    def decode(
+    def serve_generate(
         self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
     ) -> Tensor:
         self.request = request

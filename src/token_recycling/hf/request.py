@@ -124,10 +124,10 @@ class DecodingMethod(ABC):
             synced_gpus,
             own_cache,
         )
-        return self.decode(model, request, streamer, inputs_tensor)
+        return self.serve_generate(model, request, streamer, inputs_tensor)
 
     @abstractmethod
-    def decode(
+    def serve_generate(
         self, model: Any, request: Request, streamer: Any, inputs_tensor: Tensor | None
     ) -> Any:
         """Decode ``request``; return what ``generate`` is to return."""

@@ -167,7 +167,7 @@ class ContinuousBatch(Generic[R]):
         sequences = [row.sequence for row in self.rows]
         decoding = Decoding(self._target, drafter, self._size, accept, sequences, graph, Hooks())
         decoding.load([sequence.tokens[:-1] for sequence in sequences])
-        return decoding.decode()
+        return decoding.steps_after_prompts()
 
     def _stop(self) -> None:
         """End the steps; a graph then gives the keys and values back."""
