@@ -42,25 +42,10 @@ def _rms_norm(
     tl.store(out + place, normalised.to(kind), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> Tensor:
-    """Compute ``x / sqrt(mean(x^2) + epsilon) * (weight + added)``.
-
-    Args:
-        x: contiguous [..., size].
-        weight: contiguous [size], of the same dtype.
-        epsilon: added to the mean square.
-        added: 1 where a model stores its weights minus 1, as Gemma does.
-
-    Returns:
-        Like ``x``. With ``added`` 0, it is rounded before it is multiplied by the weights.
-    """
-    return add_rms_norm(x, None, weight, epsilon, added)[1]
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, added: float = 0.0
+def _normalise(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, added: float
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + residual``, rounded, and its norm (see ``rms_norm``), both like ``x``."""
+    """Return a sum, if there is a residual, and its norm."""
     size, out = x.shape[-1], torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(size)
@@ -74,6 +59,28 @@ def add_rms_norm(
         num_warps=min(16, max(1, block // 512)),
     )
     return total, out
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, added: float = 0.0) -> Tensor:
+    """Compute ``x / sqrt(mean(x^2) + epsilon) * (weight + added)``.
+
+    Args:
+        x: contiguous [..., size].
+        weight: contiguous [size], of the same dtype.
+        epsilon: added to the mean square.
+        added: 1 where a model stores its weights minus 1, as Gemma does.
+
+    Returns:
+        Like ``x``. With ``added`` 0, it is rounded before it is multiplied by the weights.
+    """
+    return _normalise(x, None, weight, epsilon, added)[1]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, added: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return ``x + residual``, rounded, and its norm (see ``rms_norm``), both like ``x``."""
+    return _normalise(x, residual, weight, epsilon, added)
 
 
 STRIDES = [f"{a}_{b}" for a in ("query", "key") for b in ("row", "head", "token")]
