@@ -31,6 +31,11 @@ def interrupt_where_a_mode_returns(mode):
             sys.settrace(None)
 
 
+def stacked() -> int:
+    """How many modes are on."""
+    return torch._C._len_torch_function_stack()
+
+
 def capture() -> Capture:
     tokens = torch.zeros(1, 1, dtype=torch.long)
     ancestors = torch.ones(1, 1, 1, dtype=torch.bool)
@@ -38,17 +43,26 @@ def capture() -> Capture:
     return Capture(Scratch(), StepInputs(tokens, tokens, ancestors, cache, {}, torch.float32))
 
 
+@pytest.fixture
+def no_modes():
+    """No mode is on, not even that of another test's default device."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(stacked())]
+    yield
+    for mode in reversed(modes):
+        torch._C._push_on_torch_function_stack(mode)
+
+
 @pytest.mark.parametrize("made", [capture, TorchFunctionMode])
-def test_an_interrupt_where_pytorch_puts_the_mode_back(made):
+def test_an_interrupt_where_pytorch_puts_the_mode_back(made, no_modes):
     mode = made()
     expected = KeyboardInterrupt if made is capture else RuntimeError  # the control
     with pytest.raises(expected) as raised:
         interrupt_where_a_mode_returns(mode)
     if made is capture:
-        assert torch._C._len_torch_function_stack() == 0
+        assert stacked() == 0
     clear_frames(raised.tb)
     del raised
-    left = torch._C._len_torch_function_stack()
+    left = stacked()
     assert left == (0 if made is capture else 1)
     for _ in range(left):
         torch._C._pop_torch_function_stack()
