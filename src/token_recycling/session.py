@@ -157,14 +157,14 @@ class Session:
             TokenRecyclingError: a prompt cannot be read, or another answer has begun meanwhile.
         """
         self.latest += 1
-        number, generation = self.latest, getattr(self.target, "generation", None)
+        number, adoptions = self.latest, self.target.adoptions
 
         def check() -> None:
             if self.latest != number:
                 raise TokenRecyclingError(
                     "this answer cannot continue: the model has begun another one or was reset"
                 )
-            if not plain and getattr(self.target, "generation", None) != generation:
+            if not plain and self.target.adoptions != adoptions:
                 raise TokenRecyclingError("this answer cannot continue: the model has changed")
 
         hooks = Hooks(check, options.on_progress, options.on_draft)

@@ -182,7 +182,7 @@ def test_what_no_forward_reads_is_no_change(monkeypatch):
             model.register_full_backward_hook(lambda *a: None)
             model.generate(torch.tensor([prompts()[0]]), max_new_tokens=4, do_sample=False)
         assert len(probes) == 4
-        assert enabled.recycler.target.generation == 1
+        assert enabled.recycler.target.adoptions == 1
 
 
 def test_strict_refuses_by_name():
@@ -252,9 +252,9 @@ def test_a_call_between_the_steps_of_a_stream_adopts_the_change(blind, monkeypat
         ids = torch.tensor([prompts()[0]])
         options = {"num_beams": 2, "do_sample": False, "custom_generate": recycler}
         model.generate(ids, max_new_tokens=2, **options)
-    assert recycler.target.generation == 2
+    assert recycler.target.adoptions == 2
     if blind:
-        recycler.target.generation = 1
+        recycler.target.adoptions = 1
         assert len(list(stream)) == TOKENS - 1
     else:
         with pytest.raises(TokenRecyclingError, match="cannot continue: the model has changed"):

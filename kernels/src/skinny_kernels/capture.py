@@ -3,8 +3,9 @@
 Python and PyTorch take as long between the kernels of a small model as the kernels themselves,
 because the weights that stream through the caches displace their code. So the launches of a step
 are recorded while the model's own code runs, as a CUDA graph records them, and are replayed in
-every later step of as many tokens. Memory that is used in between belongs to the recording; tokens,
-rotary angles, masks, logits and the KV cache are set at every replay.
+every later step of as many tokens. Memory that is used in between is shared by the recordings of a
+thread (see ``Scratch``), as a replay writes all of it before it reads; tokens, rotary angles,
+masks, logits and the KV cache are set at every replay.
 
 A recording is right only if nothing but kernels computes: all functions of PyTorch that the model's
 code calls are watched. Views are allowed; embeddings, sums, hyperbolic tangents, heads put together
@@ -189,7 +190,7 @@ class Capture(TorchFunctionMode):
         self.launches.append(launch)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that belongs to the recording."""
+        """Return memory for this step, which all recordings of the thread share if it is small."""
         count = prod(shape) * dtype.itemsize
         if count <= CHUNK // 4:
             return self._scratch.empty(tuple(shape), dtype)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # Drafts are filled up to a multiple of ``TILE_TOKENS``, since tiles are four tokens wide and more.
 # To record steps of another number of tokens takes as long as ten plain steps of a small model:
 # hence the first ``RARE`` times, up to ``MOST_FILLED`` times as many are computed if they are
-# recorded.
+# recorded, or else the next power of two.
 TILE_TOKENS, RARE, MOST_FILLED = 4, 4, 4
 
 
@@ -52,8 +52,11 @@ class Recordings(threading.local):
         embeddings: Any = getattr(shadow, "get_input_embeddings", lambda: None)()
         self._vocab_size: int = getattr(embeddings, "num_embeddings", 0)
 
-    def size_of(self, rows: int, tokens: int) -> int:
-        """Return how many tokens to compute in a step of ``tokens`` a row, so that it is fast."""
+    def fill_up(self, rows: int, tokens: int) -> int:
+        """Count a step of ``tokens`` a row; return how many to compute, so that it is fast.
+
+        Sets ``is_warm`` to False if they are more than later steps of as many will compute.
+        """
         size = tokens if tokens <= TILE_TOKENS else -(-tokens // TILE_TOKENS) * TILE_TOKENS
         threads = torch.get_num_threads()
         self.is_warm = True

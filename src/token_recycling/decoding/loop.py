@@ -23,7 +23,7 @@ from token_recycling.drafting.size.base import DraftSize
 from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.base import OnProgress, Target
 
-# (rows, draft, accepted), called at every step before the drafter learns from it
+# (the drafter's state, draft, accepted), called at every step before the drafter learns from it
 OnDraft = Callable[[Any, DraftTree, Accepted], None]
 
 
@@ -111,7 +111,7 @@ class Decoding:
         sequences: B rows.
         graph: runs steps as graphs as long as it can, before the eager loop; None: eager only.
         hooks: the caller's callbacks.
-        rows: the drafter's state of each row.
+        state: the drafter's, of each row.
     """
 
     target: Target
@@ -121,10 +121,10 @@ class Decoding:
     sequences: list[Sequence]
     graph: GraphSteps | None = None
     hooks: Hooks = field(default_factory=Hooks)
-    rows: Any = field(init=False)
+    state: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = self.drafter.new_state(len(self.sequences))
+        self.state = self.drafter.new_state(len(self.sequences))
 
     def steps(self) -> Generator[Step, None, None]:
         """Read the prompts, then ``steps_after_prompts``; the first ``Step`` is the prefill.
@@ -173,7 +173,7 @@ class Decoding:
         """Start the draft-size policy and the drafter with these tokens per row."""
         self.size.begin(len(texts))
         with without_autocast(self.target.device):
-            self.drafter.load(self.rows, texts)
+            self.drafter.load(self.state, texts)
 
     def _advance(self) -> Step:
         """Take one step; rows that have ended are computed too but emit and teach nothing."""
@@ -203,9 +203,9 @@ class Decoding:
         if any(on and not new for on, new in zip(active, appended.tokens)):  # nor would the next
             raise TokenRecyclingError(f"a step with a draft of {drafter.name} has emitted no token")
         if self.hooks.on_draft is not None:
-            self.hooks.on_draft(self.rows, draft, accepted)
+            self.hooks.on_draft(self.state, draft, accepted)
         with without_autocast(target.device):
-            drafter.observe(self.rows, draft, candidates, accepted)
+            drafter.observe(self.state, draft, candidates, accepted)
         timestamps.append(perf_counter())
         target.commit(accepted.path, accepted.counts.tolist())
         timestamps.append(perf_counter())
@@ -223,7 +223,7 @@ class Decoding:
         # Rows that have ended get a root too, but their nodes are marked invalid below.
         roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device="cpu")
         with without_autocast(self.target.device):
-            draft = self.drafter.propose(self.rows, roots, self.size.limit()).to("cpu")
+            draft = self.drafter.propose(self.state, roots, self.size.limit()).to("cpu")
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device="cpu"))

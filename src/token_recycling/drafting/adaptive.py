@@ -50,7 +50,7 @@ ROOT_ROW = "last step"  # a source of the root's children: the root row
 
 @dataclass
 class RootCandidates(DrafterState):
-    """What the last step says of the tokens that may follow the next root (``host.remember``).
+    """What the last step says of what may follow the next root (``host.learn.remember``).
 
     Attributes:
         candidates: int32 [B, k - 1], best first; ``NO_TOKEN`` where there is none.
@@ -297,7 +297,7 @@ class AdaptiveDrafter(Drafter[AdaptiveState]):
     def observe(
         self, state: AdaptiveState, draft: DraftTree, candidates: Candidates, accepted: Accepted
     ) -> None:
-        """Count right candidates, average the rows of all nodes, and extend the context."""
+        """Learn from the candidates of all nodes, and extend the context (``learn.observe``)."""
         state.context.reserve(accepted.emitted.shape[1])
         verified = Verified(
             as_array(draft.tokens),

@@ -49,8 +49,8 @@ class Context(DrafterState):
         tokens: int64 [B, width], padded with ``NO_TOKEN``.
         lengths: int64 [B], tokens per row.
         capacity: most tokens of a row; the buffer then never grows. None: it grows.
-        margin: minimum of free slots after ``select`` with a ``capacity``; a row with fewer drops
-            the first half of its slots.
+        margin: minimum of free slots after ``make_room`` with a ``capacity``; a row with fewer
+            drops the first half of its slots.
     """
 
     tokens: Tensor

@@ -227,7 +227,7 @@ class StepPool:
         matrix = self.drafter.matrix
         learnt = [getattr(matrix, name).data_ptr() for name in STATE] if matrix else []
         copied = getattr(self.target.lm_head, "weight", None)  # float32 copy of the LM head
-        return [learnt, self.target.generation, None if copied is None else copied.data_ptr()]
+        return [learnt, self.target.adoptions, None if copied is None else copied.data_ptr()]
 
     def _slots(self, sequences: list[Sequence], size: int, *, reserve: bool) -> int:
         """Return the slots of a cache for these rows (see ``slots_for``).

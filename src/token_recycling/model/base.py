@@ -29,6 +29,7 @@ class Target(Protocol):
     vocab_size: int
     max_context: int | None
     batch_invariant: bool
+    adoptions: int  # how often it took the model as it was then (see ``TreeTarget.adopt``)
 
     @property
     def is_warm(self) -> bool:

@@ -36,7 +36,7 @@ class PlainTarget:
     """
 
     batch_invariant = False  # for rows of a batch, which are padded
-    is_warm = True
+    is_warm, adoptions = True, 0
 
     def __init__(self, model: Any, lm_head: Float32Head | StockHead | None = None) -> None:
         """Wrap ``model``, whose logits are computed inside the context ``lm_head``."""

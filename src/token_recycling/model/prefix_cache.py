@@ -28,7 +28,7 @@ class PrefixCache:
     def __init__(self, target: TreeTarget, tokens: list[int]) -> None:
         """Record ``tokens`` and the current state of the model."""
         self.target, self.tokens = target, tokens
-        self._generation, self._weights = target.generation, self._versions()
+        self._adoptions, self._weights = target.adoptions, self._versions()
         self._embedded = self._embeddings(len(tokens))
 
     def _versions(self) -> list[tuple[int, int]]:
@@ -51,7 +51,7 @@ class PrefixCache:
         return same if same and self._is_valid(same) else 0
 
     def _is_valid(self, count: int) -> bool:
-        if self._generation != self.target.generation or self._weights != self._versions():
+        if self._adoptions != self.target.adoptions or self._weights != self._versions():
             return False
         tokens, *positions = self._embedded
         before = [tokens[:, :count], *(rows[: count + OFFSET] for rows in positions)]

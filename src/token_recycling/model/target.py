@@ -106,7 +106,7 @@ class TreeTarget:
                 overrides parts of ``generate``.
         """
         self.model, self.lm_head = model, lm_head or StockHead()
-        self.generation = 0
+        self.adoptions = 0
         if type(model)._sample is not GenerationMixin._sample:
             raise TokenRecyclingError("its class overrides _sample")
         if (getattr(model, "tp_size", None) or 1) > 1:
@@ -124,7 +124,7 @@ class TreeTarget:
             TokenRecyclingError: the model cannot verify trees in this state.
         """
         model = self.model
-        self.generation += 1
+        self.adoptions += 1
         self.batch_invariant = False
         self.shadow = self.recordings = None  # frees weights that the model has no longer
         self.fingerprint = Fingerprint(model, self.device)
@@ -349,7 +349,7 @@ class TreeTarget:
         """Return the logits [B, n, V] of every node in one forward."""
         nodes = draft.size
         if self.recordings is not None:
-            draft = draft.padded(self.recordings.size_of(len(draft.tokens), nodes))
+            draft = draft.padded(self.recordings.fill_up(len(draft.tokens), nodes))
         draft = draft.to(self.device)
         tokens = draft.tokens.contiguous()
         lengths = torch.tensor(self.cache.lengths, device=self.device)[:, None]

@@ -110,7 +110,7 @@ class Engine:
         self._admission = Admission(metrics, self._most_rows, most_waiting)
         self._on_tick, self._reminder = on_tick, Reminder()
         self.most_jobs = self._most_rows + most_waiting
-        self._generation = getattr(recycler.target, "generation", 0)
+        self._adoptions = recycler.target.adoptions
         most = padded_rows(min(self._most_rows, MOST_ROWS))
         recycler.warm(1 << power for power in range(most.bit_length()))
         self._batch = self._new_batch()
@@ -140,9 +140,9 @@ class Engine:
         reason = self.recycler.check_model()
         if reason is not None:
             warn_plain(self.recycler, reason)
-        if (target.generation, reason is not None) == (self._generation, self._plain):
+        if (target.adoptions, reason is not None) == (self._adoptions, self._plain):
             return
-        self._generation, self._plain = target.generation, reason is not None
+        self._adoptions, self._plain = target.adoptions, reason is not None
         self._prefixes.clear()
         for row in self._take_all():
             failed = ApiError("the model has changed while it answered", status=500)

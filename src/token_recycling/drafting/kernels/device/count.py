@@ -1,4 +1,4 @@
-"""Counting how often candidates are right (see ``host.count``)."""
+"""Counting how often candidates are right (see ``host.learn.count``)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _count(
     STEPS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Compare the candidates for one emitted token of one row with it (see ``host.count``).
+    """Compare the candidates for one emitted token of one row with it (see ``host.learn.count``).
 
     Every program adds to the evidence, and writes the gradient of its token.
     """

@@ -1,4 +1,4 @@
-"""Averaging entries, and making root rows (see ``host.learn_node`` and ``host.remember``)."""
+"""Averaging entries, and making root rows, as ``host.entries`` and ``host.learn`` do."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _learn(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Average all nodes of one entry into it (see ``host.learn_node``), in order.
+    """Average all nodes of one entry into it (see ``host.entries.learn_node``), in order.
 
     The program of the first of these nodes does it; the others do nothing. So no two programs
     write to the same entry.
@@ -230,7 +230,7 @@ def _remember(
     NODES: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Make the root row of one row of the batch (see ``host.remember``), and extend its text.
+    """Make the root row of one row of the batch (see ``host.learn.remember``), and extend its text.
 
     ``SIBLINGS`` + 1 groups of ``WIDTH`` lanes: the candidates behind rejected nodes, then the
     runners-up.

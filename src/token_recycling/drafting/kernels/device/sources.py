@@ -1,4 +1,4 @@
-"""The candidates at nodes, from all sources, and their scores (see ``host.gather``)."""
+"""The candidates at nodes, from all sources, and their scores (see ``host.tree.gather``)."""
 
 from __future__ import annotations
 
@@ -98,11 +98,12 @@ def gather(
 ):
     """Unite the candidates of all sources at R nodes, and mix what these say of each.
 
-    ``FEATURES``: see ``host.feature_offsets``; ``own``: the state; others: see ``host.gather``.
+    ``FEATURES``: see ``host.rates.feature_offsets``; ``own``: the state; others: as in
+    ``host.tree.gather``.
 
     The candidates of a level are ``WIDTH`` lanes, those of triples first; the chain's token is on
     the first lane behind them, and those of the root row follow. This is the order in which
-    ``host.gather`` finds them. A candidate of several sources has the same log odds on each of its
+    that function finds them. A candidate of several sources has the same log odds on each of its
     lanes. Sources are numbered as in ``host``: the levels of rows, 3 for the chain, 4 for the root
     row.
 

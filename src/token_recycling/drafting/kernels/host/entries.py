@@ -62,7 +62,7 @@ def average(ids: Array, p: Array, old_weight: float, row_ids: Array, row_p: Arra
     and 0.06 for 4, so the row becomes (3: 0.74, 7: 0.2).
 
     Args:
-        ids: int32 [k], unique, best first.
+        ids: int64 [k], unique, best first.
         p: float32 [k].
         old_weight: w; a candidate that only one of the two has counts as 0 in the other.
         row_ids: int32 [k], modified.

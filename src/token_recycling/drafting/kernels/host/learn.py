@@ -105,9 +105,9 @@ def observe(
     old_weight: float,
     learning_rate: float,
 ) -> None:
-    """Count along the emitted tokens, average the rows of all nodes, and extend the context.
+    """Learn from a step: evidence, weights and log odds, entries, candidates for the next root.
 
-    All rows of the batch are counted before any is learnt from.
+    All rows of the batch are counted before any entry is averaged; the contexts are extended last.
 
     Args:
         state: of the rows, modified: contexts get the emitted tokens except for the last one, which
@@ -189,7 +189,7 @@ def remember(
         tokens: int64 [n], the draft.
         parents: int64 [n].
         valid: bool [n]; a row whose root is invalid has ended.
-        ids: int32 [n, k], the target's best candidates at every node.
+        ids: int64 [n, k], the target's best candidates at every node.
         p: float32 [n, k].
         finite: bool [n], False where these must not be used.
         emitted: int64 [t], padded with ``NO_TOKEN``; the last one is the next root.

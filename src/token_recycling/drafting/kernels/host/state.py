@@ -100,7 +100,7 @@ class Verified(NamedTuple):
         tokens: int64 [B, n], the draft.
         parents: int64 [B, n].
         valid: bool [B, n]; a row whose root is invalid has ended.
-        ids: int32 [B, n, k], the target's best candidates at every node.
+        ids: int64 [B, n, k], the target's best candidates at every node.
         p: float32 [B, n, k].
         finite: bool [B, n], False where these must not be learnt.
         emitted: int64 [B, t], padded with ``NO_TOKEN``; the last one is the next root.
