@@ -144,6 +144,11 @@ class ContinuousBatch(Generic[R]):
             cache.remove(at)
         return row_cache
 
+    def release(self) -> None:
+        """Free the room of rows that have left, if there are no others."""
+        if not self.rows:
+            self._cache = None
+
     def clear(self) -> None:
         """Remove all rows, after an exception too."""
         self._steps = self._cache = None

@@ -186,8 +186,10 @@ class Engine:
         while not self._admission.closed or self._has_work:
             if not self._has_work:
                 self._admission.wait(TICK)
-                if worked and not self._admission:
-                    give_back()
+                if not self._admission:
+                    self._batch.release()
+                    if worked:
+                        give_back()
             worked = self._has_work
             if self._on_tick is not None:
                 self._on_tick()
