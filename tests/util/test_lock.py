@@ -29,3 +29,19 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not():
         assert not mine
     end.set()
     thread.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_process_that_was_forked_inside_the_block_leaves_it():
+    lock, child = FairLock(), -1
+    try:
+        with lock.acquired(wait=True) as acquired:
+            assert acquired
+            child = os.fork()
+        if child == 0:
+            with lock.acquired(wait=False) as again:
+                os._exit(0 if again else 4)
+    finally:
+        if child == 0:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

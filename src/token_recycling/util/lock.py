@@ -50,7 +50,8 @@ class FairLock:
             yield True
         finally:  # also if a signal handler has raised while this thread waited
             with self._changed:
-                self._queue.remove(me)
+                if me in self._queue:  # not in a process that was forked inside the block
+                    self._queue.remove(me)
                 self._changed.notify_all()
 
 
