@@ -14,8 +14,9 @@ from torch.nn import functional
 from few import first_of
 from skinny_kernels import layers, linear, team
 from skinny_kernels.activations import GELU, GELU_TANH, SILU
-from skinny_kernels.layers import ACTIVATIONS, cover
+from skinny_kernels.layers import cover
 from skinny_kernels.linear import FEW_TOKENS, Layer, product, products
+from skinny_kernels.module_forms import ACTIVATIONS
 from skinny_kernels.shadow import shadow_of
 from skinny_kernels.vectors import BYTES, Processor, processor
 
