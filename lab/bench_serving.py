@@ -24,13 +24,14 @@ from transformers import AutoConfig, AutoTokenizer
 import engines
 from engines import ENGINES, Load, Pass
 from script import numbers, run, save
+from skinny_kernels.errors import one_line
 from token_recycling.bench.measures import quartiles
 from token_recycling.bench.suites import load_all
 from token_recycling.bench.tables import NOTHING, Table, markdown
 from token_recycling.checkpoint.load import BUNDLED_MODEL
 from token_recycling.cli import options as o
 from token_recycling.decoding.text import as_conversation, encode
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.machine import describe
 
 BUILTIN = ["builtin"]

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from skinny_kernels.gpu import attention as gpu_attention
+from skinny_kernels.gpu.choice import has_device_kernels
 from skinny_kernels.modes import ordinary_tensors
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.adaptive import AdaptiveDrafter
-from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.graph.captured_step import CapturedStep
 from token_recycling.graph.pool import slots_for
 from token_recycling.graph.step import GraphStep, StepSpec
-from token_recycling.model.gpu import attention as gpu_attention
 from token_recycling.util.machine import synchronize
 
 NODES = (1, 64, 16)  # kernels for drafts of another size take 10 s to compile

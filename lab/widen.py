@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from script import run
+from skinny_kernels.errors import one_line
 from token_recycling.checkpoint.load import BUNDLED_MODEL
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.files import make_folder_atomically
 
 SIZES = (

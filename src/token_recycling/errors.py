@@ -14,11 +14,6 @@ INTERRUPTED = 130  # exit code: 128 + SIGINT, as in a shell
 INSIDE = ("token_recycling.", "skinny_kernels.", "transformers.", "torch.", "contextlib")  # modules
 
 
-def one_line(error: object, limit: int | None = None) -> str:
-    """Return the text of ``error`` as one line of at most ``limit`` characters."""
-    return " ".join(str(error).split())[:limit]
-
-
 def printable(text: object) -> str:
     """Return ``text`` with control, format and line-separator characters escaped."""
     return "".join(

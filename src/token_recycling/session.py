@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from skinny_kernels.errors import one_line
 from skinny_kernels.recordings import TILE_TOKENS
 from token_recycling.decoding.accept import Acceptor
 from token_recycling.decoding.cost_measurement import measured_curve
@@ -23,7 +24,7 @@ from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.base import DraftSize, FixedSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
-from token_recycling.errors import GraphError, TokenRecyclingError, one_line
+from token_recycling.errors import GraphError, TokenRecyclingError
 from token_recycling.graph.decoder import GraphDecoder, can_capture
 from token_recycling.hf.call import CallOptions
 from token_recycling.model.base import Target

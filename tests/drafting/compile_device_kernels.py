@@ -26,16 +26,16 @@ from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from skinny_kernels.gpu import attention_launch
+from skinny_kernels.gpu.attention import TreeView
+from skinny_kernels.gpu.attention_launch import Pages, attend_pages
+from skinny_kernels.gpu.cache_kernel import move
 from skinny_kernels.windows import AttentionWindow
 from token_recycling import AdjacencyMatrix
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.kernels.device.requests import follow, place
 from token_recycling.graph import compilation, kernels
 from token_recycling.integrations.vllm.device_requests import DeviceRequests
-from token_recycling.model.gpu import attention_launch
-from token_recycling.model.gpu.attention import TreeView
-from token_recycling.model.gpu.attention_launch import Pages, attend_pages
-from token_recycling.model.gpu.cache_kernel import move
 
 TARGETS = [GPUTarget("cuda", version, 32) for version in (75, 80, 90, 100)]
 TARGETS.append(GPUTarget("hip", "gfx942", 64))

@@ -226,13 +226,13 @@ def step(rows, change=lambda speculator: None, names=None):
 
     Whoever copied one to the host or asked for its value would fail.
     """
+    from skinny_kernels.gpu.launch import collected
     from token_recycling import AdjacencyMatrix
     from token_recycling.drafting.adaptive import AdaptiveDrafter
     from token_recycling.drafting.kernels.device.requests import follow
     from token_recycling.integrations.vllm.device_requests import DeviceRequests
     from token_recycling.integrations.vllm.device_trees import DeviceTrees, _Alike
     from token_recycling.integrations.vllm.speculator import Speculator
-    from token_recycling.util.launch import collected
 
     slots, vocabulary, drafted = 64, 100, 6
     on = {"device": torch.device("meta")}

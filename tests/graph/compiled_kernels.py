@@ -83,10 +83,10 @@ def main() -> None:
     recorded: Recorded = pickle.load(sys.stdin.buffer)
     no_gpu()
     from drafting.compile_device_kernels import variants
+    from skinny_kernels.gpu.launch import KernelLaunch
     from token_recycling import AdjacencyMatrix
     from token_recycling.drafting.adaptive import AdaptiveDrafter
     from token_recycling.graph import compilation
-    from token_recycling.util.launch import KernelLaunch
 
     torch.set_num_threads(1)
     vocabulary = recorded.config.vocab_size

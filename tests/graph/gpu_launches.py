@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from skinny_kernels.gpu.launch import launch
 from skinny_kernels.modes import ordinary_tensors
 from token_recycling.drafting.kernels.device import count, learn, propose, top_k
 from token_recycling.graph import kernels
-from token_recycling.util.launch import launch
 
 # Operations that are no views and start no kernel on a GPU either
 NOT_LAUNCHED = ("empty", "empty_like", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")

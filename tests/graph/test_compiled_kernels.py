@@ -22,14 +22,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from compiled_kernels import Recorded, pickled
 
+from skinny_kernels import sdpa
+from skinny_kernels.gpu import launch, layers
 from skinny_kernels.modes import ordinary_tensors
 from skinny_kernels.shadow import shadow_of
 from token_recycling import TokenRecycling
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.graph.step import GraphStep, StepSpec
-from token_recycling.model import attention
-from token_recycling.model.gpu import layers
-from token_recycling.util import launch
 
 MOST_KERNELS, MOST_SECONDS, LONGEST = 16, 30, 8
 # Rows, size of a step and tokens of the prompts. What varies is odd, 1, and divisible by 16, as
@@ -66,9 +65,9 @@ def recorded(monkeypatch):
         run(self)
 
     monkeypatch.setattr(launch.KernelLaunch, "run", noting)
-    monkeypatch.setattr(attention.gpu, "is_here", lambda tensor: True)
-    monkeypatch.setattr(attention.gpu, "is_right", lambda *about: True)
-    monkeypatch.setattr(attention.cpu, "fits", lambda *tensors: False)
+    monkeypatch.setattr(sdpa.gpu, "is_here", lambda tensor: True)
+    monkeypatch.setattr(sdpa.gpu, "is_right", lambda *about: True)
+    monkeypatch.setattr(sdpa.cpu, "fits", lambda *tensors: False)
     layers.cover(target.shadow)
     for rows, size, length in STEPS:
         prompts = [[(7 * row + at) % 96 for at in range(length)] for row in range(rows)]

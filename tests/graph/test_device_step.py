@@ -19,6 +19,7 @@ from gpu_launches import Launches
 
 from architectures import make
 from models import plain, random_prompts
+from skinny_kernels.gpu.attention import paths_of
 from skinny_kernels.modes import ordinary_tensors
 from skinny_kernels.windows import AttentionWindow
 from token_recycling import TokenRecycling
@@ -27,7 +28,6 @@ from token_recycling.drafting.draft import chains
 from token_recycling.drafting.kernels.device import learn, propose
 from token_recycling.graph import kernels, tensors
 from token_recycling.graph.step import GraphStep, StepSpec
-from token_recycling.model.gpu.attention import paths_of
 
 MOST_LAUNCHES = 20
 TOKENS = 14

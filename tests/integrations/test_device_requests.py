@@ -22,10 +22,10 @@ pytest.importorskip("triton")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+from skinny_kernels.gpu.cache_kernel import addresses, move
 from token_recycling.drafting.kernels.device import learn, propose, requests
 from token_recycling.integrations.vllm import device_requests
 from token_recycling.integrations.vllm.device_requests import DeviceRequests
-from token_recycling.model.gpu.cache_kernel import addresses, move
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 V, SLOTS, DRAFTED, LONGEST, CHUNK = 40, 4, 3, 64, 12

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from architectures import make
 from models import random_prompts
+from skinny_kernels.gpu import adjacent
+from skinny_kernels.gpu.adjacent import JointProduct, groups, joined
 from skinny_kernels.shadow import shadow_of
-from token_recycling.model.gpu import adjacent
-from token_recycling.model.gpu.adjacent import JointProduct, groups, joined
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from architectures import make
 from models import plain, random_prompts
-from token_recycling import TokenRecycling
-from token_recycling.model.attention import (
+from skinny_kernels.sdpa import (
     PackedSdpa,
     pack_queries,
     packed_attention,
     prompt_attention,
 )
+from token_recycling import TokenRecycling
 
 
 def reference(query, key, value, mask, scale):

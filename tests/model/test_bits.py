@@ -7,13 +7,13 @@ import torch
 
 from architectures import make
 from models import random_prompts
-from skinny_kernels import layers, team
+from skinny_kernels import layers, sdpa, team
 from skinny_kernels.attention_kernel import KEYS
 from skinny_kernels.batch_invariance import RoundingWatch
 from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import chains, root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.model import attention, probe
+from token_recycling.model import probe
 from token_recycling.model.probe import has_bits_of_plain_steps, open_target
 from token_recycling.model.target import TreeTarget
 
@@ -98,10 +98,10 @@ def check_rows(target, nodes=5):
 def test_broken_variants_are_noticed(fault, monkeypatch):
     with monkeypatch.context() as patch:
         if fault == "slots":  # keys counted by slots
-            mark = attention.pack_queries
-            patch.setattr(attention, "pack_queries", lambda masks, committed: mark(masks))
+            mark = sdpa.pack_queries
+            patch.setattr(sdpa, "pack_queries", lambda masks, committed: mark(masks))
         elif fault == "attention":  # PyTorch's
-            patch.setattr(attention.cpu, "fits", lambda *a: False)
+            patch.setattr(sdpa.cpu, "fits", lambda *a: False)
         elif fault == "rows":  # PyTorch multiplies what has many rows
             ours = layers._is_ours
             few = lambda x, most=128: ours(x, most) and x.numel() <= 128 * x.shape[-1]  # noqa: E731
@@ -190,7 +190,7 @@ def by_pytorch(*arguments):
 def test_each_operation_by_pytorch(name, invariant, dtype, monkeypatch):
     """In bfloat16, PyTorch's products have the same bits for matrices as small as these."""
     if name == "attention":
-        monkeypatch.setattr(attention.cpu, "fits", lambda *inputs: False)
+        monkeypatch.setattr(sdpa.cpu, "fits", lambda *inputs: False)
     elif name == "_rotary":
         monkeypatch.setattr(layers, name, lambda stock, *inputs: stock(*inputs))
     else:

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+from skinny_kernels.gpu import cache_kernel
 from token_recycling.model import kv_cache
-from token_recycling.model.gpu import cache_kernel
 from token_recycling.model.kv_cache import FixedCache, RecyclingCache
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from architectures import make
 from models import plain, random_prompts
 from skinny_kernels import attention, linear, team
+from skinny_kernels import sdpa as packing
 from skinny_kernels.attention import draft_mask, pack_mask
 from skinny_kernels.vectors import DTYPES
-from skinny_kernels.windows import AttentionWindow
+from skinny_kernels.windows import AttentionWindow, additive_masks
 from test_few_queries import case
 from token_recycling import TokenRecycling
-from token_recycling.model import attention as packing
-from token_recycling.model.masks import additive_masks
 
 pytestmark = pytest.mark.skipif(
     not team.is_available(), reason="there is no team of threads on this machine"

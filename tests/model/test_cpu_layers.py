@@ -20,11 +20,11 @@ from skinny_kernels import activations, capture, elementwise, known_forms, layer
 from skinny_kernels import recordings as recordings_module
 from skinny_kernels.angles import Angles
 from skinny_kernels.layers import cover
+from skinny_kernels.sdpa import packed_attention
 from skinny_kernels.shadow import replacement, shadow_of
 from token_recycling import TokenRecycling
 from token_recycling.drafting.draft import root_only
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.model.attention import packed_attention
 from token_recycling.model.probe import open_target, probe_changes
 from token_recycling.model.target import TreeTarget
 

@@ -15,13 +15,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from architectures import make
 from models import plain, random_prompts
-from skinny_kernels.windows import AttentionWindow
+from skinny_kernels import sdpa as packing
+from skinny_kernels.gpu import attention as gpu
+from skinny_kernels.gpu import attention_launch
+from skinny_kernels.gpu.attention_launch import attend
+from skinny_kernels.windows import AttentionWindow, additive_masks
 from token_recycling import TokenRecycling
-from token_recycling.model import attention as packing
-from token_recycling.model.gpu import attention as gpu
-from token_recycling.model.gpu import attention_launch
-from token_recycling.model.gpu.attention_launch import attend
-from token_recycling.model.masks import additive_masks
 
 WINDOWS = (AttentionWindow("full"), AttentionWindow("sliding", 9), AttentionWindow("chunked", 7))
 

@@ -11,11 +11,11 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
 
 from architectures import make
 from models import plain, random_prompts
+from skinny_kernels.gpu import elementwise_kernel, layers
+from skinny_kernels.gpu.adjacent import JointProduct, move
+from skinny_kernels.gpu.layers import cover
 from skinny_kernels.shadow import replacement, shadow_of
 from token_recycling import TokenRecycling
-from token_recycling.model.gpu import elementwise_kernel, layers
-from token_recycling.model.gpu.adjacent import JointProduct, move
-from token_recycling.model.gpu.layers import cover
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 DTYPES = [torch.float32, torch.float16]  # the interpreter has no bfloat16

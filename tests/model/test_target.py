@@ -10,10 +10,10 @@ import torch
 
 from architectures import make
 from models import REFUSED, SUPPORTED, plain, random_prompts
+from skinny_kernels.windows import additive_masks
 from token_recycling import PlainDecodingWarning, TokenRecycling, TokenRecyclingError
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
 from token_recycling.model.fallback import PlainTarget
-from token_recycling.model.masks import additive_masks
 from token_recycling.model.probe import open_target, probe
 from token_recycling.model.target import TreeTarget, prompt_fraction
 
@@ -177,7 +177,7 @@ def test_how_many_prompt_tokens_are_worth_their_logits():
 
 
 def test_eager_masks_are_additive():
-    from token_recycling.model.masks import AttentionWindow
+    from skinny_kernels.windows import AttentionWindow
 
     visible = torch.tensor([[[True, False]]])
     mask = additive_masks(

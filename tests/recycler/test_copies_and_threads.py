@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from architectures import make
 from models import plain, random_prompts
+from skinny_kernels import sdpa
 from token_recycling import TokenRecycling, TokenRecyclingError, enable
 from token_recycling.graph.decoder import GraphDecoder
-from token_recycling.model import attention
 
 [PROMPT] = random_prompts([12])
 IDS = torch.tensor([PROMPT])
@@ -237,8 +237,8 @@ class TestTwoRecyclersOfOneModel:
         outside = self.settings(model)
         seen = []
         for name in ("scaled_dot_product_attention", "cpu.attend"):  # whichever is used here
-            path = f"token_recycling.model.attention.{name}"
-            stock = operator.attrgetter(name)(attention)
+            path = f"skinny_kernels.sdpa.{name}"
+            stock = operator.attrgetter(name)(sdpa)
             monkeypatch.setattr(
                 path,
                 lambda *a, stock=stock, **kw: seen.append(self.settings(model)) or stock(*a, **kw),

@@ -7,6 +7,8 @@ tokens, keep GGUF files packed, and round each token as they would round it alon
     prepare(model)      a twin of a model whose forwards of few tokens they compute
     product(x, w)       a linear layer
     attend(q, k, v, …)  attention
+
+``skinny_kernels.gpu`` has kernels for GPUs, which Token Recycling calls.
 """
 
 from __future__ import annotations

@@ -17,10 +17,8 @@ from skinny_kernels.elementwise import packed_queries
 from skinny_kernels.launch import empty, fields_of, launch, this_thread, unwatched
 from skinny_kernels.machine_code import Kernel
 from skinny_kernels.vectors import DTYPES, processor
-from skinny_kernels.windows import AttentionWindow
+from skinny_kernels.windows import CHUNKED, FULL, RULES, SLIDING, AttentionWindow
 
-RULES = ("full", "sliding", "chunked")
-FULL, SLIDING, CHUNKED = range(3)
 # Attribute of a mask that requests packed queries: its ``Packing``.
 PACKED = "skinny_kernels_packed"
 

@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from skinny_kernels.errors import one_line
 from token_recycling.bench.compare import stock_generate
 from token_recycling.decoding.text import Prompt, encode
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.model.target import TreeTarget
 from token_recycling.recycler import TokenRecycling
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from skinny_kernels.errors import one_line
 from token_recycling.bench.compare import StepClock, plain_generate, timed
 from token_recycling.bench.variants import Variant
 from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS
 from token_recycling.drafting.size.auto import AutoSize
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.recycler import TokenRecycling
 
 

@@ -12,9 +12,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from skinny_kernels.errors import one_line
 from token_recycling.bench.measures import Record
 from token_recycling.bench.suites import Question
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.files import make_folder, write_tensors, write_text
 
 QUESTIONS, STATE = "questions.jsonl", "state.safetensors"

@@ -14,7 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from token_recycling.errors import TokenRecyclingError, one_line
+from skinny_kernels.errors import one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.files import cache_folder, is_file, make_folder, make_folder_atomically
 
 MODEL = "SmolLM2-135M-Instruct"

@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from token_recycling.errors import TokenRecyclingError, one_line
+from skinny_kernels.errors import one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.files import cache_folder, make_folder_atomically
 
 READ = 2**26  # bytes: more than any header has

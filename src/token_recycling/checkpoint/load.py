@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skinny_kernels import huge_pages
-from skinny_kernels.errors import CheckpointError
+from skinny_kernels.errors import CheckpointError, one_line
 from skinny_kernels.gguf_file import (
     HINT,
     check_gguf,
@@ -20,9 +20,9 @@ from skinny_kernels.gguf_file import (
     listed,
     read_once,
 )
+from skinny_kernels.gpu import adjacent
 from token_recycling.checkpoint.gguf_tokenizer import kept_tokenizer
-from token_recycling.errors import TokenRecyclingError, one_line
-from token_recycling.model.gpu import adjacent
+from token_recycling.errors import TokenRecyclingError
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 logger = logging.getLogger(__name__)

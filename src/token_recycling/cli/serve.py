@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skinny_kernels.errors import one_line
 from token_recycling.cli import options as o
 from token_recycling.cli import show
-from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line, printable
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, printable
 
 if TYPE_CHECKING:
     from token_recycling.recycler import TokenRecycling

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from skinny_kernels.errors import one_line
 from token_recycling import defaults
 from token_recycling.decoding.accept import GreedyAcceptor
 from token_recycling.decoding.sequence import Sequence
@@ -20,7 +21,7 @@ from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.candidates import best_candidates
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.size.costs import CostCurve
-from token_recycling.errors import TokenRecyclingError, one_line, warn_caller
+from token_recycling.errors import TokenRecyclingError, warn_caller
 from token_recycling.model.limits import config_digest
 from token_recycling.model.target import TreeTarget
 from token_recycling.util.files import cache_folder, is_file

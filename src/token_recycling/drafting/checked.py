@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from skinny_kernels.compiled import as_array
+from skinny_kernels.errors import one_line
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import PROMPTS, AnyDrafter, Drafter, DrafterState
 from token_recycling.drafting.candidates import Candidates
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.drafting.kernels.host.check import FAULTS, find_fault
 from token_recycling.drafting.matrix import AdjacencyMatrix
-from token_recycling.errors import TokenRecyclingError, one_line, printable
+from token_recycling.errors import TokenRecyclingError, printable
 
 OURS = "token_recycling."  # whose drafters are tested instead
 PARTS = ("tokens", "parents", "depths")

@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from token_recycling.errors import TokenRecyclingError, one_line
+from skinny_kernels.errors import one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.files import is_file, write_tensors
 from token_recycling.util.tokens import NO_TOKEN
 

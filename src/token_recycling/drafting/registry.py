@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
+from skinny_kernels.errors import one_line
 from token_recycling import defaults
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter, Drafter
@@ -17,7 +18,7 @@ from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.paper import PaperDrafter
 from token_recycling.drafting.prompt_lookup import LOOKUP_TOKENS, PromptLookupDrafter
 from token_recycling.drafting.templates import TreeTemplate
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 
 Factory = Callable[[AdjacencyMatrix, TreeTemplate], AnyDrafter]
 GROUP = "token_recycling.drafters"

@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 
+from skinny_kernels.errors import one_line
+from skinny_kernels.gpu.attention import TreeView, paths_of
+from skinny_kernels.gpu.choice import interpreted
+from skinny_kernels.gpu.launch import KernelLaunch, collected
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.draft import chains
-from token_recycling.drafting.kernels.choice import interpreted
 from token_recycling.drafting.matrix import AdjacencyMatrix
 from token_recycling.drafting.none import NoDrafter
-from token_recycling.errors import StepError, one_line
+from token_recycling.errors import StepError
 from token_recycling.graph.drafting import drafts_on_device
-from token_recycling.model.gpu.attention import TreeView, paths_of
 from token_recycling.model.limits import attention_windows, head_shapes, position_limit, text_config
-from token_recycling.util.launch import KernelLaunch, collected
 
 logger = logging.getLogger(__name__)
 MOST_THREADS = 4  # that compile at once; more than one only where there are two cores for each
@@ -114,7 +115,7 @@ def launches_of_layers(config: Any, dtype: torch.dtype) -> list[KernelLaunch]:
         config: of a model; layers of another form than Llama's launch less, or something else.
         dtype: of its weights.
     """
-    from token_recycling.model.gpu import attention_launch, cache_kernel, elementwise_kernel
+    from skinny_kernels.gpu import attention_launch, cache_kernel, elementwise_kernel
 
     heads, shared, size = head_shapes(config)
     config = text_config(config)

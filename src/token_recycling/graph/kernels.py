@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from skinny_kernels.windows import AttentionWindow
+from skinny_kernels.gpu.launch import launch
+from skinny_kernels.gpu.vector import LEAST_NODES, LEAST_STEPS, at, lanes, longest
+from skinny_kernels.windows import RULES, AttentionWindow
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.draft import DraftTree
-from token_recycling.model.gpu.attention_launch import RULES
 from token_recycling.model.kv_cache import FixedCache
-from token_recycling.util.launch import launch
-from token_recycling.util.vector import LEAST_NODES, LEAST_STEPS, at, lanes, longest
 
 SLOTS_AT_ONCE = ENTRIES_AT_ONCE = 1024
 
@@ -199,7 +198,7 @@ def layout(
             (batch, n),
             *(lengths, depths, ancestors, positions, draft_slots, mask, paths, path_depths),
             *(batch, n, slots, last, window.size, torch.finfo(dtype).min),
-            RULE=RULES[window.rule],
+            RULE=RULES.index(window.rule),
             NODES=lanes(n, LEAST_NODES),
             BLOCK=SLOTS_AT_ONCE,
             num_warps=4,

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from skinny_kernels.errors import one_line
+from skinny_kernels.gpu.choice import has_device_kernels
 from skinny_kernels.modes import ordinary_tensors
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.base import AnyDrafter
-from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.drafting.matrix import STATE
 from token_recycling.drafting.none import NoDrafter
-from token_recycling.errors import GraphError, StepError, one_line, warn_caller
+from token_recycling.errors import GraphError, StepError, warn_caller
 from token_recycling.graph.captured_step import CapturedStep, GraphMemory
 from token_recycling.graph.chooser import TokenChoice
 from token_recycling.graph.compilation import StepKernels

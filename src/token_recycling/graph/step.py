@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from skinny_kernels.sdpa import add_views, pack_queries
 from token_recycling.decoding.sequence import Sequence
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter
@@ -22,7 +23,6 @@ from token_recycling.graph.drafting import (
     PlainDrafting,
     drafts_on_device,
 )
-from token_recycling.model.attention import add_views, pack_queries
 from token_recycling.model.kv_cache import FixedCache
 from token_recycling.model.target import TreeTarget
 

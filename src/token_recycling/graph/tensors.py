@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skinny_kernels.windows import AttentionWindow
+from skinny_kernels.windows import AttentionWindow, additive_masks
 from token_recycling.decoding.accept import accept_choices, step_summary
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.model.kv_cache import FixedCache
-from token_recycling.model.masks import additive_masks
 
 
 def layout(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor
 
+from skinny_kernels.errors import one_line
 from token_recycling.decoding.numbers import SAMPLING_ONLY, checked
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.hf.criteria import looks_at_batch
 from token_recycling.hf.eligibility import KNOWN_INPUTS, row_by_row, why_unservable
 from token_recycling.hf.request import DecodingMethod, Request

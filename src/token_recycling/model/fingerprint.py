@@ -22,7 +22,7 @@ from torch.utils._device import DeviceContext
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from token_recycling.model.attention import stock_of
+from skinny_kernels.sdpa import stock_of
 from token_recycling.model.foreign_code import (
     GLOBAL_HOOKS,
     LIBRARIES,

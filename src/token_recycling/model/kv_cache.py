@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from skinny_kernels.compiled import as_bits
 from skinny_kernels.elementwise import store
+from skinny_kernels.gpu.choice import has_device_kernels
 from token_recycling import defaults
-from token_recycling.drafting.kernels.choice import has_device_kernels
 
 
 @dataclass
@@ -343,7 +343,7 @@ class _FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write the states of one forward to the draft slots; return all entries."""
         slots = self.writes_to.slots
         if has_device_kernels(self.keys.device) and _fits(self.keys, key_states, value_states):
-            from token_recycling.model.gpu.cache_kernel import write  # imports Triton
+            from skinny_kernels.gpu.cache_kernel import write  # imports Triton
 
             write(self.keys, self.values, key_states, value_states, slots)
         else:

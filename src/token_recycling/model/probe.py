@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from skinny_kernels.batch_invariance import RoundingWatch
+from skinny_kernels.errors import one_line
 from skinny_kernels.shadow import shadow_of
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.drafting.size.auto import GRAPH_SIZES
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
-from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, one_line, warn_caller
+from token_recycling.errors import PlainDecodingWarning, TokenRecyclingError, warn_caller
 from token_recycling.model.base import Target
 from token_recycling.model.fallback import PlainTarget
 from token_recycling.model.limits import text_config

@@ -13,25 +13,24 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from skinny_kernels import layers as cpu_layers
+from skinny_kernels import sdpa
 from skinny_kernels.attention import deepest
+from skinny_kernels.gpu import layers as gpu_layers
+from skinny_kernels.gpu.choice import has_device_kernels
 from skinny_kernels.linear import DTYPES
 from skinny_kernels.packed import PackedLinear
 from skinny_kernels.recordings import Recordings, StepInputs
 from skinny_kernels.shadow import shadow_of
-from skinny_kernels.windows import AttentionWindow
+from skinny_kernels.windows import AttentionWindow, additive_masks
 from token_recycling import defaults
 from token_recycling.drafting.draft import DraftTree, root_only
-from token_recycling.drafting.kernels.choice import has_device_kernels
 from token_recycling.errors import TokenRecyclingError
-from token_recycling.model import attention
 from token_recycling.model.base import PROMPT_COST, LearnPrompt, OnProgress, PromptMask
 from token_recycling.model.cache_name import cache_name
 from token_recycling.model.fingerprint import Fingerprint
-from token_recycling.model.gpu import layers as gpu_layers
 from token_recycling.model.kv_cache import RecyclingCache
 from token_recycling.model.limits import check_prompts, text_config
 from token_recycling.model.lm_head import Float32Head, StockHead
-from token_recycling.model.masks import additive_masks
 from token_recycling.model.state import ModelState, while_training
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -152,7 +151,7 @@ class TreeTarget:
         self.shadow, self.recordings = shadow_of(self.model), None
         self.lm_head.cover(self.shadow)
         if self.device.type == "cpu" and self.dtype in DTYPES:
-            self.recordings = cpu_layers.cover(self.shadow, attention.packed_attention)
+            self.recordings = cpu_layers.cover(self.shadow, sdpa.packed_attention)
         elif self.device.type == "cuda" and has_device_kernels(self.device):
             gpu_layers.cover(self.shadow)
 
@@ -406,15 +405,15 @@ class TreeTarget:
 
         ``visible`` (bool [B, q, s]) and ``key_positions`` (int64 [B, s]) cover all slots up to and
         including the new ones. ``draft``: lengths and ancestors of few tokens behind the longest
-        row (see ``attention.add_views``). ``prompt``: ``visible`` is causal.
+        row (see ``sdpa.add_views``). ``prompt``: ``visible`` is causal.
         """
         self.cache.reserve(tokens.shape[1])
         masks = additive_masks(self.windows, visible, positions, key_positions, self.dtype)
         if draft is not None:
-            attention.pack_queries(masks, None if self.recordings is None else draft[0])
-            attention.add_views(masks, self.windows, draft[0], positions, draft[1])
+            sdpa.pack_queries(masks, None if self.recordings is None else draft[0])
+            sdpa.add_views(masks, self.windows, draft[0], positions, draft[1])
         elif prompt:
-            attention.mark_prompt(masks, self.windows, visible.shape[2] - tokens.shape[1])
+            sdpa.mark_prompt(masks, self.windows, visible.shape[2] - tokens.shape[1])
         more: dict[str, Any] = {}
         sliced = logits_at is not None and self.slices_logits
         if sliced:  # a chunk may need no logits; compute one position then
@@ -437,7 +436,7 @@ class TreeTarget:
         if self.takes_positions:
             more["position_ids"] = positions
         more[self.cache_name] = cache
-        with attention.PackedSdpa():
+        with sdpa.PackedSdpa():
             output = self.shadow(
                 input_ids=tokens, attention_mask=masks, use_cache=True, return_dict=True, **more
             )

@@ -12,12 +12,13 @@ from time import monotonic
 
 from transformers import LogitsProcessorList
 
+from skinny_kernels.errors import one_line
 from token_recycling.decoding.accept import FollowAcceptor
 from token_recycling.decoding.metrics import Stats, Step
 from token_recycling.decoding.slowness import Reminder, why_slow
 from token_recycling.drafting.none import NoDrafter
 from token_recycling.drafting.size.base import FixedSize
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.graph.pool import MOST_ROWS, padded_rows
 from token_recycling.hf.call import prepare_call
 from token_recycling.hf.serve import warn_plain

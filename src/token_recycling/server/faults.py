@@ -7,7 +7,8 @@ import traceback
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from token_recycling.errors import one_line, printable
+from skinny_kernels.errors import one_line
+from token_recycling.errors import printable
 from token_recycling.server.errors import ApiError
 
 logger = logging.getLogger(__name__)

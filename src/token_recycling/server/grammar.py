@@ -13,7 +13,8 @@ from llguidance import LLMatcher
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from token_recycling.errors import TokenRecyclingError, one_line
+from skinny_kernels.errors import one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.server.tools import BEGIN, END
 
 Schema = dict[str, Any]

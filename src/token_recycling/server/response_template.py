@@ -11,7 +11,7 @@ import logging
 import re
 from typing import Any
 
-from token_recycling.errors import one_line
+from skinny_kernels.errors import one_line
 from token_recycling.server.tools import Json, Parsed, tool_call
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from token_recycling.errors import TokenRecyclingError, one_line
+from skinny_kernels.errors import one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.util.files import make_folder, write_text
 
 FORMAT = "token-recycling-costs-2"

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skinny_kernels.errors import one_line
 from token_recycling import defaults
 from token_recycling.decoding.warm_up import compile_kernels
 from token_recycling.drafting.base import AnyDrafter
@@ -17,7 +18,7 @@ from token_recycling.drafting.registry import SHAPE_THEIR_OWN, make_drafter
 from token_recycling.drafting.size.auto import AutoSize
 from token_recycling.drafting.size.costs import CostCurve
 from token_recycling.drafting.templates import TreeTemplate
-from token_recycling.errors import TokenRecyclingError, one_line
+from token_recycling.errors import TokenRecyclingError
 from token_recycling.integrations.engines.keep import MatrixKeeper
 from token_recycling.util.files import is_file
 

@@ -20,13 +20,13 @@ from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from skinny_kernels.gpu.attention import AMPERE, LARGEST_HEAD, TreeView
+from skinny_kernels.gpu.attention_launch import Pages, attend_pages
+from skinny_kernels.gpu.cache_kernel import addresses, move
+from skinny_kernels.gpu.usable import DTYPES
 from skinny_kernels.windows import AttentionWindow
 from token_recycling.drafting.kernels.device.requests import place
 from token_recycling.integrations.vllm.device_requests import DeviceRequests
-from token_recycling.model.gpu.attention import AMPERE, LARGEST_HEAD, TreeView
-from token_recycling.model.gpu.attention_launch import Pages, attend_pages
-from token_recycling.model.gpu.cache_kernel import addresses, move
-from token_recycling.model.gpu.usable import DTYPES
 
 # Their caches are [blocks, heads, slots of a block, keys and values].
 IMPLEMENTATIONS = ("FlashAttentionImpl", "TritonAttentionImpl")

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from skinny_kernels.gpu.launch import REGISTERS, launch
+from skinny_kernels.gpu.vector import LEAST_STEPS, lanes
 from token_recycling.drafting.kernels.device.sources import INPUTS, PATTERNS, SETS, gather
 from token_recycling.drafting.kernels.device.state import DeviceTables
 from token_recycling.drafting.kernels.host import learn, rates
 from token_recycling.drafting.kernels.host.state import State
-from token_recycling.util.launch import REGISTERS, launch
-from token_recycling.util.vector import LEAST_STEPS, lanes
 
 PRIOR = tl.constexpr(rates.PRIOR)
 PATTERN_RATE = tl.constexpr(learn.PATTERN_RATE)

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from skinny_kernels.gpu.launch import REGISTERS, launch
+from skinny_kernels.gpu.vector import LEAST_NODES, LEAST_STEPS, lanes
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
 from token_recycling.drafting.kernels.host import entries
 from token_recycling.drafting.kernels.host import learn as host_learn
 from token_recycling.drafting.kernels.host.state import LEVELS, State
-from token_recycling.util.launch import REGISTERS, launch
-from token_recycling.util.vector import LEAST_NODES, LEAST_STEPS, lanes
 
 SIBLINGS = tl.constexpr(host_learn.SIBLINGS)
 RUNNERS_SHARE, TINY = tl.constexpr(host_learn.RUNNERS_SHARE), tl.constexpr(entries.TINY)

@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from skinny_kernels.gpu.launch import REGISTERS, launch
+from skinny_kernels.gpu.vector import LEAST_NODES, lanes
 from token_recycling.drafting.kernels.device.context import begin_draft
 from token_recycling.drafting.kernels.device.sources import gather, locate
 from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
 from token_recycling.drafting.kernels.host import tree
 from token_recycling.drafting.kernels.host.rates import feature_offsets
 from token_recycling.drafting.kernels.host.state import State
-from token_recycling.util.launch import REGISTERS, launch
-from token_recycling.util.vector import LEAST_NODES, lanes
 
 FLOOR = tl.constexpr(tree.FLOOR)
 NONE = tl.constexpr(-1e30)  # log probability of no candidate

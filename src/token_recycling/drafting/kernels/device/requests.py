@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from skinny_kernels.gpu.launch import launch
+from skinny_kernels.gpu.vector import LEAST_NODES, lanes
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.kernels.device.sources import locate
 from token_recycling.drafting.kernels.device.state import DeviceDraft
 from token_recycling.drafting.kernels.host.state import State
-from token_recycling.util.launch import launch
-from token_recycling.util.vector import LEAST_NODES, lanes
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from skinny_kernels.gpu.launch import launch
 from token_recycling.util import machine
-from token_recycling.util.launch import launch
 
 BLOCK = 128  # logits
 MANY = 16  # blocks of a program

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from token_recycling.util.launch import launch
+from skinny_kernels.gpu.launch import launch
 
 STRIDES = [f"{a}_{b}" for a in ("key", "value") for b in ("row", "head", "token")]
 STRIDES += [f"{a}_{b}" for a in ("keys", "values") for b in ("row", "head", "slot")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from token_recycling.drafting.kernels.choice import has_device_kernels
+from skinny_kernels.gpu.choice import has_device_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skinny_kernels.errors import one_line
+from skinny_kernels.gpu.adjacent import JointProduct
+from skinny_kernels.gpu.residual import Sums, following_norms, layer_forward
+from skinny_kernels.gpu.usable import is_ours, is_used
 from skinny_kernels.known_forms import (
     GATED,
     PROJECTIONS,
@@ -27,10 +31,6 @@ from skinny_kernels.known_forms import (
 )
 from skinny_kernels.modes import without_autocast
 from skinny_kernels.shadow import BOUND, replace_forward, replace_globals, replacement
-from token_recycling.errors import one_line
-from token_recycling.model.gpu.adjacent import JointProduct
-from token_recycling.model.gpu.residual import Sums, following_norms, layer_forward
-from token_recycling.model.gpu.usable import is_ours, is_used
 
 logger = logging.getLogger(__name__)
 LARGEST_NORM = 16384  # numbers of one norm, which one program keeps in registers
@@ -38,7 +38,7 @@ LARGEST_NORM = 16384  # numbers of one norm, which one program keeps in register
 
 def _kernels() -> Any:
     """Return the kernels' module, which imports Triton."""
-    from token_recycling.model.gpu import elementwise_kernel
+    from skinny_kernels.gpu import elementwise_kernel
 
     return elementwise_kernel
 
@@ -63,7 +63,7 @@ def cover(shadow: nn.Module) -> None:
                 replace_forward(layer, layer_forward, sums, added, after)
     except Exception as error:  # Triton's compiler may raise anything
         reason = one_line(error, 200)
-        logger.warning("Token Recycling: layers are computed by PyTorch: %s", reason)
+        logger.warning("layers are computed by PyTorch: %s", reason)
 
 
 def _cover(module: nn.Module, known: dict[Any, Any], sums: Sums) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skinny_kernels.gpu.usable import is_used
 from skinny_kernels.known_forms import epsilon, is_same
-from token_recycling.model.gpu.usable import is_used
 
 # Children of a layer ``x + attention(norm(x))``, then the same with the MLP.
 CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -33,7 +33,7 @@ class Sums:
 
     def add(self, x: Tensor, residual: Tensor, norm: nn.Module, added: float) -> Tensor:
         """Return ``x + residual``, and keep its ``norm``, whose weights have ``added``."""
-        from token_recycling.model.gpu import elementwise_kernel  # imports Triton
+        from skinny_kernels.gpu import elementwise_kernel  # imports Triton
 
         weight = norm._parameters["weight"]
         assert weight is not None

@@ -10,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-from token_recycling.model.gpu.attention import TreeView
-from token_recycling.model.gpu.attention_kernel import attend_kernel, combine_kernel
-from token_recycling.util.launch import launch
+from skinny_kernels.gpu.attention import TreeView
+from skinny_kernels.gpu.attention_kernel import attend_kernel, combine_kernel
+from skinny_kernels.gpu.launch import launch
+from skinny_kernels.windows import RULES
 
-RULES = {"full": 0, "sliding": 1, "chunked": 2}  # of windows, as constants of kernels
 QUERIES, KEYS = 64, 64  # of a program at once, at most; KEYS divides BLOCK
 BLOCK = 64  # keys; a multiple of it divides the keys between the kernels
 SPAN = 256  # keys of each of the first OCTAVE spans, a multiple of BLOCK; then twice as many
@@ -193,7 +193,7 @@ def _attend(
         *(*strides, *key.stride()[:3], *value.stride()[:3]),
         0 if tables is None else tables.stride(0),
         **constants,
-        RULE=RULES[view.window.rule],
+        RULE=RULES.index(view.window.rule),
         QUERIES=how.queries,
         KEYS=how.keys,
         PATH_QUERIES=max(16, triton.next_power_of_2(group)),

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from skinny_kernels.errors import one_line
+from skinny_kernels.gpu.choice import has_device_kernels
+from skinny_kernels.gpu.usable import DTYPES
 from skinny_kernels.windows import AttentionWindow
-from token_recycling.drafting.kernels.choice import has_device_kernels
-from token_recycling.errors import one_line
-from token_recycling.model.gpu.usable import DTYPES
 
 logger = logging.getLogger(__name__)
 LARGEST_HEAD = 256
@@ -112,11 +112,9 @@ def _trial(ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
         noise = roundings * torch.finfo(expected.dtype).eps * expected.abs().max()
         if bool((output - expected).abs().max() <= noise):  # False for NaN
             return True
-        logger.warning("Token Recycling: the attention kernel is not used: results differ")
+        logger.warning("the attention kernel is not used: results differ")
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton's compiler may raise anything
-        logger.warning(
-            "Token Recycling: the attention kernel is not used: %s", one_line(error, 200)
-        )
+        logger.warning("the attention kernel is not used: %s", one_line(error, 200))
     return False

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from token_recycling.drafting.kernels import choice
+from skinny_kernels.gpu import choice
 
 
 @pytest.mark.parametrize(

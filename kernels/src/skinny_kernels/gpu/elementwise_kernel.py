@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from token_recycling.util.launch import launch
+from skinny_kernels.gpu.launch import launch
 
 GATED_BLOCK = 1024
 

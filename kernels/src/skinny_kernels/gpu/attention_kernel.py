@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from token_recycling.util.vector import longest
+from skinny_kernels.gpu.vector import longest
 
 # Arguments whose values no variant of a kernel is compiled for
 VARYING = ["n", "room", "batch", "spans", "tiles", "blocks_row"]

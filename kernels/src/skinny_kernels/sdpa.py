@@ -15,13 +15,13 @@ from transformers import AttentionInterface
 
 from skinny_kernels import attention as cpu
 from skinny_kernels.attention import PACKED, Packing
+from skinny_kernels.gpu import attention as gpu
 from skinny_kernels.known_forms import EAGER
 from skinny_kernels.windows import AttentionWindow
-from token_recycling.model.gpu import attention as gpu
 
 SDPA = "sdpa"  # its name in Transformers
-VIEW = "token_recycling_view"  # attribute of such a mask that says what its nodes see
-PROMPT = "token_recycling_prompt"  # attribute of a causal mask: how many keys precede the queries
+VIEW = "skinny_kernels_view"  # attribute of such a mask that says what its nodes see
+PROMPT = "skinny_kernels_prompt"  # attribute of a causal mask: how many keys precede the queries
 # PyTorch may choose cuDNN, whose plans are made anew for every length of the keys (23 to 37 ms).
 CUDA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ALIGNED = 8  # entries, required of a mask's rows by the memory-efficient kernel
@@ -88,7 +88,7 @@ def packed_attention(
 
     view = getattr(attention_mask, VIEW, None)
     if view is not None and gpu.fits(query, key, value):
-        from token_recycling.model.gpu.attention_launch import attend  # imports Triton
+        from skinny_kernels.gpu.attention_launch import attend  # imports Triton
 
         def by_kernel() -> Tensor:
             return attend(query, key, value, view, size**-0.5 if scale is None else scale)
@@ -190,7 +190,7 @@ def stock_of(function: Any) -> Any:
 def pack_queries(
     masks: Tensor | dict[str, Tensor], committed: Tensor | None = None
 ) -> Tensor | dict[str, Tensor]:
-    """Mark ``masks`` (see ``masks.additive_masks``) so that sdpa packs their queries.
+    """Mark ``masks`` (see ``windows.additive_masks``) so that sdpa packs their queries.
 
     Only for forwards of few tokens: with many, the repeated mask is larger than the keys.
 
@@ -210,7 +210,7 @@ def pack_queries(
 def _by_kind(
     masks: Tensor | dict[str, Tensor], windows: dict[str, AttentionWindow]
 ) -> dict[str, Tensor]:
-    """Return the masks (see ``masks.additive_masks``) by layer type."""
+    """Return the masks (see ``windows.additive_masks``) by layer type."""
     return masks if isinstance(masks, dict) else dict.fromkeys(windows, masks)
 
 
@@ -237,7 +237,7 @@ def add_views(
     """Let packed queries be served by the kernel for GPUs, which reads no mask.
 
     Args:
-        masks: see ``masks.additive_masks``.
+        masks: see ``windows.additive_masks``.
         windows: by layer type.
         lengths: int64 [B], committed entries; the draft follows the longest row.
         positions: int64 [B, n], of the nodes.

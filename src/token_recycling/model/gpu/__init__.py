@@ -1,1 +1,0 @@
-"""Attention over draft trees on GPUs."""
