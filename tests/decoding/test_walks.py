@@ -6,9 +6,9 @@ import torch
 
 from token_recycling.decoding.walks import (
     follow,
-    host_path,
     host_walk,
     longest_paths,
+    path_along,
 )
 from token_recycling.drafting.draft import chains
 from token_recycling.drafting.templates import TreeShape, TreeTemplate
@@ -69,10 +69,10 @@ def test_the_path_follows_from_the_tokens_alone(seed):
     host_walk(*parts[:2], draft.depths.numpy(), parts[2], choices.numpy(), path, emitted, counts)
     assert counts[0].tolist() == parts[2].sum(1).tolist()
     assert counts[1].tolist() == (emitted != NO_TOKEN).sum(1).tolist()
-    found = np.full_like(path, 7)
-    host_path(*parts, emitted, found)
+    found = path_along(draft, torch.from_numpy(emitted)).numpy()
     twice = len(children) < int(draft.valid[:, 1:].sum())  # a token stands twice below a node
     assert twice or (found == path).all()
     assert path.max() > 1
-    host_path(*parts, np.roll(emitted, 1, axis=1), found)  # other tokens, another path
+    other = torch.from_numpy(np.roll(emitted, 1, axis=1))
+    found = path_along(draft, other).numpy()  # other tokens, another path
     assert (found != path).any()

@@ -14,6 +14,7 @@ from models import plain
 from token_recycling import AdjacencyMatrix, TokenRecycling, TokenRecyclingError
 from token_recycling.bench.prompts import DEMO
 from token_recycling.decoding.explain import drafted_nodes, lines
+from token_recycling.decoding.walks import path_along
 from token_recycling.drafting import adaptive
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
@@ -46,7 +47,7 @@ def learn(drafter, seed, steps=30):
         logits = torch.randn(1, draft.size, vocab_size, generator=rng) * 2
         count = int(torch.randint(1, 4, (), generator=rng))
         emitted = torch.randint(0, vocab_size // 2, (1, count), generator=rng)
-        accepted = Accepted(torch.zeros_like(emitted), emitted, torch.tensor([count]))
+        accepted = Accepted(path_along(draft, emitted), emitted, torch.tensor([count]))
         drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
         root = int(emitted[0, -1])
 
@@ -70,7 +71,7 @@ def emit(drafter, text, root, emitted, logits=None):
         logits = torch.zeros(1, 1, drafter.matrix.vocab_size)
         logits[0, 0, emitted[0]] = 9.0
     tokens = torch.tensor([emitted])
-    accepted = Accepted(torch.zeros_like(tokens), tokens, torch.tensor([len(emitted)]))
+    accepted = Accepted(path_along(draft, tokens), tokens, torch.tensor([len(emitted)]))
     drafter.observe(rows, draft, best_candidates(logits, drafter.k), accepted)
 
 

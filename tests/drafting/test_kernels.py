@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from plain_drafter import DEPTHS, LEVELS, RUNS, PlainDrafter, half, match
 from token_recycling import AdjacencyMatrix
+from token_recycling.decoding.walks import path_along
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.candidates import best_candidates
@@ -82,7 +83,7 @@ class Both:
             if finite[0, node] and draft.valid[0, node]
         }
         found = torch.tensor([[*emitted, NO_TOKEN]])
-        accepted = Accepted(torch.zeros_like(found), found, torch.tensor([len(emitted)]))
+        accepted = Accepted(path_along(draft, found), found, torch.tensor([len(emitted)]))
         self.drafter.observe(self.rows, draft, candidates, accepted)
         self.plain.observe(self.text, tree, rows, emitted)
         self.text += emitted[:-1]
@@ -251,20 +252,21 @@ A, THE, DOG, CAT, ONE = range(5)
 )
 def test_a_root_row_is_what_follows_rejected_nodes(drafted, rejected, expected):
     """After the token "a" was chosen where "the" was drafted: the example of ``host.remember``."""
-    tokens = np.array([CAT, *drafted])
     behind = {THE: ([DOG, CAT], [0.9, 0.1]), A: ([CAT, DOG], [0.8, 0.2])}
     rows = [([A, ONE], [0.5, 0.5]), *(behind[token] for token in drafted)]
     ids, p = np.array([row[0] for row in rows], np.int32), np.array([row[1] for row in rows])
-    emitted = np.array([A, NO_TOKEN] if expected is not None else [A, CAT])
+    path, emitted = np.array([0, 0]), np.array([A, NO_TOKEN])
+    if expected is None:
+        path[1], emitted[1] = 1, CAT
     k = 4  # of the row that is made, which may be longer than those here
     candidates, probabilities = np.empty(k - 1, np.int32), np.empty(k - 1, np.uint16)
     found = learn.remember(
-        tokens,
-        np.zeros(len(tokens), np.int64),
-        np.ones(len(tokens), np.bool_),
+        np.zeros(len(rows), np.int64),
+        np.ones(len(rows), np.bool_),
         ids,
         p.astype(np.float32),
-        np.ones(len(tokens), np.bool_),
+        np.ones(len(rows), np.bool_),
+        path,
         emitted,
         candidates,
         probabilities,

@@ -1,6 +1,6 @@
 """Walks from the roots of drafts down the tokens that the target chooses.
 
-``host_walk`` takes all choices at once, on the host, and ``host_path`` the tokens of a walk.
+``host_walk`` takes all choices at once, on the host, and ``path_along`` the tokens of a walk.
 ``longest_paths`` takes all choices in tensor operations, for graphs (``graph.kernels`` has it as a
 kernel for GPUs). ``follow`` draws each token only when the walk has arrived at its node.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from skinny_kernels.compiled import compiled
+from skinny_kernels.compiled import as_array, compiled
 from token_recycling.drafting.draft import DraftTree
 from token_recycling.util.tokens import NO_TOKEN
 
@@ -72,17 +73,26 @@ def host_walk(
             at = parents[row, at]
 
 
-@compiled
-def host_path(tokens: Any, parents: Any, valid: Any, emitted: Any, path: Any) -> None:
-    """Find the nodes after which tokens were emitted, where only these tokens are known.
+def path_along(draft: DraftTree, emitted: Tensor) -> Tensor:
+    """Return the nodes after which tokens were emitted, where only these tokens are known.
 
     Args:
-        tokens: int64 [B, n].
-        parents: int64 [B, n].
-        valid: bool [B, n].
+        draft: on the host.
         emitted: int64 [B, p], padded with ``NO_TOKEN``.
-        path: int64 [B, p], gets the nodes, padded with 0. It ends where no node has the token.
+
+    Returns:
+        int64 [B, p], the root first, padded with 0. A path ends where no node has the token.
     """
+    path = np.empty(emitted.shape, np.int64)
+    parts = (draft.tokens, draft.parents, draft.valid, emitted)
+    tokens, parents, valid, emitted_ids = map(as_array, parts)
+    _walk_along(tokens, parents, valid, emitted_ids, path)
+    return torch.from_numpy(path)
+
+
+@compiled
+def _walk_along(tokens: Any, parents: Any, valid: Any, emitted: Any, path: Any) -> None:
+    """Write the nodes to ``path`` (see ``path_along``)."""
     path[:] = 0
     for row in range(len(emitted)):
         at = 0

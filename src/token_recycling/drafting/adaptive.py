@@ -44,8 +44,7 @@ OLD_WEIGHT = 0.4  # weight of the old row in an average
 CHAIN = 16  # longest chain
 DEEPER = 6  # levels that a tree may have below the chain's end
 THREAD_NODES = 128  # nodes of all rows from which a thread of its own is faster
-SOURCES = ("token", "pair", "triple")  # by level of the row
-ROOT_ROW = "last step"  # a source of the root's children: the root row
+ROW_NAMES = ("token", "pair", "triple")  # by level
 
 
 @dataclass
@@ -287,11 +286,11 @@ class AdaptiveDrafter(Drafter[AdaptiveState]):
             second, first, token = path[-3:]
             in_rows = [
                 source
-                for level, source in enumerate(SOURCES)
+                for level, source in enumerate(ROW_NAMES)
                 if (row := find(level, second, first, token, tables)) >= 0
                 and tokens[node] in tables.candidates[row]
             ]
-            names.append(in_rows[-1] if in_rows else ROOT_ROW)
+            names.append(in_rows[-1] if in_rows else "last step")
         return names
 
     def observe(
@@ -304,6 +303,7 @@ class AdaptiveDrafter(Drafter[AdaptiveState]):
             as_array(draft.parents),
             as_array(draft.valid),
             *candidates,
+            as_array(accepted.path),
             as_array(accepted.emitted),
         )
         observe(state.arrays(), verified, self._tables(), self.old_weight, self.learning_rate)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skinny_kernels.compiled import as_array
-from token_recycling.decoding.walks import host_path
+from token_recycling.decoding.walks import path_along
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter, DrafterState
 from token_recycling.drafting.draft import DraftTree, chains
@@ -50,15 +50,6 @@ class _CurrentBatch:
     draft: DraftTree | None = None  # last proposed
 
 
-def _path(draft: DraftTree, emitted: Tensor) -> Tensor:
-    """Return the nodes after which tokens were emitted, int64 [B, t] (see ``host_path``)."""
-    path = np.empty(emitted.shape, np.int64)
-    parts = (draft.tokens, draft.parents, draft.valid, emitted)
-    tokens, parents, valid, emitted_ids = map(as_array, parts)
-    host_path(tokens, parents, valid, emitted_ids, path)
-    return torch.from_numpy(path)
-
-
 class RequestDrafter:
     """One drafter for many requests, any subset of which takes part in a step.
 
@@ -92,7 +83,7 @@ class RequestDrafter:
         self.max_depth = size - 1
         self._branch = chains(torch.zeros((1, size), dtype=torch.long, device="cpu"))
         # What every step calls is compiled before the first request.
-        _path(self._branch, self._branch.tokens)
+        path_along(self._branch, self._branch.tokens)
         if chain:
             root = torch.zeros(1, dtype=torch.long, device="cpu")
             self._likeliest(drafter.propose(drafter.new_state(1, context), root), size)
@@ -174,7 +165,7 @@ class RequestDrafter:
         live = self._take(slots)
         draft = self._verified(live, slots, sizes)
         candidates = logits.best_padded(rows, sizes, *self._ranked(logits))
-        accepted = Accepted(_path(draft, emitted), emitted, (emitted >= 0).sum(dim=1))
+        accepted = Accepted(path_along(draft, emitted), emitted, (emitted >= 0).sum(dim=1))
         self.drafter.observe(live.rows, draft, candidates, accepted)
 
     def choices(self, logits: StepLogits) -> Any:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from skinny_kernels.gpu.launch import REGISTERS, launch
 from skinny_kernels.gpu.vector import LEAST_STEPS, lanes
-from token_recycling.drafting.kernels.device.sources import INPUTS, PATTERNS, SETS, gather
+from token_recycling.drafting.kernels.device.sources import (
+    CONSTANT,
+    INPUTS,
+    PATTERNS,
+    SETS,
+    SOURCES,
+    gather,
+)
 from token_recycling.drafting.kernels.device.state import DeviceTables
 from token_recycling.drafting.kernels.host import learn, rates
 from token_recycling.drafting.kernels.host.state import State
@@ -114,7 +121,7 @@ def _count(
         of_set = tl.arange(0, triton.next_power_of_2(SETS))
         is_set = of_set < SETS
         chosen = of_set == which
-        for index in tl.static_range(5):
+        for index in tl.static_range(SOURCES):
             from_source = source == index
             lack_logit = lack_logits[index]
             slope = tl.where(from_source, (logit - lack_logit[:, None]) * error, 0.0)
@@ -128,8 +135,8 @@ def _count(
             lacking = present[index] & (others > 0)
             _add(tables.evidence, FEATURES[3] + 1, lacks[index], is_found - hit, others, lacking)
         constant = tl.where(chosen, all_errors, 0.0)
-        tl.store(gradient + of_set * COLUMNS + 5, constant, mask=is_set)
-        tl.store(gradient + sets * COLUMNS + 5, errors * PATTERN_RATE)
+        tl.store(gradient + of_set * COLUMNS + CONSTANT, constant, mask=is_set)
+        tl.store(gradient + sets * COLUMNS + CONSTANT, errors * PATTERN_RATE)
         _add(
             tables.evidence,
             FEATURES[3] + 1,

@@ -9,10 +9,11 @@ from torch import Tensor
 from skinny_kernels.gpu.launch import REGISTERS, launch
 from skinny_kernels.gpu.vector import LEAST_NODES, LEAST_STEPS, lanes
 from token_recycling.drafting.accepted import Accepted
+from token_recycling.drafting.kernels.device.sources import LEVELS
 from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
 from token_recycling.drafting.kernels.host import entries
 from token_recycling.drafting.kernels.host import learn as host_learn
-from token_recycling.drafting.kernels.host.state import LEVELS, State
+from token_recycling.drafting.kernels.host.state import State
 
 SIBLINGS = tl.constexpr(host_learn.SIBLINGS)
 RUNNERS_SHARE, TINY = tl.constexpr(host_learn.RUNNERS_SHARE), tl.constexpr(entries.TINY)
@@ -89,7 +90,7 @@ def _first_after(
         usable = usable & (tl.load(valid + at, mask=usable, other=0) != 0)
         row, node = at // n, at % n
         own = tl.load(states + row, mask=usable, other=0)
-        place = (own * n + node) * 3 + level
+        place = (own * n + node) * LEVELS + level
         usable = usable & (tl.load(draft.entries + place, mask=usable, other=-1) == entry)
         first = tl.load(starts + row, mask=usable, other=0)
         best = tl.load(values + (first + node) * K, mask=usable, other=float("nan"))
@@ -127,7 +128,7 @@ def _learn(
     entry = tl.full([], -1, tl.int64)
     if tl.load(valid + this_node) != 0:
         own = tl.load(states + this_node // n)
-        entry = tl.load(draft.entries + (own * n + this_node % n) * 3 + level)
+        entry = tl.load(draft.entries + (own * n + this_node % n) * LEVELS + level)
     if entry >= 0:
         first = _first_after(
             0, this_node + 1, entry, states, starts, draft, valid, values, n, level, K, BLOCK
@@ -151,7 +152,7 @@ def _learn(
             p = tl.exp(logit - tl.max(logit, 0))
             p = p / tl.sum(p, 0)
             own = tl.load(states + current // n)
-            new_key = tl.load(draft.keys + (own * n + node) * 3 + level)
+            new_key = tl.load(draft.keys + (own * n + node) * LEVELS + level)
             known = (tl.max(old, 0) >= 0) & ((level == 0) | (key == new_key)) & (old_weight > 0)
             mixed, mixed_p = _average(old, old_p, new, p, old_weight, WIDTH, K)
             old = tl.where(known, mixed, new)
@@ -195,7 +196,7 @@ def learn(
     total, k = valid.numel(), ids.shape[-1]
     launch(
         _learn,
-        (total, LEVELS),
+        (total, LEVELS.value),
         *(states, starts, draft, valid, values, ids, tables),
         *(total, valid.shape[1], vocab_size, old_weight),
         K=k,

@@ -9,7 +9,7 @@ from torch import Tensor
 from skinny_kernels.gpu.launch import REGISTERS, launch
 from skinny_kernels.gpu.vector import LEAST_NODES, lanes
 from token_recycling.drafting.kernels.device.context import begin_draft
-from token_recycling.drafting.kernels.device.sources import gather, locate
+from token_recycling.drafting.kernels.device.sources import LEVELS, gather, locate
 from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
 from token_recycling.drafting.kernels.host import tree
 from token_recycling.drafting.kernels.host.rates import feature_offsets
@@ -62,12 +62,12 @@ def _write(own, tokens, parents, depths, logs, second, first, draft, sizes, n, N
     before = tl.where(node == 0, second, tl.where(parents == 0, first, higher))
     pair_entry, pair, has_pair = locate(1, before, previous, tokens, sizes)
     triple_entry, triple, has_triple = locate(2, before, previous, tokens, sizes)
-    tl.store(draft.entries + out * 3, tokens, mask=inside)
-    tl.store(draft.entries + out * 3 + 1, tl.where(has_pair, pair_entry, -1), mask=inside)
-    tl.store(draft.entries + out * 3 + 2, tl.where(has_triple, triple_entry, -1), mask=inside)
-    tl.store(draft.keys + out * 3, tl.zeros([NODES], tl.int64), mask=inside)
-    tl.store(draft.keys + out * 3 + 1, pair, mask=inside)
-    tl.store(draft.keys + out * 3 + 2, triple, mask=inside)
+    tl.store(draft.entries + out * LEVELS, tokens, mask=inside)
+    tl.store(draft.entries + out * LEVELS + 1, tl.where(has_pair, pair_entry, -1), mask=inside)
+    tl.store(draft.entries + out * LEVELS + 2, tl.where(has_triple, triple_entry, -1), mask=inside)
+    tl.store(draft.keys + out * LEVELS, tl.zeros([NODES], tl.int64), mask=inside)
+    tl.store(draft.keys + out * LEVELS + 1, pair, mask=inside)
+    tl.store(draft.keys + out * LEVELS + 2, triple, mask=inside)
     # Ancestors: first none, then the nodes on each path to the root.
     for i in range(0, n):
         tl.store(draft.ancestors + (own * n + i) * n + node, node < 0, mask=inside)
@@ -272,10 +272,10 @@ def _likeliest(states, branches, draft, n, NODES: tl.constexpr):
         source, target = own * n + last, own * n + count
         tl.store(draft.tokens + target, tl.load(draft.tokens + source))
         tl.store(draft.scores + target, tl.load(draft.scores + source))
-        entry = tl.load(draft.entries + source * 3 + level, mask=level < 3, other=-1)
-        tl.store(draft.entries + target * 3 + level, entry, mask=level < 3)
-        key = tl.load(draft.keys + source * 3 + level, mask=level < 3, other=0)
-        tl.store(draft.keys + target * 3 + level, key, mask=level < 3)
+        entry = tl.load(draft.entries + source * LEVELS + level, mask=level < LEVELS, other=-1)
+        tl.store(draft.entries + target * LEVELS + level, entry, mask=level < LEVELS)
+        key = tl.load(draft.keys + source * LEVELS + level, mask=level < LEVELS, other=0)
+        tl.store(draft.keys + target * LEVELS + level, key, mask=level < LEVELS)
         count += 1
         last = tl.min(tl.where(there & (parent == last), node, NODES), 0)
         tl.debug_barrier()  # all lanes have read what is overwritten next

@@ -12,7 +12,7 @@ from torch import Tensor
 from skinny_kernels.gpu.launch import launch
 from skinny_kernels.gpu.vector import LEAST_NODES, lanes
 from token_recycling.drafting.accepted import Accepted
-from token_recycling.drafting.kernels.device.sources import locate
+from token_recycling.drafting.kernels.device.sources import LEVELS, locate
 from token_recycling.drafting.kernels.device.state import DeviceDraft
 from token_recycling.drafting.kernels.host.state import State
 
@@ -64,7 +64,7 @@ def _verified(
     second = tl.load(text + before - 3, mask=begins & (before > 2), other=-1).to(tl.int64)
     pair_entry, pair, has_pair = locate(1, second, first, root, sizes)
     triple_entry, triple, has_triple = locate(2, second, first, root, sizes)
-    entry, key = draft.entries + own * n * 3, draft.keys + own * n * 3
+    entry, key = draft.entries + own * n * LEVELS, draft.keys + own * n * LEVELS
     rank = tl.arange(0, WIDTH)
     tl.debug_barrier()  # all warps have read the length
     # In the middle of a prompt there is no root to draft below (see ``propose``).

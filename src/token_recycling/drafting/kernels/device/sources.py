@@ -7,9 +7,12 @@ import triton.language as tl
 
 from token_recycling.drafting.kernels.host import rates, state, tree
 
+LEVELS = tl.constexpr(state.LEVELS)
+CHAIN, ROOT_ROW = tl.constexpr(state.CHAIN), tl.constexpr(state.ROOT_ROW)
 RUNNERS_UP = tl.constexpr(state.RUNNERS_UP)
+SOURCES = tl.constexpr(state.SOURCES)
 SETS, PATTERNS = tl.constexpr(state.SETS), tl.constexpr(state.PATTERNS)
-INPUTS = tl.constexpr(state.INPUTS)
+CONSTANT, INPUTS = tl.constexpr(state.CONSTANT), tl.constexpr(state.INPUTS)
 BINS = tl.constexpr(rates.BINS)
 LONG = tl.constexpr(rates.LONG)
 RUNS = tl.constexpr(tuple(rates.RUNS.tolist()))
@@ -104,8 +107,8 @@ def gather(
     The candidates of a level are ``WIDTH`` lanes, those of triples first; the chain's token is on
     the first lane behind them, and those of the root row follow. This is the order in which
     that function finds them. A candidate of several sources has the same log odds on each of its
-    lanes. Sources are numbered as in ``host``: the levels of rows, 3 for the chain, 4 for the root
-    row.
+    lanes. Numbers of variables are those of the sources in ``host.state``: ``bits4`` are of the
+    root row.
 
     Memory is read in three steps, each of which needs the one before: keys and rows, classes of
     probabilities, log odds and weights.
@@ -154,7 +157,7 @@ def gather(
     chained = (level < 0) & (rank == 0) & present3[:, None]
     ids = tl.where(chained, below[:, None].to(tl.int32), ids)
     valid = ids >= 0
-    source = tl.where(level >= 0, level, tl.where(rank > 0, 4, 3))
+    source = tl.where(level >= 0, level, tl.where(rank > 0, ROOT_ROW, CHAIN))
     # Features
     lacking = FEATURES[0]
     chain = FEATURES[1]
@@ -192,13 +195,14 @@ def gather(
     pattern = tl.zeros([ROUND, 4 * WIDTH], tl.int32)
     for number in tl.static_range(4):
         group_ids = groups[number][:, :, None]
-        bits_of = tl.where(tl.arange(0, WIDTH) == 0, 8, 16)[:, None, None]
+        bits_of = tl.where(tl.arange(0, WIDTH) == 0, 1 << CHAIN, 1 << ROOT_ROW)[:, None, None]
         if number < 3:
             bits_of = tl.full([1, 1, 1], 4 >> number, tl.int32)
         pattern += tl.sum(
             tl.where((ids[None, :, :] == group_ids) & (group_ids >= 0), bits_of, 0), 0
         )
-    earlier = tl.where(source == 4, 15, tl.where(source == 3, 7, 7 & ~((2 << source) - 1)))
+    rows: tl.constexpr = (1 << CHAIN) - 1
+    earlier = tl.where(source < CHAIN, rows & ~((2 << source) - 1), (1 << source) - 1)
     first = valid & ((pattern & earlier) == 0)
     pattern = SETS + tl.minimum(pattern, PATTERNS - 1)
     # The mixture: as if all sources lacked a candidate, plus what those say that have it.
@@ -215,7 +219,7 @@ def gather(
     odds += _weight(of_set, of_pattern, 2) * logit2[:, None]
     odds += _weight(of_set, of_pattern, 3) * logit3[:, None]
     odds += _weight(of_set, of_pattern, 4) * logit4[:, None]
-    odds += _weight(of_set, of_pattern, 5)
+    odds += _weight(of_set, of_pattern, CONSTANT)
     for number in tl.static_range(4):
         group_ids = groups[number][:, :, None]
         group_more = _group(more, number, ROUND, WIDTH)[:, :, None]

@@ -11,10 +11,12 @@ from token_recycling.drafting.kernels.host.context import append_emitted, ending
 from token_recycling.drafting.kernels.host.entries import TINY, learn_node, to_half
 from token_recycling.drafting.kernels.host.rates import refresh_logit
 from token_recycling.drafting.kernels.host.state import (
+    CONSTANT,
     INPUTS,
-    LEVELS,
     NO_CHAIN,
+    PATTERN,
     SETS,
+    SOURCES,
     Array,
     State,
     Tables,
@@ -79,8 +81,8 @@ def count(
             error = -1.0 / (1.0 + math.exp(-odds[i]))
             if candidates[i] == truth:
                 error += 1.0
-            pattern = SETS + features[i, LEVELS + 2]
-            for source in range(LEVELS + 2):
+            pattern = SETS + features[i, PATTERN]
+            for source in range(SOURCES):
                 feature = features[i, source]
                 slope = error * tables.logits[feature]
                 moves[weight_set, source] += slope
@@ -91,8 +93,8 @@ def count(
                 tables.evidence[1, feature] += 1
                 if candidates[i] == truth:
                     tables.evidence[0, feature] += 1
-            moves[weight_set, INPUTS - 1] += error
-            moves[pattern, INPUTS - 1] += PATTERN_RATE * error
+            moves[weight_set, CONSTANT] += error
+            moves[pattern, CONSTANT] += PATTERN_RATE * error
         on_chain = on_chain and below == truth
         before, last, token = last, token, truth
 
@@ -117,7 +119,7 @@ def observe(
         old_weight: see ``average``.
         learning_rate: of the weights.
     """
-    tokens, parents, valid, ids, p, finite, emitted = verified
+    tokens, parents, valid, ids, p, finite, path, emitted = verified
     moves = np.zeros(tables.weights.shape)
     counted = np.zeros(len(tables.rates), np.bool_)
     tokens_counted = 0
@@ -148,12 +150,12 @@ def observe(
                 tables,
             )
         state.roots.rejected[row] = remember(
-            tokens[row],
             parents[row],
             valid[row],
             ids[row],
             p[row],
             finite[row],
+            path[row],
             emitted[row],
             state.roots.candidates[row],
             state.roots.probabilities[row],
@@ -164,12 +166,12 @@ def observe(
 
 @compiled
 def remember(
-    tokens: Array,
     parents: Array,
     valid: Array,
     ids: Array,
     p: Array,
     finite: Array,
+    path: Array,
     emitted: Array,
     candidates: Array,
     probabilities: Array,
@@ -186,12 +188,12 @@ def remember(
     (0.09).
 
     Args:
-        tokens: int64 [n], the draft.
-        parents: int64 [n].
+        parents: int64 [n], of the draft.
         valid: bool [n]; a row whose root is invalid has ended.
         ids: int64 [n, k], the target's best candidates at every node.
         p: float32 [n, k].
         finite: bool [n], False where these must not be used.
+        path: int64 [t], the accepted nodes (see ``Verified``).
         emitted: int64 [t], padded with ``NO_TOKEN``; the last one is the next root.
         candidates: int32 [k - 1], gets the row's candidates, padded with ``NO_TOKEN``.
         probabilities: uint16 [k - 1], gets the bits of their float16 probabilities.
@@ -202,17 +204,10 @@ def remember(
     """
     if not valid[0] or emitted[0] < 0:
         return before
-    last = 0  # node after which the last token was chosen
     depth = 0
-    while depth + 1 < len(emitted) and emitted[depth + 1] >= 0:
-        below = -1
-        for node in range(len(tokens) - 1, last, -1):
-            if valid[node] and parents[node] == last and tokens[node] == emitted[depth]:
-                below = node
-        if below < 0:
-            break
-        last = below
+    while depth + 1 < len(emitted) and emitted[depth + 1] >= 0 and path[depth + 1] > 0:
         depth += 1
+    last, chosen = path[depth], emitted[depth]
     candidates[:] = NO_TOKEN
     probabilities[:] = 0
     if not finite[last]:
@@ -220,7 +215,7 @@ def remember(
     k = ids.shape[1]
     siblings = np.empty(SIBLINGS, np.int64)
     count = 0
-    for node in range(last + 1, len(tokens)):
+    for node in range(last + 1, len(parents)):
         if count < SIBLINGS and valid[node] and finite[node] and parents[node] == last:
             siblings[count] = node
             count += 1
@@ -233,11 +228,11 @@ def remember(
             n = add_share(ids[siblings[i], rank], part, union, mixed, n)
     lost = 0.0
     for rank in range(k):
-        if ids[last, rank] != emitted[depth]:
+        if ids[last, rank] != chosen:
             lost += p[last, rank]
     share = RUNNERS_SHARE if count > 0 else 1.0
     for rank in range(k):
-        if ids[last, rank] != emitted[depth]:
+        if ids[last, rank] != chosen:
             part = share * p[last, rank] / max(lost, TINY)
             n = add_share(ids[last, rank], part, union, mixed, n)
     for rank in range(min(len(candidates), n)):

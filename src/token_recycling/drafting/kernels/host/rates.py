@@ -9,9 +9,11 @@ import numpy as np
 
 from skinny_kernels.compiled import compiled
 from token_recycling.drafting.kernels.host.state import (
+    CHAIN,
     INPUTS,
-    LEVELS,
     PATTERNS,
+    ROOT_ROW,
+    ROW_KINDS,
     SETS,
     Array,
     Tables,
@@ -23,8 +25,8 @@ RUNS = np.array([0, 1, 2, 3, 4, 5, 7, 10, 16])  # lower bound of each class of m
 DEPTHS = np.array([0, 1, 2, 4, 8])  # lower bound of each class of depths in the chain
 PRIOR = 30.0  # weight of the expected rate, in trials
 # Expected rates, fitted by lab/fit.py to 59 answers of SmolLM2-135M-Instruct.
-# Per level, the log odds of the rate of a row's candidate: a + b · log odds of its probability
-# + c · log2(1 + rank), and of a candidate that the row lacks: a + b · log odds of the row's best.
+# Per kind of row, log odds: of the rate of its candidates, a + b · log odds of the probability
+# + c · log2(1 + rank), and of a candidate that the row lacks, a + b · log odds of the row's best.
 IN_ROW = np.array(
     [
         [-0.58, 0.63, -0.32],
@@ -60,8 +62,8 @@ class FeatureOffsets(NamedTuple):
     """The first feature of each kind; candidates in a row come first, from 0 on.
 
     Attributes:
-        lacking: candidates that a row lacks, by level and class of the row's best probability.
-            Before them are those in a row, by level, rank and class of the probability.
+        lacking: candidates that a row lacks, by its kind and the class of its best probability.
+            Before them are those in a row, by its kind, rank and class of the probability.
         chain: chain tokens, by classes of match length and depth.
         beside: candidates that are not the chain's token, by match length.
         nothing: the one for sources that are missing; it is the last.
@@ -76,8 +78,8 @@ class FeatureOffsets(NamedTuple):
 @compiled
 def feature_offsets(k: int) -> FeatureOffsets:
     """Return where the features of each kind begin, for ``k`` candidates per row."""
-    lacking = (LEVELS + 2) * k * BINS
-    chain = lacking + (LEVELS + 2) * BINS
+    lacking = ROW_KINDS * k * BINS
+    chain = lacking + ROW_KINDS * BINS
     beside = chain + len(RUNS) * len(DEPTHS)
     return FeatureOffsets(lacking, chain, beside, beside + len(RUNS))
 
@@ -87,16 +89,16 @@ def expected_rates(k: int) -> Array:
     """Return the rate at which candidates of each feature are right before any evidence."""
     lacking, chain, beside, nothing = feature_offsets(k)
     rates = np.empty(nothing + 1)
-    for level in range(LEVELS + 2):
-        a, b, c = IN_ROW[level]
-        low, slope = LACKING[level]
+    for kind in range(ROW_KINDS):
+        a, b, c = IN_ROW[kind]
+        low, slope = LACKING[kind]
         for bin_ in range(BINS):
             odds = bin_ / 2.0 - 9.0
             for rank in range(k):
                 total = a + b * odds + c * math.log2(1.0 + rank)
-                rates[(level * k + rank) * BINS + bin_] = 1.0 / (1.0 + math.exp(-total))
+                rates[(kind * k + rank) * BINS + bin_] = 1.0 / (1.0 + math.exp(-total))
             total = low + slope * odds
-            rates[lacking + level * BINS + bin_] = 1.0 / (1.0 + math.exp(-total))
+            rates[lacking + kind * BINS + bin_] = 1.0 / (1.0 + math.exp(-total))
     for run in range(len(RUNS)):
         for depth in range(len(DEPTHS)):
             rate = LATER_ON_CHAIN[run] if depth else FIRST_ON_CHAIN[run]
@@ -119,8 +121,8 @@ def initial_weights() -> Array:
             weight_set = rows_there * 3 + state
             weights[weight_set, levels] = 0.3
             weights[weight_set, levels[-1]] = 0.7
-            weights[weight_set, LEVELS] = 0.5
-            weights[weight_set, LEVELS + 1] = 0.3 if rows_there else 0.8
+            weights[weight_set, CHAIN] = 0.5
+            weights[weight_set, ROOT_ROW] = 0.3 if rows_there else 0.8
     return weights
 
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 LEVELS = 3  # rows of the token, of the pair that ends with it, and of the triple
-# Levels of the root row, if it comes from the runners-up alone, or from rejected nodes too
+# Sources of candidates: the rows by level, the chain, the root row
+CHAIN, ROOT_ROW = LEVELS, LEVELS + 1
+SOURCES = LEVELS + 2
+# Kinds of rows: by level, and a root row from the runners-up alone, or from rejected nodes too
 RUNNERS_UP, REJECTED = LEVELS, LEVELS + 1
-INPUTS = LEVELS + 3  # of the mixture: one per level, the chain, the root row, and a constant
+ROW_KINDS = LEVELS + 2
+PATTERN = SOURCES  # column behind those of the sources: a bit for each source of a candidate
+CONSTANT = SOURCES  # input of the mixture behind the sources
+INPUTS = SOURCES + 1
 SETS = 12  # weight sets of a node: pair row or not, triple row or not, chain state
-# Weight sets of a candidate, by the sources that have it: the rows by level, chain, root row
-PATTERNS = 32
+PATTERNS = 2**SOURCES  # weight sets of a candidate, by the sources that have it
 NO_CHAIN = -2  # chain token at a node where there is none; differs from every candidate
 Array = Any  # a NumPy array; numba derives dtype and shape from the call
 
@@ -103,6 +108,8 @@ class Verified(NamedTuple):
         ids: int64 [B, n, k], the target's best candidates at every node.
         p: float32 [B, n, k].
         finite: bool [B, n], False where these must not be learnt.
+        path: int64 [B, t], the accepted nodes, after which the emitted tokens were chosen; padded
+            with 0 from where these leave the draft.
         emitted: int64 [B, t], padded with ``NO_TOKEN``; the last one is the next root.
     """
 
@@ -112,6 +119,7 @@ class Verified(NamedTuple):
     ids: Array
     p: Array
     finite: Array
+    path: Array
     emitted: Array
 
 
@@ -120,8 +128,7 @@ class Gathered(NamedTuple):
 
     Attributes:
         candidates: int64 [c].
-        features: int64 [c, LEVELS + 3], by source, and the candidate's pattern: a bit for each
-            source that has it.
+        features: int64 [c, SOURCES + 1], by source, and the candidate's pattern.
         odds: float64 [c], log odds of their scores.
     """
 

@@ -25,12 +25,16 @@ from token_recycling.drafting.kernels.host.rates import (
     feature_offsets,
 )
 from token_recycling.drafting.kernels.host.state import (
-    INPUTS,
+    CHAIN,
+    CONSTANT,
     LEVELS,
     NO_CHAIN,
+    PATTERN,
     REJECTED,
+    ROOT_ROW,
     RUNNERS_UP,
     SETS,
+    SOURCES,
     Array,
     Drafts,
     Gathered,
@@ -57,7 +61,7 @@ def new_gathered(k: int) -> Gathered:
     """Return arrays for the candidates of a node."""
     size = (LEVELS + 1) * k
     return Gathered(
-        np.empty(size, np.int64), np.empty((size, LEVELS + 3), np.int64), np.empty(size)
+        np.empty(size, np.int64), np.empty((size, SOURCES + 1), np.int64), np.empty(size)
     )
 
 
@@ -103,7 +107,7 @@ def gather(
     offsets = feature_offsets(k)
     n = 0
     rows_there = 0
-    lacks = np.full(LEVELS + 2, offsets.nothing)  # by source
+    lacks = np.full(SOURCES, offsets.nothing)  # by source
     for level in range(LEVELS - 1, -1, -1):
         row = find(level, before, last, token, tables)
         if row < 0:
@@ -126,23 +130,23 @@ def gather(
     if below >= 0:
         state = 2 if run >= LONG else 1
         length = class_of(run, RUNS)
-        lacks[LEVELS] = offsets.beside + length
+        lacks[CHAIN] = offsets.beside + length
         for i in range(n):
-            gathered.features[i, LEVELS] = lacks[LEVELS]
+            gathered.features[i, CHAIN] = lacks[CHAIN]
         on_chain = position(below, gathered.candidates, n)
         if on_chain == n:
             gathered.candidates[n] = below
-            for source in range(LEVELS + 2):
+            for source in range(SOURCES):
                 gathered.features[n, source] = lacks[source]
-            gathered.features[n, LEVELS + 2] = 0
+            gathered.features[n, PATTERN] = 0
             n += 1
         on_depth = length * len(DEPTHS) + class_of(depth, DEPTHS)
-        gathered.features[on_chain, LEVELS] = offsets.chain + on_depth
-        gathered.features[on_chain, LEVELS + 2] |= 1 << LEVELS
+        gathered.features[on_chain, CHAIN] = offsets.chain + on_depth
+        gathered.features[on_chain, PATTERN] |= 1 << CHAIN
     if root_row >= 0 and k > 1 and roots.candidates[root_row, 0] >= 0:
         n = add_row(
             REJECTED if roots.rejected[root_row] else RUNNERS_UP,
-            LEVELS + 1,
+            ROOT_ROW,
             roots.candidates[root_row],
             roots.probabilities[root_row],
             k,
@@ -153,9 +157,9 @@ def gather(
         )
     weight_set = rows_there * 3 + state
     for i in range(n):
-        pattern = SETS + gathered.features[i, LEVELS + 2]
-        total = tables.weights[weight_set, INPUTS - 1] + tables.weights[pattern, INPUTS - 1]
-        for source in range(LEVELS + 2):
+        pattern = SETS + gathered.features[i, PATTERN]
+        total = tables.weights[weight_set, CONSTANT] + tables.weights[pattern, CONSTANT]
+        for source in range(SOURCES):
             weight = tables.weights[weight_set, source] + tables.weights[pattern, source]
             total += weight * tables.logits[gathered.features[i, source]]
         gathered.odds[i] = min(MOST, max(LEAST, total))
@@ -164,7 +168,7 @@ def gather(
 
 @compiled
 def add_row(
-    level: int,
+    kind: int,
     source: int,
     candidates: Array,
     probabilities: Array,
@@ -177,20 +181,20 @@ def add_row(
     """Unite the candidates of a row with those found so far (see ``gather``).
 
     Args:
-        level: of the row, which its features depend on.
+        kind: of the row, which its features depend on.
         source: column of the features.
         candidates: int32 [≤ k], best first, padded with ``NO_TOKEN``.
         probabilities: uint16, of the same size.
         k: of the matrix.
         lacking: see ``feature_offsets``.
-        lacks: int64 [LEVELS + 2], the features of a candidate that no source has, modified.
+        lacks: int64 [SOURCES], the features of a candidate that no source has, modified.
         n: number of candidates found so far.
         gathered: gets the candidates.
 
     Returns:
         The number of candidates.
     """
-    lacks[source] = lacking + level * BINS + BIN_OF[probabilities[0]]
+    lacks[source] = lacking + kind * BINS + BIN_OF[probabilities[0]]
     for i in range(n):
         gathered.features[i, source] = lacks[source]
     others = n
@@ -202,12 +206,12 @@ def add_row(
         if at == others:
             at = n
             gathered.candidates[at] = candidate
-            for other in range(LEVELS + 2):
+            for other in range(SOURCES):
                 gathered.features[at, other] = lacks[other]
-            gathered.features[at, LEVELS + 2] = 0
+            gathered.features[at, PATTERN] = 0
             n += 1
-        gathered.features[at, source] = (level * k + rank) * BINS + BIN_OF[probabilities[rank]]
-        gathered.features[at, LEVELS + 2] |= 1 << source
+        gathered.features[at, source] = (kind * k + rank) * BINS + BIN_OF[probabilities[rank]]
+        gathered.features[at, PATTERN] |= 1 << source
     return n
 
 
