@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
@@ -401,16 +401,17 @@ class TokenRecycling(DecodingMethod):
         )
 
     def _decode(self, call: Call) -> Steps:
-        """Decode a call; then record what the target has read of a single row."""
+        """Decode a call, plainly if the model cannot verify trees."""
         reason = self.check_model()
         if reason is not None:
             warn_plain(self, reason)
-        run, first, plain = self.session.latest + 1, call.sequences[0], reason is not None
-        steps = self.session.decode(call.sequences, call.accept, call.options, plain=plain)
-        with suppress(GeneratorExit), closing(steps):  # GeneratorExit: an abandoned stream
-            yield from steps
-        if not plain and len(call.sequences) == 1 and first.new_length:
-            self.session.keep_context(run, first)
+        yield from self.session.decode(
+            call.sequences,
+            call.accept,
+            call.options,
+            plain=reason is not None,
+            keep=len(call.sequences) == 1,
+        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,7 @@ class Session:
         options: CallOptions = DEFAULTS,
         *,
         plain: bool = False,
+        keep: bool = False,
     ) -> Steps:
         """Decode rows with the given acceptor (see ``Decoding``) and update the statistics.
 
@@ -153,6 +154,7 @@ class Session:
             accept: chooses the tokens.
             options: of them ``keep_context``, ``on_progress`` and ``on_draft``.
             plain: decode without trees, as the model does for ``generate``.
+            keep: let the next answer continue what the target has read of a single row.
 
         Raises:
             TokenRecyclingError: a prompt cannot be read, or another answer has begun meanwhile.
@@ -181,18 +183,17 @@ class Session:
             decoding = Decoding(
                 self.target, self.drafter, self.size, accept, sequences, graph, hooks
             )
-        with closing(decoding.steps()) as steps:
+        with suppress(GeneratorExit), closing(decoding.steps()) as steps:  # an abandoned stream
             for step in steps:
                 for row, sequence in enumerate(sequences):
                     read = sequence.prompt_length - sequence.cached
                     for stats in (sequence.stats, self.stats):
                         stats.add(step, row, prompt_tokens=read)
                 yield step
-
-    def keep_context(self, run: int, sequence: Sequence) -> None:
-        """Let the next answer continue ``sequence``, decoded alone by answer number ``run``."""
-        if self.latest == run and isinstance(self.target, TreeTarget):
-            self._prefix = PrefixCache(self.target, sequence.tokens[:-1])
+        if keep and not plain and self.latest == number and isinstance(self.target, TreeTarget):
+            (sequence,) = sequences
+            if sequence.new_length:
+                self._prefix = PrefixCache(self.target, sequence.tokens[:-1])
 
     def warm(self, rows: Iterable[int], sizes: Iterable[int], seconds: float) -> bool:
         """Prepare the first steps on a GPU (see ``TokenRecycling.warm``); return whether it did."""
