@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from skinny_kernels.capture import Capture, Scratch, StepInputs
+from skinny_kernels.capture import Capture, Scratch
+from skinny_kernels.replay import StepInputs
 
 
 def interrupt_where_a_mode_returns(mode):

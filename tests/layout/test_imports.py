@@ -41,6 +41,7 @@ OFFERED = {
     "modes",
     "packed",
     "recordings",
+    "replay",
     "sdpa",
     "shadow",
     "windows",

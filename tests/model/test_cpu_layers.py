@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from architectures import make
 from models import plain, random_prompts
-from skinny_kernels import activations, capture, elementwise, known_forms, layers, team
+from skinny_kernels import activations, capture, elementwise, known_forms, layers, replay, team
 from skinny_kernels import recordings as recordings_module
 from skinny_kernels.angles import Angles
 from skinny_kernels.layers import cover
@@ -290,7 +290,7 @@ def target_of(name="llama", dtype=torch.float32):
 
 def recordings(target):
     made = target.recordings.made.values()
-    return [one for one in made if isinstance(one, capture.Recording)]
+    return [one for one in made if isinstance(one, replay.Recording)]
 
 
 def same(found, wanted):
@@ -325,9 +325,9 @@ def test_a_replay_has_the_bits_of_the_models_own_code(name, dtype, wanted):
 
 def faulty(fault, monkeypatch, target):
     """Break what is set at a replay."""
-    replay, others = capture.Recording, torch.full((8,), 9)
+    recording, others = replay.Recording, torch.full((8,), 9)
     if fault in ("copy", "attention"):
-        bind, elsewhere = replay._bind_cache, torch.zeros(2**20)
+        bind, elsewhere = recording._bind_cache, torch.zeros(2**20)
 
         def bind_elsewhere(self, cache):
             bind(self, cache)
@@ -335,17 +335,17 @@ def faulty(fault, monkeypatch, target):
                 self._entries = self._entries * 0 + elsewhere.data_ptr()
             else:
                 for at, _ in self._attentions:
-                    self._fields[at + capture.kernels.KEY] = elsewhere.data_ptr()
+                    self._fields[at + replay.kernels.KEY] = elsewhere.data_ptr()
 
-        monkeypatch.setattr(replay, "_bind_cache", bind_elsewhere)
+        monkeypatch.setattr(recording, "_bind_cache", bind_elsewhere)
     elif fault == "mask":
-        mask = capture.attention.draft_mask
-        monkeypatch.setattr(capture.attention, "draft_mask", lambda *a: mask(*a) * 0)
+        mask = replay.attention.draft_mask
+        monkeypatch.setattr(replay.attention, "draft_mask", lambda *a: mask(*a) * 0)
     elif fault == "positions":
         at = Angles.at
         monkeypatch.setattr(Angles, "at", lambda self, positions: at(self, positions + 1))
     else:
-        begun = replay.__init__
+        begun = recording.__init__
 
         def begin(self, *about):
             begun(self, *about)
@@ -355,7 +355,7 @@ def faulty(fault, monkeypatch, target):
             else:
                 self._outputs = self._outputs[1:]
 
-        monkeypatch.setattr(replay, "__init__", begin)
+        monkeypatch.setattr(recording, "__init__", begin)
         target.recordings.made.clear()
 
 
@@ -411,9 +411,9 @@ def test_unseen_changes_are_lost(change, wanted, monkeypatch):
     watch = capture.Capture.__torch_function__
 
     def unseen(self, function, types, args=(), kwargs=None):
-        known = self.reason, list(self.unknown)
+        known = self.noted.reason, list(self.noted.unknown)
         result = watch(self, function, types, args, kwargs)
-        self.reason, self.unknown = known
+        self.noted.reason, self.noted.unknown = known
         return result
 
     monkeypatch.setattr(capture.Capture, "__torch_function__", unseen)

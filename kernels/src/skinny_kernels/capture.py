@@ -13,7 +13,7 @@ of parts, and products and quotients with a number are replaced by kernels; any 
 not be read by a kernel.
 
 While a step is captured, a ``Capture`` is the recorder of its thread (see ``launch.this_thread``).
-What it has noted becomes a ``Recording``, which can be replayed; ``recordings.Recordings`` are
+What it has noted becomes a ``replay.Recording``; ``recordings.Recordings`` are
 those of a model.
 """
 
@@ -24,7 +24,7 @@ from collections import defaultdict
 from math import prod
 from traceback import clear_frames
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import finalize
 
 import numpy as np
@@ -32,13 +32,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from skinny_kernels import activations, attention, elementwise
-from skinny_kernels import attention_kernel as kernels
+from skinny_kernels import activations, elementwise
 from skinny_kernels.angles import Angles
-from skinny_kernels.launch import Launch, pieces_at, tape, this_thread
-from skinny_kernels.team import run
+from skinny_kernels.launch import Launch, this_thread
+from skinny_kernels.replay import CacheLaunch, Noted, NotRecordableError, Recording, StepInputs
 from skinny_kernels.vectors import DTYPES
-from skinny_kernels.windows import AttentionWindow
 
 logger = logging.getLogger(__name__)
 CHUNK = 2**22  # bytes by which the memory of recordings grows
@@ -57,26 +55,6 @@ PROPERTIES = (
     *("__get__", "size", "dim", "numel", "stride", "is_contiguous", "data_ptr", "__len__"),
     "is_floating_point",
 )
-
-
-class StepInputs(NamedTuple):
-    """The tokens of a step, on a CPU.
-
-    Attributes:
-        tokens: int64 [B, q], contiguous.
-        positions: int64 [B, q].
-        ancestors: bool [B, q, q], which of the tokens each one sees.
-        cache: has room for them: ``layers`` with keys and values, and ``extent``, their lengths.
-        windows: by layer type.
-        dtype: of the model's masks.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    ancestors: Tensor
-    cache: Any
-    windows: dict[str, AttentionWindow]
-    dtype: torch.dtype
 
 
 class Scratch:
@@ -122,48 +100,16 @@ def _aligned(size: int) -> Any:
     return memory[begin : begin + size]
 
 
-class _CacheLaunch(NamedTuple):
-    """A launch that reads or writes the cache.
-
-    Attributes:
-        fields: of the launch.
-        layer: number of the cache's layer.
-        window: type of its window; empty if the launch writes.
-    """
-
-    fields: Any
-    layer: int
-    window: str = ""
-
-
-class _NotRecordableError(Exception):
-    """The launches do not say all that the step computes."""
-
-
 class Capture(TorchFunctionMode):
     """Records the launches of a step (see ``launch.Recorder``), and watches PyTorch's functions.
 
     Attributes:
-        step: what is computed.
-        launches: in order.
-        given: tensors that are set at a replay: the tokens, then what ``angles`` return.
-        angles: of all rotary embeddings.
-        copies: the launches that write to the cache.
-        attentions: those that read it.
-        reason: why the step cannot be replayed; None if it can.
+        noted: of the step.
     """
 
     def __init__(self, scratch: Scratch, step: StepInputs) -> None:
         super().__init__()
-        self._scratch, self.step = scratch, step
-        self.launches: list[Launch] = []
-        self.given: list[Tensor] = [step.tokens]
-        self.angles: list[Angles] = []
-        self.copies: list[_CacheLaunch] = []
-        self.attentions: list[_CacheLaunch] = []
-        self.reason: str | None = None
-        self.large: list[Tensor] = []  # memory that is not worth keeping for all recordings
-        self.unknown: list[tuple[str, Tensor]] = []  # results of other functions
+        self._scratch, self.noted = scratch, Noted(step, given=[step.tokens])
         self._kinds: dict[int, str] = {}  # type of the window, by a packed mask's address
 
     def __enter__(self) -> Any:
@@ -187,53 +133,53 @@ class Capture(TorchFunctionMode):
 
     def add(self, launch: Launch) -> None:
         """Record a launch."""
-        self.launches.append(launch)
+        self.noted.launches.append(launch)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory for this step, which all recordings of the thread share if it is small."""
         count = prod(shape) * dtype.itemsize
         if count <= CHUNK // 4:
             return self._scratch.empty(tuple(shape), dtype)
-        self.large.append(torch.empty(shape, dtype=dtype, device="cpu"))
-        return self.large[-1]
+        self.noted.large.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        return self.noted.large[-1]
 
     def note_mask(self, packed: Tensor, kind: str | None) -> None:
         """Note for which type of layers a mask is packed; None: for all."""
-        self._kinds[packed.data_ptr()] = kind or next(iter(self.step.windows))
+        self._kinds[packed.data_ptr()] = kind or next(iter(self.noted.step.windows))
 
     def note_angles(self, angles: Angles, positions: Tensor, computed: tuple[Tensor, ...]) -> None:
         """Note cosines and sines that were computed for ``positions``."""
-        asked = self.step.positions
+        asked = self.noted.step.positions
         if positions.data_ptr() != asked.data_ptr() or positions.shape != asked.shape:
-            self.reason = "it rotates by other positions"
-        self.angles.append(angles)
-        self.given += computed
+            self.noted.reason = "it rotates by other positions"
+        self.noted.angles.append(angles)
+        self.noted.given += computed
 
     def rebind_copy(self, fields: Any, layer: Any) -> None:
         """Record that a launch writes to the cache."""
-        layers = self.step.cache.layers
+        layers = self.noted.step.cache.layers
         index = next((i for i, candidate in enumerate(layers) if candidate is layer), None)
         if index is None:
-            self.reason = "it writes to another cache"
+            self.noted.reason = "it writes to another cache"
         else:
-            self.copies.append(_CacheLaunch(fields, index))
+            self.noted.copies.append(CacheLaunch(fields, index))
 
     def rebind_attention(self, fields: Any, key: Tensor, mask: Tensor) -> None:
         """Record that a launch reads the cache."""
-        layers = enumerate(self.step.cache.layers)
+        layers = enumerate(self.noted.step.cache.layers)
         addresses = {one.keys.data_ptr(): n for n, one in layers if one.is_initialized}
         index, kind = addresses.get(key.data_ptr()), self._kinds.get(mask.data_ptr())
         if index is None or kind is None:
-            self.reason = "it reads another cache"
+            self.noted.reason = "it reads another cache"
         else:
-            self.attentions.append(_CacheLaunch(fields, index, kind))
+            self.noted.attentions.append(CacheLaunch(fields, index, kind))
 
     def as_recording(self, output: Any) -> Recording | None:
         """Return a recording of the step, whose logits are ``output``; None: it cannot be made."""
         try:
-            return Recording(self, output)
-        except _NotRecordableError as reason:
-            logger.debug("steps of %s are not recorded: %s", self.step.tokens.shape, reason)
+            return Recording(self.noted, output)
+        except NotRecordableError as reason:
+            logger.debug("steps of %s are not recorded: %s", self.noted.step.tokens.shape, reason)
             return None
 
     def __torch_function__(
@@ -253,15 +199,15 @@ class Capture(TorchFunctionMode):
             results = result if isinstance(result, (tuple, list)) else (result,)
             writes = "out" in kwargs or (_is_in_place(name) and not self._is_unknown(args[0]))
             if writes or not all(isinstance(x, Tensor) for x in results):
-                self.reason = self.reason or f"it calls {name}"
+                self.noted.reason = self.noted.reason or f"it calls {name}"
             else:
-                self.unknown += [(name, x) for x in results]
+                self.noted.unknown += [(name, x) for x in results]
         return result
 
     def _is_unknown(self, tensor: Any) -> bool:
         """Return whether a tensor is in the memory of what another function has computed."""
         memory = tensor.untyped_storage().data_ptr()
-        return any(one.untyped_storage().data_ptr() == memory for _, one in self.unknown)
+        return any(one.untyped_storage().data_ptr() == memory for _, one in self.noted.unknown)
 
     def _by_kernel(self, name: str, args: Any) -> Tensor | None:
         """Return what a kernel computes in place of a function; None: nothing."""
@@ -339,105 +285,3 @@ def _is_view(name: str, result: Any, args: Any) -> bool:
         argument.untyped_storage().data_ptr() for argument in args if isinstance(argument, Tensor)
     }
     return all(value.untyped_storage().data_ptr() in memory for value in results)
-
-
-class Recording:
-    """The launches of a step of so many rows and tokens."""
-
-    def __init__(self, capture: Capture, output: Any) -> None:
-        """Prepare replays; see ``Capture.as_recording``.
-
-        Raises:
-            _NotRecordableError: the launches do not say all that the step computes.
-        """
-        if capture.reason is not None:
-            raise _NotRecordableError(capture.reason)
-        launches = capture.launches
-        self._held = launches, [one for one in capture.large if one is not output]
-        self._angles, self._windows = capture.angles, capture.step.windows
-        self._shape, self._dtype = tuple(output.shape), output.dtype
-        self._threads = max((launch.threads for launch in launches), default=1)
-        self._fields = np.concatenate([np.array(launch.fields, np.int64) for launch in launches])
-        self._tape = tape(launches, self._fields)
-        self._words = np.frombuffer(self._tape, np.int64)
-        begins = np.cumsum([0, *(len(launch.fields) for launch in launches)])
-        first = {id(launch.fields): begin for launch, begin in zip(launches, begins)}
-        number = {id(launch.fields): n for n, launch in enumerate(launches)}
-
-        for name, tensor in capture.unknown:
-            if len(self._inside(tensor.untyped_storage())):
-                raise _NotRecordableError(f"a kernel reads what {name} computes")
-        self._outputs = np.flatnonzero(self._fields == output.data_ptr())
-        if not len(self._outputs) or not output.is_contiguous():
-            raise _NotRecordableError("its logits are not those of a kernel")
-        given = [(self._inside(tensor), tensor.data_ptr()) for tensor in capture.given]
-        self._inputs = [(at, self._fields[at] - address) for at, address in given]
-
-        self._copies = [(first[id(one.fields)], one.layer) for one in capture.copies]
-        self._attentions = [(first[id(one.fields)], one.layer) for one in capture.attentions]
-        shapes = [one.fields for one in capture.attentions]
-        self._pieces_at = np.array([pieces_at(number[id(fields)]) for fields in shapes], np.int64)
-        self._heads = np.array([attention.heads_of(fields) for fields in shapes], np.int64)
-        self._part_floats = max(map(attention.part_floats, shapes), default=0)
-        # By type of window and heads in a group, whose mask is the same: the fields to set.
-        groups: dict[tuple[str, int], list[int]] = {}
-        for fields, _, window in capture.attentions:
-            groups.setdefault((window, fields[kernels.GROUP]), []).append(first[id(fields)])
-        self._masks = [(*key, np.array(at, np.int64)) for key, at in groups.items()]
-        self._extent: Any = None  # whose memory is bound, as it was after so many moves
-        self._moves = 0
-
-    def _inside(self, tensor: Any) -> Any:
-        """Return the positions of fields that are addresses inside of a tensor or its storage."""
-        begin = tensor.data_ptr()
-        end = begin + (tensor.nbytes if isinstance(tensor, Tensor) else tensor.nbytes())
-        return np.flatnonzero((self._fields >= begin) & (self._fields < end))
-
-    def replay(self, step: StepInputs) -> Tensor:
-        """Compute a step of as many rows and tokens; return its logits [B, q, V]."""
-        fields, tokens = self._fields, step.tokens.shape[1]
-        extent = step.cache.extent
-        if self._extent is not extent or self._moves != extent.moves:
-            self._bind_cache(step.cache)
-            self._extent, self._moves = extent, extent.moves
-        begin, slots = extent.end, extent.end + tokens
-        fields[self._entries_at] = self._entries + begin * self._slot_bytes
-        logits = torch.empty(self._shape, dtype=self._dtype, device="cpu")
-        fields[self._outputs] = logits.data_ptr()
-        angles = [table for one in self._angles for table in one.at(step.positions)]
-        given = (step.tokens.data_ptr(), *(table.ctypes.data for table in angles))
-        for address, (at, offsets) in zip(given, self._inputs):
-            fields[at] = offsets + address
-        committed = np.array(extent.lengths, np.int64)
-        blocks = kernels.blocks_of(slots, tokens)
-        parts = np.empty(self._part_floats * blocks, np.float32)
-        held = []
-        for kind, group, at in self._masks:
-            window = self._windows[kind]
-            mask = attention.draft_mask(
-                committed, step.positions, step.ancestors, window, group, step.dtype
-            )
-            held.append(mask)
-            for field, word in attention.per_step(slots, mask, committed, parts).items():
-                fields[at + field] = word
-        self._words[self._pieces_at] = self._heads * blocks
-        run(self._tape, self._threads)
-        return logits
-
-    def _bind_cache(self, cache: Any) -> None:
-        """Note where the layers' keys and values are."""
-        entries_at, entries, slot_bytes = [], [], []
-        for at, layer in self._attentions:
-            both = cache.layers[layer].keys, cache.layers[layer].values
-            for field, word in attention.entries(*both).items():
-                self._fields[at + field] = word
-        for at, layer in self._copies:
-            for n, tensor in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
-                for field, word in elementwise.output_strides(n, tensor):
-                    self._fields[at + field] = word
-                entries_at.append(at + elementwise.output_at(n))
-                entries.append(tensor.data_ptr())
-                slot_bytes.append(tensor.stride(2) * tensor.itemsize)
-        self._entries_at, self._entries, self._slot_bytes = (
-            np.array(numbers, np.int64) for numbers in (entries_at, entries, slot_bytes)
-        )

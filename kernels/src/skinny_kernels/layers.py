@@ -244,7 +244,7 @@ def cover(shadow: nn.Module, attend: Attention) -> Recordings:
             that, in place of it; only where PyTorch has no attention of that form.
 
     Returns:
-        The recordings of its steps.
+        What records its steps, empty so far.
     """
     known: dict[Any, Any] = {}  # results of comparisons by class, shapes and dtypes
     layers = [module for module in shadow.modules() if _is_decoder_layer(module)]

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skinny_kernels.capture import Capture, Recording, Scratch
-from skinny_kernels.capture import StepInputs as StepInputs
+from skinny_kernels.capture import Capture, Scratch
 from skinny_kernels.compiled import as_bits
 from skinny_kernels.launch import this_thread
 from skinny_kernels.linear import FEW_TOKENS
+from skinny_kernels.replay import Recording, StepInputs
 
 logger = logging.getLogger(__name__)
 # Drafts are filled up to a multiple of ``TILE_TOKENS``, since tiles are four tokens wide and more.

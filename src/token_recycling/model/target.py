@@ -19,7 +19,8 @@ from skinny_kernels.gpu import layers as gpu_layers
 from skinny_kernels.gpu.choice import has_device_kernels
 from skinny_kernels.linear import DTYPES
 from skinny_kernels.packed import PackedLinear
-from skinny_kernels.recordings import Recordings, StepInputs
+from skinny_kernels.recordings import Recordings
+from skinny_kernels.replay import StepInputs
 from skinny_kernels.shadow import shadow_of
 from skinny_kernels.windows import AttentionWindow, additive_masks
 from token_recycling import defaults
