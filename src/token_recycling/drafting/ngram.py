@@ -10,7 +10,7 @@ from torch import Tensor
 from skinny_kernels.compiled import as_array
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import DrafterState
-from token_recycling.drafting.kernels.host.context import append_emitted, append_roots
+from token_recycling.drafting.kernels.host.context import append_roots, extend_contexts
 from token_recycling.util.tokens import NO_TOKEN
 
 ROOM = 256  # the buffer grows by at least this many slots
@@ -107,4 +107,4 @@ class Context(DrafterState):
     def append_accepted(self, accepted: Accepted) -> None:
         """Append the tokens that a step emitted, except for the last, which is the next root."""
         self.reserve(accepted.emitted.shape[1])
-        append_emitted(self.tokens.numpy(), self.lengths.numpy(), as_array(accepted.emitted))
+        extend_contexts(self.tokens.numpy(), self.lengths.numpy(), as_array(accepted.emitted))

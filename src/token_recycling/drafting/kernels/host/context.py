@@ -89,7 +89,7 @@ def append_roots(context: Array, lengths: Array, roots: Array) -> None:
 
 
 @compiled
-def append_emitted(context: Array, lengths: Array, emitted: Array) -> None:
+def extend_contexts(context: Array, lengths: Array, emitted: Array) -> None:
     """Append the emitted tokens to each row, except for the last, which is the next root.
 
     Args:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from skinny_kernels.compiled import compiled
-from token_recycling.drafting.kernels.host.context import append_emitted, ending, preceding
+from token_recycling.drafting.kernels.host.context import ending, extend_contexts, preceding
 from token_recycling.drafting.kernels.host.entries import TINY, learn_node, to_half
 from token_recycling.drafting.kernels.host.rates import refresh_logit
 from token_recycling.drafting.kernels.host.state import (
@@ -161,7 +161,7 @@ def observe(
             state.roots.probabilities[row],
             state.roots.rejected[row],
         )
-    append_emitted(state.context, state.lengths, emitted)
+    extend_contexts(state.context, state.lengths, emitted)
 
 
 @compiled
