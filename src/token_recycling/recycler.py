@@ -158,7 +158,7 @@ class TokenRecycling(DecodingMethod):
             (self.matrix, self.drafter, self.draft_size, self.stats)
         )
         twin.session = replace(
-            self.session, target=twin.target, drafter=drafter, size=size, stats=stats
+            self.session, target=twin.target, drafter=drafter, draft_size=size, stats=stats
         )
         twin.warned, twin.lock = set(self.warned), FairLock()
         patch_generate(twin.model, twin)
@@ -184,7 +184,7 @@ class TokenRecycling(DecodingMethod):
     @property
     def draft_size(self) -> DraftSize:
         """The draft-size policy."""
-        return self.session.size
+        return self.session.draft_size
 
     @property
     def stats(self) -> Stats:

@@ -81,7 +81,7 @@ class Session:
     Attributes:
         target: the model.
         drafter: proposes the drafts.
-        size: the draft-size policy.
+        draft_size: the draft-size policy.
         options: of the recycler.
         template: the tree that the drafter fills; None if it shapes its own.
         latest: number of the answer that began last.
@@ -90,7 +90,7 @@ class Session:
 
     target: Target
     drafter: AnyDrafter
-    size: DraftSize
+    draft_size: DraftSize
     options: Options
     template: TreeTemplate | None
     latest: int = 0
@@ -121,7 +121,7 @@ class Session:
         """The size or tree of the drafts in words."""
         if self.options.nodes is not None:
             return f"{self.options.nodes} nodes"
-        if isinstance(self.size, AutoSize):
+        if isinstance(self.draft_size, AutoSize):
             return "draft size chosen automatically"
         if isinstance(self.drafter, NoDrafter):
             return "no drafts"
@@ -181,7 +181,7 @@ class Session:
             captures = options.on_draft is None and can_capture(accept)
             graph = self.graph_decoder() if captures else None
             decoding = Decoding(
-                self.target, self.drafter, self.size, accept, sequences, graph, hooks
+                self.target, self.drafter, self.draft_size, accept, sequences, graph, hooks
             )
         with suppress(GeneratorExit), closing(decoding.steps()) as steps:  # an abandoned stream
             for step in steps:
@@ -214,7 +214,7 @@ class Session:
             return None
         if self._graph is None or self._graph.drafter is not self.drafter:
             try:
-                self._graph = GraphDecoder(self.target, self.drafter, self.size)
+                self._graph = GraphDecoder(self.target, self.drafter, self.draft_size)
             except GraphError:
                 return None
         return self._graph

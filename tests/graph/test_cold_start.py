@@ -93,7 +93,7 @@ def answers(loaded, clock, rows, count, *, warm, **options):
     recycler = TokenRecycling(*loaded, graph=True, strict=True, **options)
     if "nodes" not in options:  # as on a GPU
         size = AutoSize(recycler.drafter.acceptance, CostCurve.assumed("cuda"), captured=True)
-        recycler.session.size = size
+        recycler.session.draft_size = size
     if warm:
         recycler.session.graph_decoder().warm([rows], [], LOADING)
     asked = [[{"role": "user", "content": ask.format(of)}] for ask in ASKED for of in SUBJECTS]

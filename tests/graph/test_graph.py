@@ -148,7 +148,7 @@ def test_drafts_that_do_not_pay_give_way_to_plain_steps(llama):
         for price, costs in curves.items():
             steps = []
             recycler = recycling(llama, nodes=None)
-            recycler.session.size = AutoSize(recycler.drafter.acceptance, costs)
+            recycler.session.draft_size = AutoSize(recycler.drafter.acceptance, costs)
             recycler.draft_size.typical = lambda now=0: 8  # however expensive
             answer = recycler.generate(PROMPTS[0], on_step=steps.append, **options)
             assert answer.token_ids == eager.token_ids

@@ -106,7 +106,7 @@ class Decoding:
     Attributes:
         target: the model.
         drafter: proposes the drafts.
-        size: the draft-size policy.
+        draft_size: the draft-size policy.
         accept: chooses the tokens and appends them to the sequences.
         sequences: B rows.
         graph: runs steps as graphs as long as it can, before the eager loop; None: eager only.
@@ -116,7 +116,7 @@ class Decoding:
 
     target: Target
     drafter: AnyDrafter
-    size: DraftSize
+    draft_size: DraftSize
     accept: Acceptor
     sequences: list[Sequence]
     graph: GraphSteps | None = None
@@ -139,7 +139,7 @@ class Decoding:
                 self.drafter,
                 self.accept,
                 self.sequences,
-                learns=self.size.pays,
+                learns=self.draft_size.pays,
                 on_progress=self.hooks.on_progress,
             )
         yield step
@@ -162,7 +162,7 @@ class Decoding:
             rows = len(step.tokens)
             # Other programs change what a step takes, but not which size is the best one.
             seconds = sum(step.seconds) - step.lost_seconds if self.target.is_warm else None
-            self.size.record(rows, rows * (step.size - 1), step.mean_emitted, seconds)
+            self.draft_size.record(rows, rows * (step.size - 1), step.mean_emitted, seconds)
             yield step
 
     @property
@@ -171,7 +171,7 @@ class Decoding:
 
     def load(self, texts: list[list[int]]) -> None:
         """Start the draft-size policy and the drafter with these tokens per row."""
-        self.size.begin(len(texts))
+        self.draft_size.begin(len(texts))
         with without_autocast(self.target.device):
             self.drafter.load(self.state, texts)
 
@@ -223,11 +223,11 @@ class Decoding:
         # Rows that have ended get a root too, but their nodes are marked invalid below.
         roots = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device="cpu")
         with without_autocast(self.target.device):
-            draft = self.drafter.propose(self.state, roots, self.size.limit()).to("cpu")
+            draft = self.drafter.propose(self.state, roots, self.draft_size.limit()).to("cpu")
         active = [sequence.active for sequence in self.sequences]
         if not all(active):
             draft = draft.only(torch.tensor(active, device="cpu"))
         deepest = self.target.deepest()
         if deepest is not None:
             draft = draft.down_to(deepest)
-        return draft.first(self.size.choose(draft)).compact()
+        return draft.first(self.draft_size.choose(draft)).compact()

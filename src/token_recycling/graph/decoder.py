@@ -46,37 +46,37 @@ class GraphDecoder:
         pool: the steps.
     """
 
-    def __init__(self, target: TreeTarget, drafter: AnyDrafter, size: DraftSize) -> None:
+    def __init__(self, target: TreeTarget, drafter: AnyDrafter, draft_size: DraftSize) -> None:
         """Decode with ``drafter``.
 
         Args:
             target: the model.
             drafter: of any kind.
-            size: draft-size policy. Each size is a step of its own, so all drafts have one, which
-                is looked at when an answer begins.
+            draft_size: draft-size policy. Each size is a step of its own, so all drafts have one,
+                which is looked at when an answer begins.
 
         Raises:
             GraphError: the model cannot be captured, or the drafter never drafts.
         """
         self.pool = StepPool(target, drafter)
-        self.target, self.drafter, self.size = target, drafter, size
+        self.target, self.drafter, self.draft_size = target, drafter, draft_size
         with ordinary_tensors():
             self._full_size = drafter.full_size
         if self._full_size == 1 and not isinstance(drafter, NoDrafter):
             raise GraphError(f"the drafter {drafter.name} drafts nothing below a text of one token")
-        self._draft_size = 0  # nodes, root included; chosen when an answer begins
+        self._captured_size = 0  # nodes, root included; chosen when an answer begins
 
     @property
     def next_size(self) -> int:
         """Tokens that the next step should verify, including the root."""
-        return self._draft_size if self.size.pays and not self.pool.pending else 1
+        return self._captured_size if self.draft_size.pays and not self.pool.pending else 1
 
     def _choose_size(self, rows: int) -> None:
         """Look at the draft-size policy before an answer of so many rows."""
-        self.size.begin(rows)
+        self.draft_size.begin(rows)
         # A drafter may propose fewer nodes than it is asked for.
-        size = self.size.typical(self._draft_size) or self._full_size
-        self._draft_size = min(size, self._full_size)
+        size = self.draft_size.typical(self._captured_size) or self._full_size
+        self._captured_size = min(size, self._full_size)
 
     def warm(self, rows: Iterable[int], sizes: Iterable[int], seconds: float) -> None:
         """Wait for kernels, and capture the steps with which answers will begin.
@@ -204,7 +204,9 @@ class GraphDecoder:
                 seconds = (0.0, perf_counter() - begun, 0.0, 0.0, 0.0)
                 done = Step(*appended, step.size, seconds)
                 count = len(padded)  # what a step costs, it costs for these
-                self.size.record(count, count * (step.size - 1), done.mean_emitted, sum(seconds))
+                self.draft_size.record(
+                    count, count * (step.size - 1), done.mean_emitted, sum(seconds)
+                )
                 # Whoever takes the step may draw from the same generators: for them these are where
                 # plain sampling would have left them.
                 step.chooser.rewind(emitted())

@@ -48,15 +48,17 @@ class ContinuousBatch(Generic[R]):
         rows: the rows, in the order of the cache.
     """
 
-    def __init__(self, target: Target, size: DraftSize, graph: GraphDecoder | None = None) -> None:
+    def __init__(
+        self, target: Target, draft_size: DraftSize, graph: GraphDecoder | None = None
+    ) -> None:
         """Create a batch without rows.
 
         Args:
             target: used by nothing else while the batch has rows.
-            size: the draft-size policy.
+            draft_size: the draft-size policy.
             graph: runs the steps of a single row, and of several greedy ones; None: the eager loop.
         """
-        self._target, self._size, self._graph = target, size, graph
+        self._target, self._draft_size, self._graph = target, draft_size, graph
         self.rows: list[R] = []
         self._cache: RecyclingCache | None = None
         self._steps: Generator[Step, None, None] | None = None
@@ -96,7 +98,7 @@ class ContinuousBatch(Generic[R]):
                 row.drafter,
                 row.accept,
                 [row.sequence],
-                learns=self._size.pays,
+                learns=self._draft_size.pays,
                 on_progress=progress,
             )
         finally:
@@ -170,7 +172,9 @@ class ContinuousBatch(Generic[R]):
         if graph is not None and not (graph.drafter is drafter and captured):
             graph = None
         sequences = [row.sequence for row in self.rows]
-        decoding = Decoding(self._target, drafter, self._size, accept, sequences, graph, Hooks())
+        decoding = Decoding(
+            self._target, drafter, self._draft_size, accept, sequences, graph, Hooks()
+        )
         decoding.load([sequence.tokens[:-1] for sequence in sequences])
         return decoding.steps_after_prompts()
 

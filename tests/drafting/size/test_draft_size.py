@@ -175,7 +175,7 @@ def test_an_expensive_machine_decodes_plainly(bundled):
     """The curve given is believed until the steps say otherwise."""
     expensive = TokenRecycling(bundled.model, bundled.tokenizer)
     costs = curve(lambda n: float(n) ** 2)
-    expensive.session.size = AutoSize(expensive.drafter.acceptance, costs)
+    expensive.session.draft_size = AutoSize(expensive.drafter.acceptance, costs)
     answer = expensive.generate("Once upon a time", max_new_tokens=20)
     assert expensive.draft_size.typical() == 1
     assert answer.stats.mat < 1.5

@@ -30,10 +30,10 @@ class DraftLengths:
         most = max(self.lengths, default=1)
         costs = CostCurve.assumed(device_type)
         if options.mode != "chain":
-            self.size = AutoSize(expected_acceptance(most), costs)
+            self.draft_size = AutoSize(expected_acceptance(most), costs)
         else:  # of a chain, little is learnt from what is rejected
             acceptance = tuple(RIGHT**depth for depth in range(1, most + 1))
-            self.size = AutoSize(acceptance, costs, learning=0.0)
+            self.draft_size = AutoSize(acceptance, costs, learning=0.0)
         self._ended = 0.0  # when the last step did
         self._last: dict[str, int] | None = None  # what it verified; None: a prompt was read
 
@@ -43,8 +43,8 @@ class DraftLengths:
         sizes = tuple(length + 1 for length in self.lengths if length < most)
         if not sizes:
             return 0
-        self.size.begin(requests)
-        return self.size.typical(sizes=sizes) - 1 if self.size.pays else 0
+        self.draft_size.begin(requests)
+        return self.draft_size.typical(sizes=sizes) - 1 if self.draft_size.pays else 0
 
     def record(self, drafted: dict[str, int], emitted: list[int], prompts: bool) -> None:
         """Learn from a step that has ended.
@@ -62,8 +62,8 @@ class DraftLengths:
         self._last = None if prompts else drafted
         if not drafted:
             return
-        self.size.begin(len(drafted))
-        self.size.record(
+        self.draft_size.begin(len(drafted))
+        self.draft_size.record(
             len(drafted),
             sum(drafted.values()),
             sum(emitted) / len(emitted),

@@ -77,7 +77,7 @@ class Proposer(StepDrafter):
         # Ranks measure different times, but must verify the same trees.
         ranks = vllm_config.parallel_config.tensor_parallel_size
         alone = ranks == 1 or not self.tree
-        self.size = options.size(self.requests.drafter, "cpu") if alone else None
+        self.draft_size = options.size(self.requests.drafter, "cpu") if alone else None
         self._began, self._requests = perf_counter(), list[str]()
 
     def load_model(self, model: Any) -> None:
@@ -119,7 +119,7 @@ class Proposer(StepDrafter):
             return drafts
         self._record(step, rows, emitted)
         size = self.options.size_for(len(rows), self.largest)
-        if size > 1 and (self.size is None or self.size.pays):
+        if size > 1 and (self.draft_size is None or self.draft_size.pays):
             lengths = [int(num_tokens_no_spec[row]) for row in rows]
             self._learn_and_draft(step, rows, emitted, lengths, token_ids_cpu, size, drafts)
         return drafts
@@ -173,9 +173,9 @@ class Proposer(StepDrafter):
         valid = draft.valid.numpy()[:, 1:] & np.array(may_draft)[:, None]
         # Number of nodes up to the last valid one
         used = (valid * np.arange(1, valid.shape[1] + 1)).max(axis=1, initial=0)
-        if self.size is not None and draft.scores is not None:
+        if self.draft_size is not None and draft.scores is not None:
             permitted = replace(draft, valid=torch.from_numpy(np.pad(valid, ((0, 0), (1, 0)))))
-            used = np.minimum(used, self.size.choose_each(permitted))
+            used = np.minimum(used, self.draft_size.choose_each(permitted))
         return [
             tokens[:count]
             for tokens, count in zip(draft.tokens.numpy()[:, 1:].tolist(), used.tolist())
@@ -190,13 +190,13 @@ class Proposer(StepDrafter):
         now = perf_counter()
         seconds, before = now - self._began, self._requests
         self._began, self._requests = now, step.requests
-        if self.size is None:
+        if self.draft_size is None:
             return
         same = step.decoding and len(rows) == len(step.requests) and before == step.requests
         drafted = sum(step.counts) - len(step.counts)
         mean = sum(map(len, emitted)) / len(rows)
-        self.size.record(len(rows), drafted, mean, seconds if same else None)
-        self.size.begin(len(rows))
+        self.draft_size.record(len(rows), drafted, mean, seconds if same else None)
+        self.draft_size.begin(len(rows))
 
     def _begin(self, texts: dict[str, list[int]], step: VerifiedStep) -> None:
         """Start drafting for requests; ``texts`` are their tokens read so far."""
