@@ -28,7 +28,7 @@ if [ "$packed" = --dry-run ]; then
         python=(build/sglang/bin/python)
     fi
 else
-    export PYTHONPATH=$site:src:lab TOKEN_RECYCLING_ANY_VERSION=1 VLLM_USE_V2_MODEL_RUNNER=1 VLLM_USE_FLASHINFER_SAMPLER=0 TORCHINDUCTOR_COMPILE_THREADS=4
+    export PYTHONPATH=$site:src:kernels/src:lab TOKEN_RECYCLING_ANY_VERSION=1 VLLM_USE_V2_MODEL_RUNNER=1 VLLM_USE_FLASHINFER_SAMPLER=0 TORCHINDUCTOR_COMPILE_THREADS=4
     python=(python3) checkpoint=/dev/shm/wide prompts=/dev/shm/prompts.json
     nvidia-smi --query-gpu=name,memory.total --format=csv,noheader
     [ -d "$checkpoint" ] || python3 -c 'import sys; from gpu_model import save_widened; save_widened(*sys.argv[1:])' "$packed" "$shape" >"$out/widen.log" 2>&1

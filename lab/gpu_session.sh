@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 packed=$2 shape=${3:-llama-8b}
-export PYTHONPATH=src:lab:tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export PYTHONPATH=src:kernels/src:lab:tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 begun=$SECONDS
 mkdir -p "$out"

@@ -40,3 +40,18 @@ def test_the_commands_of_the_documents_are_scripts():
     for page in pages:
         for name in re.findall(r"\blab/([\w/]+\.(?:py|sh))", page.read_text("utf-8")):
             assert (LAB / name).exists(), (page.name, name)
+
+
+def test_scripts_that_run_from_a_checkout_find_both_packages():
+    """On a machine without a network nothing is installed."""
+    paths = [
+        found.split(":")
+        for script in LAB.glob("*.sh")
+        for found in re.findall(r"PYTHONPATH=(\S+)", script.read_text("utf-8"))
+    ]
+    checkouts = [set(found) for found in paths if "src" in found]
+    assert len(checkouts) == 2
+    for found in checkouts:
+        assert {"src", "kernels/src"} <= found
+    assert (ROOT / "src/token_recycling").is_dir()
+    assert (ROOT / "kernels/src/skinny_kernels").is_dir()
