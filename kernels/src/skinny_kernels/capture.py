@@ -13,8 +13,7 @@ of parts, and products and quotients with a number are replaced by kernels; any 
 not be read by a kernel.
 
 While a step is captured, a ``Capture`` is the recorder of its thread (see ``launch.this_thread``).
-What it has noted becomes a ``replay.Recording``; ``recordings.Recordings`` are
-those of a model.
+What it has noted becomes a ``replay.Recording``; ``recordings.Recordings`` are those of a model.
 """
 
 from __future__ import annotations

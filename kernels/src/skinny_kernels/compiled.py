@@ -221,7 +221,7 @@ class Views:
 
 @lru_cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="token-recycling")
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="skinny-kernels")
 
 
 if hasattr(os, "register_at_fork"):  # threads do not survive a fork

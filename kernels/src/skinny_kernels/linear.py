@@ -1,7 +1,7 @@
 """Linear layers for few rows on a CPU.
 
 PyTorch's kernels are made for one row or for hundreds. ``linear_kernel`` is made for few, so that
-verifying a tree of 16 tokens costs about as much as decoding one.
+16 rows cost about as much as one.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Recordings(threading.local):
     def fill_up(self, rows: int, tokens: int) -> int:
         """Count a step of ``tokens`` a row; return how many to compute, so that it is fast.
 
-        Sets ``is_warm`` to False if they are more than later steps of as many will compute.
+        Sets ``is_warm`` to False if steps of as many are not recorded yet, and will be.
         """
         size = tokens if tokens <= TILE_TOKENS else -(-tokens // TILE_TOKENS) * TILE_TOKENS
         threads = torch.get_num_threads()

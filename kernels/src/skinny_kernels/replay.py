@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -45,8 +46,8 @@ class StepCache(Protocol):
     """The KV cache that a step reads and writes."""
 
     @property
-    def layers(self) -> Any:
-        """``LayerCache`` of each layer."""
+    def layers(self) -> Sequence[LayerCache]:
+        """Those of the model."""
 
     @property
     def extent(self) -> Extent:
@@ -152,10 +153,10 @@ class Recording:
 
         self._copies = [(first[id(one.fields)], one.layer) for one in noted.copies]
         self._attentions = [(first[id(one.fields)], one.layer) for one in noted.attentions]
-        shapes = [one.fields for one in noted.attentions]
-        self._pieces_at = np.array([pieces_at(number[id(fields)]) for fields in shapes], np.int64)
-        self._heads = np.array([attention.heads_of(fields) for fields in shapes], np.int64)
-        self._part_floats = max(map(attention.part_floats, shapes), default=0)
+        readers = [one.fields for one in noted.attentions]
+        self._pieces_at = np.array([pieces_at(number[id(fields)]) for fields in readers], np.int64)
+        self._heads = np.array([attention.heads_of(fields) for fields in readers], np.int64)
+        self._part_floats = max(map(attention.part_floats, readers), default=0)
         # By type of window and heads in a group, whose mask is the same: the fields to set.
         groups: dict[tuple[str, int], list[int]] = {}
         for fields, _, window in noted.attentions:

@@ -1,4 +1,8 @@
-"""Tree attention that reads each key and value once for all query heads of a group."""
+"""Transformers' sdpa in forwards of few tokens, and of prompts, whose masks are marked.
+
+Each key and value is read once for all query heads of a group. ``twins`` has an attention function
+of its own, for models that others call: it knows no trees, and no other than causal masks.
+"""
 
 from __future__ import annotations
 

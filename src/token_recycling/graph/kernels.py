@@ -11,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from skinny_kernels.gpu.launch import launch
-from skinny_kernels.gpu.vector import LEAST_NODES, LEAST_STEPS, at, lanes, longest
+from skinny_kernels.gpu.vector import longest
 from skinny_kernels.windows import RULES, AttentionWindow
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.draft import DraftTree
+from token_recycling.drafting.kernels.device.vector import LEAST_NODES, LEAST_STEPS, at, lanes
 from token_recycling.model.kv_cache import FixedCache
 
 SLOTS_AT_ONCE = ENTRIES_AT_ONCE = 1024
@@ -42,7 +43,8 @@ def _layout(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the position, slot, mask and path of one node (see ``masks``, ``gpu.paths_of``)."""
+    """Write the position, slot, mask and path of one node (see ``windows.additive_masks`` and
+    ``gpu.attention.paths_of``)."""
     row = tl.program_id(0)
     query = tl.program_id(1)
     end = longest(lengths, batch)

@@ -42,7 +42,7 @@ class CallOptions:
             with the previous call.
         on_progress: called with (prompt tokens read, prompt tokens).
         on_step: called with every ``Step``, the prefill first.
-        on_draft: called with (drafter rows, ``DraftTree``, ``Accepted``) of every step.
+        on_draft: called with (the drafter's state, ``DraftTree``, ``Accepted``) of every step.
     """
 
     max_new_tokens: int = defaults.MAX_NEW_TOKENS

@@ -99,13 +99,12 @@ class Override:
     def __reduce__(self) -> Any:
         return Override, (self._owner(), self.__name__, None)
 
-    def covers(self, owner: Any, call: Callable[..., Any] | None = None) -> bool:
-        """Return whether this overrides ``owner``, not a copy of it, with ``call`` if given."""
-        function = getattr(self.call, "func", self.call)  # the function inside a partial
-        return function is not None and self._owner() is owner and call in (None, function)
+    def covers(self, owner: Any) -> bool:
+        """Return whether this overrides ``owner``, not a copy of it."""
+        return self.call is not None and self._owner() is owner
 
 
-def is_covered(owner: Any, name: str, call: Callable[..., Any] | None = None) -> bool:
+def is_covered(owner: Any, name: str) -> bool:
     """Return whether an ``Override`` covers ``name`` of this object (see ``Override.covers``)."""
     present = owner.__dict__.get(name)
-    return isinstance(present, Override) and present.covers(owner, call)
+    return isinstance(present, Override) and present.covers(owner)

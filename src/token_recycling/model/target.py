@@ -88,7 +88,7 @@ class TreeTarget:
         shadow: what our forwards compute with (see ``skinny_kernels.shadow``).
         recordings: of steps of the shadow, on a CPU; None: elsewhere, and for other dtypes.
         fingerprint: of the model as it was adopted; None: it has not been looked at since a copy.
-        generation: how often the model was adopted.
+        adoptions: how often the model was adopted.
         refused: why trees are not verified in this state; None: they are.
     """
 
@@ -429,7 +429,7 @@ class TreeTarget:
 
         Args:
             tokens: int64 [B, q].
-            masks: see ``masks.additive_masks``.
+            masks: see ``windows.additive_masks``.
             positions: int64 [B, q].
             cache: gets the keys and values.
             **more: other arguments.

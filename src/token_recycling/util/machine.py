@@ -20,6 +20,7 @@ import transformers
 from token_recycling.version import __version__
 
 CLEAR = 0.97  # ratio of two times below which the first one is clearly less
+ROUNDS = 5  # of which a time is the median
 PAUSE = 2_000_000  # clock cycles of a GPU, about a millisecond
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 
@@ -69,7 +70,7 @@ def commit() -> str:
     return words[1] if words[:1] == [f"src/{folder.name}/"] else ""
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+def median_seconds(run: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
     """Return the median of the seconds that ``run`` takes, until ``device`` has finished."""
     times = []
     for _ in range(rounds):
@@ -81,17 +82,17 @@ def median_seconds(run: Callable[[], object], device: torch.device, rounds: int 
     return median(times)
 
 
-def device_seconds(run: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+def device_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the median of the seconds that a GPU works on ``run``, as within a graph.
 
     The GPU is made to wait until all of it has been launched, so that the host's time does not
     count. Other devices: ``median_seconds``.
     """
     if device.type != "cuda":
-        return median_seconds(run, device, rounds)
+        return median_seconds(run, device)
     times: list[float] = []
     cuda: Any = torch.cuda
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
         cuda._sleep(PAUSE)
         begin.record()

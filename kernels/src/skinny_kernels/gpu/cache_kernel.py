@@ -131,7 +131,8 @@ def move(
         starts: int32 [B + 1], the first query of each row, and their number.
         firsts: int32 [B + 1], the first node of each row, and their number; nodes are last queries.
         counts: int32 [B], nodes of the path.
-        sources: int32 [m], see ``Followed``.
+        sources: int32 [m], for the first nodes of each row, as many as the path has, the nodes of
+            the path; each of the others itself.
     """
     words = like.element_size() / 4
     heads, width = like.shape[1], int(like.shape[3] * words)

@@ -1,4 +1,4 @@
-"""Which tensors the kernels for layers take."""
+"""Which tensors the kernels for GPUs take."""
 
 from __future__ import annotations
 

@@ -142,22 +142,22 @@ class AutoSize(DraftSize):
     def typical(self, now: int = 0, sizes: tuple[int, ...] = GRAPH_SIZES) -> int:
         """Return the best of ``sizes`` for an average draft; ``now`` if nearly as good."""
         promised = self._mean.cumsum()
-        speeds = self._speeds(promised, self._rows * np.arange(1, len(promised) + 1))
-        best = max((n for n in sizes if n <= self.most), key=lambda n: float(speeds[n - 1]))
-        return now if now and speeds[best - 1] < CHANGE * speeds[now - 1] else best
+        rates = self._speeds(promised, self._rows * np.arange(1, len(promised) + 1))
+        fastest = max((n for n in sizes if n <= self.most), key=lambda n: float(rates[n - 1]))
+        return now if now and rates[fastest - 1] < CHANGE * rates[now - 1] else fastest
 
     def why_plain(self) -> str | None:
         """Return the costs and tokens of the best draft if a plain step is better (see above)."""
         promised = self._mean.cumsum()
         at = self._rows * np.arange(1, len(promised) + 1)
-        speeds = self._speeds(promised, at)
-        if speeds.argmax():
+        rates = self._speeds(promised, at)
+        if rates.argmax():
             steps = self._pause.plain_left
             none = (
                 f"drafting is disabled for {steps} more steps: no recent draft was worth verifying"
             )
             return none if steps else None
-        n = int(speeds[1:].argmax())
+        n = int(rates[1:].argmax())
         brings = 1 + self._accepted / self._expected * promised[n]
         costs = self._prices[at[n]] / self._prices[0]
         return (

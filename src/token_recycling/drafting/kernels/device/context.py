@@ -13,7 +13,7 @@ SCAN = tl.constexpr(4096)  # slots of a context that are compared at once
 
 @triton.jit
 def _match(tokens, length, root):
-    """Find the longest earlier n-gram equal to the last tokens (see ``host.match``).
+    """Find the longest earlier n-gram equal to the last tokens (see ``host.context.match``).
 
     Returns:
         The number of tokens that agree, and the slot behind the n-gram.

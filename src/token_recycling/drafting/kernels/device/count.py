@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from skinny_kernels.gpu.launch import REGISTERS, launch
-from skinny_kernels.gpu.vector import LEAST_STEPS, lanes
 from token_recycling.drafting.kernels.device.sources import (
     CONSTANT,
     INPUTS,
@@ -18,6 +17,7 @@ from token_recycling.drafting.kernels.device.sources import (
     gather,
 )
 from token_recycling.drafting.kernels.device.state import DeviceTables
+from token_recycling.drafting.kernels.device.vector import LEAST_STEPS, lanes
 from token_recycling.drafting.kernels.host import learn, rates
 from token_recycling.drafting.kernels.host.state import State
 

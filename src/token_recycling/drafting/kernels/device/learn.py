@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from skinny_kernels.gpu.launch import REGISTERS, launch
-from skinny_kernels.gpu.vector import LEAST_NODES, LEAST_STEPS, lanes
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.kernels.device.sources import LEVELS
 from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
+from token_recycling.drafting.kernels.device.vector import LEAST_NODES, LEAST_STEPS, lanes
 from token_recycling.drafting.kernels.host import entries
 from token_recycling.drafting.kernels.host import learn as host_learn
 from token_recycling.drafting.kernels.host.state import State
@@ -29,7 +29,7 @@ def _finite(value):
 
 @triton.jit
 def _to_half(p):
-    """Round half up to float16, as ``host.to_half`` does, and return the bits."""
+    """Round half up to float16, as ``host.entries.to_half`` does, and return the bits."""
     small = (p * 16777216.0 + 0.5).to(tl.int32)  # 2^24: a subnormal number or the least normal one
     bits = p.to(tl.int32, bitcast=True)
     # Drop 13 bits of the mantissa; the exponents' biases are 127 and 15.
@@ -60,7 +60,7 @@ def _united(ids, share, LANES: tl.constexpr):
 
 @triton.jit
 def _average(old, old_p, new, new_p, old_weight, WIDTH: tl.constexpr, K: tl.constexpr):
-    """Average new candidates into a row (see ``host.average``): [WIDTH] each, -1: none."""
+    """Average new candidates into a row (see ``host.entries.average``): [WIDTH] each, -1: none."""
     lane = tl.arange(0, 2 * WIDTH)
     from_old = lane < WIDTH
     index = lane % WIDTH

@@ -1,4 +1,4 @@
-"""Growing trees, several nodes at a time (see ``host.propose``)."""
+"""Growing trees, several nodes at a time (see ``host.tree.propose``)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from skinny_kernels.gpu.launch import REGISTERS, launch
-from skinny_kernels.gpu.vector import LEAST_NODES, lanes
 from token_recycling.drafting.kernels.device.context import begin_draft
 from token_recycling.drafting.kernels.device.sources import LEVELS, gather, locate
 from token_recycling.drafting.kernels.device.state import DeviceDraft, DeviceTables
+from token_recycling.drafting.kernels.device.vector import LEAST_NODES, lanes
 from token_recycling.drafting.kernels.host import tree
 from token_recycling.drafting.kernels.host.rates import feature_offsets
 from token_recycling.drafting.kernels.host.state import State
@@ -45,7 +45,7 @@ def _link_below(links, on_chain, count, CHAIN: tl.constexpr):
 
 @triton.jit
 def _write(own, tokens, parents, depths, logs, second, first, draft, sizes, n, NODES: tl.constexpr):
-    """Write a draft, and the rows and keys to learn into (see ``host.locate``)."""
+    """Write a draft, and the rows and keys to learn into (see ``host.entries.locate``)."""
     node = tl.arange(0, NODES)
     inside = node < n
     valid = logs > NONE / 2
@@ -105,11 +105,11 @@ def _propose(
     CHAIN: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Append the root, search the chain and grow the tree of one row (see ``host.propose``).
+    """Append the root, search the chain and grow the tree of one row (see ``host.tree.propose``).
 
-    ``host.grow`` expands one node after another. Here, each round expands the ``ROUND`` best nodes
-    that have not been, and keeps the best of old and new ones. No child is better than its parent:
-    so the tree is the same once no node but the last is left to expand.
+    ``host.tree.grow`` expands one node after another. Here, each round expands the ``ROUND`` best
+    nodes that have not been, and keeps the best of old and new ones. No child is better than its
+    parent: so the tree is the same once no node but the last is left to expand.
     """
     own = tl.load(states + tl.program_id(0))
     node = tl.arange(0, NODES)
@@ -256,7 +256,10 @@ def propose(
 
 @triton.jit(do_not_specialize=["n"])
 def _likeliest(states, branches, draft, n, NODES: tl.constexpr):
-    """Follow the first child from one root down (see ``host.likeliest``), if that is the draft."""
+    """Follow the first child from one root down, if that is the draft.
+
+    See ``host.ranking.likeliest``.
+    """
     own = tl.load(states + tl.program_id(0))
     node = tl.arange(0, NODES)
     level = tl.arange(0, 4)

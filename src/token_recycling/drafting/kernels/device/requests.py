@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from skinny_kernels.gpu.launch import launch
-from skinny_kernels.gpu.vector import LEAST_NODES, lanes
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.kernels.device.sources import LEVELS, locate
 from token_recycling.drafting.kernels.device.state import DeviceDraft
+from token_recycling.drafting.kernels.device.vector import LEAST_NODES, lanes
 from token_recycling.drafting.kernels.host.state import State
 
 

@@ -32,7 +32,7 @@ def _class_of(value, BOUNDS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def locate(level: tl.constexpr, before, last, token, sizes):
-    """Return (row, key, True if there is a row) of tokens at a level (see ``host.locate``).
+    """Return (row, key, True if there is a row) of tokens at a level (see ``host.entries.locate``).
 
     ``sizes``: V, P and T, int64.
     """
