@@ -68,7 +68,8 @@ def simulate(monkeypatch):
 
     def run(cost, *, known=None, logits=by_last, n=250, size=None):
         clock = Clock(cost)
-        monkeypatch.setattr("token_recycling.decoding.loop.perf_counter", clock)
+        for name in ("perf_counter", "thread_time"):
+            monkeypatch.setattr(f"token_recycling.decoding.loop.{name}", clock)
         target = TimedTarget(clock, logits)
         drafter = PaperDrafter(AdjacencyMatrix(VOCABULARY, 8), RANKED)
         if size is None:
