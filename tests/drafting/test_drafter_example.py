@@ -48,7 +48,7 @@ def registered(example, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_in_the_loop_and_in_a_graph(example, bundled, graph, rows):
     matrix = AdjacencyMatrix(bundled.target.vocab_size, 8)

@@ -64,7 +64,8 @@ def test_a_thousand_hostile_requests(tmp_path, at_once):
     assert found["stream"] < 1.5
     before, after = found["memory"]
     assert after < before + 150
-    assert len(log.splitlines()) == 1
+    # The command to try, and nothing of the requests; other programs may have slowed the steps.
+    assert [line for line in log.splitlines() if "docs/slow.md" not in line][1:] == []
 
 
 @pytest.mark.parametrize("place", ["chat_template_kwargs", "arguments"])

@@ -12,6 +12,7 @@ from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.adaptive import AdaptiveDrafter
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import Candidates
+from token_recycling.drafting.checked import CheckedDrafter
 from token_recycling.drafting.draft import DraftTree, root_only
 from token_recycling.util.tokens import NO_TOKEN
 
@@ -117,6 +118,8 @@ class HostDrafting(Drafting):
         self._roots = torch.zeros(batch, dtype=torch.long, device="cpu")
         self._draft = drafter.propose(self.rows, self._roots, size)
         self.size, self.max_depth = self._draft.size, self._draft.max_depth
+        if isinstance(drafter, CheckedDrafter):  # a later draft may be deeper than the first one
+            self.max_depth = self.size - 1
         self._on_device = self._draft.pack().to(device)
 
     def begin(self, texts: list[list[int]], roots: Tensor) -> None:

@@ -9,6 +9,9 @@ from token_recycling.drafting.kernels.host import rates, state, tree
 
 LEVELS = tl.constexpr(state.LEVELS)
 CHAIN, ROOT_ROW = tl.constexpr(state.CHAIN), tl.constexpr(state.ROOT_ROW)
+# Bits of these sources in patterns, and of all rows'
+CHAIN_BIT, ROOT_BIT = tl.constexpr(1 << state.CHAIN), tl.constexpr(1 << state.ROOT_ROW)
+ROW_BITS = tl.constexpr((1 << state.LEVELS) - 1)
 RUNNERS_UP = tl.constexpr(state.RUNNERS_UP)
 SOURCES = tl.constexpr(state.SOURCES)
 SETS, PATTERNS = tl.constexpr(state.SETS), tl.constexpr(state.PATTERNS)
@@ -195,14 +198,14 @@ def gather(
     pattern = tl.zeros([ROUND, 4 * WIDTH], tl.int32)
     for number in tl.static_range(4):
         group_ids = groups[number][:, :, None]
-        bits_of = tl.where(tl.arange(0, WIDTH) == 0, 1 << CHAIN, 1 << ROOT_ROW)[:, None, None]
+        bits_of = tl.where(tl.arange(0, WIDTH) == 0, CHAIN_BIT, ROOT_BIT)[:, None, None]
         if number < 3:
             bits_of = tl.full([1, 1, 1], 4 >> number, tl.int32)
         pattern += tl.sum(
             tl.where((ids[None, :, :] == group_ids) & (group_ids >= 0), bits_of, 0), 0
         )
-    rows: tl.constexpr = (1 << CHAIN) - 1
-    earlier = tl.where(source < CHAIN, rows & ~((2 << source) - 1), (1 << source) - 1)
+    # Rows come from the longest context on, then the chain, then the root row.
+    earlier = tl.where(source < CHAIN, ROW_BITS & ~((2 << source) - 1), (1 << source) - 1)
     first = valid & ((pattern & earlier) == 0)
     pattern = SETS + tl.minimum(pattern, PATTERNS - 1)
     # The mixture: as if all sources lacked a candidate, plus what those say that have it.
