@@ -1,4 +1,4 @@
-"""A keyboard interrupt while a step is recorded leaves no mode of PyTorch on."""
+"""Recording a step: keyboard interrupts, and tensors that other packages have made."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from skinny_kernels.capture import Capture, Scratch
@@ -42,6 +43,35 @@ def capture() -> Capture:
     ancestors = torch.ones(1, 1, 1, dtype=torch.bool)
     cache: Any = None
     return Capture(Scratch(), StepInputs(tokens, tokens, ancestors, cache, {}, torch.float32))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as packages for quantisation make them."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        own = [one.inner if isinstance(one, cls) else one for one in args]
+        return function(*own, **(kwargs or {}))
+
+
+def test_weights_without_memory_of_their_own():
+    x, w = torch.randn(2, 8), torch.randn(4, 8)
+    with capture() as captured:
+        found = functional.linear(x, Wrapped(w))
+        Wrapped(w).view(8, 4)
+    torch.testing.assert_close(found, functional.linear(x, w))
+    assert captured.noted.unknown[0][0] == "linear"
+    assert captured.noted.reason is None
+    with capture() as captured:
+        torch.add(Wrapped(w), 1, out=w)
+    assert captured.noted.reason == "it calls add"
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ class Capture(TorchFunctionMode):
         if not _is_view(name, result, args):
             results = result if isinstance(result, (tuple, list)) else (result,)
             writes = "out" in kwargs or (_is_in_place(name) and not self._is_unknown(args[0]))
-            if writes or not all(isinstance(x, Tensor) for x in results):
+            if writes or not all(isinstance(x, Tensor) and _memory(x) is not None for x in results):
                 self.noted.reason = self.noted.reason or f"it calls {name}"
             else:
                 self.noted.unknown += [(name, x) for x in results]
@@ -205,8 +205,8 @@ class Capture(TorchFunctionMode):
 
     def _is_unknown(self, tensor: Any) -> bool:
         """Return whether a tensor is in the memory of what another function has computed."""
-        memory = tensor.untyped_storage().data_ptr()
-        return any(one.untyped_storage().data_ptr() == memory for _, one in self.noted.unknown)
+        memory = _memory(tensor)
+        return memory is not None and any(_memory(one) == memory for _, one in self.noted.unknown)
 
     def _by_kernel(self, name: str, args: Any) -> Tensor | None:
         """Return what a kernel computes in place of a function; None: nothing."""
@@ -280,7 +280,13 @@ def _is_view(name: str, result: Any, args: Any) -> bool:
         return False
     if _is_in_place(name):
         return False
-    memory = {
-        argument.untyped_storage().data_ptr() for argument in args if isinstance(argument, Tensor)
-    }
-    return all(value.untyped_storage().data_ptr() in memory for value in results)
+    memory = {_memory(argument) for argument in args if isinstance(argument, Tensor)} - {None}
+    return all(_memory(value) in memory for value in results)
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's memory; None: it wraps others, as quantised weights do."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
