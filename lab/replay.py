@@ -18,6 +18,7 @@ import torch
 
 from record import CANDIDATES, Recording, along, branches, read, write
 from token_recycling import TokenRecycling, defaults
+from token_recycling.decoding.walks import path_along
 from token_recycling.drafting.accepted import Accepted
 from token_recycling.drafting.base import AnyDrafter
 from token_recycling.drafting.candidates import Candidates, top_k
@@ -148,7 +149,8 @@ class Answers:
             result.on_path.append(on_path)
             found = Candidates(ids, p, teaches[None])
             tokens = torch.tensor([emitted])
-            accepted = Accepted(torch.zeros_like(tokens), tokens, torch.tensor([len(emitted)]))
+            path = path_along(draft, tokens)
+            accepted = Accepted(path, tokens, torch.tensor([len(emitted)]))
             drafter.observe(rows, draft, found, accepted)
             result.lengths.append(len(emitted))
             done += len(emitted)
